@@ -1,0 +1,1 @@
+"""What a run says about itself: timers, metric reduction, sinks, transcripts, the run's folder and its report."""

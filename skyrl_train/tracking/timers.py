@@ -1,0 +1,83 @@
+"""Wall-clock time of the phases of a step.
+
+A phase is a span of time with a name. Spans may nest and overlap, also spans of the same name (two coroutines that both
+generate): every time below is the length of a *union* of spans, so no second counts twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+Span = tuple[float, float]
+"""Start and end in seconds, start <= end."""
+
+STEP = "step"
+WORK_PHASES = ("generate", "fwd_logprobs_values_reward", "policy_train", "sync_weights")
+"""Phases in which the engines or the trainer's ranks work; the rest of a step is the driver's."""
+ASIDE_PHASES = ("eval", "save_hf_model")
+"""Phases that are no part of a training step even where they run inside its span."""
+
+
+def covered_s(spans: Iterable[Span]) -> float:
+    """Length in seconds of the union of `spans`."""
+    total = 0.0
+    covered_until = float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
+    return total
+
+
+def outside_s(spans: Iterable[Span], others: Iterable[Span]) -> float:
+    """Length in seconds of what `spans` cover and `others` do not."""
+    others = list(others)
+    return covered_s([*spans, *others]) - covered_s(others)
+
+
+class Timers:
+    """Records spans by phase name: `with timers("generate"): await collect()`. For one thread (or event loop)."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._spans: dict[str, list[Span]] = {}
+        self._open: dict[object, tuple[str, float]] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Times the body, also when it raises or awaits."""
+        key = object()
+        self._open[key] = (phase, self._clock())
+        try:
+            yield
+        finally:
+            _, start = self._open.pop(key)
+            self._spans.setdefault(phase, []).append((start, self._clock()))
+
+    def spans(self, phase: str) -> list[Span]:
+        """Spans of `phase` since the last reset; one that is still open ends now."""
+        now = self._clock()
+        return self._spans.get(phase, []) + [(start, now) for name, start in self._open.values() if name == phase]
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds of each phase since the last reset, as `timing/{phase}`."""
+        phases = dict.fromkeys([*self._spans, *(name for name, _ in self._open.values())])
+        return {f"timing/{phase}": covered_s(self.spans(phase)) for phase in phases}
+
+    def driver_share(self) -> float:
+        """Share of the step outside all work phases, 0 to 1; 0 where no step was timed.
+
+        Time in ASIDE_PHASES is neither part of the step nor of the share.
+        """
+        step = self.spans(STEP)
+        aside = [span for phase in ASIDE_PHASES for span in self.spans(phase)]
+        work = [span for phase in WORK_PHASES for span in self.spans(phase)]
+        step_s = outside_s(step, aside)
+        return max(0.0, outside_s(step, work + aside) / step_s) if step_s > 0 else 0.0
+
+    def reset(self) -> None:
+        """Forgets all spans. One that is still open counts from now on only."""
+        now = self._clock()
+        self._spans.clear()
+        self._open = {key: (phase, now) for key, (phase, _) in self._open.items()}
