@@ -1,0 +1,43 @@
+"""Per-token estimators of the KL divergence from the policy to the reference, on tokens drawn from the policy.
+
+All have one signature: logprobs [T] (of the policy, with gradient where used as a loss) and ref_logprobs [T] -> [T].
+Source: J. Schulman, Approximating KL Divergence, http://joschu.net/blog/kl-approx.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""exp(20) = 5e8: beyond it float32 loses the token's neighbours in any sum; exp(89) would be infinite."""
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """log p - log ref: unbiased, of either sign. No clamp.
+
+    As a loss its expected gradient is zero (the score function); use it in the reward.
+    """
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """(log p - log ref)^2 / 2: biased value, never negative; its gradient is the unbiased one of the KL. No clamp."""
+    return 0.5 * (logprobs - ref_logprobs).square()
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """ref/p - 1 - log(ref/p): unbiased, never negative, low variance. Gradient 1 - ref/p.
+
+    log(ref/p) is clamped from above at 20, where the value is 4.9e8 and the gradient becomes 0; from below the term is
+    linear and needs no clamp. `expm1` keeps the value exact for close policies, where `exp(d) - 1 - d` cancels.
+    Source: also equation 4 of DeepSeekMath, arXiv:2402.03300.
+    """
+    log_ratio = (ref_logprobs - logprobs).clamp(max=MAX_LOG_RATIO)
+    return torch.expm1(log_ratio) - log_ratio
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+"""`trainer.algorithm.kl_estimator_type` -> f(logprobs [T], ref_logprobs [T]) -> [T]"""

@@ -1,0 +1,80 @@
+"""How the per-token terms of a mini-batch become its loss: a weight per token, computed once from the whole mini-batch.
+
+Every term (policy, KL, entropy) is then `weighted_sum(terms, loss_weights)`, and the sum over any cut into micro-batches
+and ranks is the same number. A reduction says by how much the tokens of each sample are divided; that is all it is.
+
+A sample without a trained token (its environment failed, its response was filtered) is as if it were not in the
+mini-batch: it counts neither as a sample nor towards a group. So the weights of `token_mean`, `sequence_mean` and
+`prompt_mean` sum to 1 in every mini-batch that has a trained token, and to 0 otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.choice import choose
+
+
+def token_mean(num_tokens: Tensor, group_ids: Tensor, max_generate_length: int) -> Tensor:
+    """Mean over all trained tokens of the mini-batch (DAPO, arXiv:2503.14476, section 3.3)."""
+    return num_tokens.sum().expand_as(num_tokens)
+
+
+def sequence_mean(num_tokens: Tensor, group_ids: Tensor, max_generate_length: int) -> Tensor:
+    """Mean over samples of the mean over each sample's tokens (GRPO, arXiv:2402.03300, equation 3)."""
+    return num_tokens * (num_tokens > 0).sum()
+
+
+def seq_mean_token_sum_norm(num_tokens: Tensor, group_ids: Tensor, max_generate_length: int) -> Tensor:
+    """Mean over samples of the sum over each sample's tokens / max_generate_length (Dr. GRPO, arXiv:2503.20783).
+
+    The divisor is one constant, so a token weighs the same in a short and in a long response.
+    """
+    return ((num_tokens > 0).sum() * max_generate_length).expand_as(num_tokens)
+
+
+def prompt_mean(num_tokens: Tensor, group_ids: Tensor, max_generate_length: int) -> Tensor:
+    """Mean over groups of the mean over all tokens of the group's samples (ScaleRL, arXiv:2510.13786, section 3.2)."""
+    _, group = torch.unique(group_ids, return_inverse=True)
+    tokens_of_group = torch.zeros_like(num_tokens).index_add_(0, group, num_tokens)
+    return tokens_of_group[group] * (tokens_of_group > 0).sum()
+
+
+REDUCTIONS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
+    "prompt_mean": prompt_mean,
+}
+"""`trainer.algorithm.loss_reduction` -> f(num_tokens [B] int64, trained tokens of each sample of one mini-batch;
+group_ids [B]; max_generate_length) -> [B] int64, the divisor of each sample's tokens (any value where it has none)"""
+
+
+def loss_weights(
+    reduction: str, loss_mask: Tensor, cu_seqlens: Tensor, group_ids: Tensor, max_generate_length: int
+) -> Tensor:
+    """Share of each token in the loss of one mini-batch.
+
+    Args: loss_mask [T] bool, cu_seqlens [B + 1], group_ids [B], all of the whole mini-batch (not of one rank);
+        max_generate_length in tokens, the constant of `seq_mean_token_sum_norm`.
+    Returns: [T] float32, 0 where not loss_mask.
+    Raises: ValueError for an unknown reduction.
+    """
+    divisor_of = choose(REDUCTIONS, reduction, "trainer.algorithm.loss_reduction")
+    bounds = cu_seqlens.to(torch.int64)
+    written = torch.nn.functional.pad(loss_mask.to(torch.int64).cumsum(0), (1, 0))
+    num_tokens = written[bounds].diff()
+    share = divisor_of(num_tokens, group_ids, max_generate_length).clamp(min=1).to(torch.float64).reciprocal()
+    return torch.repeat_interleave(share, bounds.diff()).mul_(loss_mask).to(torch.float32)
+
+
+def weighted_sum(terms: Tensor, weights: Tensor) -> Tensor:
+    """sum(terms * weights), a scalar, over the tokens whose weight is not 0.
+
+    A term without weight may be anything: neither its value nor its gradient (0, unless its own derivative is not
+    finite) comes through. Args: terms [T], weights [T] float32.
+    """
+    return torch.where(weights != 0, terms, torch.zeros_like(terms)).mul(weights).sum()
