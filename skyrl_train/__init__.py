@@ -1,0 +1,1 @@
+"""Reinforcement learning of language models with Ray, Megatron-core and vLLM."""

@@ -1,0 +1,377 @@
+"""The configuration as the program reads it: frozen dataclasses with the keys of configs/ppo_base_config.yaml.
+
+The YAML owns every value, so no field has a default. `main_config` reads a command line, `load_config` a list of
+overrides, `from_hydra` what `@hydra.main` hands over; all three convert once, strictly, and raise ConfigError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig
+
+from skyrl_train import config_compose
+from skyrl_train.config_schema import ConfigError, build
+
+__all__ = ["Config", "ConfigError", "config_dir", "from_hydra", "load_config", "main_config", "to_yaml"]
+
+BASE = "ppo_base_config"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the prompts come from."""
+
+    train_data: tuple[str, ...]
+    """Files (parquet, json, jsonl) or `hub_name:split`."""
+    val_data: tuple[str, ...]
+    """The same, for evaluation; empty means no evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """How many ranks run where."""
+
+    policy_num_nodes: int
+    """Nodes that hold policy ranks."""
+    policy_num_gpus_per_node: int
+    """Policy ranks per node, also where there is no GPU."""
+    ref_num_nodes: int
+    """Nodes that hold reference ranks."""
+    ref_num_gpus_per_node: int
+    """Reference ranks per node, also where there is no GPU."""
+    cpus_per_worker: float
+    """CPUs that Ray sets aside for each rank and engine."""
+    strategy: str
+    """PACK fills a node first, SPREAD puts neighbours on different nodes."""
+    timeout_s: float
+    """Seconds that Ray has to find room."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model."""
+
+    path: str
+    """Folder or hub name of a Hugging Face checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Adam and its schedule."""
+
+    lr: float
+    """Highest learning rate."""
+    adam_betas: tuple[float, float]
+    """Decay of the first and second moment."""
+    adam_eps: float
+    """Added to the root of the second moment."""
+    weight_decay: float
+    """Decoupled (AdamW)."""
+    max_grad_norm: float
+    """Gradients are scaled down to this global 2-norm."""
+    scheduler: str
+    """constant_with_warmup, linear or cosine."""
+    num_warmup_steps: int
+    """Optimizer steps from 0 to lr."""
+    min_lr_ratio: float
+    """Learning rate at the end of linear and cosine, as a share of lr."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronConfig:
+    """Parallel layout and the switches of Megatron-core."""
+
+    transformer_impl: str
+    """auto, torch or transformer_engine."""
+    tensor_model_parallel_size: int
+    """Ranks that share each layer's matrices."""
+    pipeline_model_parallel_size: int
+    """Ranks that share the layers."""
+    virtual_pipeline_model_parallel_size: int | None
+    """Model chunks per pipeline rank (interleaved schedule); null means one, without interleaving."""
+    context_parallel_size: int
+    """Ranks that share each sequence."""
+    expert_model_parallel_size: int
+    """Ranks that share the experts."""
+    expert_tensor_parallel_size: int | None
+    """Ranks that share each expert's matrices; null means tensor_model_parallel_size."""
+    sequence_parallel: bool
+    """With tensor parallelism, split activations along the sequence too."""
+    recompute_granularity: str | None
+    """null, selective or full: which activations are computed again in backward."""
+    recompute_modules: tuple[str, ...]
+    """Modules that selective recomputes."""
+    logprobs_chunk_size: int
+    """Positions whose float32 logits exist at a time."""
+    moe_aux_loss_coeff: float
+    """Weight of the load-balancing loss of mixture-of-experts models."""
+    freeze_moe_router: bool
+    """Leave the routers of mixture-of-experts models as they are."""
+    transformer_config_kwargs: dict[str, Any]
+    """Passed to Megatron's TransformerConfig as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """The model that is trained."""
+
+    model: ModelConfig
+    optimizer_config: OptimizerConfig
+    megatron_config: MegatronConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefConfig:
+    """The frozen model of the KL term; not started where there is none."""
+
+    model: ModelConfig
+    megatron_config: MegatronConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CispoConfig:
+    """Clipped importance weights."""
+
+    cispo_eps_clip_low: float
+    """The importance weight is clipped at 1 - cispo_eps_clip_low."""
+    cispo_eps_clip_high: float
+    """The importance weight is clipped at 1 + cispo_eps_clip_high."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """From rewards to a loss."""
+
+    advantage_estimator: str
+    """Name in algorithms/advantages.py."""
+    grpo_norm_by_std: bool
+    """Divide group-relative advantages by the group's standard deviation."""
+    policy_loss_type: str
+    """Name in algorithms/losses.py."""
+    eps_clip_low: float
+    """The probability ratio is clipped at 1 - eps_clip_low."""
+    eps_clip_high: float
+    """The probability ratio is clipped at 1 + eps_clip_high."""
+    clip_ratio_c: float
+    """dual_clip: bound of ratio * |advantage| where the advantage is negative, above 1."""
+    cispo: CispoConfig
+    loss_reduction: str
+    """Name in algorithms/reductions.py."""
+    use_kl_loss: bool
+    """Add the KL divergence from the reference to the loss."""
+    use_kl_in_reward: bool
+    """Take the KL divergence from the reference off the reward."""
+    kl_estimator_type: str
+    """Name in algorithms/kl.py."""
+    kl_loss_coef: float
+    """Weight of the KL term, in the loss or in the reward."""
+    use_entropy_loss: bool
+    """Take the entropy, weighted, off the loss."""
+    entropy_loss_coef: float
+    """Weight of the entropy term."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL term with a weight asks for reference logprobs."""
+        return (self.use_kl_loss or self.use_kl_in_reward) and self.kl_loss_coef != 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """The run: sizes, intervals and what is written."""
+
+    prepare: str | None
+    """`module:function` that makes the model and data of an experiment if missing."""
+    seed: int
+    """Of data order, engines and model initialisation."""
+    project_name: str
+    """Weights & Biases project."""
+    run_name: str
+    """Name of the run and of its folder."""
+    run_dir: str
+    """Folder of everything that the run writes."""
+    logger: tuple[str, ...]
+    """Any of console, jsonl, tensorboard, wandb."""
+    epochs: int
+    """Passes over the training data."""
+    max_training_steps: int
+    """Stop after this many steps; -1 means all of the epochs."""
+    train_batch_size: int
+    """Prompts per step."""
+    policy_mini_batch_size: int
+    """Prompts per optimizer step."""
+    update_epochs_per_batch: int
+    """Times each step's samples are trained on."""
+    max_tokens_per_microbatch: int
+    """Tokens of one forward pass of one rank."""
+    max_prompt_length: int
+    """Tokens; rows with longer prompts are dropped."""
+    eval_batch_size: int
+    """Prompts in flight during evaluation."""
+    eval_before_train: bool
+    """Evaluate the model as it is before the first step."""
+    eval_interval: int
+    """Steps between evaluations; -1 means never (the last step is always evaluated)."""
+    log_samples_interval: int
+    """Steps between sample transcripts; -1 means never."""
+    num_logged_samples: int
+    """Transcripts written each time."""
+    hf_save_interval: int
+    """Steps between exports of a Hugging Face checkpoint; -1 means never."""
+    export_path: str
+    """Folder of those exports."""
+    verify_sync_every: int
+    """Compare engine and trainer logprobs of fixed prompts at the first and each Nth sync; 0 means never."""
+    timeout_s: float
+    """Seconds that each remote call of a step has."""
+    placement: PlacementConfig
+    policy: PolicyConfig
+    ref: RefConfig
+    algorithm: AlgorithmConfig
+    bf16: bool
+    """dtype of the policy and reference: true bfloat16, false float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How tokens are drawn."""
+
+    max_generate_length: int
+    """Most tokens of one turn."""
+    temperature: float
+    """0 means greedy."""
+    top_p: float
+    """Draw from the most likely tokens that together have this probability."""
+    top_k: int
+    """Draw from this many of the most likely tokens; -1 means all."""
+    min_p: float
+    """Leave out tokens less likely than this share of the likeliest."""
+    stop: tuple[str, ...]
+    """Strings that end a turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorConfig:
+    """The vLLM engines and what they are asked for."""
+
+    num_inference_engines: int
+    """Engines side by side."""
+    inference_engine_tensor_parallel_size: int
+    """Ranks of each engine."""
+    model_dtype: str
+    """dtype of the engines' weights: bfloat16, float16 or float32."""
+    enforce_eager: bool
+    """No CUDA graphs and no compilation."""
+    enable_prefix_caching: bool
+    """Samples of one prompt share its computation."""
+    gpu_memory_utilization: float
+    """Share of the device's memory that an engine takes."""
+    kv_cache_memory_gb: float | None
+    """GiB of the KV cache; null means what gpu_memory_utilization leaves. Needed without a GPU."""
+    max_num_batched_tokens: int
+    """Tokens of one engine step."""
+    max_num_seqs: int
+    """Sequences in flight in one engine."""
+    max_input_length: int
+    """Tokens before a turn; a longer conversation ends."""
+    max_turns: int
+    """Turns of one sample."""
+    n_samples_per_prompt: int
+    """Samples of one group."""
+    eval_n_samples_per_prompt: int
+    """Samples per prompt in evaluation."""
+    engine_init_kwargs: dict[str, Any]
+    """Passed to vLLM's engine arguments as they are."""
+    chat_template_kwargs: dict[str, Any]
+    """Passed to the tokenizer's chat template."""
+    weight_sync_backend: str
+    """auto, shm or broadcast."""
+    weight_sync_bucket_mb: int
+    """MiB of one packed bucket of weights."""
+    sampling_params: SamplingConfig
+    eval_sampling_params: SamplingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkyrlGymConfig:
+    """skyrl-gym environments."""
+
+    max_env_workers: int
+    """Environment calls that run at once."""
+    env_kwargs: dict[str, Any]
+    """env_class -> settings handed to its environment as env_config."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """What scores the responses."""
+
+    env_class: str
+    """For rows without an env_class: a name of skyrl-gym's registry or `module:Class`."""
+    step_timeout_s: float
+    """Seconds that one env.init, env.step or env.close has."""
+    skyrl_gym: SkyrlGymConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The whole configuration."""
+
+    data: DataConfig
+    trainer: TrainerConfig
+    generator: GeneratorConfig
+    environment: EnvironmentConfig
+
+
+config_dir: str = str(config_compose.shipped_folder())
+"""Folder of the base and the experiments, of the source checkout or of the installed package."""
+
+
+def load_config(overrides: Sequence[str] = (), folders: Sequence[str | Path] = ()) -> Config:
+    """The base with `+experiment=NAME` and `key=value` overrides on top.
+
+    Args: folders are searched for `experiment/NAME.yaml` too.
+    Raises: ConfigError.
+    """
+    composed = config_compose.compose(Config, Path(config_dir, f"{BASE}.yaml"), overrides, [Path(f) for f in folders])
+    return build(Config, composed.values, composed.where)
+
+
+def main_config(argv: Sequence[str]) -> Config:
+    """What a command line (without the program's name) asks for; docs/configuration.md says what it may hold.
+
+    Prints nothing, except that `--help` and `--cfg job` print and raise SystemExit(0), as argparse does.
+    Raises: ConfigError.
+    """
+    request = config_compose.read_command_line(argv, Path(config_dir, f"{BASE}.yaml"))
+    composed = config_compose.compose(Config, request.base, request.overrides, request.folders)
+    config = build(Config, composed.values, composed.where)
+    if request.print_config:
+        print(to_yaml(config), end="")
+        raise SystemExit(0)
+    return config
+
+
+def from_hydra(cfg: DictConfig) -> Config:
+    """What `@hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)` hands over.
+
+    Raises: ConfigError.
+    """
+    return build(Config, config_compose.resolved(cfg), config_compose.active_origins(Config))
+
+
+def to_yaml(config: Config) -> str:
+    """Every value written out, in the order of the base; `--config-file` reads it again."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(item) for name, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return yaml.safe_dump(plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,175 @@
+"""Plain nested dictionaries into frozen dataclasses, strictly, with every problem of a configuration in one error.
+
+A schema is a dataclass whose fields are dataclasses (sections), `str`, `int`, `float`, `bool`, `tuple[X, ...]`,
+`tuple[X, Y]`, `dict[str, Any]` (free-form, passed on as it is), or one of them `| None`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """What is wrong with a configuration, written for the person who wrote it. `str(error)` is the whole message."""
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return self.problems[0]
+        lines = [f"{len(self.problems)} problems in the configuration:"]
+        return "\n".join(lines + [f"  {i}. {problem}" for i, problem in enumerate(self.problems, 1)])
+
+
+def nearest(name: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The option that looks most like `name`, or None where none is close."""
+    close = difflib.get_close_matches(name, list(options), n=1, cutoff=cutoff)
+    return close[0] if close else None
+
+
+def field_types(schema: type) -> dict[str, Any]:
+    """Field name -> type, in the order of the class."""
+    hints = typing.get_type_hints(schema)
+    return {f.name: hints[f.name] for f in dataclasses.fields(schema)}
+
+
+def key_types(schema: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted path of every section and key -> its type: `{"trainer": TrainerConfig, "trainer.seed": int, ...}`."""
+    found: dict[str, Any] = {}
+    for name, kind in field_types(schema).items():
+        found[prefix + name] = kind
+        if dataclasses.is_dataclass(kind):
+            found |= key_types(typing.cast(type, kind), f"{prefix}{name}.")
+    return found
+
+
+def is_free_form(kind: Any) -> bool:
+    """Whether a key of this type takes any keys below it."""
+    return typing.get_origin(kind) is dict
+
+
+def type_name(kind: Any) -> str:
+    """A type as a person would write it in a sentence: `int`, `list of str`, `float or null`."""
+    if kind is type(None):
+        return "null"
+    if isinstance(kind, types.UnionType):
+        return " or ".join(type_name(part) for part in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        parts = typing.get_args(kind)
+        return f"list of {type_name(parts[0])}" if parts[-1] is ... else f"list of {len(parts)} {type_name(parts[0])}"
+    if is_free_form(kind) or dataclasses.is_dataclass(kind):
+        return "mapping of keys to values"
+    return kind.__name__
+
+
+def unknown_key(path: str, schema: type) -> str:
+    """The sentence for a key that does not exist, with the nearest one that does or, where none is near, six of its neighbours.
+
+    A candidate scores by its last name (twice) and by its whole path: a right name in the wrong section is found, and so
+    is a misspelt section above a right name.
+    """
+    kinds = key_types(schema)
+    leaf = path.rpartition(".")[2]
+
+    def score(candidate: str) -> float:
+        by_name = difflib.SequenceMatcher(None, leaf, candidate.rpartition(".")[2]).ratio()
+        return 2 * by_name + difflib.SequenceMatcher(None, path, candidate).ratio()
+
+    best = max(kinds, key=score)
+    if score(best) >= 1.9:
+        return f"unknown key {path}: did you mean {best}?"
+    section = path.rpartition(".")[0]
+    while section and not dataclasses.is_dataclass(kinds.get(section)):
+        section = section.rpartition(".")[0]
+    prefix = f"{section}." if section else ""
+    names = sorted(field_types(kinds[section] if section else schema), key=lambda name: -score(prefix + name))
+    return f"unknown key {path}: {section or 'the top level'} has {', '.join(names[:6])}{', ...' * (len(names) > 6)}"
+
+
+def build(schema: type[T], plain: Mapping[str, Any], where: Callable[[str], str] = lambda path: "") -> T:
+    """`plain` as an instance of `schema`.
+
+    Args: where(dotted path) names the place a value came from, such as ` (in my.yaml)`, or gives "".
+    Raises: ConfigError with every unknown key, missing key and wrong type at once.
+    """
+    problems: list[str] = []
+
+    def report(path: str, problem: str) -> None:
+        problems.append(problem + where(path))
+
+    value = _section(schema, plain, "", schema, report)
+    if problems:
+        raise ConfigError(problems)
+    return typing.cast(T, value)
+
+
+def _section(kind: type, value: Any, path: str, schema: type, report: Callable[[str, str], None]) -> Any:
+    if not isinstance(value, Mapping):
+        report(path, f"{path} is {value!r}, expected a {type_name(kind)}")
+        return None
+    prefix = f"{path}." if path else ""
+    kinds = field_types(kind)
+    for name in value:
+        if name not in kinds:
+            report(f"{prefix}{name}", unknown_key(f"{prefix}{name}", schema))
+    fields = {}
+    for name, field_kind in kinds.items():
+        if name not in value:
+            report(f"{prefix}{name}", f"{prefix}{name} is missing")
+        else:
+            fields[name] = _value(field_kind, value[name], f"{prefix}{name}", schema, report)
+    return kind(**fields) if len(fields) == len(kinds) else None
+
+
+def _value(kind: Any, value: Any, path: str, schema: type, report: Callable[[str, str], None]) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return _section(typing.cast(type, kind), value, path, schema, report)
+    try:
+        return _plain(kind, value)
+    except TypeError:
+        hint = ""
+        if kind is str and isinstance(value, int | float):
+            hint = f"; a text that looks like a number needs quotes: \"'{value}'\" on the command line"
+        report(path, f"{path} is {value!r} ({_given(value)}), expected {type_name(kind)}{hint}")
+        return None
+
+
+def _given(value: Any) -> str:
+    if value is None:
+        return "null"
+    return "list" if isinstance(value, list | tuple) else type(value).__name__
+
+
+def _plain(kind: Any, value: Any) -> Any:
+    """`value` as `kind`; TypeError where it is something else. An int is a float; one value is a list of one."""
+    if isinstance(kind, types.UnionType):
+        if value is None:
+            return None
+        (inner,) = (part for part in typing.get_args(kind) if part is not type(None))
+        return _plain(inner, value)
+    if typing.get_origin(kind) is tuple:
+        parts = typing.get_args(kind)
+        if parts[-1] is ...:
+            values = value if isinstance(value, list | tuple) else [value]
+            return tuple(_plain(parts[0], item) for item in values)
+        if not isinstance(value, list | tuple) or len(value) != len(parts):
+            raise TypeError
+        return tuple(_plain(part, item) for part, item in zip(parts, value, strict=True))
+    if is_free_form(kind):
+        if not isinstance(value, Mapping):
+            raise TypeError
+        return dict(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise TypeError
+    return value

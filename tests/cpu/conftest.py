@@ -1,0 +1,25 @@
+"""One thread per process, no compiler, no network: set before torch is imported, inherited by every child."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import psutil
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_outlives_the_tests() -> Iterator[None]:
+    """Fail the session if it leaves a child process behind, and end what is left."""
+    yield
+    left = [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())]
+    _, alive = psutil.wait_procs(left, timeout=10)
+    names = [f"{p.pid}: {' '.join(p.cmdline())[:120]}" for p in alive if p.is_running()]
+    for process in alive:
+        process.kill()
+    assert not names, "processes left behind by the tests: " + "; ".join(names)
