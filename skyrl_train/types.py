@@ -1,6 +1,8 @@
 """The nouns of one training step, in the order in which they come to be.
 
-    Prompt -> Sample x G -> Group -> ExperienceBatch -> TrainBatch (one per data-parallel rank) -> MicroBatch
+    Prompt -> Sample x G -> Group -> ExperienceBatch -> TrainBatch (one per data-parallel rank)
+
+A rank packs its TrainBatch into micro-batches (megatron/packing.py).
 
 Shapes: L tokens of one sample, T tokens of many samples end to end (no padding), B samples, G samples of one group.
 `cu_seqlens [B + 1]` holds the bounds of the samples in a `[T]` tensor. Every `[T]` tensor is aligned to `token_ids`:
@@ -153,26 +155,3 @@ class TrainBatch:
     mini_batches: tuple[tuple[tuple[int, ...], ...], ...]
     """mini_batches[m][k] = indices (into this batch) of the samples of micro-batch k of mini-batch m. Every rank has the
     same number of micro-batches in mini-batch m; an empty tuple is a micro-batch without samples."""
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Samples of one forward pass, packed end to end on the device, each padded to the layout's multiple."""
-
-    token_ids: Tensor
-    """[P] int64, P >= T: padding between samples included, before the context-parallel split."""
-    position_ids: Tensor
-    """[P] int64, from 0 within each sample."""
-    labels: Tensor
-    """[P] int64: the token after each position of the same sample (0 at the last position and at padding)."""
-    cu_seqlens: Tensor
-    """[B + 1] int32, real lengths."""
-    cu_seqlens_padded: Tensor
-    """[B + 1] int32, padded lengths, last P."""
-    max_seqlen: int
-    """Longest padded sample."""
-    source: Tensor
-    """[T] int64: index in [P] of the *predicting* position of each token t (its predecessor; own position for the first
-    token of a sample, whose logprob is defined as 0)."""
-    token_slice: Tensor
-    """[T] int64: index of each token in the TrainBatch's [T]."""

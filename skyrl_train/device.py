@@ -1,0 +1,60 @@
+"""The one place that asks "is there a GPU": device, backend, memory, synchronisation, peak speed.
+
+Imports torch inside the functions: the driver and the configuration use this module without paying for torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+# Dense bf16 peak in FLOP/s by a part of the device's name (NVIDIA data sheets, without sparsity).
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
+
+
+@functools.cache
+def device_type() -> str:
+    """ "cuda" or "cpu"."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device() -> torch.device:
+    """The device of this process; a GPU worker sees its own GPU as number 0 of CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
+
+
+def distributed_backend() -> str:
+    """Backend for `torch.distributed`: gloo serves CPU tensors on a GPU machine as well."""
+    return "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
+
+
+def synchronize() -> None:
+    """Wait until the device has done all that was asked of it."""
+    if device_type() == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def peak_memory_bytes() -> int:
+    """Most device memory that torch held in this process; 0 without a GPU."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() if device_type() == "cuda" else 0
+
+
+def peak_flops() -> float | None:
+    """Dense bf16 FLOP/s of the device, None where it is not known."""
+    if device_type() == "cpu":
+        return None
+    import torch
+
+    name = torch.cuda.get_device_name()
+    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)

@@ -1,0 +1,78 @@
+"""Adam in plain torch with the state layout that Megatron's distributed optimizer saves and reshards.
+
+Without Transformer Engine or Apex megatron-core uses torch's AdamW, whose `step` per parameter breaks loading of a sharded
+checkpoint. This class keeps `exp_avg` and `exp_avg_sq` per parameter and one `step` per group, as Apex's FusedAdam does, and
+updates with torch's multi-tensor kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW (arXiv:1711.05101): decay is decoupled from the gradient."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        **_: Any,
+    ) -> None:
+        assert bias_correction and adam_w_mode, "only AdamW with bias correction is built here"
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._update(group, params)
+
+    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        torch._fused_adamw_(
+            params,
+            [p.grad for p in params],  # type: ignore[misc]
+            [self.state[p]["exp_avg"] for p in params],
+            [self.state[p]["exp_avg_sq"] for p in params],
+            [],
+            # fused kernels count the step per tensor; it is made here and not kept
+            [torch.tensor(float(group["step"]), device=p.device) for p in params],
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=None,
+            found_inf=None,
+        )
+
+
+@functools.cache
+def install() -> None:
+    """Make megatron-core of this process build this Adam, on the path it has for Apex's."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+    distrib_optimizer.USING_APEX_OPTIMIZER = True
+    distrib_optimizer.USING_TE_OPTIMIZER = False

@@ -1,0 +1,138 @@
+"""Lets Megatron-core run on gloo where there is no GPU.
+
+Megatron-core asks for CUDA by name in a few places of a training step: the current device, streams, random states and
+`Tensor.type()` strings. `enable()` answers these questions for the CPU. It patches the single functions that a step was
+counted to reach (megatron-core 0.16.1 and 0.19.2); a TorchFunctionMode is slower and is not active inside
+autograd functions or other threads. `torch.cuda.is_available()` stays False.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Factories that megatron-core calls with device="cuda" or pin_memory=True.
+FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "rand", "randn", "zeros_like", "empty_like", "ones_like")
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pin_memory", None)
+        named = kwargs.get("device")
+        if named is not None and str(named).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+class _Stream:
+    """Stands for a CUDA stream or event: everything it is asked has already happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def _patch_torch() -> None:
+    from torch.utils._device import _device_constructors
+
+    # `with torch.device("meta")` knows the factories from a cached set; filled after the patch it would not know them and
+    # transformers would load models with uninitialised buffers.
+    _device_constructors()
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+    cuda = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    cuda.set_device = lambda device: None  # type: ignore[assignment]
+    cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+    cuda.empty_cache = lambda: None  # type: ignore[assignment]
+    # Not torch.manual_seed: it calls cuda.manual_seed_all in its turn.
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None  # type: ignore[assignment,func-returns-value]
+    cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()  # type: ignore[assignment,misc]
+    cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)  # type: ignore[assignment,misc]
+    cuda.Stream = cuda.Event = _Stream  # type: ignore[assignment,misc]
+    cuda.current_stream = lambda device=None: _Stream()  # type: ignore[assignment,return-value]
+    cuda.default_stream = lambda device=None: _Stream()  # type: ignore[assignment,return-value]
+    cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
+    cuda.is_current_stream_capturing = lambda: False  # type: ignore[assignment]
+
+    plain_type = torch.Tensor.type
+
+    def type_as_on_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = plain_type(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    # The distributed optimizer, Float16 optimizer and gradient clipping branch on this string.
+    torch.Tensor.type = type_as_on_cuda  # type: ignore[method-assign]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def _patch_megatron() -> None:
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+
+    def to_host(tensor: torch.Tensor | None, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and tensor is not None else tensor
+
+    # Upstream skips tensors that are on the CPU already; all_to_all then gets tensors where it wants numbers.
+    token_dispatcher.maybe_move_tensor_to_cpu = to_host
+    moe_utils.te_general_gemm = None
+
+
+def _patch_collectives() -> None:
+    """gloo refuses lists of unequal tensors in all_gather and reduce_scatter; the expert dispatcher uses them."""
+    import torch.distributed as dist
+
+    gather, scatter = dist.all_gather, dist.reduce_scatter
+
+    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({t.shape for t in tensor_list}) == 1:
+            return gather(tensor_list, tensor, group=group, async_op=async_op)
+        for rank, out in enumerate(tensor_list):
+            if rank == dist.get_rank(group):
+                out.copy_(tensor)
+            dist.broadcast(out, group_src=rank, group=group)
+        return None
+
+    def reduce_scatter(
+        output: torch.Tensor, input_list: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if len({t.shape for t in input_list}) == 1:
+            return scatter(output, input_list, op=op, group=group, async_op=async_op)
+        whole = torch.cat([t.reshape(-1) for t in input_list])
+        dist.all_reduce(whole, op=op, group=group)
+        parts = whole.split([t.numel() for t in input_list])
+        output.copy_(parts[dist.get_rank(group)].view_as(output))
+        return None
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
+
+
+@functools.cache
+def enable() -> None:
+    """Patch torch and megatron-core of this process for the CPU, once. Call it before a model is built."""
+    _patch_torch()
+    _patch_megatron()
+    _patch_collectives()

@@ -1,0 +1,179 @@
+"""Megatron weights -> whole tensors under Hugging Face names, on the ranks that own them.
+
+Every pipeline stage exports its own layers and nothing travels between stages: the stage's ranks gather each tensor over
+tensor (or expert-tensor) parallelism, experts over expert parallelism as well. `export_tasks` is derived anew from the
+parameters each time; it holds no result of a collective, so nothing in it can be stale.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import save_file
+from torch import Tensor
+
+from skyrl_train.megatron.model import Model
+from skyrl_train.weight_sync.bucket import TensorSpec
+
+Read = Callable[[torch.nn.Parameter | Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTask:
+    """One Megatron tensor of this pipeline stage and what becomes of it."""
+
+    tensor: torch.nn.Parameter | Tensor
+    """This rank's part; a live parameter."""
+    mcore_names: tuple[str, ...]
+    """Global names: one, or one per expert-parallel rank for a tensor of an expert."""
+    shard_axis: int | None
+    """Axis that tensor parallelism cuts; None if every rank holds the whole."""
+    is_expert: bool
+    is_gated: bool
+    """Rows are (gate, up) halves on every rank, so parts must be joined half by half."""
+
+
+def export_tasks(model: Model) -> list[ExportTask]:
+    """Tasks of this stage in layer order, the same on all ranks of the stage. No collective, no copy.
+
+    Each Hugging Face name comes once over all stages: a tied output layer on the last stage is left to the embedding.
+    """
+    bridge = model.bridge
+    tied = getattr(bridge.hf_config, "tie_word_embeddings", False)
+    ep_size = parallel_state.get_expert_model_parallel_world_size()
+    tasks = []
+    for module in model.modules:
+        names = bridge._weight_name_mapping_mcore_local_to_global(module, consider_ep=False)
+        named: dict[str, torch.nn.Parameter | Tensor] = dict(module.named_parameters())
+        named |= {name: buffer for name, buffer in module.named_buffers() if name.endswith("expert_bias")}
+        for local_name, tensor in named.items():
+            if tied and local_name == "output_layer.weight":
+                continue
+            is_expert = ".mlp.experts.linear_fc" in local_name
+            name = names[local_name]
+            mcore_names = (name,)
+            if is_expert:
+                stem, index = name.rsplit(".weight", 1)
+                per_rank = bridge.config.num_moe_experts // ep_size
+                mcore_names = tuple(f"{stem}.weight{int(index) + rank * per_rank}" for rank in range(ep_size))
+            cut = getattr(tensor, "tensor_model_parallel", False)
+            hf_names = bridge._weight_name_mapping_mcore_to_hf(mcore_names[0])
+            tasks.append(
+                ExportTask(
+                    tensor=tensor,
+                    mcore_names=mcore_names,
+                    shard_axis=tensor.partition_dim if cut else None,  # type: ignore[union-attr]
+                    is_expert=is_expert,
+                    is_gated="linear_fc1" in local_name and len(hf_names) == 2,
+                )
+            )
+    return tasks
+
+
+def export_specs(model: Model, dtype: torch.dtype) -> list[TensorSpec]:
+    """Names, dtypes and shapes of what `export` yields on this stage, without materialising a weight."""
+    specs = []
+    for task in export_tasks(model):
+        shape = list(task.tensor.shape)
+        if task.shard_axis is not None:
+            shape[task.shard_axis] *= _shard_group(task).size()
+        for mcore_name in task.mcore_names:
+            names, tensors = model.bridge._weight_to_hf_format(mcore_name, torch.empty(shape, device="meta"))
+            specs += [TensorSpec(name, _name(dtype), tuple(t.shape)) for name, t in zip(names, tensors, strict=True)]
+    return specs
+
+
+def export(model: Model, dtype: torch.dtype, read: Read = lambda tensor: tensor.detach()) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, whole tensor) of this stage's weights, on every rank of the stage.
+
+    A collective over the stage's tensor and expert groups: all their ranks must drain it. Tensors may be views of live
+    parameters: copy them before the next optimizer step. `read` picks what is exported of a parameter (its gradient in tests).
+    """
+    for task in export_tasks(model):
+        part = read(task.tensor)
+        whole = part if task.shard_axis is None else _join(_all_gather(part, _shard_group(task)), task)
+        ep_group = parallel_state.get_expert_model_parallel_group()
+        copies = _all_gather(whole, ep_group) if task.is_expert else [whole]
+        for mcore_name, copy in zip(task.mcore_names, copies, strict=True):
+            for name, tensor in zip(*model.bridge._weight_to_hf_format(mcore_name, copy), strict=True):
+                yield name, tensor if tensor.dtype == torch.float32 and _stays_float32(name) else tensor.to(dtype)
+
+
+def is_stage_owner() -> bool:
+    """True on the one rank of each pipeline stage that sends or saves what the stage exports."""
+    return (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
+
+
+def save_hf(model: Model, source: str, folder: str) -> None:
+    """Write a Hugging Face checkpoint: one safetensors file per pipeline stage, the index, configuration and tokenizer.
+
+    A collective over all ranks. Files appear under their final names only when they are whole.
+    """
+    target = Path(folder)
+    stages, stage = parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_rank()
+    file = f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in export(model, model.dtype)}
+    owner = is_stage_owner()
+    if owner:
+        target.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, target / f"{file}.tmp", metadata={"format": "pt"})
+        (target / f"{file}.tmp").rename(target / file)
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    written: list[tuple[str, dict[str, int]]] = [("", {})] * dist.get_world_size()
+    dist.all_gather_object(written, (file, sizes) if owner else ("", {}))
+    if dist.get_rank() == 0:
+        weight_map = {name: file for file, sizes in written for name in sizes}
+        total = sum(sum(sizes.values()) for _, sizes in written)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        model.bridge.hf_config.save_pretrained(target)
+        _copy_tokenizer(model.bridge._get_actual_hf_path(source), target)
+    dist.barrier()
+
+
+def _copy_tokenizer(source: str, target: Path) -> None:
+    for file in Path(source).iterdir():
+        if file.suffix in {".json", ".jinja", ".model", ".txt"} and not (target / file.name).exists():
+            shutil.copy(file, target / file.name)
+
+
+def _shard_group(task: ExportTask) -> dist.ProcessGroup:
+    if task.is_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _all_gather(part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    if group.size() == 1:
+        return [part]
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return parts
+
+
+def _join(parts: list[Tensor], task: ExportTask) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    assert task.shard_axis is not None
+    if task.is_gated:
+        gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
+        return torch.cat([*gates, *ups])
+    return torch.cat(parts, dim=task.shard_axis)
+
+
+def _stays_float32(name: str) -> bool:
+    return name.endswith("e_score_correction_bias")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

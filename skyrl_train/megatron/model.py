@@ -1,0 +1,151 @@
+"""Hugging Face checkpoint -> Megatron model chunks, their data-parallel wrapper and the distributed optimizer."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mbridge.core.bridge import Bridge
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
+
+from skyrl_train.config import MegatronConfig, OptimizerConfig
+from skyrl_train.device import device, device_type
+from skyrl_train.megatron import adam, layers
+from skyrl_train.megatron.bridge import build_bridge, correct_rope
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The part of the model that this rank holds."""
+
+    chunks: list[Any]
+    """One DistributedDataParallel (or bare module) per virtual pipeline stage."""
+    bridge: Bridge
+    dtype: torch.dtype
+    torch_layers: bool
+
+    @property
+    def modules(self) -> list[GPTModel]:
+        """The GPTModel in each chunk."""
+        return [unwrap(chunk) for chunk in self.chunks]
+
+
+def unwrap(module: Any) -> GPTModel:
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+def uses_torch_layers(transformer_impl: str) -> bool:
+    """Which layers `transformer_impl` means here. Raises ValueError where Transformer Engine is asked for and missing."""
+    present = device_type() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+    if transformer_impl == "transformer_engine" and not present:
+        raise ValueError(
+            "trainer.policy.megatron_config.transformer_impl=transformer_engine needs a GPU and `pip install skyrl_train[te]`; "
+            "use auto or torch"
+        )
+    return transformer_impl == "torch" or not present
+
+
+def build_model(path: str, config: MegatronConfig, dtype: torch.dtype, *, trainable: bool) -> Model:
+    """Load the Hugging Face checkpoint at `path` into this rank's share of a Megatron model.
+
+    A trainable model is wrapped in Megatron's DistributedDataParallel with float32 gradients; a reference is not.
+    """
+    torch_layers = uses_torch_layers(config.transformer_impl)
+    if torch_layers:
+        layers.install()
+    bridge = build_bridge(path, config, dtype, torch_layers=torch_layers)
+    bare = _build_chunks(bridge)
+    bridge.load_weights(bare, bridge._get_actual_hf_path(path))
+    for chunk in bare:
+        correct_rope(chunk, bridge.hf_config)
+        if config.freeze_moe_router:
+            for name, parameter in chunk.named_parameters():
+                if ".router." in name:
+                    parameter.requires_grad = False
+    chunks = [Float16Module(bridge.config, chunk) if dtype == torch.bfloat16 else chunk for chunk in bare]
+    if trainable:
+        chunks = _wrap_data_parallel(chunks, bridge.config)
+    else:
+        for chunk in chunks:
+            chunk.requires_grad_(False).eval()
+    return Model(chunks=chunks, bridge=bridge, dtype=dtype, torch_layers=torch_layers)
+
+
+def _build_chunks(bridge: Bridge) -> list[GPTModel]:
+    provider = bridge._model_provider([])
+    virtual_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    chunks = []
+    for stage in range(virtual_size or 1):
+        vp_stage = stage if virtual_size else None
+        chunk = provider(
+            parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
+        )
+        chunk.vp_stage = vp_stage
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        chunks.append(chunk.to(device()))
+    return chunks
+
+
+def _wrap_data_parallel(chunks: list[Any], config: Any) -> list[DistributedDataParallel]:
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=device_type() == "cuda" and parallel_state.get_data_parallel_world_size() > 1,
+    )
+    return [
+        DistributedDataParallel(config=config, ddp_config=settings, module=chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def build_optimizer(model: Model, config: OptimizerConfig) -> Any:
+    """Megatron's distributed Adam over the chunks, wired into the model's configuration."""
+    if model.torch_layers:
+        adam.install()
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_betas[0],
+        adam_beta2=config.adam_betas[1],
+        adam_eps=config.adam_eps,
+        clip_grad=config.max_grad_norm,
+        bf16=model.dtype == torch.bfloat16,
+        params_dtype=model.dtype,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(settings, model.chunks, use_gloo_process_groups=False)
+    mcore = model.bridge.config
+    mcore.finalize_model_grads_func = finalize_model_grads
+    mcore.grad_scale_func = optimizer.scale_loss
+    if model.chunks[0].ddp_config.overlap_grad_reduce:
+        sync = [chunk.no_sync for chunk in model.chunks]
+        start = [chunk.start_grad_sync for chunk in model.chunks]
+        mcore.no_sync_func = sync if len(sync) > 1 else sync[0]
+        mcore.grad_sync_func = start if len(start) > 1 else start[0]
+    return optimizer
+
+
+def set_learning_rate(optimizer: Any, lr: float, weight_decay: float) -> None:
+    """Set what Megatron's own scheduler would: without it, norms and biases (wd_mult 0) would decay too."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_mult", 1.0)
+        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
+
+@functools.cache
+def dtype_of(bf16: bool) -> torch.dtype:
+    return torch.bfloat16 if bf16 else torch.float32

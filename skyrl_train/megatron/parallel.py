@@ -1,0 +1,89 @@
+"""Sizes, ranks and process groups of the Megatron layout in this process."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from skyrl_train.config import MegatronConfig
+from skyrl_train.device import device_type, distributed_backend
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks of one worker group meet."""
+
+    rank: int
+    world_size: int
+    address: str
+    """Host of rank 0."""
+    port: int
+    timeout_s: float
+    """Longest wait of one collective; a rank that lost its peers fails after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelRanks:
+    """Place of this process in the layout."""
+
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    cp_rank: int
+    dp_size: int
+    is_last_stage: bool
+
+    @property
+    def reports(self) -> bool:
+        """True on the one rank of each data-parallel shard that returns its logprobs to the driver."""
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+
+def join(rendezvous: Rendezvous, config: MegatronConfig, seed: int) -> ParallelRanks:
+    """Join the process group and build Megatron's groups; the same seed gives each pipeline stage its own weights' RNG."""
+    if device_type() == "cpu":
+        from skyrl_train.megatron import cpu
+
+        cpu.enable()
+    elif not dist.is_initialized():
+        torch.cuda.set_device(rendezvous.rank % torch.cuda.device_count())
+    dist.init_process_group(
+        distributed_backend(),
+        init_method=f"tcp://{rendezvous.address}:{rendezvous.port}",
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout=datetime.timedelta(seconds=rendezvous.timeout_s),
+    )
+    return join_layout(config, seed)
+
+
+def join_layout(config: MegatronConfig, seed: int) -> ParallelRanks:
+    """Build Megatron's groups over the default process group."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size or config.tensor_model_parallel_size,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return ParallelRanks(
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        is_last_stage=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def leave() -> None:
+    """Destroy Megatron's groups and the process group."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -1,0 +1,229 @@
+"""Forward-only and forward-backward passes over the micro-batches of a mini-batch, through Megatron's schedules.
+
+`forward_backward_func` is called once per mini-batch with all its micro-batches, so that a pipeline overlaps them. Losses are
+plain sums of `term * loss_weights`: with `calculate_per_token_loss` and a token count of 0 neither the schedule, nor the
+data-parallel wrapper, nor `finalize_model_grads` scales anything (megatron-core 0.16 and 0.19), so the gradient is the exact
+sum over all ranks and micro-batches. Nothing in a pass moves a tensor to the host; metrics are copied once per mini-batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from skyrl_train.algorithms.kl import KL_ESTIMATORS
+from skyrl_train.algorithms.losses import LOSSES, LossSettings
+from skyrl_train.device import synchronize
+from skyrl_train.megatron.logprobs import vocab_parallel_logprobs
+from skyrl_train.megatron.model import Model
+from skyrl_train.megatron.packing import MicroBatch, Targets, unpack
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What is minimised."""
+
+    loss: str
+    """Name in algorithms.losses.LOSSES."""
+    settings: LossSettings
+    kl_coef: float
+    """Weight of KL(policy || reference) in the loss; 0 means no KL term."""
+    kl_estimator: str
+    entropy_coef: float
+    """Weight of the entropy bonus; 0 means none."""
+    temperature: float
+    """The engines' sampling temperature: logprobs are of the distribution that was sampled."""
+    logprobs_chunk_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassMetrics:
+    """Sums and largest values over a mini-batch, equal on all ranks of the last pipeline stage."""
+
+    sums: dict[str, float]
+    """`tokens`, and sums over the tokens that the policy wrote or over all weighted terms (`*_loss`)."""
+    largest: dict[str, float]
+    seconds: float
+    busy_seconds: float
+    """Time that this rank spent computing, of `seconds`."""
+
+
+class ComputeTimers:
+    """The timers that Megatron's schedules start and stop around each forward and backward of a micro-batch.
+
+    On the CPU the wall clock; on a GPU CUDA events, read after the pass, so that nothing waits in between.
+    """
+
+    COUNTED = ("forward-compute", "backward-compute")
+
+    def __init__(self) -> None:
+        self._on_gpu = torch.cuda.is_available()
+        self._spans: list[tuple[Any, Any]] = []
+        self._start: Any = None
+        self._name = ""
+
+    def __call__(self, name: str, log_level: int = 0) -> ComputeTimers:
+        self._name = name
+        return self
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self, barrier: bool = False) -> None:
+        if self._name in self.COUNTED:
+            self._start = self._now()
+
+    def stop(self, barrier: bool = False) -> None:
+        if self._name in self.COUNTED:
+            self._spans.append((self._start, self._now()))
+
+    def take_seconds(self) -> float:
+        """Seconds counted since the last call. Call it after the device was synchronised."""
+        spans, self._spans = self._spans, []
+        if self._on_gpu:
+            return sum(start.elapsed_time(end) for start, end in spans) / 1000
+        return sum(end - start for start, end in spans)
+
+
+def forward_logprobs(model: Model, micro_batches: list[MicroBatch], temperature: float, chunk: int) -> list[Tensor]:
+    """Logprob of every token of each micro-batch ([T] float32 on the CPU), on the last pipeline stage; [] elsewhere."""
+
+    def collect(logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        logprobs, _ = _logprobs(logits, micro_batch.targets, temperature, chunk, with_entropy=False)
+        return logits.new_zeros((), dtype=torch.float32), unpack(logprobs, micro_batch)
+
+    with torch.no_grad():
+        results = _run(model, micro_batches, collect, forward_only=True)
+    return [result.cpu() for result in results]
+
+
+def forward_backward(model: Model, micro_batches: list[MicroBatch], objective: Objective, *, with_entropy: bool) -> PassMetrics:
+    """Accumulate and finalise the gradient of a mini-batch; metrics are filled on the last pipeline stage only.
+
+    Entropy is computed where it is part of the loss or asked for.
+    """
+    totals: list[Tensor] = []
+    peaks: list[Tensor] = []
+    names: tuple[list[str], list[str]] = ([], [])
+    with_entropy = with_entropy or objective.entropy_coef != 0
+
+    def loss(logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, None]:
+        value, sums, largest = _loss(logits, micro_batch.targets, objective, with_entropy=with_entropy)
+        names[0][:], names[1][:] = list(sums), list(largest)
+        totals.append(torch.stack(list(sums.values())))
+        peaks.append(torch.stack(list(largest.values())))
+        return value, None
+
+    synchronize()
+    started = time.perf_counter()
+    _run(model, micro_batches, loss, forward_only=False)
+    synchronize()
+    seconds = time.perf_counter() - started
+    busy = model.bridge.config.timers.take_seconds()
+    if not totals:
+        return PassMetrics({}, {}, seconds, busy)
+    total, peak = torch.stack(totals).sum(0), torch.stack(peaks).amax(0)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(total, group=group)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    return PassMetrics(
+        dict(zip(names[0], total.tolist(), strict=True)), dict(zip(names[1], peak.tolist(), strict=True)), seconds, busy
+    )
+
+
+def _run(
+    model: Model, micro_batches: list[MicroBatch], on_logits: Callable[[Tensor, MicroBatch], tuple[Tensor, Any]], *, forward_only: bool
+) -> list[Any]:
+    """One call of Megatron's schedule; returns what `on_logits` gave beside the loss, per micro-batch on the last stage."""
+
+    def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
+        micro_batch = next(batches)
+        output = chunk(
+            input_ids=micro_batch.token_ids,
+            position_ids=micro_batch.position_ids,
+            attention_mask=None,
+            packed_seq_params=micro_batch.packed,
+        )
+
+        def finish(logits: Tensor) -> tuple[Tensor, Tensor, Any]:
+            value, result = on_logits(logits[0], micro_batch)
+            return value, torch.tensor(0, dtype=torch.int), result
+
+        return output, finish
+
+    if model.bridge.config.timers is None:
+        model.bridge.config.timers = ComputeTimers()
+    chunks = model.chunks
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(micro_batches) for _ in chunks],
+        model=chunks,
+        num_microbatches=len(micro_batches),
+        # Read only where lengths are fixed; with variable_seq_lengths each message carries its own shape.
+        seq_length=int(micro_batches[0].token_ids.shape[1]),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def _logprobs(logits: Tensor, targets: Targets, temperature: float, chunk: int, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    return vocab_parallel_logprobs(
+        logits,
+        targets.labels,
+        parallel_state.get_tensor_model_parallel_group(),
+        temperature=temperature,
+        chunk=chunk,
+        with_entropy=with_entropy,
+    )
+
+
+def _loss(
+    logits: Tensor, targets: Targets, objective: Objective, *, with_entropy: bool
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Loss of one micro-batch, and its part of the mini-batch's sums and largest values."""
+    logprobs, entropy = _logprobs(
+        logits, targets, objective.temperature, objective.logprobs_chunk_size, with_entropy=with_entropy
+    )
+    weights, mask = targets.loss_weights, targets.loss_mask.float()
+    current = logprobs.detach()
+    old = targets.old_logprobs if targets.old_logprobs is not None else current
+    terms, clipped = LOSSES[objective.loss](logprobs, old, targets.advantages, objective.settings)
+    policy_loss = (terms * weights).sum()
+    loss = policy_loss
+    difference = (old - targets.rollout_logprobs).abs() * mask
+    sums = {
+        "tokens": mask.sum(),
+        "policy_loss": policy_loss.detach(),
+        "clipped": (clipped * mask).sum(),
+        "old_kl": ((current - old) * mask).sum().neg(),
+        "rollout_diff": difference.sum(),
+        "rollout_diff_squared": difference.square().sum(),
+    }
+    largest = {"rollout_diff": difference.amax()}
+    if with_entropy:
+        sums["entropy"] = (entropy.detach() * mask).sum()
+    if objective.entropy_coef != 0:
+        entropy_loss = -(entropy * weights).sum()
+        loss = loss + objective.entropy_coef * entropy_loss
+        sums["entropy_loss"] = entropy_loss.detach()
+    if objective.kl_coef != 0:
+        assert targets.ref_logprobs is not None
+        kl = KL_ESTIMATORS[objective.kl_estimator](logprobs, targets.ref_logprobs)
+        kl_loss = (kl * weights).sum()
+        loss = loss + objective.kl_coef * kl_loss
+        sums |= {"kl_loss": kl_loss.detach(), "kl": (kl.detach() * mask).sum()}
+        largest["kl"] = (kl.detach() * mask).amax()
+    sums["final_loss"] = loss.detach().clone()
+    return loss, sums, largest
