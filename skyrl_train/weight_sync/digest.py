@@ -1,0 +1,130 @@
+"""A 64-bit digest per tensor: equal on every device, and cheap enough to be taken on every sync.
+
+The bytes of a tensor are read as rows of 128 words of 64 bits (`bucket.ALIGNMENT` bytes, zero padded). A row's hash
+is the sum of its words times a fixed odd weight per column, modulo 2**64; the tensor's digest is the sum of the row
+hashes, each mixed with its row number, and its dtype and shape. All of it is exact integer arithmetic, so neither the
+device nor the order of summation matters. Moving a row, a column or a single element changes the digest.
+
+Measured on one AVX-512 core: 8 GB/s, beside 2 GB/s for SHA-256 and 20 GB/s for memcpy.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, offsets, pack
+
+WORDS_PER_ROW = ALIGNMENT // 8
+ROWS_PER_CHUNK = 1024
+"""1 MiB on a CPU, so that the temporary stays in the core's cache; 256 rows are 5 % slower, whole tensors 4x."""
+ROWS_PER_CHUNK_ON_DEVICE = 16 * 1024
+MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class WeightSyncError(RuntimeError):
+    """The engine did not get the trainer's weights; it must not draw samples."""
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits."""
+    value &= MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix(value: int) -> int:
+    """splitmix64 of one Python integer (Steele, Lea, Flood 2014)."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & MASK
+    return value ^ (value >> 31)
+
+
+@functools.cache
+def _column_weights(device: torch.device) -> Tensor:
+    """[WORDS_PER_ROW] int64, odd, so that a change of one word always changes its row's hash."""
+    weights = [_signed(_mix(_GOLDEN * (column + 1) & MASK) | 1) for column in range(WORDS_PER_ROW)]
+    return torch.tensor(weights, dtype=torch.int64, device=device)
+
+
+def _row_hashes(words: Tensor) -> Tensor:
+    """[R, WORDS_PER_ROW] int64 -> [R] int64.
+
+    The xor with a shifted copy carries the top bits of a word to its middle: times an even difference of two weights
+    they would vanish modulo 2**64, and a swap of x and -x in one row would stay unseen.
+    """
+    weights = _column_weights(words.device)
+    chunk = ROWS_PER_CHUNK if words.device.type == "cpu" else ROWS_PER_CHUNK_ON_DEVICE
+    hashes = torch.empty(len(words), dtype=torch.int64, device=words.device)
+    room = torch.empty_like(words[:chunk])
+    for start in range(0, len(words), chunk):
+        part = words[start : start + chunk]
+        mixed = torch.bitwise_right_shift(part, 29, out=room[: len(part)])
+        mixed.bitwise_xor_(part).mul_(weights)
+        torch.sum(mixed, dim=1, out=hashes[start : start + chunk])
+    return hashes
+
+
+def digest_sums(bucket: Bucket) -> Tensor:
+    """[len(specs)] int64 on the bucket's device: the digests before dtype and shape are mixed in.
+
+    A dozen kernels per bucket whatever the number of tensors, and no wait for the device.
+    """
+    device = bucket.data.device
+    words = bucket.data.view(torch.int64).view(-1, WORDS_PER_ROW)
+    row_bounds = torch.tensor(offsets(bucket.specs), device=device) // ALIGNMENT
+    row_counts = row_bounds.diff()
+    first_rows = torch.repeat_interleave(row_bounds[:-1], row_counts, output_size=len(words))
+    row_numbers = torch.arange(1, len(words) + 1, device=device) - first_rows
+    mixed = _row_hashes(words) + row_numbers * _signed(_GOLDEN)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> shift)) * _signed(factor)
+    mixed = mixed ^ (mixed >> 31)
+    sums = torch.zeros(len(words) + 1, dtype=torch.int64, device=device)
+    torch.cumsum(mixed, dim=0, out=sums[1:])
+    return sums[row_bounds].diff()
+
+
+def name_digests(specs: Iterable[TensorSpec], sums: Tensor) -> dict[str, int]:
+    """name -> digest in [0, 2**64)."""
+    return {spec.name: (value ^ _header(spec)) & MASK for spec, value in zip(specs, sums.tolist(), strict=True)}
+
+
+def _header(spec: TensorSpec) -> int:
+    text = f"{spec.dtype}{spec.shape}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def bucket_digests(bucket: Bucket) -> dict[str, int]:
+    return name_digests(bucket.specs, digest_sums(bucket))
+
+
+def tensor_digest(tensor: Tensor) -> int:
+    """The digest of one tensor outside any bucket."""
+
+    def allocate(num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=tensor.device)
+
+    (bucket,) = pack([("", tensor)], ALIGNMENT, allocate)
+    return bucket_digests(bucket)[""]
+
+
+def compare(sent: Mapping[str, int], received: Mapping[str, int]) -> None:
+    """Raises: WeightSyncError naming the first tensors that differ, are missing or were not sent."""
+    faults = {
+        "arrived with other bytes": [name for name in sent if name in received and sent[name] != received[name]],
+        "never arrived": [name for name in sent if name not in received],
+        "arrived but were not sent": [name for name in received if name not in sent],
+    }
+    found = [f"{len(names)} {what}: {name_list(names)}" for what, names in faults.items() if names]
+    if found:
+        raise WeightSyncError(f"weights differ from what was sent ({len(sent)} tensors): " + "; ".join(found))
+
+
+def name_list(names: list[str], limit: int = 3) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
