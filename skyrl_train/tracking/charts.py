@@ -1,0 +1,223 @@
+"""The curves of a run, drawn with matplotlib's own objects (no pyplot: nothing global, no window)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from skyrl_train.tracking.format import compact
+from skyrl_train.tracking.history import History, Series
+from skyrl_train.tracking.names import STEP_TIME, Phase, phases_of
+
+BLUE, ORANGE, GREEN, RED, PURPLE, TEAL, GREY = (
+    "#2563eb", "#f59e0b", "#16a34a", "#dc2626", "#7c3aed", "#0d9488", "#94a3b8",
+)  # fmt: skip
+INK, MUTED, GRID = "#0f172a", "#64748b", "#e2e8f0"
+PHASE_COLORS = {
+    "timing/generate": BLUE,
+    "timing/convert_to_training_input": PURPLE,
+    "timing/fwd_logprobs_values_reward": TEAL,
+    "timing/policy_train": ORANGE,
+    "timing/sync_weights": RED,
+}
+STYLE = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib
+    "font.size": 9,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "legend.labelcolor": INK,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "svg.fonttype": "path",
+    "svg.hashsalt": "skyrl-train",
+}
+"""rcParams under which every chart is drawn."""
+
+MAX_MARKED_POINTS = 40
+"""Lines with more points are drawn without markers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One chart: how it is drawn and whether there is anything to draw."""
+
+    title: str
+    draw: Callable[[Axes, History], None]
+    needs: tuple[str, ...]
+    """Metrics of which at least one must exist."""
+    wide: bool = False
+    """Two columns of the grid."""
+
+
+def charts_for(history: History) -> list[Chart]:
+    """The charts for which the run has at least one value, in their fixed order."""
+    return [chart for chart in CHARTS if any(len(history.series(name)) for name in chart.needs)]
+
+
+def draw_reward(axes: Axes, history: History) -> None:
+    train, held_out = history.series("reward/avg_raw_reward"), history.series("eval/all/avg_score")
+    line(axes, train, BLUE, "training samples")
+    passed = history.first_of([name for name in history.names() if name.startswith("reward/avg_pass_at_")])
+    if passed:
+        label = f"training pass@{passed.rsplit('_', 1)[1]}"
+        axes.plot(*points(history.series(passed)), color=BLUE, linewidth=1.2, alpha=0.45, linestyle=(0, (3, 2)), label=label)
+    if len(held_out):
+        line(axes, held_out, ORANGE, "held-out prompts", marker="o", linewidth=2.4)
+        annotate_ends(axes, held_out)
+    legend(axes, "lower right")
+
+
+def draw_lengths(axes: Axes, history: History) -> None:
+    mean, longest = history.series("generate/avg_num_tokens"), history.series("generate/max_num_tokens")
+    line(axes, longest, GREY, "longest", linewidth=1.2)
+    line(axes, mean, BLUE, "mean")
+    axes.set_ylim(bottom=0)
+    legend(axes)
+
+
+def draw_entropy(axes: Axes, history: History) -> None:
+    line(axes, history.series("policy/policy_entropy"), TEAL, "entropy")
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+
+
+def draw_kl(axes: Axes, history: History) -> None:
+    line(axes, history.series("policy/policy_kl"), PURPLE, "policy vs. reference")
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+
+
+def draw_logprob_difference(axes: Axes, history: History) -> None:
+    line(axes, history.series("policy/rollout_train_logprobs_abs_diff_max"), GREY, "largest", linewidth=1.2)
+    line(axes, history.series("policy/rollout_train_logprobs_abs_diff_mean"), RED, "mean")
+    if any(value > 0 for axes_line in axes.lines for value in axes_line.get_ydata()):
+        axes.set_yscale("log")
+        axes.grid(which="minor", visible=False)
+    legend(axes)
+
+
+def draw_gradients(axes: Axes, history: History) -> None:
+    line(axes, history.series("policy/grad_norm"), GREEN, "gradient norm")
+    axes.set_ylim(bottom=0)
+
+
+def draw_clipping(axes: Axes, history: History) -> None:
+    clipped = history.series("policy/loss_metrics/clip_ratio")
+    line(axes, Series(clipped.steps, tuple(100 * value for value in clipped.values)), RED, "clipped")
+    axes.set_ylim(bottom=0)
+
+
+def draw_phases(axes: Axes, history: History) -> None:
+    """Phases of the step stacked, up to the step's own time ("other" is the rest)."""
+    timed = [step for step, row in history.rows.items() if STEP_TIME in row]
+    phases = step_phases(history)
+    bottoms = [0.0] * len(timed)
+    for phase in phases:
+        heights = [history.rows[step].get(phase.name, 0.0) for step in timed]
+        stack(axes, timed, bottoms, heights, PHASE_COLORS.get(phase.name, GREEN), phase.label)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    rest = [max(0.0, history.rows[step][STEP_TIME] - bottom) for step, bottom in zip(timed, bottoms, strict=True)]
+    stack(axes, timed, bottoms, rest, GREY, "other")
+    axes.set_ylim(bottom=0, top=1.32 * max(map(sum, zip(bottoms, rest, strict=True)), default=1.0) or 1.0)
+    axes.grid(axis="x", visible=False)
+    axes.legend(loc="upper left", ncols=3, columnspacing=1.2, handlelength=1, handleheight=0.8, borderaxespad=0.2)
+
+
+def draw_throughput(axes: Axes, history: History) -> None:
+    line(axes, history.series("perf/generate_tokens_per_s"), BLUE, "generate")
+    line(axes, history.series("perf/train_tokens_per_s"), ORANGE, "train")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
+    legend(axes)
+
+
+CHARTS = (
+    Chart("Reward", draw_reward, ("reward/avg_raw_reward", "eval/all/avg_score"), wide=True),
+    Chart("Response length (tokens)", draw_lengths, ("generate/avg_num_tokens",)),
+    Chart("Entropy (nats per token)", draw_entropy, ("policy/policy_entropy",)),
+    Chart("KL from the reference (nats per token)", draw_kl, ("policy/policy_kl",)),
+    Chart(
+        "Engine vs. trainer: |Δ logprob|",
+        draw_logprob_difference,
+        ("policy/rollout_train_logprobs_abs_diff_mean", "policy/rollout_train_logprobs_abs_diff_max"),
+    ),
+    Chart("Gradient norm", draw_gradients, ("policy/grad_norm",)),
+    Chart("Clipped tokens (%)", draw_clipping, ("policy/loss_metrics/clip_ratio",)),
+    Chart("Tokens per second", draw_throughput, ("perf/generate_tokens_per_s", "perf/train_tokens_per_s")),
+    Chart("Time per step (s)", draw_phases, (STEP_TIME,), wide=True),
+)
+
+
+def step_phases(history: History) -> list[Phase]:
+    """The phases that make up a step and that the run has timed."""
+    return [phase for phase in phases_of(dict.fromkeys(history.names(), 0.0)) if phase.in_step]
+
+
+def points(series: Series) -> tuple[Sequence[int], Sequence[float]]:
+    return series.steps, series.values
+
+
+def line(axes: Axes, series: Series, color: str, label: str, marker: str = "", linewidth: float = 1.8) -> None:
+    """A labelled curve; few points get markers, so that a single one is seen. Nothing for an empty series."""
+    if not len(series):
+        return
+    few = len(series) <= MAX_MARKED_POINTS
+    axes.plot(
+        *points(series), color=color, label=label, linewidth=linewidth, marker=marker or ("o" if few else ""),
+        markersize=5 if marker else 3, markeredgecolor="white", markeredgewidth=0.8 if marker else 0.0, clip_on=False,
+        zorder=3,
+    )  # fmt: skip
+
+
+def stack(
+    axes: Axes, steps: Sequence[int], bottoms: Sequence[float], heights: Sequence[float], color: str, label: str
+) -> None:
+    """One layer of a stacked chart: bars for few steps, a filled area for many."""
+    if len(steps) <= MAX_MARKED_POINTS:
+        axes.bar(steps, heights, 0.8, bottoms, color=color, label=label, linewidth=0)
+    else:
+        tops = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+        axes.fill_between(steps, bottoms, tops, color=color, label=label, linewidth=0, step="mid")
+
+
+def annotate_ends(axes: Axes, series: Series) -> None:
+    """Writes the first and last value at their points."""
+    for index in {0, len(series) - 1}:
+        axes.annotate(
+            f"{series.values[index]:.3g}", (series.steps[index], series.values[index]), (0, 9), textcoords="offset points",
+            ha="center", color="#b45309", fontweight="bold", fontsize=9.5, annotation_clip=False, zorder=4,
+        )  # fmt: skip
+
+
+def legend(axes: Axes, location: str = "best") -> None:
+    if len(axes.get_legend_handles_labels()[0]) > 1:
+        axes.legend(loc=location)
+
+
+def draw(chart: Chart, axes: Axes, history: History) -> None:
+    """Title, curves, and an x axis of whole steps with room for a single point."""
+    chart.draw(axes, history)
+    axes.set_title(chart.title)
+    axes.set_xlabel("step", labelpad=2)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    low, high = min(history.rows), max(history.rows)
+    axes.set_xlim(low - 0.6, high + 0.6) if high - low < 10 else axes.set_xlim(low - 0.5, high + 0.5)
+    axes.margins(y=0.12)

@@ -1,0 +1,109 @@
+"""One compact block per step on the console: what was learnt, how the update went, where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from skyrl_train.tracking.format import compact, number, percent, seconds
+from skyrl_train.tracking.names import STEP_TIME, phases_of
+
+Cell = tuple[str, str]
+"""Label and formatted value."""
+
+LABEL_WIDTH, VALUE_WIDTH, GAP = 11, 7, 2
+"""Columns of a cell; four cells fit in 80, the width that rich assumes where the output is no terminal."""
+SMALL_PHASE = 0.02
+"""Share of a step below which a phase is not shown."""
+MAX_CELLS = 5
+"""Cells of a row on a wide terminal."""
+
+
+class ConsoleSink:
+    """Prints the block; colours only where the output is a terminal."""
+
+    def __init__(self, console: Console | None = None, total_steps: int | None = None) -> None:
+        self._console = console or Console()
+        self._total_steps = total_steps
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        cells_per_row = min(MAX_CELLS, max(1, (self._console.width + GAP) // (LABEL_WIDTH + VALUE_WIDTH + GAP)))
+        self._console.print(step_block(step, metrics, self._total_steps, cells_per_row))
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def step_block(
+    step: int, metrics: Mapping[str, float], total_steps: int | None = None, cells_per_row: int = 4
+) -> RenderableType:
+    """The block of one step. Cells stand in fixed columns, so a metric stays in its place from step to step."""
+    title = f"step {step}" + (f"/{total_steps}" if total_steps else "")
+    if STEP_TIME in metrics:
+        title += f" · {seconds(metrics[STEP_TIME])}"
+    rule = Rule(Text(title, style="bold"), align="left", style="dim")
+    sections = [reward_cells(metrics), update_cells(metrics), time_cells(metrics) + speed_cells(metrics)]
+    return Group(rule, cell_table([cells for cells in sections if cells], cells_per_row))
+
+
+def reward_cells(metrics: Mapping[str, float]) -> list[Cell]:
+    """Rewards and response length (mean/longest); the held-out score last, because it is not there at every step."""
+    cells = picked(metrics, [("reward", "reward/avg_raw_reward")])
+    prefix = "reward/avg_pass_at_"
+    cells += picked(metrics, [(f"pass@{name[len(prefix) :]}", name) for name in metrics if name.startswith(prefix)])
+    if "generate/avg_num_tokens" in metrics:
+        longest = metrics.get("generate/max_num_tokens")
+        tail = "" if longest is None else f"/{compact(longest)}"
+        cells.append(("tokens", f"{metrics['generate/avg_num_tokens']:.1f}{tail}"))
+    return cells + picked(metrics, [("held-out", "eval/all/avg_score")])
+
+
+def update_cells(metrics: Mapping[str, float]) -> list[Cell]:
+    """What the optimizer steps did, and how far the engine's logprobs were from the trainer's."""
+    cells = picked(metrics, [("kl", "policy/policy_kl"), ("entropy", "policy/policy_entropy")])
+    cells += picked(metrics, [("grad norm", "policy/grad_norm")])
+    cells += picked(metrics, [("clipped", "policy/loss_metrics/clip_ratio")], percent)
+    cells += picked(metrics, [("loss", "policy/final_loss"), ("lr", "policy/policy_lr")])
+    return cells + picked(metrics, [("|Δlogprob|", "policy/rollout_train_logprobs_abs_diff_mean")])
+
+
+def time_cells(metrics: Mapping[str, float]) -> list[Cell]:
+    """Seconds of each phase that matters: those below SMALL_PHASE of the step are left to metrics.jsonl."""
+    threshold_s = SMALL_PHASE * metrics.get(STEP_TIME, 0.0)
+    return [(phase.label, seconds(metrics[phase.name])) for phase in phases_of(metrics) if metrics[phase.name] >= threshold_s]
+
+
+def speed_cells(metrics: Mapping[str, float]) -> list[Cell]:
+    """Throughput, and what is lost on the way."""
+    throughputs = [("gen tok/s", "perf/generate_tokens_per_s"), ("train tok/s", "perf/train_tokens_per_s")]
+    losses = [("bubble", "perf/pipeline_bubble"), ("imbalance", "balance/dp_imbalance"), ("driver", "perf/driver_share")]
+    cells = picked(metrics, throughputs, compact) + picked(metrics, [("sync GB/s", "perf/sync_gb_per_s")])
+    return cells + picked(metrics, [("mfu", "perf/mfu"), *losses], percent)
+
+
+def picked(
+    metrics: Mapping[str, float], labels: Sequence[tuple[str, str]], formatted: Callable[[float], str] = number
+) -> list[Cell]:
+    """Cells of those (label, metric name) pairs that `metrics` holds."""
+    return [(label, formatted(metrics[name])) for label, name in labels if name in metrics]
+
+
+def cell_table(sections: Sequence[Sequence[Cell]], cells_per_row: int) -> Table:
+    """A grid in which every section starts a row; NaN and infinities stand out."""
+    table = Table.grid()
+    for _ in range(cells_per_row):
+        table.add_column(min_width=LABEL_WIDTH, no_wrap=True, style="dim")
+        table.add_column(min_width=VALUE_WIDTH, no_wrap=True, justify="right")
+        table.add_column(width=GAP)
+    for cells in sections:
+        for start in range(0, len(cells), cells_per_row):
+            row: list[Text] = []
+            for label, value in cells[start : start + cells_per_row]:
+                broken = value.strip("-") in ("nan", "inf")
+                row += [Text(label), Text(value, style="bold red" if broken else ""), Text()]
+            table.add_row(*row)
+    return table

@@ -1,0 +1,77 @@
+"""The metrics of a run as the report reads them back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_train.tracking.jsonl import read_json_lines
+
+STEP = "trainer/global_step"
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric over the steps that have it."""
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def first(self) -> float:
+        return self.values[0]
+
+    @property
+    def last(self) -> float:
+        return self.values[-1]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """All metrics of a run by step."""
+
+    rows: Mapping[int, Mapping[str, float]]
+    """step -> metrics; nulls (NaN when written) are left out. Steps ascend."""
+
+    def series(self, name: str) -> Series:
+        """The finite values of `name`; empty where no step has it."""
+        points = [(step, row[name]) for step, row in self.rows.items() if name in row]
+        return Series(tuple(step for step, _ in points), tuple(value for _, value in points))
+
+    def first_of(self, names: Sequence[str]) -> str | None:
+        """The first of `names` that any step has; None where none has."""
+        return next((name for name in names if any(name in row for row in self.rows.values())), None)
+
+    def names(self) -> list[str]:
+        """Every metric of any step, sorted."""
+        return sorted({name for row in self.rows.values() for name in row})
+
+    @property
+    def num_steps(self) -> int:
+        """Training steps finished: the last step's number."""
+        return max(self.rows, default=0)
+
+
+def load_history(path: Path) -> History:
+    """The metrics of a metrics.jsonl; lines of one step are merged, the later value of a name counts.
+
+    Raises: ValueError if the file is missing or holds no step.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: is this the folder of a run, with jsonl in trainer.logger?")
+    rows: dict[int, dict[str, float]] = {}
+    for row in read_json_lines(path):
+        if STEP in row:
+            merged = rows.setdefault(int(row[STEP]), {})
+            merged |= {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+    if not rows:
+        raise ValueError(f"{path} holds no step: the run ended before it wrote one")
+    return History(dict(sorted(rows.items())))

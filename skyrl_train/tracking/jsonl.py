@@ -1,0 +1,56 @@
+"""JSON lines files that survive a full disk and a killed process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class JsonLinesWriter:
+    """Appends one object per line. Unbuffered: a written line is visible to readers at once and outlives the process."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends `row`; numbers that JSON lacks (NaN, infinities) become null.
+
+        Raises: OSError, e.g. for a full disk. The rest of the line is then written before the next one, so a disk that
+        has room again gets every line whole.
+        """
+        self._unwritten += json.dumps(_without_nan(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        while self._unwritten:
+            written = self._file.write(self._unwritten)
+            self._unwritten = self._unwritten[written or 0 :]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON lines file; a line cut short (its writer was killed) is left out, with a warning."""
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            log.warning("%s: line %d is not whole and was left out", path, number)
+    return rows
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return value

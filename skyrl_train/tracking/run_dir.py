@@ -1,0 +1,179 @@
+"""The folder of a run: one run each, and `runs/NAME` is always the newest run of that name.
+
+Where the folder already holds a run, that one is renamed to `NAME.1`, the next to `NAME.2` and so on (higher is newer),
+so nothing is lost and nothing is mixed. A folder whose run is still going on is refused, and so is a folder that is
+no run's: it is never moved or written into.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import platform
+import re
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+
+log = logging.getLogger(__name__)
+
+RECORD = "run.json"
+"""The mark of a run's folder."""
+PACKAGES = ("skyrl-train", "torch", "vllm", "megatron-core", "mbridge", "transformers", "ray", "skyrl-gym")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths of one run, and the lock that says it is going on."""
+
+    path: Path
+    lock: TextIO
+    """Open file with an exclusive lock; the system drops it when the process ends, however it ends."""
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    def finish(self, status: str) -> None:
+        """Writes how the run ended ("finished", "interrupted", "failed") into run.json and lets the folder go.
+
+        A full disk costs that line only: it is logged and the run's own end goes on.
+        """
+        try:
+            write_record(self.path, {**read_record(self.path), "status": status, "ended_unix_s": time.time()})
+        except OSError as error:
+            log.warning("%s: the end of the run could not be noted: %s", self.path / RECORD, error)
+        self.lock.close()
+
+
+def create_run_dir(
+    path: Path, run_name: str, config: Mapping[str, Any], changes: Mapping[str, Any] | None = None
+) -> RunDir:
+    """Makes `path` with config.yaml, run.json and logs/, after renaming an earlier run that lies there.
+
+    Args: config is written as it is; changes holds the dotted keys that differ from the base (`changed_values`), for the
+    report.
+    Raises: ValueError if another process runs in the folder, if it is not a run's folder, or if it cannot be made.
+    """
+    path = path.expanduser().resolve()
+    try:
+        move_earlier_run(path)
+        path.mkdir(parents=True, exist_ok=True)
+        run_dir = RunDir(path, lock=_locked(path))
+        run_dir.logs.mkdir(exist_ok=True)
+        run_dir.config.write_text(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+        write_record(path, _first_record(run_name, changes or {}))
+    except OSError as error:
+        raise ValueError(f"trainer.run_dir={path} cannot be made: {error}") from error
+    return run_dir
+
+
+def move_earlier_run(path: Path) -> Path | None:
+    """Renames the run in `path` to the next free `NAME.N`; None where there is none (no folder, or an empty one).
+
+    Raises: ValueError as `create_run_dir`.
+    """
+    if not path.exists() or path.is_dir() and not any(path.iterdir()):
+        return None
+    if not (path / RECORD).is_file():
+        raise ValueError(
+            f"trainer.run_dir={path} exists and is not the folder of a run (it has no {RECORD}); choose another one"
+        )
+    _locked(path).close()
+    pattern = re.compile(re.escape(path.name) + r"\.(\d+)")
+    numbers = [int(match[1]) for other in path.parent.iterdir() if (match := pattern.fullmatch(other.name))]
+    earlier = path.with_name(f"{path.name}.{max(numbers, default=0) + 1}")
+    path.rename(earlier)
+    return earlier
+
+
+def changed_values(config: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value of everything in `config` that differs from `base`; lists are compared whole.
+
+    Give both with their interpolations unresolved, so that a key which only follows another one does not count.
+    """
+    changes: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
+            changes |= {f"{key}.{inner}": changed for inner, changed in changed_values(value, base[key]).items()}
+        elif key not in base or value != base[key]:
+            changes[key] = value
+    return changes
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The content of run.json; empty where the file is missing or was cut short."""
+    try:
+        record: dict[str, Any] = json.loads((path / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+    return record
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Replaces run.json at once, so that a reader never sees half of it."""
+    draft = path / f".{RECORD}.draft"
+    draft.write_text(json.dumps(record, indent=2, default=str) + "\n")
+    draft.replace(path / RECORD)
+
+
+def versions() -> dict[str, str]:
+    """Installed version of Python and of each of PACKAGES; those not installed are left out. Imports none of them."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _first_record(run_name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "run_name": run_name,
+        "status": "running",
+        "started_unix_s": time.time(),
+        "host": socket.gethostname(),
+        "command": sys.argv,
+        "versions": versions(),
+        "changes": dict(changes),
+    }
+
+
+def _locked(path: Path) -> TextIO:
+    """The folder's lock file, locked and holding this process's id.
+
+    Raises: ValueError if another process holds it.
+    """
+    lock = (path / ".lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read().strip() or "unknown"
+        lock.close()
+        raise ValueError(
+            f"trainer.run_dir={path} belongs to a run that is still going on (process {owner}); "
+            "choose another trainer.run_name, or end that run first"
+        ) from None
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock

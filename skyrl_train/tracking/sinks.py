@@ -1,0 +1,171 @@
+"""Where the metrics of a step go: console, JSON lines, TensorBoard, Weights & Biases, any of them at once."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import netrc
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlparse
+
+from skyrl_train.tracking.console import ConsoleSink
+from skyrl_train.tracking.jsonl import JsonLinesWriter
+
+log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """One destination of metrics."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes the metrics of one step; they have left this process when it returns. Steps never go back."""
+
+    def close(self) -> None:
+        """Lets go of files and connections; called once."""
+
+
+class JsonLinesSink:
+    """`metrics.jsonl`: one object per call, with `trainer/global_step` and `trainer/unix_time_s` in each."""
+
+    def __init__(self, path: Path) -> None:
+        self._writer = JsonLinesWriter(path)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._writer.write({"trainer/global_step": step, "trainer/unix_time_s": time.time(), **metrics})
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class TensorBoardSink:
+    """TensorBoard event files. Uses tensorboard's own writer: torch's takes a second longer to import."""
+
+    def __init__(self, log_dir: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(log_dir))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases; without an API key (environment or netrc) and without WANDB_MODE it writes offline runs.
+
+    Raises: ValueError if wandb is not installed; RuntimeError if it cannot start.
+    """
+
+    def __init__(self, run_dir: Path, project_name: str, run_name: str, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError(
+                "trainer.logger names wandb, which is not installed: `pip install wandb`, or leave it out of trainer.logger"
+            ) from error
+        offline = "WANDB_MODE" not in os.environ and not has_wandb_key()
+        if offline:
+            log.warning("wandb has no API key: it writes an offline run to %s (`wandb sync` uploads it later)", run_dir)
+        try:
+            self._run = wandb.init(
+                project=project_name,
+                name=run_name,
+                dir=run_dir,
+                config=dict(config),
+                mode="offline" if offline else None,
+                # wandb's capture of stdout would replace the console that the progress bar draws on.
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except Exception as error:
+            raise RuntimeError(
+                f"wandb could not start: {error}. Set WANDB_MODE=offline, or leave wandb out of trainer.logger"
+            ) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def has_wandb_key() -> bool:
+    """Whether wandb would find a key: WANDB_API_KEY, or what `wandb login` left in the netrc file."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return path.is_file() and netrc.netrc(path).authenticators(host) is not None
+    except (netrc.NetrcParseError, OSError):
+        return False
+
+
+class Tracker:
+    """Hands metrics to every sink. A sink that fails is named once in the log; the run and the other sinks go on."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = list(sinks)
+        self._failing: set[int] = set()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Never raises because of a sink. A failed sink is tried again at the next step: its disk may have room again."""
+        for index, sink in enumerate(self._sinks):
+            self._guard(index, lambda sink=sink: sink.log(step, metrics))
+
+    def close(self) -> None:
+        """Closes all sinks; a second call does nothing."""
+        for index, sink in enumerate(self._sinks):
+            self._guard(index, sink.close)
+        self._sinks = []
+
+    def _guard(self, index: int, call: Callable[[], None]) -> None:
+        name = type(self._sinks[index]).__name__
+        try:
+            call()
+        # Any error: what a sink's library raises is not this project's, and metrics are not worth a training run.
+        except Exception as error:  # noqa: BLE001
+            if index not in self._failing:
+                log.warning("%s failed, training goes on without it: %s: %s", name, type(error).__name__, error)
+            self._failing.add(index)
+
+
+SINKS = ("console", "jsonl", "tensorboard", "wandb")
+"""Names that `trainer.logger` may hold."""
+
+
+def build_tracker(
+    names: Sequence[str],
+    run_dir: Path,
+    project_name: str,
+    run_name: str,
+    config: Mapping[str, Any],
+    total_steps: int | None = None,
+) -> Tracker:
+    """The tracker for `trainer.logger = names`; each sink writes below `run_dir`.
+
+    Args: config goes to Weights & Biases; total_steps is shown on the console, None where it is not known.
+    Raises: ValueError for an unknown name or a library that is not installed.
+    """
+    builders: dict[str, Callable[[], Sink]] = {
+        "console": lambda: ConsoleSink(total_steps=total_steps),
+        "jsonl": lambda: JsonLinesSink(run_dir / "metrics.jsonl"),
+        "tensorboard": lambda: TensorBoardSink(run_dir / "tensorboard"),
+        "wandb": lambda: WandbSink(run_dir, project_name, run_name, config),
+    }
+    for name in names:
+        if name not in builders:
+            nearest = difflib.get_close_matches(name, SINKS, n=1)
+            hint = f" Did you mean {nearest[0]}?" if nearest else ""
+            raise ValueError(f"trainer.logger names {name!r}, allowed are {', '.join(SINKS)}.{hint}")
+    return Tracker([builders[name]() for name in dict.fromkeys(names)])
