@@ -1,0 +1,149 @@
+"""Chat messages -> token ids, through the tokenizer's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# What the assistant said in the stand-in conversation of `reply_ids`. Only its end matters: a tokenizer may merge it
+# with what follows ("0" + "7"), then the next one is tried.
+_ANCHORS = ("zqxj0", "zqxj)", "zqxj")
+_CACHED_RENDERINGS = 4096
+_TOKENISED_TOGETHER = 1024
+
+_Key = tuple[tuple[tuple[str, str], ...], ...]
+
+
+def check_messages(messages: object) -> list[Message]:
+    """Returns `messages` as it is if it is a list of chat messages.
+
+    Raises: ValueError saying what is wrong: not a list, a message without role or content, an unknown role, a content
+        that is not text.
+    """
+    if not isinstance(messages, list):
+        raise ValueError(f"expected a list of chat messages, got {type(messages).__name__} {_short(messages)}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ValueError(f"message {index} must be a dict with `role` and `content`, got {_short(message)}")
+        if message["role"] not in ROLES:
+            raise ValueError(f"message {index} has role {_short(message['role'])}; roles are {', '.join(ROLES)}")
+        for key, value in message.items():
+            if not isinstance(value, str):
+                raise ValueError(
+                    f"`{key}` of message {index} must be text, got {type(value).__name__} {_short(value)}"
+                )
+    return messages
+
+
+class ChatTemplate:
+    """Renders prompts and environment replies; remembers what it rendered, as the samples of a prompt ask the same.
+
+    Args: kwargs are the variables handed to the template (`generator.chat_template_kwargs`).
+    Raises: ValueError if the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template; "
+                "put a chat_template.jinja into the model folder or take an instruction-tuned model"
+            )
+        self._tokenizer = tokenizer
+        self._kwargs = dict(kwargs)
+        self._cached_prompt = lru_cache(_CACHED_RENDERINGS)(self._render_prompt)
+        self._cached_reply = lru_cache(_CACHED_RENDERINGS)(self._render_reply)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """[L] token ids up to where the policy speaks.
+
+        Raises: ValueError if the template refuses the messages.
+        """
+        return list(self._cached_prompt(_key(messages)))
+
+    def prompt_lengths(self, conversations: Sequence[Sequence[Message]]) -> list[int]:
+        """len(prompt_ids(c)) of each conversation, tokenised together (faster, nothing is remembered).
+
+        Raises: ValueError if the template refuses one of them.
+        """
+        lengths = []
+        for start in range(0, len(conversations), _TOKENISED_TOGETHER):
+            texts = [self._render(messages) for messages in conversations[start : start + _TOKENISED_TOGETHER]]
+            lengths += [len(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        return lengths
+
+    def reply_ids(self, written: Sequence[int], observations: Sequence[Message]) -> list[int]:
+        """[L] token ids between the policy's turn `written` and its next one: what the template puts after an
+        assistant's text, the environment's `observations`, and the header of the next assistant turn.
+
+        The text of the conversation so far is not rendered again: the observations are rendered behind a stand-in
+        conversation and its tokens are cut off. Where `written` already ends with (a part of) what the template puts
+        after an assistant's text, such as an end-of-turn token, that part is not repeated.
+
+        Raises: ValueError if the template refuses the messages or rewrites the stand-in's text.
+        """
+        reply, num_closing = self._cached_reply(_key(observations))
+        for k in range(min(num_closing, len(written)), 0, -1):
+            if tuple(written[-k:]) == reply[:k]:
+                return list(reply[k:])
+        return list(reply)
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._kwargs
+            )
+        except Exception as error:  # Jinja raises its own errors and whatever the template's expressions raise
+            raise ValueError(f"the chat template refused {_short(messages)}: {error}") from error
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _render_prompt(self, key: _Key) -> tuple[int, ...]:
+        return self._encode(self._render([dict(items) for items in key]))
+
+    def _render_reply(self, key: _Key) -> tuple[tuple[int, ...], int]:
+        """Returns the reply's ids and how many of the first close the assistant's turn."""
+        observations = [dict(items) for items in key]
+        for anchor in _ANCHORS:
+            stand_in = [{"role": "user", "content": "u"}, {"role": "assistant", "content": anchor}]
+            head = self._encode(anchor)
+            # Encoded behind the anchor: a SentencePiece tokenizer would put a space before a text that stands alone.
+            full = self._encode(anchor + _after(anchor, self._render([*stand_in, *observations])))
+            closed = self._encode(anchor + _after(anchor, self._render(stand_in, add_generation_prompt=False)))
+            if full[: len(head)] == head and closed[: len(head)] == head:
+                reply, closing = full[len(head) :], closed[len(head) :]
+                return reply, _common_prefix(reply, closing)
+        raise ValueError(
+            f"the tokenizer merges every one of {', '.join(_ANCHORS)} with the text that the chat template puts after it, "
+            "so tokens of several turns cannot be told apart; use a template with an end-of-turn token"
+        )
+
+
+def _after(anchor: str, text: str) -> str:
+    position = text.find(anchor)
+    if position < 0:
+        raise ValueError("the chat template does not show the assistant's text unchanged; it cannot be used for turns")
+    return text[position + len(anchor) :]
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    length = 0
+    while length < min(len(a), len(b)) and a[length] == b[length]:
+        length += 1
+    return length
+
+
+def _key(messages: Sequence[Message]) -> _Key:
+    return tuple([tuple(message.items()) for message in messages])
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

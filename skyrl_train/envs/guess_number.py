@@ -1,0 +1,49 @@
+"""`guess_number`: a two-turn example, a guess and a better guess."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+HEEDED_HINTS_REWARD = 0.2
+
+
+class GuessNumberEnv(BaseTextEnv):
+    """Guess the number `reward_spec.ground_truth`; after a wrong guess the reply is "higher" or "lower".
+
+    Reward 1 for the number. On the last turn (`max_turns`, 2 if not said otherwise) 0.2 for a wrong guess that at
+    least agrees with every hint given. 0 for all else; something that is no whole number ends the episode.
+    """
+
+    def __init__(self, env_config: Any, extras: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.number = int(extras["reward_spec"]["ground_truth"])
+        self.max_turns = int(extras.get("max_turns", 2))
+        self.above, self.below = float("-inf"), float("inf")
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        try:
+            guess = int(action.strip())
+        except ValueError:
+            return _output(reward=0.0, done=True)
+        if guess == self.number:
+            return _output(reward=1.0, done=True)
+        if self.turns >= self.max_turns:
+            heeded = self.turns > 1 and self.above < guess < self.below
+            return _output(reward=HEEDED_HINTS_REWARD if heeded else 0.0, done=True)
+        if guess < self.number:
+            self.above = max(self.above, guess)
+            return _output(reward=0.0, done=False, reply="higher")
+        self.below = min(self.below, guess)
+        return _output(reward=0.0, done=False, reply="lower")
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"turns": self.turns}
+
+
+def _output(*, reward: float, done: bool, reply: str = "") -> BaseTextEnvStepOutput:
+    observations = [{"role": "user", "content": reply}] if reply else []
+    return BaseTextEnvStepOutput(observations=observations, reward=reward, done=done, metadata={})

@@ -1,0 +1,84 @@
+"""Names of environments -> environments: skyrl-gym's registry, or `module:Class`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import skyrl_gym
+from skyrl_gym.envs.base_text_env import BaseTextEnv
+from skyrl_gym.envs.registration import load_env_creator
+from skyrl_gym.metrics import default_aggregate_metrics
+
+BUILT_IN = {
+    "addition": "skyrl_train.envs.addition:AdditionEnv",
+    "guess_number": "skyrl_train.envs.guess_number:GuessNumberEnv",
+}
+
+
+def register_built_in() -> None:
+    """Registers the built-in environments; a name that the user registered before keeps the user's environment."""
+    for name, entry_point in BUILT_IN.items():
+        if name not in skyrl_gym.registry:
+            skyrl_gym.register(id=name, entry_point=entry_point)
+
+
+def make_env(env_class: str, env_config: Any, extras: Mapping[str, Any]) -> BaseTextEnv:
+    """A new environment for one sample.
+
+    Args: env_config is handed through (skyrl-gym's own read its fields as attributes); extras are the row's other
+        columns and `max_turns`.
+    Raises: ValueError if the name is unknown; whatever the environment's constructor raises.
+    """
+    creator = env_creator(env_class)
+    if env_class in skyrl_gym.registry:
+        return skyrl_gym.make(env_class, env_config=env_config, extras=extras)
+    return creator(env_config=env_config, extras=extras)
+
+
+def env_creator(env_class: str) -> Callable[..., BaseTextEnv]:
+    """The class (or function) that makes the environments of a name; call it early to find wrong names early.
+
+    Raises: ValueError naming the nearest valid names if there is no such environment.
+    """
+    spec = skyrl_gym.registry.get(env_class)
+    if spec is not None:
+        return spec.entry_point if callable(spec.entry_point) else load_env_creator(spec.entry_point)
+    if ":" in env_class:
+        return _import_env(env_class)
+    raise ValueError(
+        f"unknown environment {env_class!r}{_nearest(env_class, skyrl_gym.registry)}; known are "
+        f"{', '.join(sorted(skyrl_gym.registry))}, and your own as `module:Class`"
+    )
+
+
+def aggregate_env_metrics(env_class: str, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the environments of one name measured, over many samples, by their own `aggregate_metrics`."""
+    aggregate = getattr(env_creator(env_class), "aggregate_metrics", default_aggregate_metrics)
+    return aggregate([dict(m) for m in metrics])
+
+
+@lru_cache
+def _import_env(env_class: str) -> Callable[..., BaseTextEnv]:
+    module_name, _, class_name = env_class.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"environment {env_class!r}: module {module_name!r} cannot be imported ({error}); is its folder on "
+            "PYTHONPATH?"
+        ) from error
+    env = getattr(module, class_name, None)
+    if not (isinstance(env, type) and issubclass(env, BaseTextEnv)):
+        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
+        what = "no class" if env is None else "not a subclass of skyrl_gym's BaseTextEnv:"
+        raise ValueError(f"environment {env_class!r}: {what} {class_name!r}{_nearest(class_name, classes)}")
+    return env
+
+
+def _nearest(name: str, names: Sequence[str] | Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""

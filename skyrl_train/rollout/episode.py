@@ -1,0 +1,126 @@
+"""The life of one environment, as it is seen by the thread that it runs on."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv
+
+from skyrl_train.data.chat import check_messages
+from skyrl_train.envs.registry import make_env
+from skyrl_train.types import Message, Prompt
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class EnvironmentFailure(RuntimeError):
+    """An environment raised, returned something it must not, or ran out of time. `__cause__` is the original error."""
+
+    def __init__(self, *, env_class: str, uid: str, turn: int, call: str, problem: str) -> None:
+        self.env_class, self.uid, self.turn, self.call = env_class, uid, turn, call
+        super().__init__(f"environment {env_class!r} failed in {call} (prompt {uid}, turn {turn}): {problem}")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What an environment made of one response."""
+
+    observations: list[Message]
+    reward: float
+    done: bool
+
+
+class Episode:
+    """One environment for one sample, used once: `start`, `step` until done, `finish`.
+
+    Every method blocks and belongs on an EnvPool thread; one at a time, others wait. All of them raise
+    EnvironmentFailure.
+    """
+
+    def __init__(self, prompt: Prompt, *, env_config: Any, max_turns: int) -> None:
+        self.call = "env.init"
+        """The environment's method that is being called or was called last."""
+        self.metrics: dict[str, Any] = {}
+        """What `get_metrics` returned, once finished."""
+        self._prompt = prompt
+        self._env_config = env_config
+        self._max_turns = max_turns
+        self._env: BaseTextEnv | None = None
+        self._turn = 0
+        self._closed = False
+        self._one_at_a_time = threading.Lock()
+
+    def start(self) -> list[Message]:
+        """Makes the environment; returns the messages that the policy answers."""
+        with self._one_at_a_time:
+            if self._closed:  # given up while this call was in the queue
+                return []
+            extras = {**self._prompt.extras, "max_turns": self._max_turns}
+            self._env = self._guard(lambda: make_env(self._prompt.env_class, self._env_config, extras))
+            return self._guard(lambda: check_messages(self._env.init(list(self._prompt.messages))[0]))
+
+    def step(self, response: str, *, last: bool) -> Turn:
+        """Shows the response to the environment; finishes it if it is done or this is the `last` turn."""
+        with self._one_at_a_time:
+            self._turn += 1
+            self.call = "env.step"
+            turn = self._guard(lambda: _checked_turn(self._env.step(response)))
+            if turn.done or last:
+                self._finish()
+            return turn
+
+    def finish(self) -> None:
+        """Asks for the environment's metrics and closes it."""
+        with self._one_at_a_time:
+            self._finish()
+
+    def abandon(self) -> None:
+        """Closes the environment, if it was made and not closed yet, after something else failed; never raises."""
+        with self._one_at_a_time:
+            env, was_closed, self._closed = self._env, self._closed, True
+            if env is None or was_closed:
+                return
+            try:
+                env.close()
+            except Exception:
+                _log.warning("env.close of %r failed too", self._prompt.env_class, exc_info=True)
+
+    def failure(self, problem: str) -> EnvironmentFailure:
+        """What to raise if something is wrong with this environment now."""
+        return EnvironmentFailure(
+            env_class=self._prompt.env_class, uid=self._prompt.uid, turn=self._turn, call=self.call, problem=problem
+        )
+
+    def _finish(self) -> None:
+        self.call = "env.get_metrics"
+        self.metrics = self._guard(lambda: self._env.get_metrics()) or {}
+        self.call, self._closed = "env.close", True
+        self._guard(lambda: self._env.close())
+
+    def _guard(self, function: Callable[[], _T]) -> _T:
+        try:
+            return function()
+        except (Exception, SystemExit) as error:  # sys.exit in an environment must not end the training
+            raise self.failure(f"{type(error).__name__}: {error}{_where(error)}") from error
+
+
+def _checked_turn(output: Any) -> Turn:
+    if not isinstance(output, dict) or not {"observations", "reward", "done"} <= output.keys():
+        raise ValueError(f"step must return a BaseTextEnvStepOutput (observations, reward, done), got {output!r}")
+    reward = float(output["reward"])
+    if not math.isfinite(reward):
+        raise ValueError(f"step returned reward {reward}; rewards must be finite")
+    return Turn(check_messages(output["observations"]), reward, bool(output["done"]))
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of the environment's own code, for a reader who has not opened the traceback."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

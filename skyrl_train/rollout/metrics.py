@@ -1,0 +1,82 @@
+"""Groups -> numbers for the log. Pure; names and meanings as in skyrl_train 0.4."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from skyrl_train.envs.registry import aggregate_env_metrics
+from skyrl_train.types import Group, Metrics
+
+
+def rollout_metrics(groups: Sequence[Group]) -> Metrics:
+    """`generate/*`, `reward/*` and `environment/*` of the samples of one step.
+
+    Lengths count the tokens that the policy wrote, over all turns. The averages by reward are 0 where no sample
+    belongs to them; "non_zero" means a positive reward.
+    """
+    rewards = _rewards(groups).reshape(-1)
+    samples = [sample for group in groups for sample in group.samples]
+    num_tokens = np.array([int(sample.loss_mask.sum()) for sample in samples])
+    scores = _scores(groups)
+    return {
+        "generate/batch_num_seq": float(len(samples)),
+        "generate/min_num_tokens": float(num_tokens.min()),
+        "generate/max_num_tokens": float(num_tokens.max()),
+        "generate/avg_num_tokens": float(num_tokens.mean()),
+        "generate/std_num_tokens": float(num_tokens.std()),
+        "generate/avg_tokens_non_zero_rewards": _mean_or_zero(num_tokens[rewards > 0]),
+        "generate/avg_tokens_zero_rewards": _mean_or_zero(num_tokens[rewards == 0]),
+        "generate/share_stopped_by_length": float(np.mean([sample.stop_reason == "length" for sample in samples])),
+        "generate/avg_turns": float(np.mean([sample.turns for sample in samples])),
+        "reward/avg_raw_reward": scores["avg_score"],
+        "reward/mean_positive_reward": scores["mean_positive_reward"],
+        **{f"reward/avg_{name}": value for name, value in scores.items() if name.startswith("pass_at_")},
+        **_env_metrics(groups),
+    }
+
+
+def evaluation_metrics(groups: Sequence[Group]) -> Metrics:
+    """`avg_score`, `pass_at_{n}` and `mean_positive_reward` as `eval/all/...` and for each data source."""
+    by_source: dict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        by_source[group.prompt.data_source].append(group)
+    named = [("all", groups), *((source.replace("/", "_"), of_source) for source, of_source in by_source.items())]
+    return {f"eval/{name}/{key}": value for name, some in named for key, value in _scores(some).items()}
+
+
+def _scores(groups: Sequence[Group]) -> Metrics:
+    rewards = _rewards(groups)
+    return {
+        "avg_score": float(rewards.mean()),
+        f"pass_at_{rewards.shape[1]}": float((rewards > 0).any(axis=1).mean()),
+        "mean_positive_reward": float(np.maximum(rewards, 0.0).mean()),
+    }
+
+
+def _rewards(groups: Sequence[Group]) -> np.ndarray:
+    """[groups, samples of each] float64"""
+    assert groups and len({len(group.samples) for group in groups}) == 1, "groups of one size, at least one"
+    return np.array([[sample.reward for sample in group.samples] for group in groups], dtype=np.float64)
+
+
+def _env_metrics(groups: Sequence[Group]) -> Metrics:
+    """What the environments measured, as `environment/{key}`; `environment/{env_class}/{key}` where environments of
+    several classes measure something of the same name."""
+    by_class: dict[str, list[dict[str, object]]] = defaultdict(list)
+    for group in groups:
+        by_class[group.prompt.env_class] += [sample.env_metrics for sample in group.samples if sample.env_metrics]
+    aggregated = {name: aggregate_env_metrics(name, metrics) for name, metrics in by_class.items() if metrics}
+    keys = [key for metrics in aggregated.values() for key in metrics]
+    return {
+        f"environment/{key}" if keys.count(key) == 1 else f"environment/{name}/{key}": float(value)
+        for name, metrics in aggregated.items()
+        for key, value in metrics.items()
+        if isinstance(value, (int, float))
+    }
+
+
+def _mean_or_zero(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else 0.0
