@@ -10,13 +10,27 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from omegaconf import DictConfig
 
 from skyrl_train import config_compose
-from skyrl_train.config_schema import ConfigError, build
+from skyrl_train.config_errors import ConfigError
+from skyrl_train.config_schema import build
+from skyrl_train.config_values import (
+    AboveZero,
+    Bounds,
+    Count,
+    CountOrNever,
+    CountOrZero,
+    Decay,
+    NotNegative,
+    OneOf,
+    Share,
+    ShareAboveZero,
+    Text,
+)
 
 __all__ = ["Config", "ConfigError", "config_dir", "from_hydra", "load_config", "main_config", "to_yaml"]
 
@@ -37,19 +51,19 @@ class DataConfig:
 class PlacementConfig:
     """How many ranks run where."""
 
-    policy_num_nodes: int
+    policy_num_nodes: Count
     """Nodes that hold policy ranks."""
-    policy_num_gpus_per_node: int
+    policy_num_gpus_per_node: Count
     """Policy ranks per node, also where there is no GPU."""
-    ref_num_nodes: int
+    ref_num_nodes: Count
     """Nodes that hold reference ranks."""
-    ref_num_gpus_per_node: int
+    ref_num_gpus_per_node: Count
     """Reference ranks per node, also where there is no GPU."""
-    cpus_per_worker: float
+    cpus_per_worker: NotNegative
     """CPUs that Ray sets aside for each rank and engine."""
-    strategy: str
+    strategy: Annotated[str, OneOf(("PACK", "SPREAD"))]
     """PACK fills a node first, SPREAD puts neighbours on different nodes."""
-    timeout_s: float
+    timeout_s: AboveZero
     """Seconds that Ray has to find room."""
 
 
@@ -57,7 +71,7 @@ class PlacementConfig:
 class ModelConfig:
     """Which model."""
 
-    path: str
+    path: Text
     """Folder or hub name of a Hugging Face checkpoint."""
 
 
@@ -65,21 +79,21 @@ class ModelConfig:
 class OptimizerConfig:
     """Adam and its schedule."""
 
-    lr: float
+    lr: NotNegative
     """Highest learning rate."""
-    adam_betas: tuple[float, float]
+    adam_betas: tuple[Decay, Decay]
     """Decay of the first and second moment."""
-    adam_eps: float
+    adam_eps: NotNegative
     """Added to the root of the second moment."""
-    weight_decay: float
+    weight_decay: NotNegative
     """Decoupled (AdamW)."""
-    max_grad_norm: float
+    max_grad_norm: NotNegative
     """Gradients are scaled down to this global 2-norm."""
-    scheduler: str
+    scheduler: Annotated[str, OneOf(("constant_with_warmup", "linear", "cosine"))]
     """constant_with_warmup, linear or cosine."""
-    num_warmup_steps: int
+    num_warmup_steps: CountOrZero
     """Optimizer steps from 0 to lr."""
-    min_lr_ratio: float
+    min_lr_ratio: Share
     """Learning rate at the end of linear and cosine, as a share of lr."""
 
 
@@ -87,29 +101,29 @@ class OptimizerConfig:
 class MegatronConfig:
     """Parallel layout and the switches of Megatron-core."""
 
-    transformer_impl: str
+    transformer_impl: Annotated[str, OneOf(("auto", "torch", "transformer_engine"))]
     """auto, torch or transformer_engine."""
-    tensor_model_parallel_size: int
+    tensor_model_parallel_size: Count
     """Ranks that share each layer's matrices."""
-    pipeline_model_parallel_size: int
+    pipeline_model_parallel_size: Count
     """Ranks that share the layers."""
-    virtual_pipeline_model_parallel_size: int | None
+    virtual_pipeline_model_parallel_size: Annotated[int, Bounds(low=2)] | None
     """Model chunks per pipeline rank (interleaved schedule); null means one, without interleaving."""
-    context_parallel_size: int
+    context_parallel_size: Count
     """Ranks that share each sequence."""
-    expert_model_parallel_size: int
+    expert_model_parallel_size: Count
     """Ranks that share the experts."""
-    expert_tensor_parallel_size: int | None
+    expert_tensor_parallel_size: Count | None
     """Ranks that share each expert's matrices; null means tensor_model_parallel_size."""
     sequence_parallel: bool
     """With tensor parallelism, split activations along the sequence too."""
-    recompute_granularity: str | None
+    recompute_granularity: Annotated[str, OneOf(("selective", "full"))] | None
     """null, selective or full: which activations are computed again in backward."""
     recompute_modules: tuple[str, ...]
     """Modules that selective recomputes."""
-    logprobs_chunk_size: int
+    logprobs_chunk_size: Count
     """Positions whose float32 logits exist at a time."""
-    moe_aux_loss_coeff: float
+    moe_aux_loss_coeff: NotNegative
     """Weight of the load-balancing loss of mixture-of-experts models."""
     freeze_moe_router: bool
     """Leave the routers of mixture-of-experts models as they are."""
@@ -138,9 +152,9 @@ class RefConfig:
 class CispoConfig:
     """Clipped importance weights."""
 
-    cispo_eps_clip_low: float
+    cispo_eps_clip_low: NotNegative
     """The importance weight is clipped at 1 - cispo_eps_clip_low."""
-    cispo_eps_clip_high: float
+    cispo_eps_clip_high: NotNegative
     """The importance weight is clipped at 1 + cispo_eps_clip_high."""
 
 
@@ -148,32 +162,32 @@ class CispoConfig:
 class AlgorithmConfig:
     """From rewards to a loss."""
 
-    advantage_estimator: str
+    advantage_estimator: Annotated[str, OneOf(table=("advantages", "ADVANTAGES"))]
     """Name in algorithms/advantages.py."""
     grpo_norm_by_std: bool
     """Divide group-relative advantages by the group's standard deviation."""
-    policy_loss_type: str
+    policy_loss_type: Annotated[str, OneOf(table=("losses", "LOSSES"))]
     """Name in algorithms/losses.py."""
-    eps_clip_low: float
+    eps_clip_low: Share
     """The probability ratio is clipped at 1 - eps_clip_low."""
-    eps_clip_high: float
+    eps_clip_high: NotNegative
     """The probability ratio is clipped at 1 + eps_clip_high."""
-    clip_ratio_c: float
+    clip_ratio_c: Annotated[float, Bounds(low=1, above=True)]
     """dual_clip: bound of ratio * |advantage| where the advantage is negative, above 1."""
     cispo: CispoConfig
-    loss_reduction: str
+    loss_reduction: Annotated[str, OneOf(table=("reductions", "REDUCTIONS"))]
     """Name in algorithms/reductions.py."""
     use_kl_loss: bool
     """Add the KL divergence from the reference to the loss."""
     use_kl_in_reward: bool
     """Take the KL divergence from the reference off the reward."""
-    kl_estimator_type: str
+    kl_estimator_type: Annotated[str, OneOf(table=("kl", "KL_ESTIMATORS"))]
     """Name in algorithms/kl.py."""
-    kl_loss_coef: float
+    kl_loss_coef: NotNegative
     """Weight of the KL term, in the loss or in the reward."""
     use_entropy_loss: bool
     """Take the entropy, weighted, off the loss."""
-    entropy_loss_coef: float
+    entropy_loss_coef: NotNegative
     """Weight of the entropy term."""
 
     @property
@@ -188,47 +202,47 @@ class TrainerConfig:
 
     prepare: str | None
     """`module:function` that makes the model and data of an experiment if missing."""
-    seed: int
+    seed: CountOrZero
     """Of data order, engines and model initialisation."""
-    project_name: str
+    project_name: Text
     """Weights & Biases project."""
-    run_name: str
+    run_name: Text
     """Name of the run and of its folder."""
-    run_dir: str
+    run_dir: Text
     """Folder of everything that the run writes."""
-    logger: tuple[str, ...]
+    logger: tuple[Annotated[str, OneOf(("console", "jsonl", "tensorboard", "wandb"))], ...]
     """Any of console, jsonl, tensorboard, wandb."""
-    epochs: int
+    epochs: Count
     """Passes over the training data."""
-    max_training_steps: int
+    max_training_steps: CountOrNever
     """Stop after this many steps; -1 means all of the epochs."""
-    train_batch_size: int
+    train_batch_size: Count
     """Prompts per step."""
-    policy_mini_batch_size: int
+    policy_mini_batch_size: Count
     """Prompts per optimizer step."""
-    update_epochs_per_batch: int
+    update_epochs_per_batch: Count
     """Times each step's samples are trained on."""
-    max_tokens_per_microbatch: int
+    max_tokens_per_microbatch: Count
     """Tokens of one forward pass of one rank."""
-    max_prompt_length: int
+    max_prompt_length: Count
     """Tokens; rows with longer prompts are dropped."""
-    eval_batch_size: int
+    eval_batch_size: Count
     """Prompts in flight during evaluation."""
     eval_before_train: bool
     """Evaluate the model as it is before the first step."""
-    eval_interval: int
+    eval_interval: CountOrNever
     """Steps between evaluations; -1 means never (the last step is always evaluated)."""
-    log_samples_interval: int
+    log_samples_interval: CountOrNever
     """Steps between sample transcripts; -1 means never."""
-    num_logged_samples: int
+    num_logged_samples: CountOrZero
     """Transcripts written each time."""
-    hf_save_interval: int
+    hf_save_interval: CountOrNever
     """Steps between exports of a Hugging Face checkpoint; -1 means never."""
-    export_path: str
+    export_path: Text
     """Folder of those exports."""
-    verify_sync_every: int
+    verify_sync_every: CountOrZero
     """Compare engine and trainer logprobs of fixed prompts at the first and each Nth sync; 0 means never."""
-    timeout_s: float
+    timeout_s: AboveZero
     """Seconds that each remote call of a step has."""
     placement: PlacementConfig
     policy: PolicyConfig
@@ -242,15 +256,15 @@ class TrainerConfig:
 class SamplingConfig:
     """How tokens are drawn."""
 
-    max_generate_length: int
+    max_generate_length: Count
     """Most tokens of one turn."""
-    temperature: float
+    temperature: NotNegative
     """0 means greedy."""
-    top_p: float
+    top_p: ShareAboveZero
     """Draw from the most likely tokens that together have this probability."""
-    top_k: int
+    top_k: CountOrNever
     """Draw from this many of the most likely tokens; -1 means all."""
-    min_p: float
+    min_p: Share
     """Leave out tokens less likely than this share of the likeliest."""
     stop: tuple[str, ...]
     """Strings that end a turn."""
@@ -260,39 +274,39 @@ class SamplingConfig:
 class GeneratorConfig:
     """The vLLM engines and what they are asked for."""
 
-    num_inference_engines: int
+    num_inference_engines: Count
     """Engines side by side."""
-    inference_engine_tensor_parallel_size: int
+    inference_engine_tensor_parallel_size: Count
     """Ranks of each engine."""
-    model_dtype: str
+    model_dtype: Annotated[str, OneOf(("bfloat16", "float16", "float32"))]
     """dtype of the engines' weights: bfloat16, float16 or float32."""
     enforce_eager: bool
     """No CUDA graphs and no compilation."""
     enable_prefix_caching: bool
     """Samples of one prompt share its computation."""
-    gpu_memory_utilization: float
+    gpu_memory_utilization: ShareAboveZero
     """Share of the device's memory that an engine takes."""
-    kv_cache_memory_gb: float | None
+    kv_cache_memory_gb: AboveZero | None
     """GiB of the KV cache; null means what gpu_memory_utilization leaves. Needed without a GPU."""
-    max_num_batched_tokens: int
+    max_num_batched_tokens: Count
     """Tokens of one engine step."""
-    max_num_seqs: int
+    max_num_seqs: Count
     """Sequences in flight in one engine."""
-    max_input_length: int
+    max_input_length: Count
     """Tokens before a turn; a longer conversation ends."""
-    max_turns: int
+    max_turns: Count
     """Turns of one sample."""
-    n_samples_per_prompt: int
+    n_samples_per_prompt: Count
     """Samples of one group."""
-    eval_n_samples_per_prompt: int
+    eval_n_samples_per_prompt: Count
     """Samples per prompt in evaluation."""
     engine_init_kwargs: dict[str, Any]
     """Passed to vLLM's engine arguments as they are."""
     chat_template_kwargs: dict[str, Any]
     """Passed to the tokenizer's chat template."""
-    weight_sync_backend: str
+    weight_sync_backend: Annotated[str, OneOf(("auto", "shm", "broadcast"))]
     """auto, shm or broadcast."""
-    weight_sync_bucket_mb: int
+    weight_sync_bucket_mb: Count
     """MiB of one packed bucket of weights."""
     sampling_params: SamplingConfig
     eval_sampling_params: SamplingConfig
@@ -302,7 +316,7 @@ class GeneratorConfig:
 class SkyrlGymConfig:
     """skyrl-gym environments."""
 
-    max_env_workers: int
+    max_env_workers: Count
     """Environment calls that run at once."""
     env_kwargs: dict[str, Any]
     """env_class -> settings handed to its environment as env_config."""
@@ -312,9 +326,9 @@ class SkyrlGymConfig:
 class EnvironmentConfig:
     """What scores the responses."""
 
-    env_class: str
+    env_class: Text
     """For rows without an env_class: a name of skyrl-gym's registry or `module:Class`."""
-    step_timeout_s: float
+    step_timeout_s: AboveZero
     """Seconds that one env.init, env.step or env.close has."""
     skyrl_gym: SkyrlGymConfig
 

@@ -26,7 +26,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from skyrl_train.config_schema import ConfigError, field_types, is_free_form, key_types, nearest, unknown_key
+from skyrl_train.config_errors import ConfigError, nearest
+from skyrl_train.config_schema import field_types, is_free_form, key_types, unknown_key
 
 # Anything but `true` is float32 here: that a wrong type stands in bf16 is said once, by the schema.
 OmegaConf.register_new_resolver("dtype_name", lambda bf16: "bfloat16" if bf16 is True else "float32", replace=True)

@@ -1,7 +1,8 @@
 """Plain nested dictionaries into frozen dataclasses, strictly, with every problem of a configuration in one error.
 
 A schema is a dataclass whose fields are dataclasses (sections), `str`, `int`, `float`, `bool`, `tuple[X, ...]`,
-`tuple[X, Y]`, `dict[str, Any]` (free-form, passed on as it is), or one of them `| None`.
+`tuple[X, Y]`, `dict[str, Any]` (free-form, passed on as it is), one of them `| None`, or `Annotated` with an object
+of config_values.py that says which values are right.
 """
 
 from __future__ import annotations
@@ -10,35 +11,17 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+
+from skyrl_train.config_errors import ConfigError
 
 T = TypeVar("T")
 
 
-class ConfigError(ValueError):
-    """What is wrong with a configuration, written for the person who wrote it. `str(error)` is the whole message."""
-
-    def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
-        super().__init__(self.problems)
-
-    def __str__(self) -> str:
-        if len(self.problems) == 1:
-            return self.problems[0]
-        lines = [f"{len(self.problems)} problems in the configuration:"]
-        return "\n".join(lines + [f"  {i}. {problem}" for i, problem in enumerate(self.problems, 1)])
-
-
-def nearest(name: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The option that looks most like `name`, or None where none is close."""
-    close = difflib.get_close_matches(name, list(options), n=1, cutoff=cutoff)
-    return close[0] if close else None
-
-
 def field_types(schema: type) -> dict[str, Any]:
     """Field name -> type, in the order of the class."""
-    hints = typing.get_type_hints(schema)
+    hints = typing.get_type_hints(schema, include_extras=True)
     return {f.name: hints[f.name] for f in dataclasses.fields(schema)}
 
 
@@ -57,11 +40,28 @@ def is_free_form(kind: Any) -> bool:
     return typing.get_origin(kind) is dict
 
 
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (types.UnionType, typing.Union)
+
+
+def _rule(kind: Any) -> Any:
+    """The object of config_values.py of an `Annotated` type, or None."""
+    return kind.__metadata__[0] if typing.get_origin(kind) is typing.Annotated else None
+
+
+def rules(kind: Any) -> list[Any]:
+    """Every such object within a type."""
+    own = [] if _rule(kind) is None else [_rule(kind)]
+    return own + [rule for part in typing.get_args(kind) for rule in rules(part)]
+
+
 def type_name(kind: Any) -> str:
     """A type as a person would write it in a sentence: `int`, `list of str`, `float or null`."""
     if kind is type(None):
         return "null"
-    if isinstance(kind, types.UnionType):
+    if _rule(kind) is not None:
+        return type_name(kind.__origin__)
+    if _is_union(kind):
         return " or ".join(type_name(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
         parts = typing.get_args(kind)
@@ -72,10 +72,10 @@ def type_name(kind: Any) -> str:
 
 
 def unknown_key(path: str, schema: type) -> str:
-    """The sentence for a key that does not exist, with the nearest one that does or, where none is near, six of its neighbours.
+    """The sentence for a key that does not exist: with the nearest one that does, else with six of its neighbours.
 
-    A candidate scores by its last name (twice) and by its whole path: a right name in the wrong section is found, and so
-    is a misspelt section above a right name.
+    A candidate scores by its last name (twice) and by its whole path: a right name in the wrong section is found, and
+    so is a misspelt section above a right name.
     """
     kinds = key_types(schema)
     leaf = path.rpartition(".")[2]
@@ -135,9 +135,12 @@ def _value(kind: Any, value: Any, path: str, schema: type, report: Callable[[str
         return _section(typing.cast(type, kind), value, path, schema, report)
     try:
         return _plain(kind, value)
+    except ValueError as error:
+        report(path, f"{path} is {value!r}: {error}")
+        return None
     except TypeError:
         hint = ""
-        if kind is str and isinstance(value, int | float):
+        if type_name(kind) == "str" and isinstance(value, int | float):
             hint = f"; a text that looks like a number needs quotes: \"'{value}'\" on the command line"
         report(path, f"{path} is {value!r} ({_given(value)}), expected {type_name(kind)}{hint}")
         return None
@@ -150,8 +153,16 @@ def _given(value: Any) -> str:
 
 
 def _plain(kind: Any, value: Any) -> Any:
-    """`value` as `kind`; TypeError where it is something else. An int is a float; one value is a list of one."""
-    if isinstance(kind, types.UnionType):
+    """`value` as `kind`. An int is a float; one value is a list of one.
+
+    Raises: TypeError where it is something else, ValueError (the end of a sentence) where a rule forbids it.
+    """
+    if _rule(kind) is not None:
+        value = _plain(kind.__origin__, value)
+        if (problem := _rule(kind).problem(value)) is not None:
+            raise ValueError(problem)
+        return value
+    if _is_union(kind):
         if value is None:
             return None
         (inner,) = (part for part in typing.get_args(kind) if part is not type(None))

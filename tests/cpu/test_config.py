@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import re
 import subprocess
@@ -13,7 +14,10 @@ import pytest
 import yaml
 
 from skyrl_train.config import Config, ConfigError, config_dir, load_config, main_config, to_yaml
-from skyrl_train.config_schema import key_types
+from skyrl_train.config_schema import key_types, rules
+from skyrl_train.config_values import _names_in_source, table_names
+
+TABLES = {rule.table for kind in key_types(Config).values() for rule in rules(kind) if getattr(rule, "table", None)}
 
 
 def message(argv: list[str]) -> str:
@@ -161,6 +165,43 @@ def test_wrong_types_name_key_value_expected_type_and_place_all_at_once(project:
 )
 def test_what_cannot_be_read_says_what_to_write(override: str, expected: str):
     assert expected in message([override])
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trainer.epochs=0", "trainer.epochs is 0: it must be at least 1"),
+        ("trainer.eval_interval=0", "trainer.eval_interval is 0: it must be at least 1, or -1"),
+        ("trainer.policy.optimizer_config.lr=-1", "lr is -1: it must be at least 0"),
+        ("trainer.policy.optimizer_config.lr=nan", "lr is nan: it must be at least 0"),
+        ("trainer.policy.optimizer_config.lr=inf", "lr is inf: it must be at least 0"),
+        ("trainer.policy.optimizer_config.adam_betas=[0.9,1]", "is [0.9, 1]: it must be at least 0 and below 1"),
+        ("generator.sampling_params.top_p=0", "top_p is 0: it must be above 0 and at most 1"),
+        ("trainer.algorithm.clip_ratio_c=1", "clip_ratio_c is 1: it must be above 1"),
+        ("generator.kv_cache_memory_gb=0", "kv_cache_memory_gb is 0: it must be above 0"),
+        ("trainer.run_name=", "trainer.run_name is '': it must be not empty"),
+        ("trainer.logger=[wanb]", "did you mean wandb? It must be one of console, jsonl, tensorboard, wandb"),
+        ("trainer.policy.megatron_config.transformer_impl=te", "It must be one of auto, torch, transformer_engine"),
+        ("trainer.policy.megatron_config.recompute_granularity=ful", "did you mean full?"),
+        ("trainer.policy.optimizer_config.scheduler=cosin", "did you mean cosine?"),
+        ("trainer.algorithm.advantage_estimator=gpro", "did you mean grpo?"),
+        ("trainer.algorithm.policy_loss_type=regulr", "did you mean regular?"),
+        ("trainer.algorithm.loss_reduction=token_men", "did you mean token_mean?"),
+        ("trainer.algorithm.kl_estimator_type=k4", "It must be one of k1, k2, k3"),
+        ("generator.model_dtype=bf16", "It must be one of bfloat16, float16, float32"),
+        ("generator.weight_sync_backend=nccl", "It must be one of auto, shm, broadcast"),
+    ],
+)
+def test_a_value_out_of_range_or_an_unknown_name_says_what_is_allowed(override: str, expected: str):
+    assert expected in message([override])
+
+
+def test_names_of_algorithms_are_those_of_their_tables_imported_or_not():
+    from_source = {(module, table): _names_in_source(module, table) for module, table in TABLES}
+    assert len(from_source) == 4
+    for (module, table), names in from_source.items():
+        assert names == tuple(getattr(importlib.import_module(f"skyrl_train.algorithms.{module}"), table))
+        assert table_names(module, table) == names
 
 
 def test_an_unknown_experiment_names_the_ones_there_are(project: Path):

@@ -10,10 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2] / "skyrl_train"
 # A folder or module imports only what stands before it; the modules of one row may import each other.
 ROWS = """
-    types config config_schema config_compose device
+    types device config config_compose config_schema config_values config_errors
     tracking
     algorithms
-    config_checks
+    model_checks config_checks
     data
     envs
     rollout
@@ -23,7 +23,7 @@ ROWS = """
     inference
     cluster
     trainer
-    quickstart
+    quickstart quickstart_task
     entrypoints
 """
 LAYER = {name: number for number, row in enumerate(ROWS.split("\n")) for name in row.split()}

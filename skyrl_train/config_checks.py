@@ -1,0 +1,155 @@
+"""What must hold between the values of a configuration, checked before anything heavy starts, all failures at once.
+
+What a value must be by itself stands with its field in config.py and is checked when the configuration is read.
+
+Quick (no torch, Ray, vLLM or Megatron) and without side effects. Every sentence names the key, the value and the cure.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
+
+from skyrl_train.config import Config, ConfigError, MegatronConfig
+from skyrl_train.model_checks import longest_conversation, model_problems
+
+POLICY = "trainer.policy.megatron_config"
+REF = "trainer.ref.megatron_config"
+GROUP_ESTIMATORS = ("grpo", "rloo")
+"""Estimators for which a group of one sample has no advantage."""
+
+
+def check(config: Config, *, num_train_prompts: int | None, files: bool = True) -> None:
+    """Raise ConfigError with everything that cannot work, or return.
+
+    Args:
+        num_train_prompts: rows left in the training data, None where they are not known yet.
+        files: also look at the model folders and data files; False before `trainer.prepare` has made them.
+    """
+    problems = [*_packages(config), *_batches(config, num_train_prompts), *_algorithm(config), *_lengths(config)]
+    problems += _layouts(config)
+    if files:
+        problems += _data_files(config)
+        problems += model_problems(config)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _packages(config: Config) -> Iterator[str]:
+    if "wandb" in config.trainer.logger and importlib.util.find_spec("wandb") is None:
+        yield "trainer.logger asks for wandb, which is not installed: pip install wandb, or leave it out"
+    for path in (POLICY, REF) if config.trainer.algorithm.needs_reference else (POLICY,):
+        wanted = attrgetter(path)(config).transformer_impl == "transformer_engine"
+        if wanted and importlib.util.find_spec("transformer_engine") is None:
+            yield f"{path}.transformer_impl is transformer_engine, which is not installed: use auto or torch"
+
+
+def _batches(config: Config, num_train_prompts: int | None) -> Iterator[str]:
+    batch, mini = config.trainer.train_batch_size, config.trainer.policy_mini_batch_size
+    if batch % mini:
+        near = max(divisor for divisor in range(1, min(batch, mini) + 1) if batch % divisor == 0)
+        yield (
+            f"trainer.train_batch_size is {batch}, not a multiple of trainer.policy_mini_batch_size {mini}: "
+            f"set policy_mini_batch_size to a divisor such as {near}"
+        )
+    if num_train_prompts is not None and batch > num_train_prompts:
+        yield (
+            f"trainer.train_batch_size is {batch}, more than the {num_train_prompts} prompts of data.train_data: "
+            f"set it to at most {num_train_prompts} (prompts over trainer.max_prompt_length are not counted)"
+        )
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    algorithm = config.trainer.algorithm
+    if config.generator.sampling_params.temperature == 0:
+        yield (
+            "generator.sampling_params.temperature is 0: training learns from differing samples, set it above 0 "
+            "(evaluation has eval_sampling_params)"
+        )
+    if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
+        yield "trainer.algorithm.use_kl_loss and use_kl_in_reward are both true: set one of them to false"
+    samples = config.generator.n_samples_per_prompt
+    if algorithm.advantage_estimator in GROUP_ESTIMATORS and samples < 2:
+        yield (
+            f"generator.n_samples_per_prompt is {samples}: {algorithm.advantage_estimator} compares the samples of a "
+            "prompt with each other, set it to at least 2"
+        )
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    generator, prompt = config.generator, config.trainer.max_prompt_length
+    if generator.max_input_length < prompt:
+        yield (
+            f"generator.max_input_length is {generator.max_input_length}, below trainer.max_prompt_length {prompt}: "
+            "longer prompts would end before their first turn, set it to at least as much"
+        )
+    limit = generator.engine_init_kwargs.get("max_model_len")
+    longest = longest_conversation(generator)
+    if limit is not None and longest > limit:
+        yield (
+            f"generator.max_input_length + max_generate_length is {longest} tokens, more than "
+            f"generator.engine_init_kwargs.max_model_len {limit}: lower the first or raise the last"
+        )
+
+
+def _layouts(config: Config) -> Iterator[str]:
+    placement = config.trainer.placement
+    yield from layout_problems(
+        config.trainer.policy.megatron_config,
+        POLICY,
+        placement.policy_num_nodes * placement.policy_num_gpus_per_node,
+        "trainer.placement.policy_num_nodes * policy_num_gpus_per_node",
+    )
+    if config.trainer.algorithm.needs_reference:
+        yield from layout_problems(
+            config.trainer.ref.megatron_config,
+            REF,
+            placement.ref_num_nodes * placement.ref_num_gpus_per_node,
+            "trainer.placement.ref_num_nodes * ref_num_gpus_per_node",
+        )
+
+
+def layout_problems(megatron: MegatronConfig, path: str, world_size: int, world_name: str) -> Iterator[str]:
+    """What keeps `world_size` ranks from being laid out as `megatron` says; `path` is its key."""
+    tp, pp, cp = (
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        megatron.context_parallel_size,
+    )
+    if world_size % (tp * pp * cp):
+        yield (
+            f"{world_name} is {world_size} ranks, not a multiple of {path}'s tensor {tp} x pipeline {pp} x "
+            f"context {cp} = {tp * pp * cp}: add ranks or lower the sizes"
+        )
+    ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    if (ep > 1 or etp is not None) and world_size % (ep * (etp or tp) * pp):
+        yield (
+            f"{world_name} is {world_size} ranks, not a multiple of {path}'s expert {ep} x expert tensor {etp or tp} x "
+            f"pipeline {pp} = {ep * (etp or tp) * pp}: add ranks or lower the sizes"
+        )
+    vpp = megatron.virtual_pipeline_model_parallel_size
+    if vpp is not None and pp < 2:
+        yield (
+            f"{path}.virtual_pipeline_model_parallel_size is {vpp} and pipeline_model_parallel_size {pp}: "
+            "an interleaved schedule needs a pipeline of at least 2, or set the first to null"
+        )
+    if megatron.recompute_granularity == "selective" and not megatron.recompute_modules:
+        yield f"{path}.recompute_granularity is selective and recompute_modules empty: name modules, such as core_attn"
+
+
+def _data_files(config: Config) -> Iterator[str]:
+    prepare = config.trainer.prepare
+    if prepare is not None and not re.fullmatch(r"[\w.]+:\w+", prepare):
+        yield f"trainer.prepare is {prepare!r}: write module:function, or null"
+    if not config.data.train_data:
+        yield "data.train_data is empty: name files (parquet, json, jsonl) or hub_name:split"
+    for key in ("train_data", "val_data"):
+        for name in attrgetter(key)(config.data):
+            if Path(name).suffix in (".parquet", ".json", ".jsonl"):
+                if not Path(name).is_file():
+                    yield f"data.{key} names {name}: there is no such file in {Path.cwd()}"
+            elif not re.fullmatch(r"[^:]+:[^:]+", name):
+                yield f"data.{key} names {name}: it must be a .parquet, .json or .jsonl file, or hub_name:split"

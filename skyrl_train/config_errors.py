@@ -1,0 +1,26 @@
+"""The one error of a configuration."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class ConfigError(ValueError):
+    """What is wrong with a configuration, written for the person who wrote it. `str(error)` is the whole message."""
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return self.problems[0]
+        lines = [f"{len(self.problems)} problems in the configuration:"]
+        return "\n".join(lines + [f"  {i}. {problem}" for i, problem in enumerate(self.problems, 1)])
+
+
+def nearest(name: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The option that looks most like `name`, or None where none is close."""
+    close = difflib.get_close_matches(name, list(options), n=1, cutoff=cutoff)
+    return close[0] if close else None

@@ -1,0 +1,103 @@
+"""Which values a key of the configuration may have: the types of its fields beyond str, int, float and bool."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from skyrl_train.config_errors import nearest
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Finite numbers from `low` to `high`, and `-1` where it has a meaning of its own."""
+
+    low: float = 0
+    high: float = math.inf
+    above: bool = False
+    """`low` itself is outside."""
+    below: bool = False
+    """`high` itself is outside."""
+    or_minus_one: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"{'above' if self.above else 'at least'} {self.low:g}"]
+        if self.high < math.inf:
+            parts.append(f"{'below' if self.below else 'at most'} {self.high:g}")
+        return " and ".join(parts) + (", or -1" if self.or_minus_one else "")
+
+    def problem(self, value: float) -> str | None:
+        """The end of a sentence that begins with the key and the value; None where the value is inside."""
+        low = value > self.low if self.above else value >= self.low
+        high = value < self.high if self.below or self.high == math.inf else value <= self.high
+        return None if (low and high) or (self.or_minus_one and value == -1) else f"it must be {self}"
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of these names, or of those in a table of skyrl_train.algorithms."""
+
+    names: tuple[str, ...] = ()
+    table: tuple[str, str] | None = None
+    """(module, dictionary): the names are its keys, so that there is one list of them."""
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.allowed())}"
+
+    def allowed(self) -> tuple[str, ...]:
+        return self.names if self.table is None else table_names(*self.table)
+
+    def problem(self, value: str) -> str | None:
+        """As in Bounds."""
+        if value in self.allowed():
+            return None
+        close = nearest(value, self.allowed())
+        return (f"did you mean {close}? " if close else "") + f"It must be {self}"
+
+
+@dataclass(frozen=True)
+class NotEmpty:
+    """Text with something in it."""
+
+    def __str__(self) -> str:
+        return "not empty"
+
+    def problem(self, value: str) -> str | None:
+        """As in Bounds."""
+        return None if value.strip() else f"it must be {self}"
+
+
+Text = Annotated[str, NotEmpty()]
+Count = Annotated[int, Bounds(low=1)]
+CountOrZero = Annotated[int, Bounds(low=0)]
+CountOrNever = Annotated[int, Bounds(low=1, or_minus_one=True)]
+NotNegative = Annotated[float, Bounds(low=0)]
+AboveZero = Annotated[float, Bounds(low=0, above=True)]
+Share = Annotated[float, Bounds(low=0, high=1)]
+ShareAboveZero = Annotated[float, Bounds(low=0, high=1, above=True)]
+Decay = Annotated[float, Bounds(low=0, high=1, below=True)]
+
+
+@functools.cache
+def _names_in_source(module: str, table: str) -> tuple[str, ...]:
+    source = Path(__file__).parent / "algorithms" / f"{module}.py"
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == table:
+            assert isinstance(node.value, ast.Dict), f"{table} in {source} is no dictionary"
+            return tuple(str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
+    raise AssertionError(f"{source} has no {table}")
+
+
+def table_names(module: str, table: str) -> tuple[str, ...]:
+    """Names in a table of skyrl_train.algorithms.
+
+    Read off the source where the module is not imported yet, because importing it takes a second (torch); a program
+    that adds an entry of its own has imported it.
+    """
+    loaded = sys.modules.get(f"skyrl_train.algorithms.{module}")
+    return tuple(getattr(loaded, table)) if loaded is not None else _names_in_source(module, table)

@@ -1,0 +1,116 @@
+"""Whether the models of a configuration exist and can be cut as asked, from their config.json alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.config import Config, GeneratorConfig, MegatronConfig
+
+OWN_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Settings of Megatron's TransformerConfig with which layers need not divide evenly."""
+
+
+def model_problems(config: Config) -> Iterator[str]:
+    """Missing folders, sizes that do not divide, lengths beyond the model's positions. Hub names pass unseen."""
+    policy = config.trainer.policy
+    shape = yield from _shape(policy.model.path, "trainer.policy.model.path")
+    if shape is not None:
+        yield from _cut(shape, policy.megatron_config, "trainer.policy.megatron_config")
+        yield from _engine(shape, config)
+    if config.trainer.algorithm.needs_reference:
+        ref = config.trainer.ref
+        if ref.model.path != policy.model.path:
+            shape = yield from _shape(ref.model.path, "trainer.ref.model.path")
+        if shape is not None:
+            yield from _cut(shape, ref.megatron_config, "trainer.ref.megatron_config")
+
+
+def longest_conversation(generator: GeneratorConfig) -> int:
+    """Tokens of the longest conversation that training or evaluation may ask an engine for."""
+    sampled = generator.sampling_params.max_generate_length, generator.eval_sampling_params.max_generate_length
+    return generator.max_input_length + max(sampled)
+
+
+def looks_local(path: str) -> bool:
+    """Whether a model path means a folder: hub names are `name` or `organisation/name`."""
+    parent = Path(path).parent
+    has_parent = str(parent) != "." and parent.is_dir()
+    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or has_parent or Path(path).exists()
+
+
+def _shape(path: str, key: str) -> Generator[str, None, dict[str, Any] | None]:
+    """Yields problems; returns the model's config.json, or None for a hub name or where there is none."""
+    if not looks_local(path):
+        return None
+    if not Path(path).is_dir():
+        expanded = Path(path).expanduser()
+        cure = (
+            f"write {expanded}" if expanded.is_dir() else "give a folder with a Hugging Face checkpoint, or a hub name"
+        )
+        yield f"{key} is {path}: there is no such folder in {Path.cwd()}, {cure}"
+        return None
+    file = Path(path, "config.json")
+    if not file.is_file():
+        yield f"{key} is {path}: the folder has no config.json, so it is no Hugging Face checkpoint"
+        return None
+    try:
+        values = json.loads(file.read_text())
+    except ValueError as error:
+        yield f"{key} is {path}: its config.json cannot be read ({error})"
+        return None
+    return values.get("text_config", values)
+
+
+def _cut(shape: dict[str, Any], megatron: MegatronConfig, path: str) -> Iterator[str]:
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    vpp = megatron.virtual_pipeline_model_parallel_size or 1
+    heads, kv_heads = shape.get("num_attention_heads"), shape.get("num_key_value_heads")
+    if heads is not None and heads % tp:
+        yield f"{path}.tensor_model_parallel_size is {tp}: it must divide the model's {heads} attention heads"
+    elif kv_heads is not None and kv_heads % tp and tp % kv_heads:
+        yield (
+            f"{path}.tensor_model_parallel_size is {tp}: it must divide the model's {kv_heads} key-value heads, or be "
+            "a multiple of them"
+        )
+    layers = shape.get("num_hidden_layers")
+    stages = pp * vpp
+    own_stages = any(name in megatron.transformer_config_kwargs for name in OWN_STAGES)
+    if layers is not None and layers % stages and not own_stages:
+        interleaved = f" x virtual_pipeline_model_parallel_size {vpp}" if vpp > 1 else ""
+        yield (
+            f"{path}.pipeline_model_parallel_size {pp}{interleaved} is {stages} stages: they must divide the model's "
+            f"{layers} layers (transformer_config_kwargs.{OWN_STAGES[0]} makes uneven stages)"
+        )
+    experts = next((shape[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if shape.get(k)), None)
+    ep = megatron.expert_model_parallel_size
+    if ep > 1 and experts is None:
+        yield f"{path}.expert_model_parallel_size is {ep} and the model has no experts: set it to 1"
+    elif experts is not None and experts % ep:
+        yield f"{path}.expert_model_parallel_size is {ep}: it must divide the model's {experts} experts"
+
+
+def _engine(shape: dict[str, Any], config: Config) -> Iterator[str]:
+    generator = config.generator
+    tp, heads = generator.inference_engine_tensor_parallel_size, shape.get("num_attention_heads")
+    if heads is not None and heads % tp:
+        yield (
+            f"generator.inference_engine_tensor_parallel_size is {tp}: it must divide the model's {heads} "
+            "attention heads"
+        )
+    positions = shape.get("max_position_embeddings")
+    if positions is None or "hf_overrides" in generator.engine_init_kwargs:
+        return
+    if (longest := longest_conversation(generator)) > positions:
+        yield (
+            f"generator.max_input_length {generator.max_input_length} + sampling_params.max_generate_length is {longest} "
+            f"tokens, more than the model's {positions} positions: lower one of them"
+        )

@@ -1,0 +1,220 @@
+"""Values that cannot work together are refused at once, before anything heavy starts, each with its cure."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.config import ConfigError, load_config
+from skyrl_train.config_checks import check
+from skyrl_train.model_checks import looks_local
+
+MEGATRON = "trainer.policy.megatron_config"
+SMALL = ["trainer.train_batch_size=8", "trainer.policy_mini_batch_size=4"]
+
+
+def problems(*overrides: str, num_train_prompts: int | None = 100, files: bool = False) -> tuple[str, ...]:
+    config = load_config([*SMALL, *overrides])
+    try:
+        check(config, num_train_prompts=num_train_prompts, files=files)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("train.jsonl").write_text("{}\n")
+    return tmp_path
+
+
+def model(path: str, **values: object) -> str:
+    """A folder with a config.json, as an override."""
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4} | values
+    Path(path).mkdir(parents=True)
+    Path(path, "config.json").write_text(json.dumps(shape))
+    return f"trainer.policy.model.path={path}"
+
+
+def test_the_base_and_the_quickstart_pass():
+    assert problems() == ()
+    assert problems("+experiment=quickstart", "trainer.train_batch_size=128", num_train_prompts=128) == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["trainer.policy_mini_batch_size=3"], "not a multiple of trainer.policy_mini_batch_size 3: .* such as 2"),
+        (
+            ["trainer.train_batch_size=104"],
+            "is 104, more than the 100 prompts of data.train_data: set it to at most 100",
+        ),
+        (["trainer.algorithm.use_kl_in_reward=true"], "both true: set one of them to false"),
+        (["generator.n_samples_per_prompt=1"], "n_samples_per_prompt is 1: grpo compares .* at least 2"),
+        (["generator.sampling_params.temperature=0"], "temperature is 0: .* set it above 0"),
+        (["generator.max_input_length=100"], "max_input_length is 100, below trainer.max_prompt_length 512"),
+        (["generator.engine_init_kwargs.max_model_len=1000"], r"is 1536, more than .*max_model_len 1000"),
+        ([f"{MEGATRON}.tensor_model_parallel_size=2"], "is 1 ranks, not a multiple of .* = 2: add ranks or lower"),
+        (
+            ["trainer.placement.policy_num_gpus_per_node=6", f"{MEGATRON}.pipeline_model_parallel_size=4"],
+            "is 6 ranks, not a multiple of .*pipeline 4",
+        ),
+        (
+            ["trainer.placement.policy_num_gpus_per_node=4", f"{MEGATRON}.expert_model_parallel_size=8"],
+            "is 4 ranks, not a multiple of .* expert 8 x expert tensor 1 x pipeline 1 = 8",
+        ),
+        ([f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"], "needs a pipeline of at least 2"),
+        (
+            [f"{MEGATRON}.recompute_granularity=selective", f"{MEGATRON}.recompute_modules=[]"],
+            "recompute_modules empty: name modules",
+        ),
+        (["trainer.ref.megatron_config.context_parallel_size=2"], "trainer.placement.ref_num_nodes .* is 1 ranks"),
+    ],
+)
+def test_values_that_do_not_fit_are_one_sentence_with_the_cure(overrides: list[str], expected: str):
+    (problem,) = problems(*overrides)
+    assert re.search(expected, problem), problem
+
+
+def test_all_failures_come_at_once():
+    found = problems(
+        "trainer.train_batch_size=200",
+        "trainer.policy_mini_batch_size=3",
+        "trainer.algorithm.use_kl_in_reward=true",
+        f"{MEGATRON}.tensor_model_parallel_size=2",
+    )
+    assert len(found) == 4
+
+
+def test_the_reference_layout_does_not_matter_without_a_reference():
+    wrong = "trainer.ref.megatron_config.tensor_model_parallel_size=3"
+    assert len(problems(wrong)) == 1
+    assert problems(wrong, "trainer.algorithm.use_kl_loss=false") == ()
+    assert problems(wrong, "trainer.algorithm.kl_loss_coef=0") == ()
+
+
+def test_one_sample_per_prompt_is_enough_for_estimators_without_groups():
+    assert problems("generator.n_samples_per_prompt=1", "trainer.algorithm.advantage_estimator=reinforce++") == ()
+
+
+def test_missing_models_and_data_name_the_path(folder: Path):
+    found = problems(
+        "data.train_data=[train.jsonl,gone.parquet,openai/gsm8k:train,notes.txt]",
+        "trainer.policy.model.path=./gone",
+        files=True,
+    )
+    assert [problem.split(":")[0] for problem in found] == [
+        "data.train_data names gone.parquet",
+        "data.train_data names notes.txt",
+        "trainer.policy.model.path is ./gone",
+    ]
+    assert problems("data.train_data=[gone.parquet]", "trainer.policy.model.path=./gone", files=False) == ()
+
+
+def test_hub_names_pass_and_folders_are_recognised(folder: Path):
+    assert problems("data.train_data=[train.jsonl]", "trainer.policy.model.path=Qwen/Qwen3-0.6B", files=True) == ()
+    Path("models").mkdir()
+    assert [looks_local(p) for p in ("/a", "./a", "~/a", "a/b/c", "models/new")] == [True] * 5
+    assert [looks_local(p) for p in ("gpt2", "Qwen/Qwen3-0.6B")] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("shape", "overrides", "expected"),
+    [
+        ({"num_attention_heads": 3}, ["tensor_model_parallel_size=2"], "it must divide the model's 3 attention heads"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            ["tensor_model_parallel_size=2"],
+            "it must divide the model's 3 key-value heads, or be a multiple of them",
+        ),
+        (
+            {"num_hidden_layers": 5},
+            ["pipeline_model_parallel_size=2"],
+            "is 2 stages: they must divide the model's 5 layers",
+        ),
+        (
+            {"num_hidden_layers": 6},
+            ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2"],
+            "x virtual_pipeline_model_parallel_size 2 is 4 stages: they must divide the model's 6 layers",
+        ),
+        ({}, ["expert_model_parallel_size=2"], "is 2 and the model has no experts"),
+        ({"num_local_experts": 3}, ["expert_model_parallel_size=2"], "it must divide the model's 3 experts"),
+        ({"text_config": {"num_attention_heads": 5}}, ["tensor_model_parallel_size=2"], "5 attention heads"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_model_is_refused(
+    folder: Path, shape: dict[str, object], overrides: list[str], expected: str
+):
+    found = problems(
+        model("model", **shape),
+        "data.train_data=[train.jsonl]",
+        "trainer.placement.policy_num_gpus_per_node=4",
+        "trainer.algorithm.use_kl_loss=false",
+        *(f"{MEGATRON}.{override}" for override in overrides),
+        files=True,
+    )
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+def test_uneven_stages_that_were_asked_for_pass(folder: Path):
+    layout = [
+        model("model", num_hidden_layers=5),
+        "data.train_data=[train.jsonl]",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        "trainer.algorithm.use_kl_loss=false",
+        f"{MEGATRON}.pipeline_model_parallel_size=2",
+    ]
+    assert len(problems(*layout, files=True)) == 1
+    uneven = f"{MEGATRON}.transformer_config_kwargs.num_layers_in_first_pipeline_stage=3"
+    assert problems(*layout, uneven, files=True) == ()
+
+
+def test_conversations_longer_than_the_models_positions_are_refused(folder: Path):
+    data = "data.train_data=[train.jsonl]"
+    (found,) = problems(model("model", max_position_embeddings=1535), data, files=True)
+    assert "is 1536 tokens, more than the model's 1535 positions" in found
+    assert problems(model("other", max_position_embeddings=1536), data, files=True) == ()
+
+
+def test_an_engine_layout_that_does_not_fit_the_model_is_refused(folder: Path):
+    tp = "generator.inference_engine_tensor_parallel_size=3"
+    (found,) = problems(model("model"), tp, "data.train_data=[train.jsonl]", files=True)
+    assert found.startswith("generator.inference_engine_tensor_parallel_size is 3: it must divide the model's 4")
+
+
+def test_a_reference_of_its_own_is_checked_too(folder: Path):
+    model("ref", num_hidden_layers=5)
+    found = problems(
+        model("model"),
+        "data.train_data=[train.jsonl]",
+        "trainer.ref.model.path=./ref",
+        "trainer.placement.ref_num_gpus_per_node=2",
+        "trainer.ref.megatron_config.pipeline_model_parallel_size=2",
+        files=True,
+    )
+    assert len(found) == 1
+    assert found[0].startswith("trainer.ref.megatron_config.pipeline_model_parallel_size 2 is 2 stages")
+
+
+def test_packages_that_are_asked_for_and_missing_are_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = problems("trainer.logger=wandb", f"{MEGATRON}.transformer_impl=transformer_engine")
+    assert [problem.split(":")[0] for problem in found] == [
+        "trainer.logger asks for wandb, which is not installed",
+        f"{MEGATRON}.transformer_impl is transformer_engine, which is not installed",
+    ]
+
+
+def test_checking_takes_less_than_half_a_second():
+    config = load_config(["+experiment=quickstart"])
+    start = time.perf_counter()
+    check(config, num_train_prompts=1000, files=False)
+    assert time.perf_counter() - start < 0.5
+    assert "vllm" not in sys.modules
