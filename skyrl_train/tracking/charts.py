@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from skyrl_train.tracking.format import compact
@@ -43,6 +45,7 @@ STYLE = {
     "ytick.color": MUTED,
     "xtick.major.size": 0,
     "ytick.major.size": 0,
+    "ytick.minor.size": 0,
     "legend.frameon": False,
     "legend.fontsize": 8.5,
     "legend.labelcolor": INK,
@@ -53,8 +56,12 @@ STYLE = {
 }
 """rcParams under which every chart is drawn."""
 
+SMALL_PHASE = 0.01
+"""Share of all steps below which a phase is drawn as part of "other"."""
 MAX_MARKED_POINTS = 40
 """Lines with more points are drawn without markers."""
+SMOOTHED_FROM = 90
+"""Points from which on a line is drawn as a moving mean over its faint values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,8 @@ class Chart:
     """Metrics of which at least one must exist."""
     wide: bool = False
     """Two columns of the grid."""
+    stacked: bool = False
+    """Areas instead of lines."""
 
 
 def charts_for(history: History) -> list[Chart]:
@@ -80,9 +89,17 @@ def draw_reward(axes: Axes, history: History) -> None:
     passed = history.first_of([name for name in history.names() if name.startswith("reward/avg_pass_at_")])
     if passed:
         label = f"training pass@{passed.rsplit('_', 1)[1]}"
-        axes.plot(*points(history.series(passed)), color=BLUE, linewidth=1.2, alpha=0.45, linestyle=(0, (3, 2)), label=label)
+        line(axes, history.series(passed), BLUE, label, linewidth=1.2, alpha=0.45, linestyle=(0, (3, 2)))
     if len(held_out):
-        line(axes, held_out, ORANGE, "held-out prompts", marker="o", linewidth=2.4)
+        marker = "o" if len(held_out) <= MAX_MARKED_POINTS else ""
+        style = {
+            "linewidth": 2.4,
+            "marker": marker,
+            "markersize": 6,
+            "markeredgecolor": "white",
+            "markeredgewidth": 0.8,
+        }
+        line(axes, held_out, ORANGE, "held-out prompts", **style)
         annotate_ends(axes, held_out)
     legend(axes, "lower right")
 
@@ -162,29 +179,49 @@ CHARTS = (
     Chart("Gradient norm", draw_gradients, ("policy/grad_norm",)),
     Chart("Clipped tokens (%)", draw_clipping, ("policy/loss_metrics/clip_ratio",)),
     Chart("Tokens per second", draw_throughput, ("perf/generate_tokens_per_s", "perf/train_tokens_per_s")),
-    Chart("Time per step (s)", draw_phases, (STEP_TIME,), wide=True),
+    Chart("Time per step (s)", draw_phases, (STEP_TIME,), wide=True, stacked=True),
 )
 
 
 def step_phases(history: History) -> list[Phase]:
-    """The phases that make up a step and that the run has timed."""
-    return [phase for phase in phases_of(dict.fromkeys(history.names(), 0.0)) if phase.in_step]
+    """The phases that make up a step and took at least SMALL_PHASE of all steps together."""
+    step_s = sum(history.series(STEP_TIME).values)
+    phases = phases_of(dict.fromkeys(history.names(), 0.0))
+    return [
+        phase for phase in phases if phase.in_step and sum(history.series(phase.name).values) >= SMALL_PHASE * step_s
+    ]
 
 
 def points(series: Series) -> tuple[Sequence[int], Sequence[float]]:
     return series.steps, series.values
 
 
-def line(axes: Axes, series: Series, color: str, label: str, marker: str = "", linewidth: float = 1.8) -> None:
-    """A labelled curve; few points get markers, so that a single one is seen. Nothing for an empty series."""
+def line(axes: Axes, series: Series, color: str, label: str, **style: Any) -> None:
+    """A labelled curve; few points get markers, many a moving mean over the faint values. Nothing for an empty series."""
     if not len(series):
         return
-    few = len(series) <= MAX_MARKED_POINTS
-    axes.plot(
-        *points(series), color=color, label=label, linewidth=linewidth, marker=marker or ("o" if few else ""),
-        markersize=5 if marker else 3, markeredgecolor="white", markeredgewidth=0.8 if marker else 0.0, clip_on=False,
-        zorder=3,
-    )  # fmt: skip
+    if len(series) >= SMOOTHED_FROM:
+        axes.plot(*points(series), color=color, linewidth=0.8, alpha=0.3, zorder=2.5)
+        series = moving_mean(series, smoothing_window(len(series)))
+    marked = len(series) <= MAX_MARKED_POINTS
+    markers = {"marker": "o", "markersize": 6 if len(series) == 1 else 3, "markeredgewidth": 0} if marked else {}
+    axes.plot(*points(series), color=color, label=label, clip_on=False, zorder=3, **{**markers, **style})
+
+
+def smoothing_window(num_points: int) -> int:
+    """Points of a moving mean, an odd number."""
+    return num_points // 60 * 2 + 1
+
+
+def moving_mean(series: Series, window: int) -> Series:
+    """Centred mean of `window` points (odd); the window shrinks towards both ends, where the curve keeps its values."""
+    last = len(series) - 1
+    means = []
+    for index in range(len(series)):
+        half = min(window // 2, index, last - index)
+        near = series.values[index - half : index + half + 1]
+        means.append(sum(near) / len(near))
+    return Series(series.steps, tuple(means))
 
 
 def stack(
@@ -192,7 +229,7 @@ def stack(
 ) -> None:
     """One layer of a stacked chart: bars for few steps, a filled area for many."""
     if len(steps) <= MAX_MARKED_POINTS:
-        axes.bar(steps, heights, 0.8, bottoms, color=color, label=label, linewidth=0)
+        axes.bar(steps, heights, 0.8 if len(steps) > 4 else 0.4, bottoms, color=color, label=label, linewidth=0)
     else:
         tops = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
         axes.fill_between(steps, bottoms, tops, color=color, label=label, linewidth=0, step="mid")
@@ -204,6 +241,7 @@ def annotate_ends(axes: Axes, series: Series) -> None:
         axes.annotate(
             f"{series.values[index]:.3g}", (series.steps[index], series.values[index]), (0, 9), textcoords="offset points",
             ha="center", color="#b45309", fontweight="bold", fontsize=9.5, annotation_clip=False, zorder=4,
+            path_effects=[withStroke(linewidth=3, foreground="white")],
         )  # fmt: skip
 
 
@@ -216,8 +254,14 @@ def draw(chart: Chart, axes: Axes, history: History) -> None:
     """Title, curves, and an x axis of whole steps with room for a single point."""
     chart.draw(axes, history)
     axes.set_title(chart.title)
-    axes.set_xlabel("step", labelpad=2)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    smoothed = max((len(history.series(name)) for name in chart.needs), default=0)
+    note = (
+        f" (thick line: mean over {smoothing_window(smoothed)} steps)"
+        if smoothed >= SMOOTHED_FROM and not chart.stacked
+        else ""
+    )
+    axes.set_xlabel("step" + note, labelpad=2)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
     low, high = min(history.rows), max(history.rows)
     axes.set_xlim(low - 0.6, high + 0.6) if high - low < 10 else axes.set_xlim(low - 0.5, high + 0.5)
     axes.margins(y=0.12)

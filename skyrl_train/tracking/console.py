@@ -74,13 +74,21 @@ def update_cells(metrics: Mapping[str, float]) -> list[Cell]:
 def time_cells(metrics: Mapping[str, float]) -> list[Cell]:
     """Seconds of each phase that matters: those below SMALL_PHASE of the step are left to metrics.jsonl."""
     threshold_s = SMALL_PHASE * metrics.get(STEP_TIME, 0.0)
-    return [(phase.label, seconds(metrics[phase.name])) for phase in phases_of(metrics) if metrics[phase.name] >= threshold_s]
+    return [
+        (phase.label, seconds(metrics[phase.name]))
+        for phase in phases_of(metrics)
+        if metrics[phase.name] >= threshold_s
+    ]
 
 
 def speed_cells(metrics: Mapping[str, float]) -> list[Cell]:
     """Throughput, and what is lost on the way."""
     throughputs = [("gen tok/s", "perf/generate_tokens_per_s"), ("train tok/s", "perf/train_tokens_per_s")]
-    losses = [("bubble", "perf/pipeline_bubble"), ("imbalance", "balance/dp_imbalance"), ("driver", "perf/driver_share")]
+    losses = [
+        ("bubble", "perf/pipeline_bubble"),
+        ("imbalance", "balance/dp_imbalance"),
+        ("driver", "perf/driver_share"),
+    ]
     cells = picked(metrics, throughputs, compact) + picked(metrics, [("sync GB/s", "perf/sync_gb_per_s")])
     return cells + picked(metrics, [("mfu", "perf/mfu"), *losses], percent)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -40,6 +41,10 @@ def save_png(path: Path, history: History, summary: Summary) -> None:
         left = 0.3 / width
         figure.text(left, 1 - 0.42 / height, summary.run_name, fontsize=17, fontweight="bold", color=INK)
         figure.text(left, 1 - 0.72 / height, summary.line(), fontsize=11, color=MUTED)
+        versions = " · ".join(f"{package} {version}" for package, version in summary.versions.items())
+        figure.text(
+            1 - left, 1 - 0.4 / height, textwrap.fill(versions, 75), fontsize=7.5, color=MUTED, ha="right", va="center"
+        )
         figure.savefig(path, format="png")
 
 

