@@ -1,0 +1,211 @@
+"""One vLLM engine: generates from token ids and takes new weights while it runs.
+
+A plain class; it lives in a Ray actor, or in any asyncio program. Order of a weight update:
+
+    pause -> start_weight_update -> update_weights ... -> finish_weight_update -> resume
+
+From start to finish the model is half loaded and a single step would kill the core, so an engine whose update broke
+off stays paused (`resume` refuses) until a whole update has gone through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from skyrl_train.device import device_type
+from skyrl_train.inference.settings import EngineSettings, engine_arguments, set_environment
+from skyrl_train.types import Generation, SamplingParams
+from skyrl_train.weight_sync.digest import WeightSyncError, compare
+from skyrl_train.weight_sync.transport import ControlMessage
+
+if TYPE_CHECKING:
+    from skyrl_train.inference.requests import Requests
+
+T = TypeVar("T")
+PauseMode = Literal["abort", "wait", "keep"]
+POLL_S = 0.25
+"""How often a waiting call looks whether the engine's core is alive: vLLM itself tells waiters after 6 to 11 s."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine's core process ended; the engine must be replaced and given its weights again."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What an engine received in one weight update."""
+
+    policy_version: int
+    num_tensors: int
+    num_parameters: int
+    """Parameters of the engine's model, each of them loaded once."""
+    digests: dict[str, int]
+    """name -> digest of the bytes handed to the engine's loader."""
+
+
+class Engine:
+    """Takes about 15 s to construct without a GPU: imports, one more process, loading."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        set_environment(settings, device_type())
+        from skyrl_train.inference.requests import Requests  # noqa: PLC0415  the environment comes first
+        from skyrl_train.inference.vllm_versions import build_async_llm  # noqa: PLC0415
+
+        self._llm = build_async_llm(engine_arguments(settings, device_type()))
+        self._requests: Requests = Requests(self._llm, settings.max_model_len)
+        self._policy_version = 0
+        self._paused = False
+        self._needs_weights = False
+        self._running = asyncio.Event()
+        self._running.set()
+        self._update_lock = asyncio.Lock()
+
+    async def ready(self) -> dict[str, Any]:
+        """Raises: EngineDeadError; otherwise returns what the caller needs to connect the weight sync."""
+        self._check_alive()
+        return {"num_workers": self._settings.tensor_parallel_size, "policy_version": self._policy_version}
+
+    async def generate_batch(
+        self, requests: Sequence[tuple[int, list[int], SamplingParams]]
+    ) -> AsyncIterator[list[tuple[int, Generation]]]:
+        """Generate for many prompts at once; batches may overlap.
+
+        Args: requests are (index, prompt token ids, parameters); the index only labels the result.
+        Yields: lists of (index, generation) as they end. While the engine is paused nothing starts.
+        Raises: EngineDeadError within a second of the core's death; ValueError for a prompt without room to answer.
+        """
+        await self._guarded(self._running.wait(), None, "waiting for the engine to resume")
+        stream = self._requests.generate(requests)
+        try:
+            while True:
+                try:
+                    finished = await self._guarded(anext(stream), None, "generating")
+                except StopAsyncIteration:
+                    return
+                yield [(index, self._requests.generation(output, self._policy_version)) for index, output in finished]
+        finally:
+            await stream.aclose()
+
+    async def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
+        """Per prompt the logprob of each token given those before it, at temperature 1; 0 for the first token."""
+        return await self._call(self._requests.prompt_logprobs(prompts), "scoring prompts")
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop drawing tokens and forget every cached prefix.
+
+        Args: mode says what happens to running requests: "keep" freezes them (after `resume` they go on, with the
+            new weights and the old tokens), "wait" lets them end, "abort" ends them with what they have.
+        """
+        self._running.clear()
+        self._paused = True
+        await self._call(self._llm.pause_generation(mode=mode, clear_cache=True), "pausing")
+
+    async def resume(self) -> None:
+        """Raises: WeightSyncError while the weights are not whole."""
+        if self._needs_weights:
+            raise WeightSyncError("the last weight update did not complete: the engine stays paused until one has")
+        await self._call(self._llm.resume_generation(), "resuming")
+        self._paused = False
+        self._running.set()
+
+    async def init_weight_sync(self, info: ControlMessage) -> None:
+        """Connect to the sender; for a broadcast this returns when everybody has joined.
+
+        Args: info is the sender's `init_info` (plus `rank_offset` for a broadcast).
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest  # noqa: PLC0415
+
+        request = WeightTransferInitRequest(init_info={"info": info})
+        await self._call(self._llm.init_weight_transfer_engine(request), "connecting the weight sync")
+
+    async def start_weight_update(self) -> None:
+        """Raises: WeightSyncError unless paused. An update that broke off before is given up."""
+        if not self._paused:
+            raise WeightSyncError("pause the engine before a weight update: one step on half-loaded weights kills it")
+        if self._needs_weights:
+            await self._call(self._llm.collective_rpc("skyrl_close_update"), "closing a broken weight update")
+        self._needs_weights = True
+        await self._call(self._llm.start_weight_update(), "starting a weight update")
+
+    async def update_weights(self, message: ControlMessage) -> None:
+        """Take in one bucket; messages are worked off in the order in which they come."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest  # noqa: PLC0415
+
+        request = WeightTransferUpdateRequest(update_info={"message": message})
+        async with self._update_lock:
+            await self._call(self._llm.update_weights(request), f"taking in weight bucket {message['index']}")
+
+    async def finish_weight_update(self, policy_version: int, sent_digests: dict[str, int]) -> SyncReport:
+        """Check that all of the sent weights have arrived and been loaded, and serve them as `policy_version`.
+
+        Args: sent_digests are those of the sender's report.
+        Raises: WeightSyncError naming the tensors that differ, are missing, are unknown to the engine, or the layers
+            that got too little; the engine then stays paused.
+        """
+        reports = await self._call(self._llm.collective_rpc("skyrl_sync_report"), "checking the weights")
+        for report in reports:
+            compare(sent_digests, report["digests"])
+            if report["faults"]:
+                raise WeightSyncError("the engine could not load all weights: " + "; ".join(report["faults"]))
+        await self._call(self._llm.finish_weight_update(), "finishing a weight update")
+        if not await self._call(self._llm.reset_prefix_cache(), "resetting the prefix cache"):
+            raise WeightSyncError("the engine did not reset its prefix cache: a running request holds parts of it")
+        from skyrl_train.inference.vllm_versions import set_weight_version  # noqa: PLC0415
+
+        await self._call(set_weight_version(self._llm, policy_version), "setting the served version")
+        self._policy_version = policy_version
+        self._needs_weights = False
+        return SyncReport(
+            policy_version, len(reports[0]["digests"]), reports[0]["num_parameters"], dict(reports[0]["digests"])
+        )
+
+    async def stats(self) -> dict[str, float]:
+        return {
+            "policy_version": self._policy_version,
+            "paused": float(self._paused),
+            "needs_weights": float(self._needs_weights),
+            "requests_running": self._llm.get_num_unfinished_requests(),
+            "tokens_generated": self._requests.tokens_generated,
+        }
+
+    async def shutdown(self) -> None:
+        """Ends the engine's processes; takes up to 5 s."""
+        self._running.clear()
+        await asyncio.to_thread(self._llm.shutdown)
+
+    def _check_alive(self) -> None:
+        if self._llm.errored:
+            raise EngineDeadError(
+                "the vLLM engine's core process has ended; its last lines are in the log of this process"
+            )
+
+    async def _call(self, awaitable: Awaitable[T], what: str) -> T:
+        return await self._guarded(awaitable, self._settings.rpc_timeout_s, what)
+
+    async def _guarded(self, awaitable: Awaitable[T], timeout_s: float | None, what: str) -> T:
+        """Wait, but notice a dead core: vLLM leaves calls that were pending then without an answer."""
+        task = asyncio.ensure_future(awaitable)
+        waited_s = 0.0
+        try:
+            while True:
+                self._check_alive()
+                if await _wait_done(task, POLL_S):
+                    return task.result()
+                waited_s += POLL_S
+                if timeout_s is not None and waited_s >= timeout_s:
+                    raise TimeoutError(f"the engine did not answer within {timeout_s:g} s ({what})")
+        finally:
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+
+async def _wait_done(task: asyncio.Future[Any], timeout_s: float) -> bool:
+    done, _ = await asyncio.wait({task}, timeout=timeout_s)
+    return bool(done)

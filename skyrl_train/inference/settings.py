@@ -1,0 +1,106 @@
+"""What an engine is started with, and what vLLM is told of it. Imports no vLLM: settings are made in other processes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+EXTENSION = "skyrl_train.inference.transfer.SyncExtension"
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """One vLLM engine. The names are those of `generator.*`."""
+
+    model_path: str
+    """Folder with the checkpoint, its config and its tokenizer."""
+    served_model_name: str
+    model_dtype: str
+    """"float32" or "bfloat16"."""
+    max_model_len: int
+    """Most tokens of prompt and response together."""
+    seed: int = 0
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = True
+    enable_prefix_caching: bool = True
+    gpu_memory_utilization: float = 0.8
+    kv_cache_memory_bytes: int | None = None
+    """None lets vLLM size the KV cache from gpu_memory_utilization, which without a GPU means of all memory."""
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 1024
+    rpc_timeout_s: float = 600.0
+    """Deadline of every call to the engine's core except generation."""
+    engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to vLLM's engine arguments as they are; they win over everything else."""
+
+    def __post_init__(self) -> None:
+        if self.model_dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"model_dtype is {self.model_dtype!r}; it is float32, bfloat16 or float16")
+
+
+def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs.
+
+    Raises: ValueError without a GPU and without a size of the KV cache.
+    """
+    if device_type == "cpu" and settings.kv_cache_memory_bytes is None:
+        raise ValueError(
+            "generator.kv_cache_memory_gb is not set; without a GPU every engine would claim "
+            f"{settings.gpu_memory_utilization:.0%} of all memory. Set it, for example to 0.25"
+        )
+    arguments: dict[str, Any] = {
+        "model": settings.model_path,
+        "served_model_name": settings.served_model_name,
+        "dtype": settings.model_dtype,
+        "max_model_len": settings.max_model_len,
+        "seed": settings.seed,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "enforce_eager": settings.enforce_eager,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "max_num_batched_tokens": max(settings.max_num_batched_tokens, settings.max_model_len),
+        "max_num_seqs": settings.max_num_seqs,
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": "skyrl"},
+        "worker_extension_cls": EXTENSION,
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+    }
+    if settings.kv_cache_memory_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes
+    if settings.tensor_parallel_size > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    return arguments | settings.engine_init_kwargs
+
+
+def engine_environment(settings: EngineSettings, device_type: str) -> dict[str, str]:
+    """Environment variables that must be set before the first `import vllm`, and that its processes inherit."""
+    environment = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        # The death of the core reaches waiting requests after this time (vLLM 0.32: 6 to 11 s with its default).
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
+        # The worker lives in the core's process: one process and its start-up less (tensor parallelism asks for "mp").
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    if Path(settings.model_path).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"
+    if device_type == "cpu":
+        environment |= {
+            # Two threads that spin on busy cores took 22 s for what one did in 1.8 s.
+            "OMP_NUM_THREADS": "1",
+            # "auto" pins cores, on which engines and trainers then collide.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+        if settings.enforce_eager:
+            # vLLM compiles a function of the sampler (8 s) on the first request with logprobs, eager mode or not.
+            environment["TORCHDYNAMO_DISABLE"] = "1"
+    return environment
+
+
+def set_environment(settings: EngineSettings, device_type: str) -> None:
+    """What the user has set already stays."""
+    for name, value in engine_environment(settings, device_type).items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,125 @@
+"""The worker side of the weight sync, inside vLLM's own update lifecycle (init, start, update, finish).
+
+vLLM imports this module in every worker before the model is loaded, because `SyncExtension` is its
+`worker_extension_cls`; importing it registers the weight transfer backend `skyrl`. One class serves vLLM 0.26 to 0.33.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from skyrl_train.inference.reload import LayerwiseReload
+from skyrl_train.weight_sync.broadcast import BroadcastReceiver
+from skyrl_train.weight_sync.shm import ShmReceiver
+from skyrl_train.weight_sync.transport import ControlMessage, Receiver
+
+BACKEND = "skyrl"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    info: ControlMessage
+    """`Sender.init_info` (plus `rank_offset` for a broadcast)."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    message: ControlMessage
+
+
+class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Receives buckets and loads them; `report` tells what came."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, config: Any, vllm_config: VllmConfig, device: torch.device, model: nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._reload = LayerwiseReload(model, vllm_config)
+        self._receiver: Receiver | None = None
+        self._digests: dict[str, int] = {}
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.shutdown()
+        self._receiver = _build_receiver(init_info.info, self._worker_rank(), self.device)
+
+    def _worker_rank(self) -> int:
+        parallel = self.vllm_config.parallel_config
+        return parallel.data_parallel_index * parallel.world_size + parallel.rank
+
+    def start_weight_update(self) -> None:
+        receiver = self._connected()
+        self._digests = {}
+        self._reload.retarget(self.model, self.model_config)
+        self._reload.begin()
+        receiver.begin()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        self._digests |= self._connected().receive(update_info.message, self._reload.load)
+
+    def finish_weight_update(self) -> None:
+        self._reload.finish()
+
+    def report(self) -> dict[str, Any]:
+        """To be asked before `finish_weight_update`, which is too late to see what is missing."""
+        return {
+            "digests": self._digests,
+            "num_parameters": self._reload.num_parameters(),
+            "faults": self._reload.faults(),
+        }
+
+    def shutdown(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    @staticmethod
+    def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
+        """Abstract in vLLM 0.26; the sender lives in `skyrl_train.weight_sync` and knows no vLLM."""
+        raise NotImplementedError("weights are sent by skyrl_train.weight_sync")
+
+    def _connected(self) -> Receiver:
+        if self._receiver is None:
+            raise RuntimeError("init_weight_sync was not called on this engine, or its connection was closed")
+        return self._receiver
+
+
+def _build_receiver(info: ControlMessage, worker_rank: int, device: torch.device) -> Receiver:
+    if info["transport"] == "shm":
+        return ShmReceiver()
+    if info["transport"] == "broadcast":
+        return BroadcastReceiver(info, worker_rank, device)
+    raise ValueError(f"weight transport {info['transport']!r} is unknown; it is shm or broadcast")
+
+
+class SyncExtension:
+    """Methods that vLLM adds to its worker, to be called by name through `collective_rpc`."""
+
+    weight_transfer_engine: SkyRLWeightTransfer
+
+    def skyrl_sync_report(self) -> dict[str, Any]:
+        return self.weight_transfer_engine.report()
+
+    def skyrl_close_update(self) -> None:
+        """End an update that broke off, so that the next can start; the model is of no use until that one is whole."""
+        if getattr(self, "_weight_update_active", False):
+            self.finish_weight_update()  # type: ignore[attr-defined]
+
+
+def register() -> None:
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, SkyRLWeightTransfer)
+
+
+register()
