@@ -86,7 +86,7 @@ def export_specs(model: Model, dtype: torch.dtype) -> list[TensorSpec]:
             shape[task.shard_axis] *= _shard_group(task).size()
         for mcore_name in task.mcore_names:
             names, tensors = model.bridge._weight_to_hf_format(mcore_name, torch.empty(shape, device="meta"))
-            specs += [TensorSpec(name, _name(dtype), tuple(t.shape)) for name, t in zip(names, tensors, strict=True)]
+            specs += [TensorSpec(name, dtype, tuple(t.shape)) for name, t in zip(names, tensors, strict=True)]
     return specs
 
 
@@ -174,6 +174,3 @@ def _join(parts: list[Tensor], task: ExportTask) -> Tensor:
 def _stays_float32(name: str) -> bool:
     return name.endswith("e_score_correction_bias")
 
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

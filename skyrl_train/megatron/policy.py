@@ -1,0 +1,180 @@
+"""The trained model on one rank: logprobs, updates, and its weights on their way out."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skyrl_train.config import MegatronConfig, OptimizerConfig
+from skyrl_train.device import device
+from skyrl_train.megatron.export import export, is_stage_owner, save_hf
+from skyrl_train.megatron.flops import train_flops
+from skyrl_train.megatron.model import build_model, build_optimizer, dtype_of, set_learning_rate
+from skyrl_train.megatron.packing import Packer
+from skyrl_train.megatron.parallel import ParallelRanks, Rendezvous, join
+from skyrl_train.megatron.reference import batch_logprobs
+from skyrl_train.megatron.schedule import learning_rate
+from skyrl_train.megatron.step import Objective, PassMetrics, forward_backward
+from skyrl_train.types import Metrics, TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """One rank's account of an update."""
+
+    metrics: Metrics
+    """Under the names of docs/tracking.md, over the whole step; empty but on the last pipeline stage."""
+    seconds: float
+    busy_seconds: float
+    """Seconds this rank spent computing inside Megatron's schedules."""
+    schedule_seconds: float
+    """Seconds inside Megatron's schedules."""
+    train_flops: float
+    """Floating-point operations of the model in this rank's data-parallel shard, forward and backward."""
+
+
+class MegatronPolicy:
+    """One rank of the policy. Every method is called on all ranks at once, with the batch of the rank's shard."""
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        model_path: str,
+        config: MegatronConfig,
+        optimizer_config: OptimizerConfig,
+        objective: Objective,
+        *,
+        bf16: bool,
+        seed: int,
+        num_optimizer_steps: int,
+    ) -> None:
+        self.ranks = join(rendezvous, config, seed)
+        self.policy_version = 0
+        self._model_path, self._objective, self._optimizer_config = model_path, objective, optimizer_config
+        self._num_optimizer_steps = num_optimizer_steps
+        self.model = build_model(model_path, config, dtype_of(bf16), trainable=True)
+        self._optimizer = build_optimizer(self.model, optimizer_config)
+        self._packer = Packer.of_layout(
+            device(),
+            sequence_parallel=self.model.bridge.config.sequence_parallel,
+            torch_attention=self.model.torch_layers,
+        )
+        self._old_logprobs: Tensor | None = None
+
+    def parallel_ranks(self) -> ParallelRanks:
+        return self.ranks
+
+    def logprobs(self, batch: TrainBatch) -> Tensor | None:
+        """[T] float32 under the current weights, on the reporting rank of the shard; None elsewhere."""
+        logprobs = batch_logprobs(
+            self.model, self._packer, batch, self._objective.temperature, self._objective.logprobs_chunk_size
+        )
+        return logprobs if self.ranks.reports else None
+
+    def keep_old_logprobs(self, batch: TrainBatch, ref_logprobs: Tensor | None = None) -> Tensor | None:
+        """Compute the logprobs that the next `update` compares with. They stay on this rank.
+
+        Returns: with ref_logprobs [T], the per-sample sum of k1 over the policy's tokens, [B] float32, on the reporting rank
+        (the KL penalty of a reward); otherwise None.
+        """
+        self._old_logprobs = batch_logprobs(
+            self.model, self._packer, batch, self._objective.temperature, self._objective.logprobs_chunk_size
+        )
+        if self._old_logprobs is None or ref_logprobs is None or not self.ranks.reports:
+            return None
+        difference = (self._old_logprobs - ref_logprobs) * batch.loss_mask
+        sample = torch.repeat_interleave(torch.arange(len(batch.advantages)), batch.cu_seqlens.diff().long())
+        return torch.zeros(len(batch.advantages)).index_add_(0, sample, difference)
+
+    def update(self, batch: TrainBatch, ref_logprobs: Tensor | None = None, epochs: int = 1) -> UpdateReport:
+        """One optimizer step per mini-batch and epoch.
+
+        Without kept old logprobs the first forward pass of a mini-batch yields them, which is exact only for a step of one
+        mini-batch and one epoch.
+        """
+        started = time.perf_counter()
+        old, self._old_logprobs = self._old_logprobs, None
+        passes: list[PassMetrics] = []
+        norms: list[float] = []
+        skipped, lr, flops = 0, 0.0, 0.0
+        flops_of = train_flops(self.model.bridge.hf_config)
+        for epoch in range(epochs):
+            for index, mini_batch in enumerate(batch.mini_batches):
+                micro_batches = [self._packer.pack(batch, samples, old, ref_logprobs) for samples in mini_batch]
+                first = epoch == 0 and index == 0
+                for chunk in self.model.chunks:
+                    chunk.zero_grad_buffer()
+                self._optimizer.zero_grad()
+                passes.append(forward_backward(self.model, micro_batches, self._objective, with_entropy=first))
+                lr = learning_rate(self.policy_version, self._num_optimizer_steps, self._optimizer_config)
+                set_learning_rate(self._optimizer, lr, self._optimizer_config.weight_decay)
+                success, norm, _ = self._optimizer.step()
+                norms.append(float(norm) if norm is not None else math.nan)
+                skipped += not success
+                self.policy_version += 1
+                flops += sum(flops_of(batch.cu_seqlens.diff()[list(samples)]) for samples in mini_batch if samples)
+        metrics = step_metrics(passes, norms, lr, skipped) if passes[0].sums else {}
+        return UpdateReport(
+            metrics=metrics,
+            seconds=time.perf_counter() - started,
+            busy_seconds=sum(one.busy_seconds for one in passes),
+            schedule_seconds=sum(one.seconds for one in passes),
+            train_flops=flops,
+        )
+
+    def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of this pipeline stage; all its ranks must drain it. See megatron/export.py."""
+        return export(self.model, dtype)
+
+    def owns_stage(self) -> bool:
+        """True on the rank that sends what its stage exports."""
+        return is_stage_owner()
+
+    def save_hf(self, folder: str) -> None:
+        """Write the weights as a Hugging Face checkpoint."""
+        save_hf(self.model, self._model_path, folder)
+
+
+def step_metrics(passes: list[PassMetrics], norms: list[float], lr: float, skipped: int) -> Metrics:
+    """Metrics of a step from the sums of its optimizer steps.
+
+    Losses and gradient norms are means over optimizer steps; everything per token is a mean over all tokens trained on. The
+    difference to the engine's logprobs is that of the old logprobs, so no update is in it. Entropy is the first mini-batch's.
+    """
+
+    def mean_over_steps(name: str) -> float:
+        return sum(one.sums[name] for one in passes) / len(passes)
+
+    def per_token(name: str, over: list[PassMetrics]) -> float:
+        return sum(one.sums[name] for one in over) / max(1.0, sum(one.sums["tokens"] for one in over))
+
+    difference = per_token("rollout_diff", passes)
+    variance = max(0.0, per_token("rollout_diff_squared", passes) - difference**2)
+    metrics = {
+        "policy/final_loss": mean_over_steps("final_loss"),
+        "policy/policy_loss": mean_over_steps("policy_loss"),
+        "policy/policy_entropy": per_token("entropy", passes[:1]),
+        "policy/approx_kl": per_token("old_kl", passes),
+        "policy/loss_metrics/clip_ratio": per_token("clipped", passes),
+        "policy/rollout_train_logprobs_abs_diff_mean": difference,
+        "policy/rollout_train_logprobs_abs_diff_std": math.sqrt(variance),
+        "policy/rollout_train_logprobs_abs_diff_max": max(one.largest["rollout_diff"] for one in passes),
+        "policy/grad_norm": sum(norms) / len(norms),
+        "policy/policy_lr": lr,
+        "policy/num_optimizer_steps": float(len(passes)),
+        "policy/num_skipped_steps": float(skipped),
+    }
+    if "kl" in passes[0].sums:
+        metrics |= {
+            "policy/policy_kl": per_token("kl", passes),
+            "policy/policy_kl_max": max(one.largest["kl"] for one in passes),
+            "policy/kl_loss": mean_over_steps("kl_loss"),
+        }
+    if "entropy_loss" in passes[0].sums:
+        metrics["policy/entropy_loss"] = mean_over_steps("entropy_loss")
+    return metrics
