@@ -1,7 +1,7 @@
 """How the per-token terms of a mini-batch become its loss: a weight per token, computed once from the whole mini-batch.
 
-Every term (policy, KL, entropy) is then `weighted_sum(terms, loss_weights)`, and the sum over any cut into micro-batches
-and ranks is the same number. A reduction says by how much the tokens of each sample are divided; that is all it is.
+Every term (policy, KL, entropy) is then `weighted_sum(terms, loss_weights)`, and the sum over any cut into ranks and
+micro-batches is the same number. A reduction says by how much the tokens of each sample are divided; nothing else.
 
 A sample without a trained token (its environment failed, its response was filtered) is as if it were not in the
 mini-batch: it counts neither as a sample nor towards a group. So the weights of `token_mean`, `sequence_mean` and
@@ -65,10 +65,10 @@ def loss_weights(
     """
     divisor_of = choose(REDUCTIONS, reduction, "trainer.algorithm.loss_reduction")
     bounds = cu_seqlens.to(torch.int64)
-    written = torch.nn.functional.pad(loss_mask.to(torch.int64).cumsum(0), (1, 0))
+    written = torch.nn.functional.pad(loss_mask.cumsum(0), (1, 0))
     num_tokens = written[bounds].diff()
     share = divisor_of(num_tokens, group_ids, max_generate_length).clamp(min=1).to(torch.float64).reciprocal()
-    return torch.repeat_interleave(share, bounds.diff()).mul_(loss_mask).to(torch.float32)
+    return torch.repeat_interleave(share.to(torch.float32), bounds.diff()).mul_(loss_mask)
 
 
 def weighted_sum(terms: Tensor, weights: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def experience_metrics(experience: ExperienceBatch) -> Metrics:
     `reward/zero_variance_share` is the share of groups (of 0 to 1) whose rewards are all equal: under a group-relative
     estimator their advantages are 0. Advantages are 0 where no token is trained.
     """
-    written = torch.nn.functional.pad(experience.loss_mask.to(torch.int64).cumsum(0), (1, 0))
+    written = torch.nn.functional.pad(experience.loss_mask.cumsum(0), (1, 0))
     num_tokens = written[experience.cu_seqlens.to(torch.int64)].diff()
     share = num_tokens.double() / num_tokens.sum().clamp(min=1)
     return {

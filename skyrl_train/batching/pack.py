@@ -106,7 +106,7 @@ def _to_least_loaded(
     room: int,
     units: int,
 ) -> list[list[int]] | None:
-    """Give each sample, in order, to the bin with the least cost that has room for it.
+    """Give each sample, in order of falling footprint, to the bin with the least cost that has room for it.
 
     A bin holds `units` micro-batches: it ends with at least as many samples if there are enough for all bins, and
     with at most as many if there are not. None if a sample finds no room.
@@ -114,24 +114,29 @@ def _to_least_loaded(
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     free = [room] * num_bins
     heap = [(0.0, b) for b in range(num_bins)]
+    # Bins too full for the samples of now, fullest last: as samples get smaller they come back.
+    parked: list[tuple[int, float, int]] = []
     enough = len(order) >= num_bins * units
     missing = num_bins * units
     for position, i in enumerate(order):
+        while parked and -parked[0][0] >= footprints[i]:
+            _, load, b = heapq.heappop(parked)
+            heapq.heappush(heap, (load, b))
+        # Once true it stays true, so a bin that has its units may be forgotten.
         only_missing = not enough or len(order) - position <= missing
-        passed_over = []
         while heap:
             load, b = heapq.heappop(heap)
-            if footprints[i] <= free[b] and not (only_missing and len(bins[b]) >= units):
+            if only_missing and len(bins[b]) >= units:
+                continue
+            if footprints[i] <= free[b]:
                 break
-            passed_over.append((load, b))
+            heapq.heappush(parked, (-free[b], load, b))
         else:
             return None
         missing -= len(bins[b]) < units
         bins[b].append(i)
         free[b] -= footprints[i]
         heapq.heappush(heap, (load + costs[i], b))
-        for entry in passed_over:
-            heapq.heappush(heap, entry)
     return bins
 
 
