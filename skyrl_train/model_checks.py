@@ -111,6 +111,6 @@ def _engine(shape: dict[str, Any], config: Config) -> Iterator[str]:
         return
     if (longest := longest_conversation(generator)) > positions:
         yield (
-            f"generator.max_input_length {generator.max_input_length} + sampling_params.max_generate_length is {longest} "
-            f"tokens, more than the model's {positions} positions: lower one of them"
+            f"generator.max_input_length {generator.max_input_length} + max_generate_length is {longest} tokens, "
+            f"more than the model's {positions} positions: lower one of them"
         )
