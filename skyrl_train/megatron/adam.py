@@ -30,7 +30,9 @@ class FusedAdam(torch.optim.Optimizer):
         **_: Any,
     ) -> None:
         assert bias_correction and adam_w_mode, "only AdamW with bias correction is built here"
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -92,7 +92,9 @@ def index_tables(lengths: list[int], cp_rank: int, cp_size: int) -> tuple[tuple[
     return tuple(buckets), scatter
 
 
-def pack_params(lengths: list[int], real_lengths: list[int], device: torch.device, *, torch_attention: bool) -> PackedSamples:
+def pack_params(
+    lengths: list[int], real_lengths: list[int], device: torch.device, *, torch_attention: bool
+) -> PackedSamples:
     """Describe a pack of samples with padded `lengths` of which `real_lengths` are tokens.
 
     The torch attention reads the index tables; Transformer Engine reads the cu_seqlens.
@@ -108,7 +110,8 @@ def pack_params(lengths: list[int], real_lengths: list[int], device: torch.devic
     if torch_attention:
         buckets, scatter = index_tables(lengths, cp_rank, cp_size)
         buckets = tuple(
-            Bucket(b.queries.to(device), b.keys.to(device), None if b.mask is None else b.mask.to(device)) for b in buckets
+            Bucket(b.queries.to(device), b.keys.to(device), None if b.mask is None else b.mask.to(device))
+            for b in buckets
         )
         scatter = scatter.to(device)
         if cp_size > 1:
@@ -158,7 +161,16 @@ def _flash_varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSampl
 
     bounds, longest = packed.cu_seqlens_q_padded, packed.max_seqlen_q
     return varlen_attn(
-        query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1]
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
     )
 
 

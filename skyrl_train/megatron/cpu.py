@@ -16,7 +16,19 @@ from typing import Any
 import torch
 
 # Factories that megatron-core calls with device="cuda" or pin_memory=True.
-FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "rand", "randn", "zeros_like", "empty_like", "ones_like")
+FACTORIES = (
+    "tensor",
+    "zeros",
+    "empty",
+    "ones",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "zeros_like",
+    "empty_like",
+    "ones_like",
+)
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +119,9 @@ def _patch_collectives() -> None:
 
     gather, scatter = dist.all_gather, dist.reduce_scatter
 
-    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         if len({t.shape for t in tensor_list}) == 1:
             return gather(tensor_list, tensor, group=group, async_op=async_op)
         for rank, out in enumerate(tensor_list):
@@ -117,7 +131,11 @@ def _patch_collectives() -> None:
         return None
 
     def reduce_scatter(
-        output: torch.Tensor, input_list: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+        output: torch.Tensor,
+        input_list: list[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
     ) -> Any:
         if len({t.shape for t in input_list}) == 1:
             return scatter(output, input_list, op=op, group=group, async_op=async_op)

@@ -90,7 +90,9 @@ def export_specs(model: Model, dtype: torch.dtype) -> list[TensorSpec]:
     return specs
 
 
-def export(model: Model, dtype: torch.dtype, read: Read = lambda tensor: tensor.detach()) -> Iterator[tuple[str, Tensor]]:
+def export(
+    model: Model, dtype: torch.dtype, read: Read = lambda tensor: tensor.detach()
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor) of this stage's weights, on every rank of the stage.
 
     A collective over the stage's tensor and expert groups: all their ranks must drain it. Tensors may be views of live
@@ -120,7 +122,10 @@ def save_hf(model: Model, source: str, folder: str) -> None:
     A collective over all ranks. Files appear under their final names only when they are whole.
     """
     target = Path(folder)
-    stages, stage = parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_rank()
+    stages, stage = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
     file = f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
     tensors = {name: tensor.contiguous().cpu() for name, tensor in export(model, model.dtype)}
     owner = is_stage_owner()
@@ -173,4 +178,3 @@ def _join(parts: list[Tensor], task: ExportTask) -> Tensor:
 
 def _stays_float32(name: str) -> bool:
     return name.endswith("e_score_correction_bias")
-

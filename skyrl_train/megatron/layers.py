@@ -84,7 +84,13 @@ class DuplicatedLinear(torch.nn.Module):
     """The same linear layer on every tensor-parallel rank (the down projections of multi-latent attention)."""
 
     def __init__(
-        self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Callable[[Tensor], Any], **_: Any
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], Any],
+        **_: Any,
     ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
@@ -99,7 +105,9 @@ class DuplicatedLinear(torch.nn.Module):
         state = self.state_dict(prefix="", keep_vars=True)
         group = parallel_state.get_tensor_model_parallel_group()
         dp_cp_group = (metadata or {})["dp_cp_group"]
-        return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets, tp_group=group, dp_cp_group=dp_cp_group)
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {}, sharded_offsets, tp_group=group, dp_cp_group=dp_cp_group
+        )
 
 
 class GroupedLinear(torch.nn.Module):

@@ -22,7 +22,13 @@ def _reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
 class _VocabParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup, temperature: float, chunk: int, with_entropy: bool
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        group: dist.ProcessGroup,
+        temperature: float,
+        chunk: int,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         num, shard = logits.shape
         first = group.rank() * shard

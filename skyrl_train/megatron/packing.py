@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from skyrl_train.megatron.attention import PackedSamples, pack_params, zigzag
+from skyrl_train.ranks import pad_multiple
 from skyrl_train.types import TrainBatch
 
 
@@ -82,7 +83,11 @@ class Packer:
         )
 
     def pack(
-        self, batch: TrainBatch, samples: tuple[int, ...], old_logprobs: Tensor | None = None, ref_logprobs: Tensor | None = None
+        self,
+        batch: TrainBatch,
+        samples: tuple[int, ...],
+        old_logprobs: Tensor | None = None,
+        ref_logprobs: Tensor | None = None,
     ) -> MicroBatch:
         """Pack `samples` of the batch; logprobs are [T] of the whole batch. No samples give one sample of padding."""
         chosen = torch.tensor(samples, dtype=torch.int64)
@@ -129,11 +134,6 @@ class Packer:
             source=source,
             local=local,
         )
-
-
-def pad_multiple(tp_size: int, cp_size: int) -> int:
-    """Samples are cut into tp_size equal parts by sequence parallelism and into 2 * cp_size chunks by context parallelism."""
-    return tp_size * (2 * cp_size if cp_size > 1 else 1)
 
 
 def _ranges(lengths: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,36 +10,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from skyrl_train.config import MegatronConfig
 from skyrl_train.device import device_type, distributed_backend
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Where the ranks of one worker group meet."""
-
-    rank: int
-    world_size: int
-    address: str
-    """Host of rank 0."""
-    port: int
-    timeout_s: float
-    """Longest wait of one collective; a rank that lost its peers fails after it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelRanks:
-    """Place of this process in the layout."""
-
-    tp_rank: int
-    pp_rank: int
-    dp_rank: int
-    cp_rank: int
-    dp_size: int
-    is_last_stage: bool
-
-    @property
-    def reports(self) -> bool:
-        """True on the one rank of each data-parallel shard that returns its logprobs to the driver."""
-        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
+from skyrl_train.ranks import ParallelRanks, Rendezvous
 
 
 def join(rendezvous: Rendezvous, config: MegatronConfig, seed: int) -> ParallelRanks:

@@ -5,37 +5,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from skyrl_train.algorithms.objective import Objective
 from skyrl_train.config import MegatronConfig, OptimizerConfig
 from skyrl_train.device import device
-from skyrl_train.megatron.export import export, is_stage_owner, save_hf
+from skyrl_train.megatron.export import export, save_hf
 from skyrl_train.megatron.flops import train_flops
 from skyrl_train.megatron.model import build_model, build_optimizer, dtype_of, set_learning_rate
 from skyrl_train.megatron.packing import Packer
-from skyrl_train.megatron.parallel import ParallelRanks, Rendezvous, join
+from skyrl_train.megatron.parallel import join
 from skyrl_train.megatron.reference import batch_logprobs
 from skyrl_train.megatron.schedule import learning_rate
-from skyrl_train.megatron.step import Objective, PassMetrics, forward_backward
+from skyrl_train.megatron.step import PassMetrics, forward_backward
+from skyrl_train.ranks import ParallelRanks, Rendezvous, UpdateReport
 from skyrl_train.types import Metrics, TrainBatch
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateReport:
-    """One rank's account of an update."""
-
-    metrics: Metrics
-    """Under the names of docs/tracking.md, over the whole step; empty but on the last pipeline stage."""
-    seconds: float
-    busy_seconds: float
-    """Seconds this rank spent computing inside Megatron's schedules."""
-    schedule_seconds: float
-    """Seconds inside Megatron's schedules."""
-    train_flops: float
-    """Floating-point operations of the model in this rank's data-parallel shard, forward and backward."""
 
 
 class MegatronPolicy:
@@ -130,10 +116,6 @@ class MegatronPolicy:
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors of this pipeline stage; all its ranks must drain it. See megatron/export.py."""
         return export(self.model, dtype)
-
-    def owns_stage(self) -> bool:
-        """True on the rank that sends what its stage exports."""
-        return is_stage_owner()
 
     def save_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face checkpoint."""

@@ -9,8 +9,9 @@ from skyrl_train.config import MegatronConfig
 from skyrl_train.device import device
 from skyrl_train.megatron.model import Model, build_model, dtype_of
 from skyrl_train.megatron.packing import Packer
-from skyrl_train.megatron.parallel import ParallelRanks, Rendezvous, join
+from skyrl_train.megatron.parallel import join
 from skyrl_train.megatron.step import forward_logprobs
+from skyrl_train.ranks import ParallelRanks, Rendezvous
 from skyrl_train.types import TrainBatch
 
 
@@ -33,7 +34,14 @@ class MegatronReference:
     """One rank of the reference model."""
 
     def __init__(
-        self, rendezvous: Rendezvous, model_path: str, config: MegatronConfig, *, bf16: bool, seed: int, temperature: float
+        self,
+        rendezvous: Rendezvous,
+        model_path: str,
+        config: MegatronConfig,
+        *,
+        bf16: bool,
+        seed: int,
+        temperature: float,
     ) -> None:
         self.ranks = join(rendezvous, config, seed)
         self._chunk, self._temperature = config.logprobs_chunk_size, temperature

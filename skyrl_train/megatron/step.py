@@ -20,28 +20,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from skyrl_train.algorithms.kl import KL_ESTIMATORS
-from skyrl_train.algorithms.losses import LOSSES, LossSettings
+from skyrl_train.algorithms.losses import LOSSES
+from skyrl_train.algorithms.objective import Objective
 from skyrl_train.device import synchronize
 from skyrl_train.megatron.logprobs import vocab_parallel_logprobs
 from skyrl_train.megatron.model import Model
 from skyrl_train.megatron.packing import MicroBatch, Targets, unpack
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """What is minimised."""
-
-    loss: str
-    """Name in algorithms.losses.LOSSES."""
-    settings: LossSettings
-    kl_coef: float
-    """Weight of KL(policy || reference) in the loss; 0 means no KL term."""
-    kl_estimator: str
-    entropy_coef: float
-    """Weight of the entropy bonus; 0 means none."""
-    temperature: float
-    """The engines' sampling temperature: logprobs are of the distribution that was sampled."""
-    logprobs_chunk_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +93,9 @@ def forward_logprobs(model: Model, micro_batches: list[MicroBatch], temperature:
     return [result.cpu() for result in results]
 
 
-def forward_backward(model: Model, micro_batches: list[MicroBatch], objective: Objective, *, with_entropy: bool) -> PassMetrics:
+def forward_backward(
+    model: Model, micro_batches: list[MicroBatch], objective: Objective, *, with_entropy: bool
+) -> PassMetrics:
     """Accumulate and finalise the gradient of a mini-batch; metrics are filled on the last pipeline stage only.
 
     Entropy is computed where it is part of the loss or asked for.
@@ -144,11 +130,17 @@ def forward_backward(model: Model, micro_batches: list[MicroBatch], objective: O
 
 
 def _run(
-    model: Model, micro_batches: list[MicroBatch], on_logits: Callable[[Tensor, MicroBatch], tuple[Tensor, Any]], *, forward_only: bool
+    model: Model,
+    micro_batches: list[MicroBatch],
+    on_logits: Callable[[Tensor, MicroBatch], tuple[Tensor, Any]],
+    *,
+    forward_only: bool,
 ) -> list[Any]:
     """One call of Megatron's schedule; returns what `on_logits` gave beside the loss, per micro-batch on the last stage."""
 
-    def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
+    def forward_step(
+        batches: Iterator[MicroBatch], chunk: Any
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
         micro_batch = next(batches)
         output = chunk(
             input_ids=micro_batch.token_ids,
@@ -178,7 +170,9 @@ def _run(
     )
 
 
-def _logprobs(logits: Tensor, targets: Targets, temperature: float, chunk: int, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
+def _logprobs(
+    logits: Tensor, targets: Targets, temperature: float, chunk: int, *, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
     return vocab_parallel_logprobs(
         logits,
         targets.labels,

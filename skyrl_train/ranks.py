@@ -1,0 +1,68 @@
+"""Ranks of a worker group: where they meet, and which place of the parallel layout each one has.
+
+Plain data without Megatron, so that the driver can hold it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skyrl_train.types import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks of one worker group meet."""
+
+    rank: int
+    world_size: int
+    address: str
+    """Host of rank 0."""
+    port: int
+    timeout_s: float
+    """Longest wait of one collective; a rank that lost its peers fails after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelRanks:
+    """Place of one rank in the layout."""
+
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    cp_rank: int
+    dp_size: int
+    is_last_stage: bool
+
+    @property
+    def reports(self) -> bool:
+        """True on the one rank of each data-parallel shard that returns its logprobs to the driver."""
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+    @property
+    def owns_stage(self) -> bool:
+        """True on the one rank of each pipeline stage that sends or saves what the stage exports."""
+        return self.tp_rank == 0 and self.cp_rank == 0 and self.dp_rank == 0
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """One rank's account of an update."""
+
+    metrics: Metrics
+    """Under the names of docs/tracking.md, over the whole step; empty but on the last pipeline stage."""
+    seconds: float
+    busy_seconds: float
+    """Seconds this rank spent computing inside Megatron's schedules."""
+    schedule_seconds: float
+    """Seconds inside Megatron's schedules."""
+    train_flops: float
+    """Floating-point operations of the model in this rank's data-parallel shard, forward and backward."""
+
+
+def pad_multiple(tp_size: int, cp_size: int) -> int:
+    """Samples are padded to a multiple of this many tokens.
+
+    Sequence parallelism cuts a sample into tp_size equal parts, context parallelism into 2 * cp_size chunks.
+    """
+    return tp_size * (2 * cp_size if cp_size > 1 else 1)
