@@ -36,9 +36,7 @@ def check_messages(messages: object) -> list[Message]:
             raise ValueError(f"message {index} has role {_short(message['role'])}; roles are {', '.join(ROLES)}")
         for key, value in message.items():
             if not isinstance(value, str):
-                raise ValueError(
-                    f"`{key}` of message {index} must be text, got {type(value).__name__} {_short(value)}"
-                )
+                raise ValueError(f"`{key}` of message {index} must be text, got {type(value).__name__} {_short(value)}")
     return messages
 
 
@@ -121,8 +119,8 @@ class ChatTemplate:
                 reply, closing = full[len(head) :], closed[len(head) :]
                 return reply, _common_prefix(reply, closing)
         raise ValueError(
-            f"the tokenizer merges every one of {', '.join(_ANCHORS)} with the text that the chat template puts after it, "
-            "so tokens of several turns cannot be told apart; use a template with an end-of-turn token"
+            f"the tokenizer merges each of {', '.join(_ANCHORS)} with what the chat template puts after it, so the "
+            "tokens of several turns cannot be told apart; use a template with an end-of-turn token"
         )
 
 

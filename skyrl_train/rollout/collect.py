@@ -57,9 +57,7 @@ class Collector:
             samples = await _all_or_first_error(tasks)
         finally:
             progress.stop()
-        return [
-            Group(prompt, tuple(samples[i * n_samples : (i + 1) * n_samples])) for i, prompt in enumerate(prompts)
-        ]
+        return [Group(prompt, tuple(samples[i * n_samples : (i + 1) * n_samples])) for i, prompt in enumerate(prompts)]
 
     async def _one(self, prompt: Prompt, sampling_params: SamplingParams, progress: Progress) -> Sample:
         sample = await self._sampler.sample(prompt, sampling_params)
@@ -76,10 +74,10 @@ async def _all_or_first_error(tasks: Sequence[asyncio.Task[Sample]]) -> list[Sam
     except asyncio.CancelledError:
         await _cancel(tasks)
         raise
-    failed = [task for task in tasks if task in done and task.exception() is not None]
-    if failed:
+    errors = [error for task in tasks if task in done and (error := task.exception()) is not None]
+    if errors:
         await _cancel(tasks)
-        raise failed[0].exception()
+        raise errors[0]
     return [task.result() for task in tasks]
 
 

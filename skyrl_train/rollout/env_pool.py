@@ -93,7 +93,7 @@ class EnvPool:
         return call.future
 
     def close(self, timeout_s: float) -> None:
-        """Lets the calls in the queue finish and ends the threads; waits `timeout_s` at most, then leaves them behind."""
+        """Lets the calls in the queue finish and ends the threads; after `timeout_s` leaves them behind."""
         self._closed = True
         if self._watch is not None:
             self._watch.cancel()

@@ -6,9 +6,10 @@ import logging
 import math
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
@@ -17,7 +18,6 @@ from skyrl_train.envs.registry import make_env
 from skyrl_train.types import Message, Prompt
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 class EnvironmentFailure(RuntimeError):
@@ -63,15 +63,17 @@ class Episode:
             if self._closed:  # given up while this call was in the queue
                 return []
             extras = {**self._prompt.extras, "max_turns": self._max_turns}
-            self._env = self._guard(lambda: make_env(self._prompt.env_class, self._env_config, extras))
-            return self._guard(lambda: check_messages(self._env.init(list(self._prompt.messages))[0]))
+            with self._failures():
+                env = self._env = make_env(self._prompt.env_class, self._env_config, extras)
+                return check_messages(env.init(list(self._prompt.messages))[0])
 
     def step(self, response: str, *, last: bool) -> Turn:
         """Shows the response to the environment; finishes it if it is done or this is the `last` turn."""
         with self._one_at_a_time:
             self._turn += 1
             self.call = "env.step"
-            turn = self._guard(lambda: _checked_turn(self._env.step(response)))
+            with self._failures():
+                turn = _checked_turn(self._made_env().step(response))
             if turn.done or last:
                 self._finish()
             return turn
@@ -99,14 +101,20 @@ class Episode:
         )
 
     def _finish(self) -> None:
-        self.call = "env.get_metrics"
-        self.metrics = self._guard(lambda: self._env.get_metrics()) or {}
-        self.call, self._closed = "env.close", True
-        self._guard(lambda: self._env.close())
+        with self._failures():
+            self.call = "env.get_metrics"
+            self.metrics = self._made_env().get_metrics() or {}
+            self.call, self._closed = "env.close", True
+            self._made_env().close()
 
-    def _guard(self, function: Callable[[], _T]) -> _T:
+    def _made_env(self) -> BaseTextEnv:
+        assert self._env is not None, "start comes first"
+        return self._env
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
         try:
-            return function()
+            yield
         except (Exception, SystemExit) as error:  # sys.exit in an environment must not end the training
             raise self.failure(f"{type(error).__name__}: {error}{_where(error)}") from error
 

@@ -58,7 +58,7 @@ def _scores(groups: Sequence[Group]) -> Metrics:
 
 def _rewards(groups: Sequence[Group]) -> np.ndarray:
     """[groups, samples of each] float64"""
-    assert groups and len({len(group.samples) for group in groups}) == 1, "groups of one size, at least one"
+    assert len({len(group.samples) for group in groups}) == 1, "groups of one size, at least one"
     return np.array([[sample.reward for sample in group.samples] for group in groups], dtype=np.float64)
 
 

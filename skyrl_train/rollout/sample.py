@@ -1,4 +1,4 @@
-"""One environment and one `generate` callable -> one Sample. Token ids in, token ids out: no text is tokenised twice."""
+"""One environment and one `generate` callable -> one Sample. Token ids in, token ids out: text is tokenised once."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ class RolloutSettings:
 class Sampler:
     """Plays episodes; all that it holds is shared by the samples in flight."""
 
-    def __init__(
-        self, *, generate: Generate, chat: ChatTemplate, env_pool: EnvPool, settings: RolloutSettings
-    ) -> None:
+    def __init__(self, *, generate: Generate, chat: ChatTemplate, env_pool: EnvPool, settings: RolloutSettings) -> None:
         self._generate = generate
         self._chat = chat
         self._env_pool = env_pool
@@ -127,7 +125,9 @@ class _Trace:
         self.transcript.append({"role": "assistant", "content": generation.text})
         self.turns += 1
         self.stop_reason = generation.stop_reason
-        self.policy_version = generation.policy_version if first else min(self.policy_version, generation.policy_version)
+        self.policy_version = (
+            generation.policy_version if first else min(self.policy_version, generation.policy_version)
+        )
 
     def to_sample(self, env_metrics: Mapping[str, Any]) -> Sample:
         if self.turns == 0:

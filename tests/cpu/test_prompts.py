@@ -87,11 +87,11 @@ def test_prompt_length_counts_the_chat_template_and_its_variables(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [row("hi")])
     messages = [{"role": "user", "content": "hi"}]
     for options in ({}, {"think": True}):
-        length = len(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
-        )
+        length = len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options))
         assert load(source, tokenizer=tokenizer, max_prompt_length=length, **options).num_dropped == 0
-        with pytest.raises(ValueError, match=f"max_prompt_length={length - 1} tokens .the shortest prompt has {length}"):
+        with pytest.raises(
+            ValueError, match=f"max_prompt_length={length - 1} tokens .the shortest prompt has {length}"
+        ):
             load(source, tokenizer=tokenizer, max_prompt_length=length - 1, **options)
 
 
@@ -118,7 +118,10 @@ def test_fields_that_parquet_adds_to_messages_are_left_out(tmp_path):
         ({"prompt": ["hi"]}, "message 0 must be a dict with `role` and `content`"),
         ({"prompt": [{"role": "user"}]}, "message 0 must be a dict with `role` and `content`"),
         ({"prompt": [{"role": "robot", "content": "x"}]}, "message 0 has role 'robot'; roles are system"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "`content` of message 0 must be text, got list"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "`content` of message 0 must be text, got list",
+        ),
         (row(env_class=3), "`env_class` must be a str, got int 3"),
         (row(reward_spec="3"), "`reward_spec` must be a dict, got str '3'"),
         (row(data_source=["a"]), "`data_source` must be a str"),
@@ -180,7 +183,7 @@ def uids(batches):
 def test_epoch_is_a_shuffle_without_repeats_and_drops_the_last_partial_batch():
     order = PromptOrder(prompts(10), batch_size=4, seed=1)
     assert order.steps_per_epoch == 2
-    first, second = [sum(uids([order.next_batch(), order.next_batch()]), []) for _ in range(2)]
+    first, second = [[p.uid for _ in range(2) for p in order.next_batch()] for _ in range(2)]
     assert len(set(first)) == len(set(second)) == 8
     assert first != second and first != sorted(first)
 

@@ -1,0 +1,72 @@
+"""A `generate` that reads its answers from a script, and what is needed to play an episode with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from transformers import PreTrainedTokenizerBase
+
+import skyrl_train.envs  # noqa: F401 (registers the built-in environments)
+from skyrl_train.data.chat import ChatTemplate
+from skyrl_train.rollout.env_pool import EnvPool
+from skyrl_train.rollout.sample import RolloutSettings, Sampler
+from skyrl_train.types import Generation, Prompt, SamplingParams
+
+PARAMS = SamplingParams(max_generate_length=8)
+
+
+class Script:
+    """Answers with the texts in turn, per conversation; special tokens may be written out ("85<eos>")."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *texts: str, delay_s: float = 0.0) -> None:
+        self.tokenizer, self.texts, self.delay_s = tokenizer, texts, delay_s
+        self.inputs: list[list[int]] = []
+        self.route_keys: list[str] = []
+        self.stop_reason = "stop"
+        self.versions: Iterator[int] = iter([])
+
+    async def __call__(self, token_ids: list[int], params: SamplingParams, route_key: str) -> Generation:
+        await asyncio.sleep(self.delay_s)
+        text = self.texts[len(self.inputs) % len(self.texts)]
+        self.inputs.append(token_ids)
+        self.route_keys.append(route_key)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return Generation(
+            token_ids=ids,
+            logprobs=[-0.5 - i for i in range(len(ids))],
+            text=self.tokenizer.decode(ids, skip_special_tokens=True),
+            stop_reason=self.stop_reason,
+            policy_version=next(self.versions, 0),
+        )
+
+
+def prompt(
+    env_class: str, content: str = "guess:", ground_truth: object = "7", uid: str = "0", **extras: object
+) -> Prompt:
+    columns = {"reward_spec": {"ground_truth": ground_truth}, **extras}
+    return Prompt(uid, [{"role": "user", "content": content}], env_class, columns, "unknown")
+
+
+@contextmanager
+def sampler(
+    tokenizer: PreTrainedTokenizerBase,
+    generate: Callable[..., object],
+    *,
+    max_turns: int = 2,
+    max_input_length: int = 1000,
+    timeout_s: float = 5.0,
+    env_kwargs: dict[str, dict[str, object]] | None = None,
+    chat_template_kwargs: dict[str, object] | None = None,
+) -> Iterator[Sampler]:
+    pool = EnvPool(max_workers=4, timeout_s=timeout_s)
+    try:
+        yield Sampler(
+            generate=generate,
+            chat=ChatTemplate(tokenizer, chat_template_kwargs or {}),
+            env_pool=pool,
+            settings=RolloutSettings(max_turns, max_input_length, env_kwargs or {}),
+        )
+    finally:
+        pool.close(timeout_s=0.5)

@@ -1,0 +1,219 @@
+import asyncio
+import time
+
+import pytest
+import skyrl_gym
+import torch
+from scripted import PARAMS, Script, prompt, sampler
+from skyrl_gym.envs.base_text_env import BaseTextEnv
+from tiny import tiny_tokenizer
+
+from skyrl_train.rollout.collect import Collector, NoProgress
+from skyrl_train.rollout.episode import EnvironmentFailure
+from skyrl_train.rollout.metrics import evaluation_metrics, rollout_metrics
+from skyrl_train.types import Generation, Group, Prompt, Sample
+
+TOKENIZER = tiny_tokenizer()
+
+
+class Tally:
+    """A progress bar that keeps what it was told."""
+
+    def __init__(self):
+        self.events = []
+
+    def start(self, total):
+        self.events.append(total)
+
+    def advance(self, sample):
+        self.events.append(sample.reward)
+
+    def stop(self):
+        self.events.append("stop")
+
+
+def sums(n):
+    return [prompt("addition", f"{i}+1=", str(i + 1), uid=str(i)) for i in range(n)]
+
+
+def collect(generate, prompts, n_samples=2, progress=None):
+    with sampler(TOKENIZER, generate) as s:
+        return asyncio.run(Collector(s).collect(prompts, n_samples, PARAMS, progress or NoProgress()))
+
+
+async def answers_late_first(token_ids, params, route_key):
+    """The right answer to `a+1=`; the earlier the prompt, the later it comes."""
+    await asyncio.sleep(0.05 - 0.005 * int(route_key))
+    ids = TOKENIZER.encode(str(int(route_key) + 1))
+    return Generation(ids, [-1.0] * len(ids), TOKENIZER.decode(ids), "stop", 0)
+
+
+def test_groups_come_in_the_order_of_the_prompts_whatever_finishes_first():
+    groups = collect(answers_late_first, sums(8))
+    assert [group.prompt.uid for group in groups] == [str(i) for i in range(8)]
+    assert [TOKENIZER.decode(s.token_ids) for g in groups for s in g.samples] == [
+        f"{i}+1={i + 1}" for i in range(8) for _ in range(2)
+    ]
+
+
+def test_all_samples_are_in_flight_at_once_and_those_of_a_prompt_share_its_route():
+    in_flight, everyone, keys = 0, asyncio.Event(), []
+
+    async def generate(token_ids, params, route_key):
+        nonlocal in_flight
+        in_flight += 1
+        keys.append(route_key)
+        assert params == PARAMS
+        if in_flight == 12:
+            everyone.set()
+        await asyncio.wait_for(everyone.wait(), 5)
+        return Generation([5], [-1.0], "1", "stop", 0)
+
+    collect(generate, sums(4), n_samples=3)
+    assert sorted(keys) == ["0"] * 3 + ["1"] * 3 + ["2"] * 3 + ["3"] * 3
+
+
+def test_progress_is_told_of_every_sample():
+    tally = Tally()
+    collect(answers_late_first, sums(3), progress=tally)
+    assert tally.events == [6, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, "stop"]
+
+
+def test_no_prompts_give_no_groups():
+    assert collect(answers_late_first, []) == []
+
+
+def test_failing_environment_ends_the_collection_at_once_and_the_others_are_cancelled():
+    class FailsForThree(BaseTextEnv):
+        def __init__(self, env_config, extras):
+            super().__init__()
+            self.number = extras["reward_spec"]["ground_truth"]
+
+        def init(self, messages):
+            if self.number == 3:
+                raise ConnectionError("no sandbox")
+            return messages, {}
+
+    skyrl_gym.register(id="fails", entry_point=FailsForThree)
+    script, tally, start_s = Script(TOKENIZER, "1", delay_s=30.0), Tally(), time.monotonic()
+    try:
+        with pytest.raises(EnvironmentFailure, match="prompt 3, turn 0.: ConnectionError: no sandbox"):
+            collect(script, [prompt("fails", ground_truth=i, uid=str(i)) for i in range(6)], progress=tally)
+    finally:
+        skyrl_gym.registry.pop("fails")
+    assert time.monotonic() - start_s < 5.0
+    assert tally.events == [12, "stop"]
+
+
+def test_cancelled_collection_cancels_its_samples():
+    cancelled = []
+
+    async def generate(token_ids, params, route_key):
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.append(route_key)
+            raise
+
+    async def main(s):
+        task = asyncio.ensure_future(Collector(s).collect(sums(3), 1, PARAMS, NoProgress()))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with sampler(TOKENIZER, generate) as s:
+        asyncio.run(main(s))
+    assert sorted(cancelled) == ["0", "1", "2"]
+
+
+def made_group(*samples, env_class="addition", data_source="sums"):
+    """A group whose samples have the given (written tokens, reward, ...)."""
+    return Group(
+        prompt=Prompt("0", [], env_class, {}, data_source),
+        samples=tuple(
+            Sample(
+                token_ids=torch.zeros(3 + written, dtype=torch.int64),
+                loss_mask=torch.tensor([False] * 3 + [True] * written),
+                rollout_logprobs=torch.zeros(3 + written),
+                prompt_length=3,
+                reward=reward,
+                stop_reason=more.get("stop_reason", "stop"),
+                turns=more.get("turns", 1),
+                policy_version=0,
+                env_metrics=more.get("env_metrics", {}),
+            )
+            for written, reward, more in [(*s, {})[:3] for s in samples]
+        ),
+    )
+
+
+def test_rollout_metrics_have_the_hand_computed_values():
+    groups = [
+        made_group((2, 1.0), (4, 0.0)),
+        made_group((6, -1.0), (8, 0.0, {"stop_reason": "length", "turns": 3})),
+    ]
+    assert rollout_metrics(groups) == pytest.approx(
+        {
+            "generate/batch_num_seq": 4,
+            "generate/min_num_tokens": 2,
+            "generate/max_num_tokens": 8,
+            "generate/avg_num_tokens": 5,
+            "generate/std_num_tokens": 5**0.5,
+            "generate/avg_tokens_non_zero_rewards": 2,
+            "generate/avg_tokens_zero_rewards": 6,
+            "generate/share_stopped_by_length": 0.25,
+            "generate/avg_turns": 1.5,
+            "reward/avg_raw_reward": 0,
+            "reward/avg_pass_at_2": 0.5,
+            "reward/mean_positive_reward": 0.25,
+        }
+    )
+
+
+def test_averages_over_no_samples_are_zero():
+    metrics = rollout_metrics([made_group((2, -1.0))])
+    assert metrics["generate/avg_tokens_non_zero_rewards"] == metrics["generate/avg_tokens_zero_rewards"] == 0
+
+
+def test_environments_metrics_are_aggregated_by_their_own_class():
+    two_turns = {"env_metrics": {"turns": 2, "note": "x"}}
+    groups = [made_group((1, 0.0, two_turns), (1, 0.0, {"env_metrics": {"turns": 1}}), env_class="guess_number")]
+    assert rollout_metrics(groups)["environment/turns"] == 1.5
+    groups += [
+        made_group(
+            (1, 0.0, {"env_metrics": {"steps": 4}}),
+            (1, 0.0, {"env_metrics": {"steps": 2}}),
+            env_class="gsm8k_multi_turn",
+        )
+    ]
+    assert rollout_metrics(groups)["environment/avg_steps"] == 3.0
+
+
+def test_environments_metrics_of_the_same_name_are_kept_apart():
+    measured = {"env_metrics": {"turns": 2}}
+    groups = [made_group((1, 0.0, measured), env_class=name) for name in ("guess_number", "addition")]
+    metrics = rollout_metrics(groups)
+    assert metrics["environment/guess_number/turns"] == metrics["environment/addition/turns"] == 2.0
+    assert "environment/turns" not in metrics
+
+
+def test_evaluation_metrics_are_given_for_all_and_for_each_data_source():
+    groups = [
+        made_group((1, 1.0), (1, 0.0), data_source="sums"),
+        made_group((1, 0.0), (1, 0.0), data_source="sums"),
+        made_group((1, 1.0), (1, -2.0), data_source="openai/gsm8k"),
+    ]
+    assert evaluation_metrics(groups) == pytest.approx(
+        {
+            "eval/all/avg_score": 0.0,
+            "eval/all/pass_at_2": 2 / 3,
+            "eval/all/mean_positive_reward": 2 / 6,
+            "eval/sums/avg_score": 0.25,
+            "eval/sums/pass_at_2": 0.5,
+            "eval/sums/mean_positive_reward": 0.25,
+            "eval/openai_gsm8k/avg_score": -0.5,
+            "eval/openai_gsm8k/pass_at_2": 1.0,
+            "eval/openai_gsm8k/mean_positive_reward": 0.5,
+        }
+    )
