@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
@@ -25,7 +25,7 @@ PHASE_COLORS = {
     "timing/policy_train": ORANGE,
     "timing/sync_weights": RED,
 }
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib
     "font.size": 9,
     "axes.edgecolor": GRID,
@@ -123,9 +123,11 @@ def draw_kl(axes: Axes, history: History) -> None:
 
 
 def draw_logprob_difference(axes: Axes, history: History) -> None:
-    line(axes, history.series("policy/rollout_train_logprobs_abs_diff_max"), GREY, "largest", linewidth=1.2)
-    line(axes, history.series("policy/rollout_train_logprobs_abs_diff_mean"), RED, "mean")
-    if any(value > 0 for axes_line in axes.lines for value in axes_line.get_ydata()):
+    largest = history.series("policy/rollout_train_logprobs_abs_diff_max")
+    mean = history.series("policy/rollout_train_logprobs_abs_diff_mean")
+    line(axes, largest, GREY, "largest", linewidth=1.2)
+    line(axes, mean, RED, "mean")
+    if any(value > 0 for value in (*largest.values, *mean.values)):
         axes.set_yscale("log")
         axes.grid(which="minor", visible=False)
     legend(axes)
@@ -197,14 +199,16 @@ def points(series: Series) -> tuple[Sequence[int], Sequence[float]]:
 
 
 def line(axes: Axes, series: Series, color: str, label: str, **style: Any) -> None:
-    """A labelled curve; few points get markers, many a moving mean over the faint values. Nothing for an empty series."""
+    """A labelled curve; few points get markers, many a moving mean over the faint values; an empty series nothing."""
     if not len(series):
         return
     if len(series) >= SMOOTHED_FROM:
         axes.plot(*points(series), color=color, linewidth=0.8, alpha=0.3, zorder=2.5)
         series = moving_mean(series, smoothing_window(len(series)))
     marked = len(series) <= MAX_MARKED_POINTS
-    markers = {"marker": "o", "markersize": 6 if len(series) == 1 else 3, "markeredgewidth": 0} if marked else {}
+    markers: dict[str, Any] = (
+        {"marker": "o", "markersize": 6 if len(series) == 1 else 3, "markeredgewidth": 0} if marked else {}
+    )
     axes.plot(*points(series), color=color, label=label, clip_on=False, zorder=3, **{**markers, **style})
 
 
@@ -239,13 +243,14 @@ def annotate_ends(axes: Axes, series: Series) -> None:
     """Writes the first and last value at their points."""
     for index in {0, len(series) - 1}:
         axes.annotate(
-            f"{series.values[index]:.3g}", (series.steps[index], series.values[index]), (0, 9), textcoords="offset points",
-            ha="center", color="#b45309", fontweight="bold", fontsize=9.5, annotation_clip=False, zorder=4,
+            f"{series.values[index]:.3g}", (series.steps[index], series.values[index]), (0, 9),
+            textcoords="offset points", ha="center", color="#b45309", fontweight="bold", fontsize=9.5,
+            annotation_clip=False, zorder=4,
             path_effects=[withStroke(linewidth=3, foreground="white")],
         )  # fmt: skip
 
 
-def legend(axes: Axes, location: str = "best") -> None:
+def legend(axes: Axes, location: Literal["best", "lower right"] = "best") -> None:
     if len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend(loc=location)
 

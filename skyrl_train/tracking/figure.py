@@ -65,11 +65,17 @@ def grid_places(charts: list[Chart]) -> list[tuple[int, int, int]]:
     return places
 
 
-def chart_svg(chart: Chart, history: History) -> str:
-    """One chart as an `<svg>` element that scales with its container and needs no fonts or files."""
+def chart_svgs(history: History) -> list[tuple[str, int]]:
+    """Each chart as an `<svg>` element that scales with its container and needs no fonts or files, and its columns."""
+    charts = charts_for(history)
+    spans = [span for _, _, span in grid_places(charts)]
+    return [(chart_svg(chart, span, history), span) for chart, span in zip(charts, spans, strict=True)]
+
+
+def chart_svg(chart: Chart, span: int, history: History) -> str:
+    """One chart of the width of `span` columns."""
     with matplotlib.rc_context(STYLE):
-        size = (CHART_SIZE[0] * (2.07 if chart.wide else 1), CHART_SIZE[1])
-        figure = Figure(size, facecolor="none", layout="constrained")
+        figure = Figure((CHART_SIZE[0] * (1.07 * span - 0.07), CHART_SIZE[1]), facecolor="none", layout="constrained")
         FigureCanvasSVG(figure)
         draw(chart, figure.add_subplot(), history)
         buffer = io.StringIO()

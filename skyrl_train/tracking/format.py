@@ -7,7 +7,7 @@ import math
 
 def number(value: float) -> str:
     """Four decimals at most, fewer for large values: `0.8125`, `12.35`, `1,024`, `3.0e-06`, `2.4e+07`."""
-    if not math.isfinite(value) or value == int(value) and abs(value) < 1000:
+    if not math.isfinite(value) or (value == int(value) and abs(value) < 1000):
         return f"{value:g}"
     magnitude = abs(value)
     if magnitude < 1e-3 or magnitude >= 1e6:

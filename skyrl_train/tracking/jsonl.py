@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class JsonLinesWriter:
-    """Appends one object per line. Unbuffered: a written line is visible to readers at once and outlives the process."""
+    """Appends one object per line, unbuffered: readers see a written line at once, and it outlives the process."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The names of all metrics, with unit and meaning. The console, the report and `docs/tracking.md` read them from here."""
+"""The names of all metrics, with unit and meaning, for the console, the report and `docs/tracking.md`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ METRICS = (
 
 
 def phases_of(metrics: Mapping[str, float]) -> list[Phase]:
-    """The phases that `metrics` holds times of: the known ones in the order of the loop, then others by their own name."""
+    """The phases that `metrics` holds times of: known ones in the order of the loop, then others by their own name."""
     known = [phase for phase in PHASES if phase.name in metrics]
     names = {STEP_TIME, *(phase.name for phase in known)}
     others = sorted(name for name in metrics if name.startswith("timing/") and name not in names)

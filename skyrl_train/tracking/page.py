@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skyrl_train.tracking.format import compact, duration, number, percent, seconds
+from skyrl_train.tracking.format import compact, number, percent, seconds
 from skyrl_train.tracking.history import History
 from skyrl_train.tracking.names import METRICS, STEP_TIME
 from skyrl_train.tracking.summary import Summary
@@ -21,12 +21,12 @@ main { max-width: 1240px; margin: 0 auto; padding: 32px 24px 64px; }
 h1 { margin: 0; font-size: 28px; }
 h2 { margin: 40px 0 12px; font-size: 18px; }
 .muted { color: var(--muted); }
-.tiles, .charts { display: grid; gap: 14px; }
-.tiles { grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); margin: 24px 0 14px; }
-.charts { grid-template-columns: repeat(3, 1fr); grid-auto-flow: dense; }
+.tiles { display: flex; flex-wrap: wrap; gap: 14px; margin: 24px 0 14px; }
+.tiles .card { flex: 1 1 auto; }
+.charts, .samples { display: grid; gap: 14px; grid-template-columns: repeat(3, 1fr); }
+.span2 { grid-column: span 2; } .span3 { grid-column: span 3; }
 .card { background: white; border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; overflow: hidden; }
 .card svg { display: block; width: 100%; height: auto; }
-.wide { grid-column: span 2; }
 .value { font-size: 22px; font-weight: 650; white-space: nowrap; }
 table { width: 100%; border-collapse: collapse; background: white; border: 1px solid var(--line); border-radius: 10px; }
 th, td { padding: 6px 14px; text-align: left; border-top: 1px solid var(--line); vertical-align: top; }
@@ -37,22 +37,21 @@ code, pre { font: 13px/1.45 ui-monospace, "SF Mono", Menlo, Consolas, monospace;
 pre { margin: 8px 0 0; white-space: pre-wrap; }
 .response { border-left: 3px solid var(--line); padding-left: 10px; }
 .response.good { border-color: #16a34a; } .response.bad { border-color: #dc2626; }
-.samples { display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(360px, 1fr)); }
 details summary { cursor: pointer; }
 footer { margin-top: 40px; font-size: 13px; }
-@media (max-width: 900px) { .charts { grid-template-columns: 1fr; } .wide { grid-column: auto; } }
+@media (max-width: 900px) { .charts, .samples { grid-template-columns: 1fr; } .span2, .span3 { grid-column: auto; } }
 """
 
 
 def page(
-    summary: Summary, history: History, svgs: Sequence[tuple[str, bool]], samples: Sequence[Mapping[str, Any]]
+    summary: Summary, history: History, svgs: Sequence[tuple[str, int]], samples: Sequence[Mapping[str, Any]]
 ) -> str:
     """The whole document.
 
-    Args: svgs holds (element, wide) of each chart; samples holds transcripts as in samples.jsonl.
+    Args: svgs holds (element, columns of three) of each chart; samples holds transcripts as in samples.jsonl.
     """
     name = html.escape(summary.run_name)
-    charts = "\n".join(f'<div class="card{" wide" if wide else ""}">{svg}</div>' for svg, wide in svgs)
+    charts = "\n".join(f'<div class="card span{span}">{svg}</div>' for svg, span in svgs)
     versions = " · ".join(f"{package} {version}" for package, version in summary.versions.items())
     return f"""<!doctype html>
 <html lang="en">
@@ -75,8 +74,7 @@ def page(
 
 def tiles(summary: Summary, history: History) -> str:
     """The headline numbers."""
-    facts = [(summary.score_name, summary.score_text()), ("steps", f"{summary.num_steps:,}")]
-    facts.append(("wall time", duration(summary.wall_s)))
+    facts = [(summary.score_name, summary.score_text())]
     for label, name, formatted in (
         ("mean time per step", STEP_TIME, seconds),
         ("tokens/s generated, mean", "perf/generate_tokens_per_s", compact),
@@ -88,7 +86,8 @@ def tiles(summary: Summary, history: History) -> str:
         if len(series):
             facts.append((label, formatted(series.mean)))
     return "".join(
-        f'<div class="card"><div class="muted">{html.escape(label)}</div><div class="value">{html.escape(value)}</div></div>'
+        f'<div class="card"><div class="muted">{html.escape(label)}</div>'
+        f'<div class="value">{html.escape(value)}</div></div>'
         for label, value in facts
     )
 

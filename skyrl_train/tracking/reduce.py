@@ -1,7 +1,7 @@
 """Metrics that know how they are merged, so that the value over all ranks and micro-batches is the one-process value.
 
 Each rank makes a `dict[str, Stat]` of its own part with `sum_of`, `mean_of`, `max_of` and `min_of`; `reduce_metrics`
-turns all of them into floats at once. Hand in one part per *distinct* data (one of the tensor-parallel ranks, not each).
+turns all of them into floats at once. Hand in one part per *distinct* data: one of the tensor-parallel ranks, not each.
 """
 
 from __future__ import annotations

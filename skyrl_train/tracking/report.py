@@ -27,8 +27,7 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
     Raises: ValueError if the run has no metrics.jsonl or no step in it.
     """
     # Half a second of matplotlib, wanted at the end of a run only.
-    from skyrl_train.tracking.charts import charts_for
-    from skyrl_train.tracking.figure import chart_svg, save_png
+    from skyrl_train.tracking.figure import chart_svgs, save_png
 
     history = load_history(run_dir / "metrics.jsonl")
     summary = summarize(run_dir, history)
@@ -37,8 +36,8 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
     draft = run_dir / ".report.draft"
     save_png(draft, history, summary)
     draft.replace(png_path)
-    svgs = [(chart_svg(chart, history), chart.wide) for chart in charts_for(history)]
-    draft.write_text(page(summary, history, svgs, chosen_samples(run_dir / "samples.jsonl")), encoding="utf-8")
+    samples = chosen_samples(run_dir / "samples.jsonl")
+    draft.write_text(page(summary, history, chart_svgs(history), samples), encoding="utf-8")
     draft.replace(html_path)
     return html_path, png_path
 

@@ -22,8 +22,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
-
 log = logging.getLogger(__name__)
 
 RECORD = "run.json"
@@ -63,13 +61,10 @@ class RunDir:
         self.lock.close()
 
 
-def create_run_dir(
-    path: Path, run_name: str, config: Mapping[str, Any], changes: Mapping[str, Any] | None = None
-) -> RunDir:
+def create_run_dir(path: Path, run_name: str, config_yaml: str, changes: Mapping[str, Any]) -> RunDir:
     """Makes `path` with config.yaml, run.json and logs/, after renaming an earlier run that lies there.
 
-    Args: config is written as it is; changes holds the dotted keys that differ from the base (`changed_values`), for the
-    report.
+    Args: changes holds the dotted keys in which the configuration differs from the base (`changed_values`).
     Raises: ValueError if another process runs in the folder, if it is not a run's folder, or if it cannot be made.
     """
     path = path.expanduser().resolve()
@@ -78,8 +73,8 @@ def create_run_dir(
         path.mkdir(parents=True, exist_ok=True)
         run_dir = RunDir(path, lock=_locked(path))
         run_dir.logs.mkdir(exist_ok=True)
-        run_dir.config.write_text(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
-        write_record(path, _first_record(run_name, changes or {}))
+        run_dir.config.write_text(config_yaml, encoding="utf-8")
+        write_record(path, _first_record(run_name, changes))
     except OSError as error:
         raise ValueError(f"trainer.run_dir={path} cannot be made: {error}") from error
     return run_dir
@@ -90,7 +85,7 @@ def move_earlier_run(path: Path) -> Path | None:
 
     Raises: ValueError as `create_run_dir`.
     """
-    if not path.exists() or path.is_dir() and not any(path.iterdir()):
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return None
     if not (path / RECORD).is_file():
         raise ValueError(
@@ -102,20 +97,6 @@ def move_earlier_run(path: Path) -> Path | None:
     earlier = path.with_name(f"{path.name}.{max(numbers, default=0) + 1}")
     path.rename(earlier)
     return earlier
-
-
-def changed_values(config: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted key -> value of everything in `config` that differs from `base`; lists are compared whole.
-
-    Give both with their interpolations unresolved, so that a key which only follows another one does not count.
-    """
-    changes: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
-            changes |= {f"{key}.{inner}": changed for inner, changed in changed_values(value, base[key]).items()}
-        elif key not in base or value != base[key]:
-            changes[key] = value
-    return changes
 
 
 def read_record(path: Path) -> dict[str, Any]:

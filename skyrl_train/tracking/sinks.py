@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 import netrc
 import os
@@ -72,8 +73,9 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise ValueError(
-                "trainer.logger names wandb, which is not installed: `pip install wandb`, or leave it out of trainer.logger"
+                "trainer.logger names wandb, which is not installed: `pip install wandb`, or leave it out of the list"
             ) from error
+        self._wandb = wandb
         offline = "WANDB_MODE" not in os.environ and not has_wandb_key()
         if offline:
             log.warning("wandb has no API key: it writes an offline run to %s (`wandb sync` uploads it later)", run_dir)
@@ -97,6 +99,7 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+        self._wandb.teardown()  # ends wandb's service process, which finish() leaves running
 
 
 def has_wandb_key() -> bool:
@@ -119,9 +122,9 @@ class Tracker:
         self._failing: set[int] = set()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Never raises because of a sink. A failed sink is tried again at the next step: its disk may have room again."""
+        """Never raises because of a sink. A failed one is tried again at the next step, a disk may have room again."""
         for index, sink in enumerate(self._sinks):
-            self._guard(index, lambda sink=sink: sink.log(step, metrics))
+            self._guard(index, functools.partial(sink.log, step, metrics))
 
     def close(self) -> None:
         """Closes all sinks; a second call does nothing."""
@@ -134,7 +137,7 @@ class Tracker:
         try:
             call()
         # Any error: what a sink's library raises is not this project's, and metrics are not worth a training run.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             if index not in self._failing:
                 log.warning("%s failed, training goes on without it: %s: %s", name, type(error).__name__, error)
             self._failing.add(index)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.panel import Panel
@@ -13,6 +14,9 @@ from rich.text import Text
 
 from skyrl_train.tracking.format import number
 from skyrl_train.tracking.jsonl import JsonLinesWriter
+
+if TYPE_CHECKING:
+    from skyrl_train.types import Sample
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +36,16 @@ class Transcript:
     stop_reason: str
 
 
+def transcript_of(step: int, sample: Sample) -> Transcript:
+    """A sample in words. Its prompt is all that stands before the policy's first turn, also examples in a chat."""
+    messages = sample.transcript
+    spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"][-sample.turns :]
+    first = spoken[0] if sample.turns and spoken else len(messages)
+    return Transcript(
+        step, conversation(messages[:first]), conversation(messages[first:]), sample.reward, sample.stop_reason
+    )
+
+
 class TranscriptLog:
     """Appends transcripts to a file and shows the first `num_shown` of each call on the console."""
 
@@ -42,7 +56,7 @@ class TranscriptLog:
         self._warned = False
 
     def log(self, transcripts: Sequence[Transcript]) -> None:
-        """Never raises for a full disk: it is named once in the log, and what is missing is written when there is room."""
+        """Never raises for a full disk: it is named once in the log; what is missing is written when there is room."""
         for transcript in transcripts[: self._num_shown]:
             self._console.print(transcript_panel(transcript))
         for transcript in transcripts:

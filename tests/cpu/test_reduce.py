@@ -63,7 +63,7 @@ def test_value_does_not_depend_on_the_order_of_the_ranks(parts: list[tuple[float
     random.shuffle(shuffled)
     first, second = reduce_metrics(stats), reduce_metrics(shuffled)
     assert first["sum"] == second["sum"]
-    assert first["mean"] == second["mean"] or math.isnan(first["mean"]) and math.isnan(second["mean"])
+    assert first["mean"] == second["mean"] or (math.isnan(first["mean"]) and math.isnan(second["mean"]))
 
 
 @given(st.lists(finite, min_size=1), st.integers(1, 5))

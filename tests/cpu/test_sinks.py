@@ -1,0 +1,331 @@
+"""Sinks, console block, progress bar and transcripts."""
+
+import errno
+import io
+import json
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from skyrl_train.tracking import format as fmt
+from skyrl_train.tracking.console import ConsoleSink
+from skyrl_train.tracking.jsonl import JsonLinesWriter, read_json_lines
+from skyrl_train.tracking.progress import ConsoleProgress
+from skyrl_train.tracking.sinks import SINKS, JsonLinesSink, TensorBoardSink, Tracker, build_tracker, has_wandb_key
+from skyrl_train.tracking.transcripts import Transcript, TranscriptLog, conversation, shortened
+
+STEP_METRICS = {
+    "reward/avg_raw_reward": 0.625,
+    "reward/avg_pass_at_8": 0.9,
+    "generate/avg_num_tokens": 3.1,
+    "generate/max_num_tokens": 4.0,
+    "policy/policy_kl": math.nan,
+    "policy/policy_lr": 3e-4,
+    "policy/loss_metrics/clip_ratio": 0.0375,
+    "timing/step": 1.9,
+    "timing/generate": 0.8,
+    "timing/policy_train": 1.0,
+    "timing/convert_to_training_input": 0.001,
+    "perf/generate_tokens_per_s": 12345.0,
+}
+
+
+class ListSink:
+    """Keeps what it is given; fails while told to."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.fails = False
+        self.num_closed = 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.steps.append(step)
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+class FullDisk(io.RawIOBase):
+    """A file that takes `room` bytes and then fails like a full disk."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.content = b""
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = bytes(data)[: self.room]
+        self.room -= len(taken)
+        self.content += taken
+        return len(taken)
+
+
+def printed(*steps: tuple[int, dict[str, float]], width: int = 80, total_steps: int | None = None) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    sink = ConsoleSink(console, total_steps=total_steps)
+    for step, metrics in steps:
+        sink.log(step, metrics)
+    return console.file.getvalue()
+
+
+def test_failing_sink_is_named_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture):
+    failing, healthy = ListSink(), ListSink()
+    failing.fails = True
+    tracker = Tracker([failing, healthy])
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            tracker.log(step, {})
+    assert healthy.steps == [0, 1, 2]
+    assert [record.message for record in caplog.records] == [
+        "ListSink failed, training goes on without it: OSError: [Errno 28] No space left on device"
+    ]
+
+
+def test_sink_that_failed_is_tried_again():
+    sink = ListSink()
+    tracker = Tracker([sink])
+    sink.fails = True
+    tracker.log(0, {})
+    sink.fails = False
+    tracker.log(1, {})
+    assert sink.steps == [1]
+
+
+def test_tracker_closes_each_sink_once():
+    sinks = [ListSink(), ListSink()]
+    tracker = Tracker(sinks)
+    tracker.close()
+    tracker.close()
+    assert [sink.num_closed for sink in sinks] == [1, 1]
+
+
+def test_interrupt_passes_through_the_tracker():
+    class Interrupted(ListSink):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Tracker([Interrupted()]).log(0, {})
+
+
+def test_json_lines_hold_the_step_and_are_readable_before_close(tmp_path: Path):
+    sink = JsonLinesSink(tmp_path / "metrics.jsonl")
+    sink.log(3, {"a": 1.5, "b": math.nan, "c": math.inf})
+    (row,) = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert row.pop("trainer/unix_time_s") > 1.7e9
+    assert row == {"trainer/global_step": 3, "a": 1.5, "b": None, "c": None}
+
+
+def test_full_disk_delays_json_lines_and_loses_none(tmp_path: Path):
+    writer = JsonLinesWriter(tmp_path / "rows.jsonl")
+    disk = FullDisk(room=12)
+    writer._file.close()
+    writer._file = disk
+    writer.write({"a": 1})
+    for value in (2, 3):
+        with pytest.raises(OSError, match="No space left"):
+            writer.write({"a": value})
+    disk.room = 1000
+    writer.write({"a": 4})
+    assert disk.content == b'{"a": 1}\n{"a": 2}\n{"a": 3}\n{"a": 4}\n'
+
+
+def test_line_cut_short_by_a_kill_is_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"a": 1}\n{"a": 2')
+    assert read_json_lines(tmp_path / "rows.jsonl") == [{"a": 1}]
+    assert "line 2" in caplog.text
+
+
+def test_tensorboard_files_hold_every_metric_before_close(tmp_path: Path):
+    sink = TensorBoardSink(tmp_path)
+    sink.log(1, {"reward/avg_raw_reward": 0.5})
+    sink.log(2, {"reward/avg_raw_reward": 0.75, "policy/policy_kl": 0.25})
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/avg_raw_reward")] == [(1, 0.5), (2, 0.75)]
+    assert [(e.step, e.value) for e in events.Scalars("policy/policy_kl")] == [(2, 0.25)]
+    sink.close()
+
+
+def test_unknown_sink_name_is_an_error_with_the_nearest_one(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"'tensorbord'.*console, jsonl, tensorboard, wandb.*mean tensorboard\?"):
+        build_tracker(["console", "tensorbord"], tmp_path, "project", "run", {})
+
+
+def test_tracker_writes_every_named_sink_below_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tracker = build_tracker(["console", "jsonl", "tensorboard"], tmp_path, "project", "run", {}, total_steps=7)
+    tracker.log(1, STEP_METRICS)
+    tracker.close()
+    assert "step 1/7" in capsys.readouterr().out
+    assert len(read_json_lines(tmp_path / "metrics.jsonl")) == 1
+    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_every_sink_name_can_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("skyrl_train.tracking.sinks.WandbSink", lambda *args: ListSink())
+    build_tracker(SINKS, tmp_path, "project", "run", {}).close()
+
+
+def test_wandb_that_is_not_installed_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        build_tracker(["wandb"], tmp_path, "project", "run", {})
+
+
+def test_wandb_key_is_found_in_the_environment_and_in_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert not has_wandb_key()
+    (tmp_path / "netrc").write_text("machine example.org login user password word\n")
+    assert not has_wandb_key()
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password word\n")
+    assert has_wandb_key()
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    assert has_wandb_key()
+
+
+def test_wandb_without_a_key_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    tracker = build_tracker(["wandb"], tmp_path, "project", "run", {"trainer": {"seed": 1}})
+    tracker.log(1, {"reward/avg_raw_reward": 0.5})
+    tracker.close()
+    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_console_block_shows_the_step_where_there_is_no_terminal():
+    text = printed((12, STEP_METRICS), total_steps=40)
+    assert "\x1b" not in text
+    for shown in (
+        "step 12/40 · 1.90 s",
+        "reward      0.6250",
+        "pass@8      0.9000",
+        "tokens       3.1/4",
+        "kl             nan",
+    ):
+        assert shown in text
+    for shown in ("lr         3.0e-04", "clipped      3.8 %", "generate    800 ms", "gen tok/s    12.3k"):
+        assert shown in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_console_block_leaves_out_what_is_missing_and_what_takes_no_time():
+    text = printed((1, STEP_METRICS))
+    for hidden in ("held-out", "entropy", "mfu", "prepare", "None"):
+        assert hidden not in text
+
+
+def test_console_block_of_an_evaluation_alone_is_short():
+    text = printed((0, {"eval/all/avg_score": 0.41, "timing/eval": 1.2}))
+    assert [line.split() for line in text.splitlines()[1:]] == [["held-out", "0.4100"], ["evaluate", "1.20", "s"]]
+
+
+def test_metrics_keep_their_columns_from_step_to_step():
+    first = printed((1, STEP_METRICS)).splitlines()
+    second = printed((2, {**STEP_METRICS, "reward/avg_raw_reward": 0.0, "eval/all/avg_score": 1.0})).splitlines()
+    assert first[1].index("pass@8") == second[1].index("pass@8")
+
+
+def test_narrow_terminal_still_gets_whole_cells():
+    assert all(len(line) <= 40 and "…" not in line for line in printed((1, STEP_METRICS), width=40).splitlines())
+
+
+@dataclass(frozen=True)
+class Done:
+    loss_mask: torch.Tensor
+    reward: float
+
+
+def test_progress_bar_is_silent_without_a_terminal():
+    console = Console(file=io.StringIO())
+    progress = ConsoleProgress(console)
+    progress.start(2)
+    progress.advance(Done(torch.ones(3, dtype=torch.bool), 1.0))
+    progress.stop()
+    assert console.file.getvalue() == ""
+
+
+def test_progress_bar_shows_samples_tokens_per_second_and_mean_reward(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Progress, "start", lambda self: None)  # no thread that draws
+    now = iter([0.0, 2.0, 4.0])
+    progress = ConsoleProgress(Console(file=io.StringIO(), force_terminal=True), clock=lambda: next(now))
+    progress.start(2)
+    progress.advance(Done(torch.tensor([False, True, True]), 1.0))
+    progress.advance(Done(torch.tensor([False, True, True]), 0.0))
+    assert progress._bar is not None
+    (task,) = progress._bar.tasks
+    assert (task.completed, task.total, task.fields["status"]) == (2, 2, "1 tok/s · reward 0.5000")
+    progress.stop()
+
+
+def test_transcripts_are_written_whole_and_a_few_are_shown_with_their_brackets(tmp_path: Path):
+    console = Console(file=io.StringIO(), width=80)
+    log = TranscriptLog(tmp_path / "samples.jsonl", console, num_shown=1)
+    log.log(
+        [
+            Transcript(5, "solve [bold]1+1[/bold]", "[/nonsense] 2", 1.0, "stop"),
+            Transcript(5, "p", "r" * 5000, 0.0, "length"),
+        ]
+    )
+    rows = read_json_lines(tmp_path / "samples.jsonl")
+    assert [(row["step"], len(row["response"]), row["stop_reason"]) for row in rows] == [
+        (5, 13, "stop"),
+        (5, 5000, "length"),
+    ]
+    text = console.file.getvalue()
+    assert "solve [bold]1+1[/bold]" in text and "[/nonsense] 2" in text and "rrr" not in text
+
+
+def test_full_disk_does_not_stop_transcripts_from_being_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    console = Console(file=io.StringIO())
+    log = TranscriptLog(tmp_path / "samples.jsonl", console)
+    log._writer._file.close()
+    log._writer._file = FullDisk(room=0)
+    for step in (1, 2):
+        log.log([Transcript(step, "prompt", "response", 0.0, "stop")])
+    assert console.file.getvalue().count("response") == 2
+    assert len(caplog.records) == 1
+
+
+def test_conversation_names_roles_only_where_there_are_several():
+    assert conversation([{"role": "user", "content": "1+1="}]) == "1+1="
+    assert (
+        conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        == "user: a\nassistant: b"
+    )
+
+
+def test_shortened_text_keeps_both_ends():
+    assert shortened("abcdefghij", 4) == "ab … 6 characters … ij"
+    assert shortened("abcd", 4) == "abcd"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.8125, "0.8125"), (12.345, "12.35"), (1024, "1,024"), (3e-6, "3.0e-06"), (-3e-6, "-3e-06"), (4.0, "4"),
+     (math.nan, "nan"), (2.4e7, "2.4e+07"), (0.0, "0"), (math.inf, "inf")],
+)  # fmt: skip
+def test_numbers_fit_their_column(value: float, text: str):
+    assert fmt.number(value) == text
+    assert len(text) <= 7
+
+
+def test_times_and_throughputs_have_units():
+    assert [fmt.seconds(s) for s in (0.0354, 1.84, 24.12, 1250)] == ["35 ms", "1.84 s", "24.1 s", "1,250 s"]
+    assert [fmt.duration(s) for s in (24, 125, 11220)] == ["24 s", "2 min 05 s", "3 h 07 min"]
+    assert [fmt.compact(v) for v in (8123, 12345, 123456, 4.56e6)] == ["8,123", "12.3k", "123.5k", "4.56M"]
