@@ -58,6 +58,8 @@ class UpdateReport:
     """Seconds inside Megatron's schedules."""
     train_flops: float
     """Floating-point operations of the model in this rank's data-parallel shard, forward and backward."""
+    peak_flops: float | None
+    """FLOP/s that the rank's device can do at most; None where it is not known."""
 
 
 def pad_multiple(tp_size: int, cp_size: int) -> int:

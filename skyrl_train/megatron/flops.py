@@ -1,19 +1,37 @@
-"""Floating-point operations of a training step, for MFU."""
+"""Floating-point operations of a training step, for MFU and for balancing ranks. Imports no Megatron."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import PretrainedConfig
 
 
-def train_flops(config: PretrainedConfig) -> Callable[[Tensor], float]:
-    """A function from sample lengths [B] to the FLOPs of their forward and backward pass (2 + 4 per weight and token).
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """Weights and attention that one token meets in a forward pass."""
 
-    Counts the matrices that a token passes (of a mixture of experts only the chosen ones, the output layer too, the embedding
-    not) and causal attention (half of the full square). Recomputed activations are not counted: MFU, not HFU.
-    """
+    matrix_weights: int
+    """Weights of the matrices that a token passes: of a mixture of experts only the chosen ones; the output layer too, the
+    embedding not."""
+    attention_width: int
+    """Layers x query heads x (size of a key + size of a value): multiply-adds per pair of tokens."""
+
+    def train_flops(self, lengths: Tensor) -> float:
+        """FLOPs of forward and backward (2 + 4 per multiply-add) for samples of these lengths [B], causal attention counted
+        as half of the square. Recomputed activations are not counted: MFU, not HFU."""
+        tokens, squares = float(lengths.sum()), float(lengths.double().square().sum())
+        return 6.0 * self.matrix_weights * tokens + 6.0 * self.attention_width * squares / 2
+
+    @property
+    def attention_ratio(self) -> float:
+        """Cost of a sample of L tokens is L + attention_ratio * L^2, in units of one token's matrices."""
+        return self.attention_width / (2 * self.matrix_weights)
+
+
+def model_cost(config: PretrainedConfig) -> ModelCost:
+    """The cost of a Hugging Face model, dense or mixture of experts, with grouped-query or multi-latent attention."""
     hidden, layers = config.hidden_size, config.num_hidden_layers
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads
@@ -39,9 +57,4 @@ def train_flops(config: PretrainedConfig) -> Callable[[Tensor], float]:
         sparse, num_dense = 0, layers
     matrices = layers * attention + num_dense * dense + (layers - num_dense) * sparse + hidden * config.vocab_size
 
-    def flops(lengths: Tensor) -> float:
-        tokens = float(lengths.sum())
-        squares = float(lengths.double().square().sum())
-        return 6.0 * matrices * tokens + 6.0 * layers * heads * score_dim * squares / 2
-
-    return flops
+    return ModelCost(matrix_weights=matrices, attention_width=layers * heads * score_dim)

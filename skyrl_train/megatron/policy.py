@@ -11,9 +11,9 @@ from torch import Tensor
 
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.config import MegatronConfig, OptimizerConfig
-from skyrl_train.device import device
+from skyrl_train.device import device, peak_flops
 from skyrl_train.megatron.export import export, save_hf
-from skyrl_train.megatron.flops import train_flops
+from skyrl_train.megatron.flops import model_cost
 from skyrl_train.megatron.model import build_model, build_optimizer, dtype_of, set_learning_rate
 from skyrl_train.megatron.packing import Packer
 from skyrl_train.megatron.parallel import join
@@ -88,7 +88,7 @@ class MegatronPolicy:
         passes: list[PassMetrics] = []
         norms: list[float] = []
         skipped, lr, flops = 0, 0.0, 0.0
-        flops_of = train_flops(self.model.bridge.hf_config)
+        cost = model_cost(self.model.bridge.hf_config)
         for epoch in range(epochs):
             for index, mini_batch in enumerate(batch.mini_batches):
                 micro_batches = [self._packer.pack(batch, samples, old, ref_logprobs) for samples in mini_batch]
@@ -103,7 +103,7 @@ class MegatronPolicy:
                 norms.append(float(norm) if norm is not None else math.nan)
                 skipped += not success
                 self.policy_version += 1
-                flops += sum(flops_of(batch.cu_seqlens.diff()[list(samples)]) for samples in mini_batch if samples)
+                flops += sum(cost.train_flops(batch.cu_seqlens.diff()[list(samples)]) for samples in mini_batch if samples)
         metrics = step_metrics(passes, norms, lr, skipped) if passes[0].sums else {}
         return UpdateReport(
             metrics=metrics,
@@ -111,6 +111,7 @@ class MegatronPolicy:
             busy_seconds=sum(one.busy_seconds for one in passes),
             schedule_seconds=sum(one.seconds for one in passes),
             train_flops=flops,
+            peak_flops=peak_flops(),
         )
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

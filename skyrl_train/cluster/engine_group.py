@@ -1,0 +1,107 @@
+"""The vLLM engines as the trainer sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from skyrl_train.cluster.calls import Calls, RemoteFailed
+from skyrl_train.cluster.placement import Slot
+from skyrl_train.cluster.process import log_to
+from skyrl_train.inference.engine import Engine
+from skyrl_train.inference.router import Router
+from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.types import Generate, Generation, SamplingParams
+from skyrl_train.weight_sync.transport import ControlMessage
+
+# Requests in flight come as a handful of batches; the rest are control calls that must never queue behind them.
+MAX_CONCURRENCY = 1000
+
+
+class EngineActor(Engine):
+    """An Engine whose process writes its own log file."""
+
+    def __init__(self, settings: EngineSettings, log_path: str) -> None:
+        log_to(log_path)
+        super().__init__(settings)
+
+
+class EngineGroup:
+    """All engines, each of them holding the same weights."""
+
+    def __init__(
+        self, slots: Sequence[Slot], settings: Sequence[EngineSettings], log_folder: str, timeout_s: float
+    ) -> None:
+        """Asks Ray to start the engines and returns at once."""
+        names = tuple(f"engine-{index}" for index in range(len(settings)))
+        self._calls = Calls(names, timeout_s, log_folder)
+        self.num_workers = sum(one.tensor_parallel_size for one in settings)
+        self._worker_offsets = [sum(s.tensor_parallel_size for s in settings[:index]) for index in range(len(settings))]
+        actor = ray.remote(EngineActor)
+        self.actors = [
+            actor.options(  # type: ignore[attr-defined]
+                num_cpus=slot.num_cpus,
+                num_gpus=slot.num_gpus,
+                scheduling_strategy=slot.strategy,
+                max_concurrency=MAX_CONCURRENCY,
+            ).remote(one, f"{log_folder}/{name}.log")
+            for slot, one, name in zip(slots, settings, names, strict=True)
+        ]
+        self._router = Router([self._stream(index) for index in range(len(settings))])
+
+    @property
+    def generate(self) -> Generate:
+        return self._router.generate
+
+    def _stream(self, index: int) -> Any:
+        async def stream(
+            requests: Sequence[tuple[int, list[int], SamplingParams]],
+        ) -> AsyncIterator[list[tuple[int, Generation]]]:
+            results = self.actors[index].generate_batch.options(num_returns="streaming").remote(requests)
+            try:
+                async for ref in results:
+                    yield await ref
+            except (RayTaskError, RayActorError) as error:
+                raise RemoteFailed(self._calls.describe(self._calls.names[index], "generate", error)) from error
+
+        return stream
+
+    async def ready(self) -> None:
+        """Wait until every engine has loaded its model."""
+        await self._calls.gather("start", [actor.ready.remote() for actor in self.actors])
+
+    async def init_weight_sync(self, info: ControlMessage) -> None:
+        infos = [info | {"rank_offset": 1 + offset} for offset in self._worker_offsets]
+        calls = [actor.init_weight_sync.remote(one) for actor, one in zip(self.actors, infos, strict=True)]
+        await self._calls.gather("connect the weight sync", calls)
+
+    async def pause(self) -> None:
+        await self._calls.gather("pause", [actor.pause.remote() for actor in self.actors])
+
+    async def start_weight_update(self) -> None:
+        await self._calls.gather("start a weight update", [actor.start_weight_update.remote() for actor in self.actors])
+
+    async def finish_weight_update(self, policy_version: int, digests: dict[str, int]) -> None:
+        """Raises: RemoteFailed if what an engine received is not what was sent, tensor by tensor."""
+        calls = [actor.finish_weight_update.remote(policy_version, digests) for actor in self.actors]
+        await self._calls.gather("finish a weight update", calls)
+
+    async def resume(self) -> None:
+        await self._calls.gather("resume", [actor.resume.remote() for actor in self.actors])
+
+    async def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[list[float]]]:
+        """Per engine, per prompt, the logprob of each token given those before it; 0 for the first."""
+        return await self._calls.gather(
+            "score prompts", [actor.prompt_logprobs.remote(prompts) for actor in self.actors]
+        )
+
+    async def shutdown(self) -> None:
+        """End the engines' processes; an engine that does not end by itself is killed."""
+        calls = [asyncio.wrap_future(actor.shutdown.remote().future()) for actor in self.actors]
+        await asyncio.wait(calls, timeout=15)
+        for actor in self.actors:
+            ray.kill(actor)

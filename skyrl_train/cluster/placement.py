@@ -1,0 +1,114 @@
+"""Room for the run's processes: one placement group with a bundle for each rank and engine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+POLL_S = 0.1
+
+
+class PlacementError(ValueError):
+    """The cluster has no room for what the configuration asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Processes of one kind."""
+
+    name: str
+    """For messages: "policy ranks", ..."""
+    count: int
+    gpus_each: int
+    """Devices of one process where the cluster has GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one process is placed."""
+
+    strategy: PlacementGroupSchedulingStrategy
+    num_cpus: float
+    num_gpus: int
+
+
+class Placement:
+    """The reserved bundles; `slots[name]` lists those of one demand, neighbours on the same node where possible."""
+
+    def __init__(
+        self, demands: list[Demand], *, use_gpus: bool, cpus_each: float, strategy: str, timeout_s: float
+    ) -> None:
+        """Raises: PlacementError, within seconds where the whole cluster is too small, after `timeout_s` where it is busy."""
+        needed = [(demand, demand.gpus_each if use_gpus else 0) for demand in demands for _ in range(demand.count)]
+        bundles = [{"CPU": cpus_each} | ({"GPU": gpus} if gpus else {}) for _, gpus in needed]
+        _check_size(demands, bundles)
+        self._group = placement_group(bundles, strategy=strategy)
+        _wait(self._group, demands, bundles, timeout_s)
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        self.slots: dict[str, list[Slot]] = {demand.name: [] for demand in demands}
+        order = sorted(range(len(needed)), key=lambda index: (demands.index(needed[index][0]), nodes[index], index))
+        for index in order:
+            demand, gpus = needed[index]
+            scheduling = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+            self.slots[demand.name].append(Slot(scheduling, cpus_each, gpus))
+
+    def remove(self) -> None:
+        remove_placement_group(self._group)
+
+
+def _total(bundles: list[dict[str, float]]) -> dict[str, float]:
+    return {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
+
+
+def _asked(demands: list[Demand], bundles: list[dict[str, float]]) -> str:
+    parts = ", ".join(f"{demand.count} {demand.name}" for demand in demands)
+    total = _total(bundles)
+    return f"{parts}: together {total['CPU']:g} CPUs" + (f" and {total['GPU']:g} GPUs" if total["GPU"] else "")
+
+
+def _has(resources: dict[str, float]) -> str:
+    return f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs"
+
+
+def _advice() -> str:
+    return (
+        "ask for fewer ranks or engines (trainer.placement.*, generator.num_inference_engines), lower "
+        "trainer.placement.cpus_per_worker, or add nodes to the cluster"
+    )
+
+
+def _check_size(demands: list[Demand], bundles: list[dict[str, float]]) -> None:
+    cluster = ray.cluster_resources()
+    largest = {
+        kind: max(node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]) for kind in ("CPU", "GPU")
+    }
+    total = _total(bundles)
+    short = [kind for kind in ("CPU", "GPU") if total[kind] > cluster.get(kind, 0) + 1e-6]
+    wide = [kind for kind in ("CPU", "GPU") if max(bundle.get(kind, 0) for bundle in bundles) > largest[kind] + 1e-6]
+    if short or wide:
+        what = "in all" if short else "on its largest node"
+        have = cluster if short else largest
+        raise PlacementError(
+            f"the run cannot be placed: it asks for {_asked(demands, bundles)}, and the cluster has {_has(have)} "
+            f"{what}; {_advice()}"
+        )
+
+
+def _wait(group: PlacementGroup, demands: list[Demand], bundles: list[dict[str, float]], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    ready = group.ready()
+    while time.monotonic() < deadline:
+        done, _ = ray.wait([ready], timeout=POLL_S)
+        if done:
+            ray.get(ready)
+            return
+    remove_placement_group(group)
+    raise PlacementError(
+        f"the run was not placed within trainer.placement.timeout_s={timeout_s:g} s: it asks for "
+        f"{_asked(demands, bundles)}, and {_has(ray.available_resources())} are free; wait for other jobs to end, or "
+        f"{_advice()}"
+    )

@@ -1,0 +1,170 @@
+"""The policy and the reference as the trainer sees them: a few calls on a step's TrainBatches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+
+from skyrl_train.cluster.engine_group import EngineGroup
+from skyrl_train.cluster.worker_group import WorkerGroup
+from skyrl_train.ranks import ParallelRanks, UpdateReport
+from skyrl_train.types import Metrics, TrainBatch
+from skyrl_train.weight_sync.transport import SendReport
+
+
+class Shards:
+    """A step's TrainBatches in the object store, one per data-parallel rank; each rank fetches its own."""
+
+    def __init__(self, batches: Sequence[TrainBatch]) -> None:
+        self.batches = batches
+        self.refs = [ray.put(batch) for batch in batches]
+
+
+@dataclass(frozen=True, slots=True)
+class SyncResult:
+    """One weight sync."""
+
+    num_bytes: int
+    seconds: float
+    """From pausing the engines to their resuming."""
+    transfer_s: float
+    """Exporting, sending and loading."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTotals:
+    """Speed of an update over all ranks."""
+
+    bubble: float
+    """Share of the time inside Megatron's schedules in which ranks did not compute, mean over ranks."""
+    mfu: float | None
+    """Model FLOPs of the update over what the devices could have done in its time; None where their peak is not known."""
+
+
+class ReferenceGroup:
+    """The frozen model of the KL term."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self._ranks: list[ParallelRanks] = []
+
+    async def start(self, kwargs: dict[str, Any]) -> None:
+        self._ranks = await self._group.build("skyrl_train.megatron.reference:MegatronReference", kwargs)
+
+    async def logprobs(self, shards: Shards) -> list[Any]:
+        """References to the logprobs [T] of each shard. Shards go to the reference's data-parallel ranks in turn."""
+        num = self._ranks[0].dp_size
+        kept: list[Any] = []
+        for start in range(0, len(shards.refs), num):
+            wave = shards.refs[start : start + num]
+            # All ranks run when any does: a rank without a shard of its own repeats one, its expert peers may need it.
+            args = [(wave[min(place.dp_rank, len(wave) - 1)],) for place in self._ranks]
+            results = await self._group.each_kept("logprobs", args)
+            reporting = {
+                place.dp_rank: result for place, result in zip(self._ranks, results, strict=True) if place.reports
+            }
+            kept += [reporting[index] for index in range(len(wave))]
+        return kept
+
+
+class PolicyGroup:
+    """The trained model: logprobs, updates and its weights on their way to the engines."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self._ranks: list[ParallelRanks] = []
+        self._owners: list[str] = []
+        self.policy_version = 0
+
+    async def start(self, kwargs: dict[str, Any]) -> None:
+        self._ranks = await self._group.build("skyrl_train.megatron.policy:MegatronPolicy", kwargs)
+
+    @property
+    def dp_size(self) -> int:
+        return self._ranks[0].dp_size
+
+    @property
+    def world_size(self) -> int:
+        return len(self._ranks)
+
+    def _of_rank(self, per_shard: Sequence[Any]) -> list[Any]:
+        return [per_shard[place.dp_rank] for place in self._ranks]
+
+    async def keep_old_logprobs(self, shards: Shards, ref_logprobs: Sequence[Any] | None = None) -> Tensor | None:
+        """Have every rank compute and keep the logprobs that the next update compares with.
+
+        Returns: with reference logprobs, the KL of each sample [B] (sum of log p - log ref over the policy's tokens).
+        """
+        refs = [None] * self.dp_size if ref_logprobs is None else ref_logprobs
+        args = list(zip(self._of_rank(shards.refs), self._of_rank(refs), strict=True))
+        results = await self._group.each("keep_old_logprobs", args)
+        if ref_logprobs is None:
+            return None
+        kl = torch.zeros(sum(len(batch.sample_ids) for batch in shards.batches))
+        for place, result in zip(self._ranks, results, strict=True):
+            if place.reports:
+                kl[shards.batches[place.dp_rank].sample_ids] = result
+        return kl
+
+    async def logprobs(self, batch: TrainBatch) -> Tensor:
+        """Logprobs [T] of one batch, the same on all data-parallel ranks."""
+        ref = ray.put(batch)
+        results = await self._group.each("logprobs", [(ref,)] * len(self._ranks))
+        return next(result for place, result in zip(self._ranks, results, strict=True) if place.reports)
+
+    async def update(
+        self, shards: Shards, ref_logprobs: Sequence[Any] | None, epochs: int
+    ) -> tuple[Metrics, UpdateTotals]:
+        """One optimizer step per mini-batch and epoch on all ranks."""
+        refs = [None] * self.dp_size if ref_logprobs is None else ref_logprobs
+        args = [(s, r, epochs) for s, r in zip(self._of_rank(shards.refs), self._of_rank(refs), strict=True)]
+        reports: list[UpdateReport] = await self._group.each("update", args)
+        self.policy_version += epochs * len(shards.batches[0].mini_batches)
+        metrics = next(report.metrics for report in reports if report.metrics)
+        flops = sum(r.train_flops for place, r in zip(self._ranks, reports, strict=True) if place.reports)
+        schedule = sum(report.schedule_seconds for report in reports)
+        bubble = 1 - sum(report.busy_seconds for report in reports) / schedule if schedule else 0.0
+        seconds = max(report.seconds for report in reports)
+        peaks = [report.peak_flops for report in reports]
+        mfu = None if None in peaks else flops / (seconds * sum(peak for peak in peaks if peak is not None))
+        return metrics, UpdateTotals(bubble=max(0.0, bubble), mfu=mfu)
+
+    async def connect_engines(self, engines: EngineGroup, backend: str, bucket_bytes: int, timeout_s: float) -> None:
+        """Open the way for weights: each pipeline stage's owner sends its own tensors to every engine."""
+        owners = [rank for rank, place in enumerate(self._ranks) if place.owns_stage]
+        for rank in owners:
+            info = await self._group.one(
+                rank, "open_sender", engines.actors, backend, bucket_bytes, engines.num_workers, timeout_s
+            )
+            await asyncio.gather(engines.init_weight_sync(info), self._group.one(rank, "connect_sender"))
+
+    async def send_weights(self, engines: EngineGroup, dtype_name: str) -> SyncResult:
+        """Move the current weights into the running engines and have them served as the current version.
+
+        Raises: RemoteFailed; the engines then stay paused.
+        """
+        started = time.perf_counter()
+        await engines.pause()
+        await engines.start_weight_update()
+        refs = [actor.send_weights.remote(dtype_name) for actor in self._group.actors]
+        reports: list[SendReport] = [r for r in await self._group.calls.gather("send_weights", refs) if r is not None]
+        transfer_s = time.perf_counter() - started
+        digests: dict[str, int] = {}
+        for report in reports:
+            digests |= report.digests
+        assert len(digests) == sum(len(report.digests) for report in reports), "two stages sent the same tensor"
+        await engines.finish_weight_update(self.policy_version, digests)
+        await engines.resume()
+        num_bytes = sum(report.num_bytes for report in reports)
+        return SyncResult(num_bytes, time.perf_counter() - started, transfer_s)
+
+    async def save_hf(self, folder: str) -> None:
+        """Write a Hugging Face checkpoint of the current weights."""
+        await self._group.all("save_hf", folder)

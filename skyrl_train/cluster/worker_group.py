@@ -1,0 +1,137 @@
+"""Actors that act as one: every call goes to all ranks, and the failure of one rank is the failure of the call."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from skyrl_train.cluster.calls import Calls
+from skyrl_train.cluster.placement import Slot
+from skyrl_train.cluster.process import free_port, host, log_to
+from skyrl_train.ranks import Rendezvous
+from skyrl_train.weight_sync.broadcast import BroadcastSender
+from skyrl_train.weight_sync.shm import ShmSender
+from skyrl_train.weight_sync.transport import ControlMessage, SendReport
+
+
+class RankActor:
+    """One process of a group; holds a plain worker object and makes the calls that need Ray for it."""
+
+    def __init__(self, name: str, log_path: str) -> None:
+        log_to(log_path)
+        import torch
+
+        torch.set_num_threads(1)
+        self._name = name
+        self._sender: ShmSender | BroadcastSender | None = None
+        self._worker: Any = None
+
+    def meeting_place(self) -> tuple[str, int]:
+        return host(), free_port()
+
+    def build(self, entry_point: str, rendezvous: Rendezvous, kwargs: dict[str, Any]) -> Any:
+        """Make the worker `module:Class` and return its place in the layout."""
+        module, name = entry_point.split(":")
+        self._worker = getattr(importlib.import_module(module), name)(rendezvous, **kwargs)
+        return self._worker.ranks
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._worker, method)(*args, **kwargs)
+
+    def call_and_keep(self, method: str, *args: Any) -> tuple[None, Any]:
+        """As `call`; the driver waits for the first result and hands on a reference to the second without fetching it."""
+        return None, self.call(method, *args)
+
+    def open_sender(
+        self, engines: Sequence[Any], backend: str, bucket_bytes: int, num_workers: int, timeout_s: float
+    ) -> ControlMessage:
+        """Make this rank a sender of weights and return what the engines must be told."""
+        import torch
+
+        from skyrl_train.device import device
+
+        def post(message: ControlMessage) -> Callable[[], object]:
+            taken = [engine.update_weights.remote(message | {"sender": self._name}) for engine in engines]
+            return lambda: ray.get(taken, timeout=timeout_s)
+
+        if backend == "shm":
+            self._sender = ShmSender(bucket_bytes, post)
+        else:
+            where: torch.device = device()
+            self._sender = BroadcastSender(bucket_bytes, post, 1 + num_workers, where, timeout_s, host=host())
+        return self._sender.init_info | {"sender": self._name}
+
+    def connect_sender(self) -> None:
+        """Wait until every receiver has joined."""
+        if isinstance(self._sender, BroadcastSender):
+            self._sender.connect()
+
+    def send_weights(self, dtype_name: str) -> SendReport | None:
+        """Export this stage's weights to the engines; every rank of the stage takes part, its owner sends and reports."""
+        import torch
+
+        tensors = self._worker.export(getattr(torch, dtype_name))
+        if self._sender is not None:
+            return self._sender.send(tensors)
+        for _ in tensors:
+            pass
+        return None
+
+
+class WorkerGroup:
+    """The ranks of the policy or of the reference."""
+
+    def __init__(self, name: str, slots: Sequence[Slot], log_folder: str, timeout_s: float) -> None:
+        """Asks Ray to start the actors and returns at once."""
+        names = tuple(f"{name}-{rank}" for rank in range(len(slots)))
+        self.calls = Calls(names, timeout_s, log_folder)
+        actor = ray.remote(RankActor)
+        self.actors = [
+            actor.options(  # type: ignore[attr-defined]
+                num_cpus=slot.num_cpus, num_gpus=slot.num_gpus, scheduling_strategy=slot.strategy
+            ).remote(rank_name, f"{log_folder}/{rank_name}.log")
+            for slot, rank_name in zip(slots, names, strict=True)
+        ]
+
+    @property
+    def size(self) -> int:
+        return len(self.actors)
+
+    async def build(self, entry_point: str, kwargs: dict[str, Any]) -> list[Any]:
+        """Make `module:Class` on every rank; returns each rank's place in the layout."""
+        address, port = await self.one(0, "meeting_place")
+        meetings = [Rendezvous(rank, self.size, address, port, self.calls.timeout_s) for rank in range(self.size)]
+        return await self.calls.gather(
+            "start",
+            [
+                actor.build.remote(entry_point, meeting, kwargs)
+                for actor, meeting in zip(self.actors, meetings, strict=True)
+            ],
+        )
+
+    async def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """`worker.method(*args)` on every rank with the same arguments."""
+        return await self.calls.gather(method, [actor.call.remote(method, *args, **kwargs) for actor in self.actors])
+
+    async def each(self, method: str, args_of_rank: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
+        """`worker.method(*args_of_rank[rank])` on every rank."""
+        pairs = zip(self.actors, args_of_rank, strict=True)
+        return await self.calls.gather(method, [actor.call.remote(method, *args, **kwargs) for actor, args in pairs])
+
+    async def each_kept(self, method: str, args_of_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """As `each`, but the results stay where they are: references to them, one per rank."""
+        pairs = zip(self.actors, args_of_rank, strict=True)
+        refs = [actor.call_and_keep.options(num_returns=2).remote(method, *args) for actor, args in pairs]
+        await self.calls.gather(method, [done for done, _ in refs])
+        return [kept for _, kept in refs]
+
+    async def one(self, rank: int, method: str, *args: Any) -> Any:
+        """A method of the actor itself, on one rank."""
+        return (await self.calls.gather(method, [getattr(self.actors[rank], method).remote(*args)], [rank]))[0]
+
+    def kill(self) -> None:
+        for actor in self.actors:
+            ray.kill(actor)
