@@ -1,1 +1,1 @@
-"""The only folder that imports vLLM: engines, the worker side of the weight sync, and the router over several engines."""
+"""The only folder that imports vLLM: engines, the worker side of the weight sync, the router over the engines."""

@@ -23,6 +23,8 @@ from skyrl_train.weight_sync.digest import WeightSyncError, compare
 from skyrl_train.weight_sync.transport import ControlMessage
 
 if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     from skyrl_train.inference.requests import Requests
 
 T = TypeVar("T")
@@ -53,11 +55,13 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         set_environment(settings, device_type())
-        from skyrl_train.inference.requests import Requests  # noqa: PLC0415  the environment comes first
-        from skyrl_train.inference.vllm_versions import build_async_llm  # noqa: PLC0415
+        # Only now: vLLM and its threads read the environment when they are imported.
+        from skyrl_train.inference import vllm_versions
+        from skyrl_train.inference.requests import Requests
 
-        self._llm = build_async_llm(engine_arguments(settings, device_type()))
-        self._requests: Requests = Requests(self._llm, settings.max_model_len)
+        self._vllm = vllm_versions
+        self._running_llm: AsyncLLM | None = vllm_versions.build_async_llm(engine_arguments(settings, device_type()))
+        self._requests: Requests = Requests(self._running_llm, settings.max_model_len)
         self._policy_version = 0
         self._paused = False
         self._needs_weights = False
@@ -118,10 +122,7 @@ class Engine:
 
         Args: info is the sender's `init_info` (plus `rank_offset` for a broadcast).
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest  # noqa: PLC0415
-
-        request = WeightTransferInitRequest(init_info={"info": info})
-        await self._call(self._llm.init_weight_transfer_engine(request), "connecting the weight sync")
+        await self._call(self._vllm.init_weight_transfer(self._llm, {"info": info}), "connecting the weight sync")
 
     async def start_weight_update(self) -> None:
         """Raises: WeightSyncError unless paused. An update that broke off before is given up."""
@@ -134,11 +135,9 @@ class Engine:
 
     async def update_weights(self, message: ControlMessage) -> None:
         """Take in one bucket; messages are worked off in the order in which they come."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest  # noqa: PLC0415
-
-        request = WeightTransferUpdateRequest(update_info={"message": message})
         async with self._update_lock:
-            await self._call(self._llm.update_weights(request), f"taking in weight bucket {message['index']}")
+            update = self._vllm.update_weights(self._llm, {"message": message})
+            await self._call(update, f"taking in weight bucket {message['index']}")
 
     async def finish_weight_update(self, policy_version: int, sent_digests: dict[str, int]) -> SyncReport:
         """Check that all of the sent weights have arrived and been loaded, and serve them as `policy_version`.
@@ -155,9 +154,7 @@ class Engine:
         await self._call(self._llm.finish_weight_update(), "finishing a weight update")
         if not await self._call(self._llm.reset_prefix_cache(), "resetting the prefix cache"):
             raise WeightSyncError("the engine did not reset its prefix cache: a running request holds parts of it")
-        from skyrl_train.inference.vllm_versions import set_weight_version  # noqa: PLC0415
-
-        await self._call(set_weight_version(self._llm, policy_version), "setting the served version")
+        await self._call(self._vllm.set_weight_version(self._llm, policy_version), "setting the served version")
         self._policy_version = policy_version
         self._needs_weights = False
         return SyncReport(
@@ -175,8 +172,17 @@ class Engine:
 
     async def shutdown(self) -> None:
         """Ends the engine's processes; takes up to 5 s."""
-        self._running.clear()
-        await asyncio.to_thread(self._llm.shutdown)
+        llm, self._running_llm = self._running_llm, None
+        if llm is not None:
+            self._running.clear()
+            self._requests.close()
+            await asyncio.to_thread(llm.shutdown)
+
+    @property
+    def _llm(self) -> AsyncLLM:
+        if self._running_llm is None:
+            raise EngineDeadError("the engine was shut down")
+        return self._running_llm
 
     def _check_alive(self) -> None:
         if self._llm.errored:

@@ -72,15 +72,13 @@ class LayerwiseReload:
             self._received.add(name)
         self._views = _Views(named_tensors)
         with set_current_vllm_config(self._vllm_config), torch.no_grad():
-            self._model.load_weights(self._views.feed())
+            self._model.load_weights(self._views.feed())  # type: ignore[operator]
             self._clone_what_stays()
         self._views = _Views([])
 
     def faults(self) -> list[str]:
         """What keeps the update from being complete, as sentences; to be asked before `finish`."""
-        unused = sorted(
-            name for name in self._received - self._consumed if name.rsplit(".", 1)[-1] not in NOT_RELOADED
-        )
+        unused = sorted(name for name in self._received - self._consumed if name.rsplit(".", 1)[-1] not in NOT_RELOADED)
         found = [f"{len(unused)} tensors belong to no parameter of the engine: {name_list(unused)}"] if unused else []
         missing = list(self._incomplete_layers())
         if missing:
@@ -102,8 +100,8 @@ class LayerwiseReload:
         for module in self._model.modules():
             for parameter in module._parameters.values():
                 loader = getattr(parameter, "weight_loader", None)
-                if loader is not None and loader.__name__ == WRAPPER_NAME:
-                    parameter.weight_loader = self._watched(loader)
+                if parameter is not None and getattr(loader, "__name__", "") == WRAPPER_NAME:
+                    parameter.weight_loader = self._watched(loader)  # type: ignore[attr-defined, arg-type]
 
     def _watched(self, loader: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(loader)
@@ -201,7 +199,7 @@ def _forget_packed_experts(model: nn.Module) -> None:
     """Else an unquantised MoE layer keeps its packed experts and copies raw weights into them (vLLM 0.32, CPU)."""
     if not torch.cuda.is_available():
         for module in model.modules():
-            method = getattr(module, "quant_method", None)
+            method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
 
@@ -209,6 +207,6 @@ def _forget_packed_experts(model: nn.Module) -> None:
 def _repack_embeddings(model: nn.Module) -> None:
     """Else a tied output head keeps computing with the packed copy of the old weights (vLLM 0.26 to 0.32, CPU)."""
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if type(method).__name__ == "UnquantizedEmbeddingMethod" and hasattr(module, "cpu_linear"):
             method.process_weights_after_loading(module)

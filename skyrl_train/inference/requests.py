@@ -86,6 +86,9 @@ class Requests:
             policy_version=policy_version,
         )
 
+    def close(self) -> None:
+        del self._llm  # vLLM ends its processes when the last reference goes, which must not wait for the interpreter
+
     async def _complete(self, token_ids: list[int], params: VllmSamplingParams) -> CompletionOutput:
         async for output in self._llm.generate(_prompt(token_ids), params, self._next_id()):
             return output.outputs[0]
@@ -119,6 +122,7 @@ def _sampling_params(params: SamplingParams, max_tokens: int) -> VllmSamplingPar
         detokenize=bool(params.stop),
         logprobs=0,
         flat_logprobs=True,
+        skip_clone=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

@@ -1,4 +1,7 @@
-"""What an engine is started with, and what vLLM is told of it. Imports no vLLM: settings are made in other processes."""
+"""What an engine is started with, and what vLLM is told of it.
+
+Imports no vLLM: settings are made in other processes, and the environment must be set before vLLM is imported.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +70,7 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
         "enable_log_requests": False,
+        "use_tqdm_on_load": False,
     }
     if settings.kv_cache_memory_bytes is not None:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes
@@ -79,7 +83,7 @@ def engine_environment(settings: EngineSettings, device_type: str) -> dict[str, 
     """Environment variables that must be set before the first `import vllm`, and that its processes inherit."""
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",
         # The death of the core reaches waiting requests after this time (vLLM 0.32: 6 to 11 s with its default).
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
         # The worker lives in the core's process: one process and its start-up less (tensor parallelism asks for "mp").

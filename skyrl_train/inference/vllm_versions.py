@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader.reload import meta as _reload_meta
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -19,6 +20,14 @@ def build_async_llm(arguments: dict[str, Any]) -> AsyncLLM:
     except TypeError as error:
         raise ValueError(f"vLLM refuses generator.engine_init_kwargs: {error}") from error
     return AsyncLLM.from_engine_args(engine_args)
+
+
+async def init_weight_transfer(llm: AsyncLLM, init_info: dict[str, Any]) -> None:
+    await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+
+
+async def update_weights(llm: AsyncLLM, update_info: dict[str, Any]) -> None:
+    await llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
 
 
 async def set_weight_version(llm: AsyncLLM, version: int) -> None:

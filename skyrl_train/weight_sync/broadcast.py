@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ class BroadcastGroup:
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._backend: dist.Backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
+            self._backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
         else:
             self._backend = dist.ProcessGroupGloo(store, rank, world_size, timeout)
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))()

@@ -7,8 +7,10 @@ that share /dev/shm, where process ids lie).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
+import gc
 import mmap
 import os
 import secrets
@@ -62,10 +64,8 @@ class _Mapping:
         return torch.frombuffer(owner, dtype=torch.uint8), lambda: alive() is not None
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(BufferError):  # a view is alive while an error is on its way: it frees the memory
             self._map.close()
-        except BufferError:
-            pass  # a view is alive (an error is on its way to the caller): the memory goes when the view goes
         os.close(self._descriptor)
 
 
@@ -182,6 +182,8 @@ class ShmReceiver:
         digests = bucket_digests(bucket)
         load(list(unpack(bucket)))
         del buffer, bucket
+        if is_alive():
+            gc.collect()  # a view in a reference cycle is nobody's
         if is_alive():
             raise WeightSyncError(
                 f"the engine's loader keeps views of bucket {message['index']} after loading it "

@@ -1,0 +1,170 @@
+"""The router, against engines of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from skyrl_train.inference.router import EngineFailedError, Request, Router
+from skyrl_train.types import Generation, SamplingParams
+
+PARAMS = SamplingParams(max_generate_length=4)
+
+
+def answer(token_ids: list[int]) -> Generation:
+    return Generation(token_ids=token_ids[::-1], logprobs=[], text="", stop_reason="stop", policy_version=0)
+
+
+class Engine:
+    """Answers each prompt with its reverse, in two messages; notes what it was asked and what was aborted."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.batches: list[list[Request]] = []
+        self.aborted = 0
+        self.delay_s = delay_s
+
+    async def __call__(self, requests: list[Request]) -> AsyncIterator[list[tuple[int, Generation]]]:
+        self.batches.append(requests)
+        try:
+            await asyncio.sleep(self.delay_s)
+            half = len(requests) // 2
+            for part in (requests[:half], requests[half:]):
+                yield [(index, answer(token_ids)) for index, token_ids, _ in part]
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+
+
+async def broken(requests: list[Request]) -> AsyncIterator[list[tuple[int, Generation]]]:
+    yield [(requests[0][0], answer(requests[0][1]))]
+    raise OSError("the wire was cut")
+
+
+async def forgetful(requests: list[Request]) -> AsyncIterator[list[tuple[int, Generation]]]:
+    yield [(requests[0][0], answer(requests[0][1]))]
+
+
+def test_every_caller_gets_the_answer_to_its_own_prompt():
+    async def main() -> None:
+        router = Router([Engine(), Engine(), Engine()])
+        prompts = [[n, n + 1, n + 2] for n in range(50)]
+        answers = await asyncio.gather(*(router.generate(prompt, PARAMS, str(prompt[0] % 7)) for prompt in prompts))
+        assert [generation.token_ids for generation in answers] == [prompt[::-1] for prompt in prompts]
+
+    asyncio.run(main())
+
+
+def test_requests_of_one_moment_reach_an_engine_in_one_call():
+    async def main() -> None:
+        engines = [Engine(), Engine()]
+        router = Router(engines)
+        await asyncio.gather(*(router.generate([n], PARAMS, str(n // 8)) for n in range(1024)))
+        assert [len(engine.batches) for engine in engines] == [1, 1]
+        assert [len(engine.batches[0]) for engine in engines] == [512, 512]
+
+    asyncio.run(main())
+
+
+def test_samples_of_one_prompt_stay_on_one_engine_over_all_turns():
+    async def main() -> None:
+        engines = [Engine() for _ in range(3)]
+        router = Router(engines)
+
+        async def turns(key: int) -> None:
+            for turn in range(3):
+                await router.generate([key, turn], PARAMS, str(key))
+                await asyncio.sleep(0.001 * (key % 3))
+
+        await asyncio.gather(*(turns(key) for key in range(30)))
+        for key in range(30):
+            homes = [
+                number
+                for number, engine in enumerate(engines)
+                if any(token_ids[0] == key for batch in engine.batches for _, token_ids, _ in batch)
+            ]
+            assert len(homes) == 1
+
+    asyncio.run(main())
+
+
+def test_a_new_prompt_goes_to_the_least_loaded_engine():
+    async def main() -> None:
+        engines = [Engine(delay_s=0.05), Engine(delay_s=0.05)]
+        router = Router(engines)
+        long_group = [asyncio.create_task(router.generate([0], PARAMS, "a")) for _ in range(8)]
+        await asyncio.sleep(0.01)
+        others = [asyncio.create_task(router.generate([1], PARAMS, key)) for key in "bcdefg"]
+        await asyncio.sleep(0.01)
+        assert router.loads == [8, 6]
+        await asyncio.gather(*long_group, *others)
+        assert router.loads == [0, 0]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("engine", "reason"), [(broken, "the wire was cut"), (forgetful, "without answering")])
+def test_a_failed_engine_fails_its_waiting_callers_and_no_others(engine, reason):
+    async def main() -> None:
+        router = Router([engine, Engine()])
+        calls = [router.generate([n], PARAMS, "left" if n % 2 == 0 else "right") for n in range(6)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(results[0], Generation)
+        for result in (results[2], results[4]):
+            assert isinstance(result, EngineFailedError)
+            assert "engine 0" in str(result) and reason in str(result)
+        assert all(isinstance(result, Generation) for result in results[1::2])
+
+    asyncio.run(main())
+
+
+def test_a_batch_is_aborted_when_its_last_caller_leaves():
+    async def main() -> None:
+        engine = Engine(delay_s=10)
+        router = Router([engine])
+        callers = [asyncio.create_task(router.generate([n], PARAMS, "a")) for n in range(3)]
+        await asyncio.sleep(0.01)
+        callers[0].cancel()
+        callers[1].cancel()
+        await asyncio.sleep(0.01)
+        assert engine.aborted == 0
+        callers[2].cancel()
+        await asyncio.sleep(0.01)
+        assert engine.aborted == 1
+        assert router.loads == [0]
+
+    asyncio.run(main())
+
+
+def test_a_caller_that_left_before_the_call_is_not_sent():
+    async def main() -> None:
+        engine = Engine()
+        router = Router([engine])
+        leaving = asyncio.create_task(router.generate([0], PARAMS, "a"))
+        staying = asyncio.create_task(router.generate([1], PARAMS, "a"))
+        asyncio.get_running_loop().call_soon(leaving.cancel)
+        assert (await staying).token_ids == [1]
+        assert [token_ids for _, token_ids, _ in engine.batches[0]] == [[1]]
+        assert leaving.cancelled()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("turns_of_the_loop", [1, 2, 3, 10])
+def test_closing_the_router_ends_every_wait(turns_of_the_loop):
+    async def main() -> None:
+        router = Router([Engine(delay_s=10)])
+        caller = asyncio.create_task(router.generate([0], PARAMS, "a"))
+        for _ in range(turns_of_the_loop):
+            await asyncio.sleep(0)
+        await router.close()
+        with pytest.raises(EngineFailedError, match="router was closed"):
+            await asyncio.wait_for(caller, timeout=1)
+
+    asyncio.run(main())
+
+
+def test_a_router_without_engines_is_refused():
+    with pytest.raises(ValueError, match="num_inference_engines"):
+        Router([])
