@@ -127,8 +127,10 @@ def draw_logprob_difference(axes: Axes, history: History) -> None:
     mean = history.series("policy/rollout_train_logprobs_abs_diff_mean")
     line(axes, largest, GREY, "largest", linewidth=1.2)
     line(axes, mean, RED, "mean")
-    if any(value > 0 for value in (*largest.values, *mean.values)):
+    positive = [value for value in (*largest.values, *mean.values) if value > 0]
+    if positive:
         axes.set_yscale("log")
+        axes.set_ylim(min(positive) / 2, 2 * max(positive))
         axes.grid(which="minor", visible=False)
     legend(axes)
 

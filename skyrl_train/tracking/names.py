@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -42,40 +43,66 @@ PHASES = (
 METRICS = (
     MetricName("trainer/global_step", "steps", "steps finished; 0 is the state before training"),
     MetricName("trainer/epoch", "passes", "pass over the training data, from 0"),
-    MetricName("trainer/unix_time_s", "s", "when the line was written (metrics.jsonl only)"),
+    MetricName("trainer/unix_time_s", "s", "when the line was written (only in metrics.jsonl)"),
     MetricName("reward/avg_raw_reward", "reward", "mean reward of the step's samples, before any KL penalty"),
-    MetricName("reward/avg_pass_at_{n}", "share", "prompts with at least one positive reward among their n samples"),
-    MetricName("generate/avg_num_tokens", "tokens", "mean tokens that the policy wrote per sample"),
-    MetricName("generate/max_num_tokens", "tokens", "most tokens that the policy wrote in one sample"),
+    MetricName("reward/avg_pass_at_{n}", "share", "prompts with a positive reward among their n samples"),
+    MetricName("reward/mean_positive_reward", "reward", "mean reward, negative ones counted as 0"),
+    MetricName("reward/zero_variance_share", "share", "groups whose rewards are all equal: they teach nothing"),
     MetricName("generate/batch_num_seq", "samples", "samples of the step"),
-    MetricName("policy/final_loss", "loss", "what was differentiated: policy loss, KL and entropy terms"),
-    MetricName("policy/policy_loss", "loss", "the clipped policy-gradient term alone"),
+    MetricName("generate/avg_num_tokens", "tokens", "tokens that the policy wrote per sample, mean"),
+    MetricName("generate/min_num_tokens", "tokens", "the same, least"),
+    MetricName("generate/max_num_tokens", "tokens", "the same, most"),
+    MetricName("generate/std_num_tokens", "tokens", "the same, standard deviation"),
+    MetricName("generate/avg_tokens_non_zero_rewards", "tokens", "the same, mean of samples with a positive reward"),
+    MetricName("generate/avg_tokens_zero_rewards", "tokens", "the same, mean of samples with reward 0"),
+    MetricName("generate/share_stopped_by_length", "share", "samples cut by the length limit"),
+    MetricName("generate/avg_turns", "turns", "turns of the policy per sample"),
+    MetricName("environment/{key}", "", "what the environments measured (`get_metrics`), aggregated by their class"),
+    MetricName("environment/{env_class}/{key}", "", "the same where several classes measure something of this name"),
+    MetricName(
+        "loss/avg_final_rewards", "reward", "mean reward that the advantages were made of, after any KL penalty"
+    ),
+    MetricName("loss/avg_raw_advantages", "", "advantage, mean over the tokens that the policy wrote"),
+    MetricName("loss/avg_raw_advantages_abs", "", "its absolute value, mean over the same tokens"),
+    MetricName("policy/final_loss", "loss", "what was differentiated: policy, KL and entropy terms together"),
+    MetricName("policy/policy_loss", "loss", "the policy-gradient term alone"),
+    MetricName("policy/kl_loss", "loss", "the KL term, with its coefficient"),
+    MetricName("policy/entropy_loss", "loss", "the entropy term, with its coefficient"),
     MetricName("policy/policy_entropy", "nats/token", "entropy of the policy's next-token distribution"),
-    MetricName("policy/policy_kl", "nats/token", "estimated KL from the reference model"),
+    MetricName("policy/policy_kl", "nats/token", "estimated KL from the reference model, mean"),
+    MetricName("policy/policy_kl_max", "nats/token", "the same, largest of any token"),
+    MetricName("policy/approx_kl", "nats/token", "estimated KL from the policy at the start of the step"),
     MetricName("policy/policy_lr", "", "learning rate of the last optimizer step"),
-    MetricName("policy/grad_norm", "", "gradient norm before clipping, mean over optimizer steps"),
+    MetricName("policy/grad_norm", "", "gradient norm before clipping, mean over the optimizer steps"),
+    MetricName("policy/num_optimizer_steps", "steps", "optimizer steps of this step"),
+    MetricName("policy/num_skipped_steps", "steps", "of these, skipped because a gradient was not finite"),
     MetricName("policy/loss_metrics/clip_ratio", "share", "tokens whose probability ratio was clipped"),
     MetricName(
         "policy/rollout_train_logprobs_abs_diff_mean",
         "nats",
-        "mean |engine's - trainer's logprob| of the same tokens under the same weights",
+        "difference of the engine's and the trainer's logprob of the same tokens, before the update: mean",
     ),
-    MetricName("policy/rollout_train_logprobs_abs_diff_max", "nats", "the largest such difference"),
+    MetricName("policy/rollout_train_logprobs_abs_diff_std", "nats", "the same, standard deviation"),
+    MetricName("policy/rollout_train_logprobs_abs_diff_max", "nats", "the same, largest"),
     MetricName("eval/all/avg_score", "reward", "mean reward on all held-out prompts"),
     MetricName("eval/all/pass_at_{n}", "share", "held-out prompts with a positive reward among n samples"),
-    MetricName("eval/{data_source}/avg_score", "reward", "mean reward on one data source"),
-    MetricName("eval/{data_source}/pass_at_{n}", "share", "pass@n on one data source"),
+    MetricName("eval/all/mean_positive_reward", "reward", "mean held-out reward, negative ones counted as 0"),
+    MetricName("eval/{data_source}/{score}", "", "the same scores on the prompts of one data source"),
     MetricName(STEP_TIME, "s", "one training step, wall clock"),
     *(MetricName(phase.name, "s", phase.meaning) for phase in PHASES),
     MetricName("perf/generate_tokens_per_s", "tokens/s", "tokens written by the policy per second of generation"),
     MetricName("perf/train_tokens_per_s", "tokens/s", "tokens of all samples per second of training"),
     MetricName(
-        "perf/sync_gb_per_s", "GB/s", "weight bytes that reached the engines per second of sync (1 GB = 1e9 bytes)"
+        "perf/sync_gb_per_s", "GB/s", "weight bytes that reached the engines per second of sync (GB = 1e9 bytes)"
     ),
     MetricName("perf/mfu", "share", "model FLOPs of training over the devices' peak; absent where no peak is known"),
-    MetricName("perf/pipeline_bubble", "share", "time that a pipeline rank waits for its neighbours"),
+    MetricName("perf/pipeline_bubble", "share", "time in which a pipeline rank waits for its neighbours"),
     MetricName("perf/driver_share", "share", "of the step, outside generate, forward, train and sync"),
     MetricName("balance/dp_imbalance", "share", "work of the heaviest data-parallel rank over the mean, minus 1"),
+    MetricName("balance/padding_share", "share", "padded tokens that are not tokens"),
+    MetricName("balance/fill", "share", "how full micro-batches are; above 1 where a sample exceeds the limit"),
+    MetricName("balance/num_micro_batches", "", "micro-batches of each rank"),
+    MetricName("balance/num_empty_micro_batches", "", "micro-batches without samples, of all ranks"),
 )
 
 
@@ -85,3 +112,19 @@ def phases_of(metrics: Mapping[str, float]) -> list[Phase]:
     names = {STEP_TIME, *(phase.name for phase in known)}
     others = sorted(name for name in metrics if name.startswith("timing/") and name not in names)
     return known + [Phase(name, name.removeprefix("timing/").replace("_", " "), True, "") for name in others]
+
+
+def is_documented(name: str) -> bool:
+    """Whether METRICS has `name`, or a family (`eval/all/pass_at_{n}`) to which it belongs."""
+    families = (re.sub(r"\\{\w+\\}", "[^/]+", re.escape(metric.name)) for metric in METRICS)
+    return any(re.fullmatch(family, name) for family in families)
+
+
+def markdown_table() -> str:
+    """All metrics as the table of `docs/tracking.md`."""
+    rows = (f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in METRICS)
+    return "\n".join(["| name | unit | meaning |", "|---|---|---|", *rows])
+
+
+if __name__ == "__main__":
+    print(markdown_table())
