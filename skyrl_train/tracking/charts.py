@@ -123,14 +123,13 @@ def draw_kl(axes: Axes, history: History) -> None:
 
 
 def draw_logprob_difference(axes: Axes, history: History) -> None:
-    largest = history.series("policy/rollout_train_logprobs_abs_diff_max")
-    mean = history.series("policy/rollout_train_logprobs_abs_diff_mean")
+    """On a logarithmic axis, which has no place for the steps where both sides agree to the last bit."""
+    largest = positive(history.series("policy/rollout_train_logprobs_abs_diff_max"))
+    mean = positive(history.series("policy/rollout_train_logprobs_abs_diff_mean"))
     line(axes, largest, GREY, "largest", linewidth=1.2)
     line(axes, mean, RED, "mean")
-    positive = [value for value in (*largest.values, *mean.values) if value > 0]
-    if positive:
+    if len(largest) or len(mean):
         axes.set_yscale("log")
-        axes.set_ylim(min(positive) / 2, 2 * max(positive))
         axes.grid(which="minor", visible=False)
     legend(axes)
 
@@ -198,6 +197,12 @@ def step_phases(history: History) -> list[Phase]:
 
 def points(series: Series) -> tuple[Sequence[int], Sequence[float]]:
     return series.steps, series.values
+
+
+def positive(series: Series) -> Series:
+    """The points above 0."""
+    kept = [(step, value) for step, value in zip(series.steps, series.values, strict=True) if value > 0]
+    return Series(tuple(step for step, _ in kept), tuple(value for _, value in kept))
 
 
 def line(axes: Axes, series: Series, color: str, label: str, **style: Any) -> None:
