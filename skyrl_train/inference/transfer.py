@@ -30,7 +30,7 @@ BACKEND = "skyrl"
 @dataclass
 class InitInfo(WeightTransferInitInfo):
     info: ControlMessage
-    """`Sender.init_info` (plus `rank_offset` for a broadcast)."""
+    """`Sender.init_info` with the name of the `sender` (plus `rank_offset` for a broadcast)."""
 
 
 @dataclass
@@ -47,26 +47,32 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, config: Any, vllm_config: VllmConfig, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._reload = LayerwiseReload(model, vllm_config)
-        self._receiver: Receiver | None = None
+        self._receivers: dict[str, Receiver] = {}
+        """One per sender: each pipeline stage of the trainer sends its own tensors."""
         self._digests: dict[str, int] = {}
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.shutdown()
-        self._receiver = _build_receiver(init_info.info, self._worker_rank(), self.device)
+        sender = init_info.info["sender"]
+        if sender in self._receivers:
+            self._receivers.pop(sender).close()
+        self._receivers[sender] = _build_receiver(init_info.info, self._worker_rank(), self.device)
 
     def _worker_rank(self) -> int:
         parallel = self.vllm_config.parallel_config
         return parallel.data_parallel_index * parallel.world_size + parallel.rank
 
     def start_weight_update(self) -> None:
-        receiver = self._connected()
+        if not self._receivers:
+            raise RuntimeError("init_weight_sync was not called on this engine, or its connection was closed")
         self._digests = {}
         self._reload.retarget(self.model, self.model_config)
         self._reload.begin()
-        receiver.begin()
+        for receiver in self._receivers.values():
+            receiver.begin()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        self._digests |= self._connected().receive(update_info.message, self._reload.load)
+        message = update_info.message
+        self._digests |= self._receivers[message["sender"]].receive(message, self._reload.load)
 
     def finish_weight_update(self) -> None:
         self._reload.finish()
@@ -80,19 +86,14 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         }
 
     def shutdown(self) -> None:
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
+        for receiver in self._receivers.values():
+            receiver.close()
+        self._receivers.clear()
 
     @staticmethod
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
         """Abstract in vLLM 0.26; the sender lives in `skyrl_train.weight_sync` and knows no vLLM."""
         raise NotImplementedError("weights are sent by skyrl_train.weight_sync")
-
-    def _connected(self) -> Receiver:
-        if self._receiver is None:
-            raise RuntimeError("init_weight_sync was not called on this engine, or its connection was closed")
-        return self._receiver
 
 
 def _build_receiver(info: ControlMessage, worker_rank: int, device: torch.device) -> Receiver:

@@ -9,9 +9,7 @@ from skyrl_train.tracking.timers import Timers
 from skyrl_train.types import Group, Metrics
 
 
-def performance_metrics(
-    groups: Sequence[Group], update: UpdateTotals, sync: SyncResult, timers: Timers
-) -> Metrics:
+def performance_metrics(groups: Sequence[Group], update: UpdateTotals, sync: SyncResult, timers: Timers) -> Metrics:
     """`perf/*` of a step; MFU where the peak of the device is known."""
     timings = timers.metrics()
     samples = [sample for group in groups for sample in group.samples]

@@ -1,0 +1,150 @@
+"""Configuration -> running processes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_train.algorithms.objective import Objective
+from skyrl_train.cluster.engine_group import EngineGroup
+from skyrl_train.cluster.placement import Demand, Placement
+from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
+from skyrl_train.cluster.session import Cluster
+from skyrl_train.cluster.worker_group import WorkerGroup
+from skyrl_train.config import Config
+from skyrl_train.inference.settings import EngineSettings
+
+POLICY, REFERENCE, ENGINES = "policy ranks", "reference ranks", "engines"
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """All processes of a run; they know each other and are ready."""
+
+    placement: Placement
+    policy: PolicyGroup
+    reference: ReferenceGroup | None
+    """None without a KL term."""
+    engines: EngineGroup
+    groups: tuple[WorkerGroup, ...]
+
+    async def stop(self) -> None:
+        """End every process."""
+        await self.engines.shutdown()
+        for group in self.groups:
+            group.kill()
+        self.placement.remove()
+
+
+async def launch(
+    config: Config,
+    cluster: Cluster,
+    model_folder: str,
+    max_model_len: int,
+    objective: Objective,
+    num_optimizer_steps: int,
+    logs: str,
+) -> Processes:
+    """Place and start policy, reference and engines side by side, and connect the way of the weights.
+
+    Raises: PlacementError if the cluster has no room; RemoteFailed if a process cannot start.
+    """
+    trainer, generator = config.trainer, config.generator
+    placement = Placement(
+        _demands(config),
+        use_gpus=cluster.has_gpus,
+        cpus_each=trainer.placement.cpus_per_worker,
+        strategy=trainer.placement.strategy,
+        timeout_s=trainer.placement.timeout_s,
+    )
+    settings = [
+        _engine_settings(config, model_folder, max_model_len, trainer.seed + index)
+        for index in range(generator.num_inference_engines)
+    ]
+    engines = EngineGroup(placement.slots[ENGINES], settings, logs, trainer.timeout_s)
+    policy_group = WorkerGroup("policy", placement.slots[POLICY], logs, trainer.timeout_s)
+    groups = [policy_group]
+    policy, reference = PolicyGroup(policy_group), None
+    starts = [engines.ready(), policy.start(_policy_arguments(config, objective, num_optimizer_steps))]
+    if trainer.algorithm.needs_reference:
+        groups.append(WorkerGroup("reference", placement.slots[REFERENCE], logs, trainer.timeout_s))
+        reference = ReferenceGroup(groups[-1])
+        starts.append(reference.start(_reference_arguments(config)))
+    processes = Processes(placement, policy, reference, engines, tuple(groups))
+    try:
+        await asyncio.gather(*starts)
+        await policy.connect_engines(
+            engines,
+            _sync_backend(generator.weight_sync_backend, cluster),
+            generator.weight_sync_bucket_mb << 20,
+            trainer.timeout_s,
+        )
+    except BaseException:
+        await processes.stop()
+        raise
+    return processes
+
+
+def _demands(config: Config) -> list[Demand]:
+    trainer, generator = config.trainer, config.generator
+    place = trainer.placement
+    demands = [
+        Demand(POLICY, place.policy_num_nodes * place.policy_num_gpus_per_node, 1),
+        Demand(ENGINES, generator.num_inference_engines, generator.inference_engine_tensor_parallel_size),
+    ]
+    if trainer.algorithm.needs_reference:
+        demands.insert(1, Demand(REFERENCE, place.ref_num_nodes * place.ref_num_gpus_per_node, 1))
+    return demands
+
+
+def _policy_arguments(config: Config, objective: Objective, num_optimizer_steps: int) -> dict[str, Any]:
+    trainer = config.trainer
+    return {
+        "model_path": trainer.policy.model.path,
+        "config": trainer.policy.megatron_config,
+        "optimizer_config": trainer.policy.optimizer_config,
+        "objective": objective,
+        "bf16": trainer.bf16,
+        "seed": trainer.seed,
+        "num_optimizer_steps": num_optimizer_steps,
+    }
+
+
+def _reference_arguments(config: Config) -> dict[str, Any]:
+    trainer = config.trainer
+    return {
+        "model_path": trainer.ref.model.path,
+        "config": trainer.ref.megatron_config,
+        "bf16": trainer.bf16,
+        "seed": trainer.seed,
+        "temperature": config.generator.sampling_params.temperature,
+    }
+
+
+def _engine_settings(config: Config, model_folder: str, max_model_len: int, seed: int) -> EngineSettings:
+    generator = config.generator
+    cache_gb = generator.kv_cache_memory_gb
+    return EngineSettings(
+        model_path=model_folder,
+        served_model_name=config.trainer.run_name,
+        model_dtype=generator.model_dtype,
+        max_model_len=max_model_len,
+        seed=seed,
+        tensor_parallel_size=generator.inference_engine_tensor_parallel_size,
+        enforce_eager=generator.enforce_eager,
+        enable_prefix_caching=generator.enable_prefix_caching,
+        gpu_memory_utilization=generator.gpu_memory_utilization,
+        kv_cache_memory_bytes=None if cache_gb is None else int(cache_gb * 2**30),
+        max_num_batched_tokens=generator.max_num_batched_tokens,
+        max_num_seqs=generator.max_num_seqs,
+        rpc_timeout_s=config.trainer.timeout_s,
+        engine_init_kwargs=generator.engine_init_kwargs,
+    )
+
+
+def _sync_backend(name: str, cluster: Cluster) -> str:
+    """auto: shared memory where all processes are CPU processes of one host, a broadcast elsewhere."""
+    if name != "auto":
+        return name
+    return "shm" if cluster.is_local and not cluster.has_gpus else "broadcast"

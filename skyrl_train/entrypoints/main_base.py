@@ -1,0 +1,141 @@
+"""Train: `python -m skyrl_train.entrypoints.main_base +experiment=NAME [key=value ...]`.
+
+Exit codes: 0 finished, 1 the run failed, 2 the configuration cannot work, 130 ended by SIGINT, 143 by SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from skyrl_train.config import Config, ConfigError, config_dir, main_config, to_yaml
+from skyrl_train.config_checks import check
+
+if TYPE_CHECKING:
+    from skyrl_train.entrypoints.experiment import Experiment
+    from skyrl_train.tracking.run_dir import RunDir
+
+__all__ = ["config_dir", "main"]
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what the command line asks for and return the exit code. Every failure is one clear message."""
+    console = Console()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    logging.getLogger("skyrl_train").setLevel(logging.INFO)
+    try:
+        config = main_config(argv)
+        prepare(config)
+        check(config, num_train_prompts=None)
+    except ConfigError as error:
+        console.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        return 2
+    return run(config, console)
+
+
+def prepare(config: Config) -> None:
+    """Call the experiment's `trainer.prepare` (`module:function`), which makes its model and data where they are missing."""
+    if config.trainer.prepare is None:
+        return
+    check(config, num_train_prompts=None, files=False)
+    module, _, function = config.trainer.prepare.partition(":")
+    try:
+        target = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            [f"trainer.prepare is {config.trainer.prepare!r}, which is not an importable `module:function` ({error})"]
+        ) from error
+    target(config)
+
+
+def run(config: Config, console: Console) -> int:
+    """Train with a configuration that was checked."""
+    from skyrl_train.entrypoints.experiment import Experiment
+    from skyrl_train.tracking.changes import changed_values
+    from skyrl_train.tracking.run_dir import create_run_dir
+
+    run_dir: RunDir | None = None
+    status, code = "failed", 1
+    try:
+        experiment = Experiment(config, console)
+        check(config, num_train_prompts=len(experiment.train_prompts))
+        changes = changed_values(to_yaml(config), Path(config_dir, "ppo_base_config.yaml").read_text())
+        run_dir = create_run_dir(Path(config.trainer.run_dir), config.trainer.run_name, to_yaml(config), changes)
+        ended_by = asyncio.run(_until_signal(experiment, run_dir, console))
+        status, code = ("finished", 0) if ended_by is None else ("interrupted", 128 + ended_by)
+    except ConfigError as error:
+        console.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        code = 2
+    except KeyboardInterrupt:
+        status, code = "interrupted", 130
+    except Exception as error:
+        _report_failure(error, run_dir, console)
+    finally:
+        if run_dir is not None:
+            run_dir.finish(status)
+            _write_report(run_dir, console)
+    return code
+
+
+async def _until_signal(experiment: Experiment, run_dir: RunDir, console: Console) -> int | None:
+    """Run the experiment; the first SIGINT or SIGTERM ends it after the step in flight, the second at once.
+
+    Returns: the signal that ended the run, or None.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    received: list[int] = []
+
+    def on_signal(number: int) -> None:
+        received.append(number)
+        if len(received) == 1 and experiment.request_stop():
+            console.print("stopping after this step (once more to stop at once)", style="yellow")
+        elif task is not None:
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        await experiment.run(run_dir)
+    except asyncio.CancelledError:
+        if not received:
+            raise
+    return received[0] if received else None
+
+
+def _report_failure(error: Exception, run_dir: RunDir | None, console: Console) -> None:
+    where = ""
+    if run_dir is not None:
+        path = run_dir.logs / "driver.log"
+        path.write_text("".join(traceback.format_exception(error)))
+        where = f"\nThe whole story is in {path}"
+    kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
+    console.print(f"[bold red]error:[/] {kind}{error}{where}", highlight=False, soft_wrap=True)
+
+
+def _write_report(run_dir: RunDir, console: Console) -> None:
+    from skyrl_train.tracking.report import write_report
+
+    started = time.perf_counter()
+    try:
+        html, png = write_report(run_dir.path)
+    except ValueError as error:
+        console.print(f"no report: {error}", highlight=False, soft_wrap=True)
+        return
+    log.debug("report written in %.1f s", time.perf_counter() - started)
+    console.print(f"report: {html}\n        {png}", highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,28 @@
+"""Model folders: one that is there, or a hub model downloaded once per node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def local_folder(path: str) -> str:
+    """The absolute folder of a model; a hub name is downloaded into the hub's cache.
+
+    Every process of a node may call it at once: the hub library locks each file, so one process downloads and the others
+    wait and find it. Raises: ValueError if it cannot be had.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return str(folder.resolve())
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(path, allow_patterns=PATTERNS)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"model {path!r} is neither a folder nor can it be downloaded from the hub ({type(error).__name__}); give the "
+            "folder of a Hugging Face checkpoint, or check the name and the network"
+        ) from error

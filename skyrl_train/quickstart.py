@@ -1,0 +1,163 @@
+"""Makes what `+experiment=quickstart` needs: a tiny model that can half add, and sums to train on.
+
+The model is warm-started by supervised fine-tuning through the same Megatron policy that GRPO uses, in one process, until it
+would answer about a third of the held-out sums correctly when sampled.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from skyrl_train import quickstart_task as task
+from skyrl_train.config import Config
+
+if TYPE_CHECKING:
+    from skyrl_train.megatron.policy import MegatronPolicy
+    from skyrl_train.types import TrainBatch
+
+TARGET_ACCURACY = 0.30
+BATCH_SIZE = 128
+LEARNING_RATE = 3e-3
+STEPS_BETWEEN_CHECKS = 10
+MAX_STEPS = 1500
+
+
+def prepare(config: Config) -> None:
+    """Write the data files and the warm-started model that `config` names, where they are missing.
+
+    The work is done in a process of its own: the driver stays free of Megatron.
+    """
+    model = Path(config.trainer.policy.model.path)
+    train, validation = Path(config.data.train_data[0]), Path(config.data.val_data[0])
+    if not (train.exists() and validation.exists()):
+        train_rows, validation_rows = task.addition_rows(seed=0)
+        task.write_rows(train, train_rows)
+        task.write_rows(validation, validation_rows)
+    if not model.exists():
+        command = [sys.executable, "-m", "skyrl_train.quickstart", str(model), str(config.trainer.seed)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
+        subprocess.run(command, check=True, env=environment)
+
+
+def warm_start(folder: Path, seed: int) -> None:
+    """Make the model at `folder`. It appears there only when it is finished."""
+    console = Console()
+    started = time.perf_counter()
+    draft = folder.with_name(f".{folder.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    _write_untrained(draft, seed)
+    train_rows, validation_rows = task.addition_rows(seed=0)
+    tokenizer = task.tokenizer()
+    policy = _policy(draft, seed)
+    validation = _batch([_tokens(row, tokenizer) for row in validation_rows])
+    examples = [_tokens(row, tokenizer) for row in train_rows]
+    draw = random.Random(seed)
+    for step in range(1, MAX_STEPS + 1):
+        policy.update(_batch(draw.sample(examples, BATCH_SIZE)))
+        if step % STEPS_BETWEEN_CHECKS == 0 and (accuracy := sampled_accuracy(policy, validation)) >= TARGET_ACCURACY:
+            break
+    else:
+        raise RuntimeError(f"the warm start did not reach an accuracy of {TARGET_ACCURACY} in {MAX_STEPS} steps")
+    policy.save_hf(str(draft / "trained"))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    (draft / "trained").rename(folder)
+    shutil.rmtree(draft)
+    seconds = time.perf_counter() - started
+    console.print(
+        f"warm start: {step} SFT steps in {seconds:.0f} s; the model samples {accuracy:.0%} of the held-out sums right",
+        highlight=False,
+    )
+
+
+def sampled_accuracy(policy: MegatronPolicy, batch: TrainBatch) -> float:
+    """Expected share of right answers at temperature 1: the mean probability of the whole right answer."""
+    import torch
+
+    logprobs = policy.logprobs(batch)
+    assert logprobs is not None
+    sample = torch.repeat_interleave(torch.arange(len(batch.advantages)), batch.cu_seqlens.diff().long())
+    answers = torch.zeros(len(batch.advantages)).index_add_(0, sample, logprobs * batch.loss_mask)
+    return float(answers.exp().mean())
+
+
+def _write_untrained(folder: Path, seed: int) -> None:
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(task.model_config()).save_pretrained(folder)
+    task.tokenizer().save_pretrained(folder)
+
+
+def _policy(folder: Path, seed: int) -> MegatronPolicy:
+    import torch
+
+    from skyrl_train.algorithms.losses import LossSettings
+    from skyrl_train.algorithms.objective import Objective
+    from skyrl_train.config import OptimizerConfig, load_config
+    from skyrl_train.megatron.policy import MegatronPolicy
+    from skyrl_train.ranks import Rendezvous
+
+    torch.set_num_threads(1)
+    settings = LossSettings(0.0, 0.0, 3.0, 1.0, 5.0)
+    objective = Objective("cross_entropy", settings, 0.0, "k3", 0.0, 1.0, logprobs_chunk_size=4096)
+    optimizer = OptimizerConfig(
+        lr=LEARNING_RATE,
+        adam_betas=(0.9, 0.999),
+        adam_eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        scheduler="constant_with_warmup",
+        num_warmup_steps=0,
+        min_lr_ratio=0.0,
+    )
+    return MegatronPolicy(
+        Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=0, timeout_s=60),
+        str(folder),
+        load_config().trainer.policy.megatron_config,
+        optimizer,
+        objective,
+        bf16=False,
+        seed=seed,
+        num_optimizer_steps=MAX_STEPS,
+    )
+
+
+def _tokens(row: task.Row, tokenizer: object) -> tuple[list[int], int]:
+    """Token ids of prompt and answer, and how many are the prompt's."""
+    prompt = tokenizer.encode(row["prompt"][0]["content"], add_special_tokens=False)  # type: ignore[attr-defined]
+    answer = tokenizer.encode(row["reward_spec"]["ground_truth"], add_special_tokens=False)  # type: ignore[attr-defined]
+    return [*prompt, *answer, tokenizer.eos_token_id], len(prompt)  # type: ignore[attr-defined]
+
+
+def _batch(examples: list[tuple[list[int], int]]) -> TrainBatch:
+    """One mini-batch of one micro-batch; the loss is the mean over answer tokens."""
+    import torch
+
+    from skyrl_train.types import TrainBatch
+
+    lengths = torch.tensor([0] + [len(tokens) for tokens, _ in examples])
+    mask = torch.cat([torch.arange(len(tokens)) >= num_prompt for tokens, num_prompt in examples])
+    return TrainBatch(
+        token_ids=torch.tensor([token for tokens, _ in examples for token in tokens]),
+        cu_seqlens=lengths.cumsum(0).int(),
+        loss_mask=mask,
+        loss_weights=mask.float() / mask.sum(),
+        rollout_logprobs=torch.zeros(len(mask)),
+        advantages=torch.zeros(len(examples)),
+        sample_ids=torch.arange(len(examples)),
+        mini_batches=((tuple(range(len(examples))),),),
+    )
+
+
+if __name__ == "__main__":
+    warm_start(Path(sys.argv[1]), int(sys.argv[2]))
