@@ -286,3 +286,7 @@ def test_reading_the_configuration_imports_nothing_heavy():
         "print([m for m in ('torch', 'ray', 'vllm', 'megatron', 'transformers', 'datasets') if m in sys.modules])"
     )
     assert in_new_process("-c", code) == "[]"
+
+
+def test_the_configuration_reference_is_up_to_date():
+    assert in_new_process(str(Path(__file__).parents[2] / "scripts" / "config_reference.py"), "--check") == ""

@@ -1,0 +1,114 @@
+"""Writes docs/configuration.md from the base YAML (value, comment) and the dataclasses (type, what is allowed).
+
+python scripts/config_reference.py            writes the file
+python scripts/config_reference.py --check    fails where the file is out of date
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+import typing
+from pathlib import Path
+
+from skyrl_train.config import Config
+from skyrl_train.config_schema import field_types, rules, type_name
+
+ROOT = Path(__file__).parents[1]
+BASE = ROOT / "configs" / "ppo_base_config.yaml"
+REFERENCE = ROOT / "docs" / "configuration.md"
+HEAD = """# Configuration
+
+Every key, its type and its value in `configs/ppo_base_config.yaml`. Written by `scripts/config_reference.py`; change
+the YAML or `skyrl_train/config.py` and run it again.
+
+```
+python -m skyrl_train.entrypoints.main_base [+experiment=NAME] [key=value ...]
+```
+
+| on the command line | meaning |
+|---|---|
+| `+experiment=NAME` | lay `experiment/NAME.yaml` over the base |
+| `key=value` | set a key, after the experiment: `trainer.logger=[console,wandb]`, `trainer.prepare=null` |
+| `--config-dir DIR` | find experiments in `DIR/experiment/` too; so does Hydra's `hydra.searchpath=[file:///DIR]` |
+| `--config-file FILE` | start from a complete file instead of the base, such as the `config.yaml` of a run |
+| `--cfg job` | print the configuration that would be used, and stop |
+| `--help` | the same in short |
+
+An experiment of your own is a file `configs/experiment/NAME.yaml` in the folder you start from (or in `--config-dir`).
+It holds only what differs from the base, and its first line is `# @package _global_`. It may build on another with
+`defaults: [quickstart, _self_]`. A name that is taken by a shipped experiment is refused.
+
+An unknown key, a wrong type or a value that is not allowed is an error that names the key, the place it was written and
+the nearest right one. Keys whose type is "mapping" take any key below them: `generator.engine_init_kwargs.seed=1`.
+One value stands for a list of one. A text that looks like a number needs quotes: `trainer.run_name="'7'"`.
+"""
+
+
+def lines(text: str) -> dict[str, tuple[str, str]]:
+    """Dotted key of the YAML -> (value, comment) as they are written; a section has the value ""."""
+    found: dict[str, tuple[str, str]] = {}
+    path: list[str] = []
+    for line in text.splitlines():
+        match = re.match(r"( *)(\w+):(.*)", line)
+        if match is not None:
+            path[len(match[1]) // 2 :] = [match[2]]
+            value, _, comment = match[3].partition(" #")
+            found[".".join(path)] = (value.strip(), comment.strip())
+    return found
+
+
+def docstrings(section: type) -> dict[str, str]:
+    """Field -> the line under it in the source."""
+    (tree,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for field, text in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            found[ast.unparse(field.target)] = str(text.value.value)
+    return found
+
+
+def table(section: type, path: str, written: dict[str, tuple[str, str]]) -> list[str]:
+    """Markdown of one section and of those within it."""
+    out = [f"## {path}", "", inspect.getdoc(section) or "", ""]
+    if written[path][0].startswith("*"):
+        return [*out, "Keys, types and values are those of `trainer.policy.megatron_config`.", ""]
+    said = docstrings(section)
+    inner: list[str] = []
+    rows = []
+    for name, kind in field_types(section).items():
+        if dataclasses.is_dataclass(kind):
+            inner += table(typing.cast(type, kind), f"{path}.{name}", written)
+            continue
+        value, comment = written[f"{path}.{name}"]
+        allowed = "".join(f", {rule}" for rule in rules(kind)[:1])
+        rows.append(f"| `{name}` | {type_name(kind)}{allowed} | `{value}` | {comment or said[name]} |")
+    if rows:
+        out += ["| key | type | value | meaning |", "|---|---|---|---|", *rows, ""]
+    return out + inner
+
+
+def reference() -> str:
+    """The whole file."""
+    written = lines(BASE.read_text())
+    sections = [line for name, kind in field_types(Config).items() for line in table(kind, name, written)]
+    return HEAD + "\n" + "\n".join(sections).rstrip() + "\n"
+
+
+def main(check: bool) -> int:
+    """Exit code."""
+    text = reference()
+    if check and (not REFERENCE.is_file() or REFERENCE.read_text() != text):
+        print(f"error: {REFERENCE.relative_to(ROOT)} is out of date: run python scripts/config_reference.py")
+        return 1
+    if not check:
+        REFERENCE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))
