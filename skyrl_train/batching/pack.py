@@ -214,16 +214,16 @@ def _best_swap(
     gap: float,
 ) -> tuple[tuple[int, int], tuple[int, int]] | None:
     """((micro_batch, sample) of heavy, the same of light) whose exchange comes nearest to moving half of the gap."""
-    free_heavy, free_light = ([room - sum(footprints[i] for i in b) for b in rank] for rank in (heavy, light))
+    free = [room - sum(footprints[j] for j in samples) for samples in light]
     candidates = sorted((costs[j], m, j) for m, samples in enumerate(light) for j in samples)
     best, best_error = None, gap / 2 * 0.99
     for k, samples in enumerate(heavy):
         for i in samples:
+            # The partner costs less, so it is no longer, and heavy has room for it.
             at = bisect_left(candidates, (costs[i] - gap / 2, -1, -1))
             for cost, m, j in candidates[max(at - SWAP_NEIGHBOURS, 0) : at + SWAP_NEIGHBOURS]:
                 error = abs(costs[i] - cost - gap / 2)
-                grows = footprints[i] - footprints[j]
-                if error < best_error and -free_heavy[k] <= grows <= free_light[m]:
+                if error < best_error and footprints[i] - footprints[j] <= free[m]:
                     best, best_error = ((k, i), (m, j)), error
     return best
 
