@@ -91,6 +91,18 @@ def run_rows(num_steps: int, eval_interval: int = 5) -> list[Row]:
     return rows
 
 
+def reward_rows(num_steps: int) -> list[Row]:
+    """Rows that make one chart, for tests of the rest of the report."""
+    return [
+        {
+            "trainer/global_step": step,
+            "trainer/unix_time_s": START_S + 10 + 1.5 * step,
+            "reward/avg_raw_reward": 0.25 * step,
+        }
+        for step in range(1, num_steps + 1)
+    ]
+
+
 def make_run(path: Path, rows: list[Row], status: str = "finished") -> Path:
     changes = {"trainer.train_batch_size": 128, "data.train_data": ["<train>.jsonl"]}
     run_dir = create_run_dir(path, "quickstart", "", changes)
@@ -147,12 +159,12 @@ def test_report_is_written_whatever_the_run_measured(tmp_path: Path, rows: list[
 
 
 def test_interrupted_run_says_so_and_its_cut_line_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    run = make_run(tmp_path / "run", run_rows(4), status="interrupted")
+    run = make_run(tmp_path / "run", reward_rows(4), status="interrupted")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"trainer/global_step": 5, "rew')
     html_path, _ = write_report(run)
     assert "4 steps · 2 min 05 s · interrupted" in " ".join(Page(html_path).texts)
-    assert "line 6 is not whole" in caplog.text
+    assert "line 5 is not whole" in caplog.text
 
 
 def test_run_that_wrote_no_end_lasts_until_its_last_line(tmp_path: Path):
@@ -164,15 +176,13 @@ def test_run_that_wrote_no_end_lasts_until_its_last_line(tmp_path: Path):
 
 
 def test_run_without_evaluation_is_judged_by_its_training_reward(tmp_path: Path):
-    run = make_run(
-        tmp_path / "run", [{"trainer/global_step": step, "reward/avg_raw_reward": 0.25 * step} for step in (1, 2)]
-    )
+    run = make_run(tmp_path / "run", reward_rows(2))
     summary = summarize(run, load_history(run / "metrics.jsonl"))
     assert summary.line().startswith("training reward 0.2500 → 0.5000 · 2 steps")
 
 
 def test_folder_without_run_json_is_reported_under_its_own_name(tmp_path: Path):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(training_row(1, START_S)) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(reward_rows(1)[0]) + "\n")
     html_path, _ = write_report(tmp_path)
     assert tmp_path.name in " ".join(Page(html_path).texts)
 
@@ -201,7 +211,7 @@ def test_report_without_steps_is_one_clear_error(
 
 
 def test_report_command_prints_both_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run = make_run(tmp_path / "run", run_rows(1))
+    run = make_run(tmp_path / "run", reward_rows(1))
     assert main([str(run)]) == 0
     assert capsys.readouterr().out.split() == [str(run / "report.html"), str(run / "report.png")]
 
@@ -213,7 +223,7 @@ def test_matplotlib_is_imported_only_when_a_report_is_written():
 
 
 def test_samples_in_the_report_are_spread_over_the_run_and_escaped(tmp_path: Path):
-    run = make_run(tmp_path / "run", run_rows(1))
+    run = make_run(tmp_path / "run", reward_rows(1))
     samples = [
         {"step": step, "prompt": "<b>", "response": "</pre><script>", "reward": 1.0, "stop_reason": "stop"}
         for step in range(101)
