@@ -1,8 +1,8 @@
 """Adam in plain torch with the state layout that Megatron's distributed optimizer saves and reshards.
 
-Without Transformer Engine or Apex megatron-core uses torch's AdamW, whose `step` per parameter breaks loading of a sharded
-checkpoint. This class keeps `exp_avg` and `exp_avg_sq` per parameter and one `step` per group, as Apex's FusedAdam does, and
-updates with torch's multi-tensor kernels.
+Without Transformer Engine or Apex megatron-core uses torch's AdamW, whose `step` per parameter breaks loading of a
+sharded checkpoint. This class keeps `exp_avg` and `exp_avg_sq` per parameter and one `step` per group, as Apex's
+FusedAdam does, and updates with torch's multi-tensor kernels.
 """
 
 from __future__ import annotations

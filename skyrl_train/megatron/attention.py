@@ -1,8 +1,9 @@
 """Causal attention over packed samples in plain torch, with grouped queries and context parallelism.
 
-Legend: T tokens of a pack (each sample padded to the layout's multiple), H query heads, G key/value heads (H a multiple of
-G), D head size of queries and keys, E of values. With context parallelism of size C each sample is cut into 2C chunks and
-rank r holds chunks r and 2C-1-r of every sample (the zig-zag that gives all ranks the same causal work).
+Legend: T tokens of a pack (each sample padded to the layout's multiple), H query heads, G key/value heads (H a
+multiple of G), D head size of queries and keys, E of values. With context parallelism of size C each sample is cut
+into 2C chunks and rank r holds chunks r and 2C-1-r of every sample (the zig-zag that gives all ranks the same causal
+work).
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ class PackedSamples(PackedSeqParams):
     scatter: Tensor | None = None
     """[T / C] int64: place of each local token among the flattened rows of all buckets."""
     global_order: Tensor | None = None
-    """[T] int64: place of each token of the pack in the rank-by-rank concatenation of the local packs; None if C = 1."""
+    """[T] int64: place of each token in the rank-by-rank concatenation of the local packs; None if C = 1."""
     lengths: tuple[int, ...] = field(default=())
     """Padded length of each sample."""
 
 
 def zigzag(lengths: list[int], cp_rank: int, cp_size: int) -> Tensor:
-    """Indices into the pack of the tokens that rank `cp_rank` holds, [T / cp_size] int64. Lengths are multiples of 2C."""
+    """[T / C] int64: places in the pack of the tokens that rank `cp_rank` holds. Lengths are multiples of 2C."""
     parts, start = [], 0
     for length in lengths:
         chunk = length // (2 * cp_size)
@@ -106,7 +107,9 @@ def pack_params(
 
     padded = bounds(lengths)
     real = padded if lengths == real_lengths else bounds(real_lengths)
-    buckets, scatter, global_order = (), None, None
+    buckets: tuple[Bucket, ...] = ()
+    scatter: Tensor | None = None
+    global_order: Tensor | None = None
     if torch_attention:
         buckets, scatter = index_tables(lengths, cp_rank, cp_size)
         buckets = tuple(
@@ -160,7 +163,7 @@ def _flash_varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSampl
     from torch.nn.attention.varlen import varlen_attn
 
     bounds, longest = packed.cu_seqlens_q_padded, packed.max_seqlen_q
-    return varlen_attn(
+    out = varlen_attn(
         query,
         key,
         value,
@@ -172,6 +175,8 @@ def _flash_varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSampl
         window_size=(-1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    assert isinstance(out, Tensor)  # the log-sum-exp comes only where it is asked for
+    return out
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSamples, scale: float) -> Tensor:

@@ -49,10 +49,11 @@ class _Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> Callable[..., _Stream]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: None
+        # record_event gives an event, on which others wait.
+        return lambda *args, **kwargs: self
 
     def __enter__(self) -> _Stream:
         return self
@@ -64,8 +65,8 @@ class _Stream:
 def _patch_torch() -> None:
     from torch.utils._device import _device_constructors
 
-    # `with torch.device("meta")` knows the factories from a cached set; filled after the patch it would not know them and
-    # transformers would load models with uninitialised buffers.
+    # `with torch.device("meta")` knows the factories from a cached set; filled after the patch it would not know them
+    # and transformers would load models with uninitialised buffers.
     _device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -92,7 +93,7 @@ def _patch_torch() -> None:
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
     # The distributed optimizer, Float16 optimizer and gradient clipping branch on this string.
-    torch.Tensor.type = type_as_on_cuda  # type: ignore[method-assign]
+    torch.Tensor.type = type_as_on_cuda  # type: ignore[method-assign,assignment]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]

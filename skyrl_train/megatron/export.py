@@ -1,8 +1,8 @@
 """Megatron weights -> whole tensors under Hugging Face names, on the ranks that own them.
 
-Every pipeline stage exports its own layers and nothing travels between stages: the stage's ranks gather each tensor over
-tensor (or expert-tensor) parallelism, experts over expert parallelism as well. `export_tasks` is derived anew from the
-parameters each time; it holds no result of a collective, so nothing in it can be stale.
+Every pipeline stage exports its own layers and nothing travels between stages: the stage's ranks gather each tensor
+over tensor (or expert-tensor) parallelism, experts over expert parallelism as well. `export_tasks` is derived anew
+from the parameters each time; it holds no result of a collective, so nothing in it can be stale.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from skyrl_train.megatron.model import Model
 from skyrl_train.weight_sync.bucket import TensorSpec
@@ -58,7 +59,7 @@ def export_tasks(model: Model) -> list[ExportTask]:
                 continue
             is_expert = ".mlp.experts.linear_fc" in local_name
             name = names[local_name]
-            mcore_names = (name,)
+            mcore_names: tuple[str, ...] = (name,)
             if is_expert:
                 stem, index = name.rsplit(".weight", 1)
                 per_rank = bridge.config.num_moe_experts // ep_size
@@ -95,8 +96,9 @@ def export(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor) of this stage's weights, on every rank of the stage.
 
-    A collective over the stage's tensor and expert groups: all their ranks must drain it. Tensors may be views of live
-    parameters: copy them before the next optimizer step. `read` picks what is exported of a parameter (its gradient in tests).
+    A collective over the stage's tensor and expert groups: all their ranks must drain it. Tensors may be views of
+    live parameters: copy them before the next optimizer step. `read` picks what is exported of a parameter (its
+    gradient in tests).
     """
     for task in export_tasks(model):
         part = read(task.tensor)
@@ -141,7 +143,10 @@ def save_hf(model: Model, source: str, folder: str) -> None:
         total = sum(sum(sizes.values()) for _, sizes in written)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        model.bridge.hf_config.save_pretrained(target)
+        # Not the bridge's copy, which holds the fields that mbridge looks for.
+        config = AutoConfig.from_pretrained(source)
+        config.dtype = model.dtype
+        config.save_pretrained(target)
         _copy_tokenizer(model.bridge._get_actual_hf_path(source), target)
     dist.barrier()
 

@@ -1,8 +1,8 @@
 """A torch-native layer set for Megatron-core under Transformer Engine's parameter names.
 
-`install()` swaps the provider that Megatron's own "Transformer Engine" layer specs ask for modules, so no spec is copied and
-the names (and with them checkpoints and the mapping to Hugging Face) are the same with either implementation. Provider
-signatures differ between megatron-core 0.16 and 0.19; the differences live in this file.
+`install()` swaps the provider that Megatron's own "Transformer Engine" layer specs ask for modules, so no spec is
+copied and the names (and with them checkpoints and the mapping to Hugging Face) are the same with either
+implementation. Provider signatures differ between megatron-core 0.16 and 0.19; the differences live in this file.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class DuplicatedLinear(torch.nn.Module):
 class GroupedLinear(torch.nn.Module):
     """Linear layers of the local experts, `weight0 ... weightN-1`, each applied to its own run of tokens.
 
-    `shard_axis` is the axis of a weight [out, in] that expert-tensor parallelism cuts: 0 for column, 1 for row parallel.
+    `shard_axis` is the axis of a weight [out, in] that expert-tensor parallelism cuts: 0 for column, 1 for row
+    parallel.
     """
 
     shard_axis: int

@@ -1,8 +1,8 @@
 """Logprobs and entropy of logits that are split over the vocabulary.
 
-Float32 copies of the logits exist for one chunk of positions at a time, in forward and in backward; what is kept between
-them is the logits themselves and two floats per position. The backward pass writes a new gradient tensor: the logits saved
-for backward are never modified.
+Float32 copies of the logits exist for one chunk of positions at a time, in forward and in backward; what is kept
+between them is the logits themselves and two floats per position. The backward pass writes a new gradient tensor: the
+logits saved for backward are never modified.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ class _VocabParallel(torch.autograd.Function):
         temperature: float,
         chunk: int,
         with_entropy: bool,
+        vocab_size: int,
     ) -> tuple[Tensor, Tensor]:
         num, shard = logits.shape
         first = group.rank() * shard
+        width = min(shard, vocab_size - first)
+        assert width > 0, f"tensor-parallel rank {group.rank()} holds nothing but padding of {vocab_size} words"
         local = labels - first
-        here = (local >= 0) & (local < shard)
-        local = local.clamp(0, shard - 1)
+        here = (local >= 0) & (local < width)
+        local = local.clamp(0, width - 1)
         logprobs, log_z = (torch.empty(num, dtype=torch.float32, device=logits.device) for _ in range(2))
         entropy = torch.zeros(num, dtype=torch.float32, device=logits.device)
         for start in range(0, num, chunk):
             span = slice(start, start + chunk)
-            scaled = logits[span].float() / temperature
+            scaled = logits[span, :width].float() / temperature
             peak = scaled.amax(-1)
             _reduce(peak, dist.ReduceOp.MAX, group)
             shifted = scaled - peak[:, None]
@@ -57,7 +60,7 @@ class _VocabParallel(torch.autograd.Function):
             if with_entropy:
                 entropy[span] = log_sum - sums[2] / sums[0]
         ctx.save_for_backward(logits, local, here, log_z, entropy)
-        ctx.temperature, ctx.chunk, ctx.with_entropy = temperature, chunk, with_entropy
+        ctx.temperature, ctx.chunk, ctx.with_entropy, ctx.width = temperature, chunk, with_entropy, width
         return logprobs, entropy
 
     @staticmethod
@@ -65,10 +68,11 @@ class _VocabParallel(torch.autograd.Function):
         grad_logprobs, grad_entropy = grads
         logits, local, here, log_z, entropy = ctx.saved_tensors
         out = torch.empty_like(logits)
+        out[:, ctx.width :] = 0
         rows = torch.arange(len(logits), device=logits.device)
         for start in range(0, len(logits), ctx.chunk):
             span = slice(start, start + ctx.chunk)
-            log_p = logits[span].float() / ctx.temperature - log_z[span, None]
+            log_p = logits[span, : ctx.width].float() / ctx.temperature - log_z[span, None]
             p = log_p.exp()
             coefficient = -grad_logprobs[span, None]
             if ctx.with_entropy:
@@ -77,18 +81,26 @@ class _VocabParallel(torch.autograd.Function):
             grad = p * coefficient
             n = len(grad)
             grad[rows[:n], local[span]] += grad_logprobs[span] * here[span]
-            out[span] = grad / ctx.temperature
-        return out, None, None, None, None, None
+            out[span, : ctx.width] = grad / ctx.temperature
+        return out, None, None, None, None, None, None
 
 
 def vocab_parallel_logprobs(
-    logits: Tensor, labels: Tensor, group: dist.ProcessGroup, *, temperature: float, chunk: int, with_entropy: bool
+    logits: Tensor,
+    labels: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    temperature: float,
+    chunk: int,
+    with_entropy: bool,
+    vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each label and entropy of each position's distribution softmax(logits / temperature).
 
     Args: logits [N, V / tp] of this rank, any float dtype; labels [N] int64 in the whole vocabulary; group: the
-    tensor-parallel group; chunk: positions whose float32 copies exist at a time.
-    Returns: logprobs [N] float32 and entropy [N] float32 in nats (0 and without gradient unless with_entropy), the same on
-    every rank of the group.
+    tensor-parallel group; chunk: positions whose float32 copies exist at a time; vocab_size: words of the
+    model, the columns after them only make the shards equal and are not part of the distribution.
+    Returns: logprobs [N] float32 and entropy [N] float32 in nats (0 and without gradient unless with_entropy), the
+    same on every rank of the group.
     """
-    return _VocabParallel.apply(logits, labels, group, temperature, chunk, with_entropy)
+    return _VocabParallel.apply(logits, labels, group, temperature, chunk, with_entropy, vocab_size)

@@ -19,7 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from skyrl_train.config import MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, device_type
 from skyrl_train.megatron import adam, layers
-from skyrl_train.megatron.bridge import build_bridge, correct_rope
+from skyrl_train.megatron.bridge import build_bridge, match_hugging_face
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,11 @@ class Model:
         """The GPTModel in each chunk."""
         return [unwrap(chunk) for chunk in self.chunks]
 
+    @property
+    def vocab_size(self) -> int:
+        """Words of the model; its embedding may have more rows, so that tensor parallelism can cut it."""
+        return int(self.bridge.hf_config.vocab_size)
+
 
 def unwrap(module: Any) -> GPTModel:
     while hasattr(module, "module"):
@@ -45,12 +50,15 @@ def unwrap(module: Any) -> GPTModel:
 
 
 def uses_torch_layers(transformer_impl: str) -> bool:
-    """Which layers `transformer_impl` means here. Raises ValueError where Transformer Engine is asked for and missing."""
+    """Whether `transformer_impl` means the torch layers here.
+
+    Raises: ValueError where Transformer Engine is asked for and missing.
+    """
     present = device_type() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
     if transformer_impl == "transformer_engine" and not present:
         raise ValueError(
-            "trainer.policy.megatron_config.transformer_impl=transformer_engine needs a GPU and `pip install skyrl_train[te]`; "
-            "use auto or torch"
+            "trainer.policy.megatron_config.transformer_impl=transformer_engine needs a GPU and "
+            "`pip install skyrl_train[te]`; use auto or torch"
         )
     return transformer_impl == "torch" or not present
 
@@ -67,7 +75,7 @@ def build_model(path: str, config: MegatronConfig, dtype: torch.dtype, *, traina
     bare = _build_chunks(bridge)
     bridge.load_weights(bare, bridge._get_actual_hf_path(path))
     for chunk in bare:
-        correct_rope(chunk, bridge.hf_config)
+        match_hugging_face(chunk, bridge.hf_config)
         if config.freeze_moe_router:
             for name, parameter in chunk.named_parameters():
                 if ".router." in name:

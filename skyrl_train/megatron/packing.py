@@ -1,8 +1,8 @@
 """TrainBatch -> packed micro-batches on the device.
 
-Samples lie end to end, each padded to the multiple that tensor and context parallelism ask for. Everything the loss reads is
-moved to the *predicting* position: entry p of a `[P]` tensor speaks of the token at p + 1 of the same sample. So no label is
-shifted after the context-parallel split, and the last position of a sample weighs nothing.
+Samples lie end to end, each padded to the multiple that tensor and context parallelism ask for. Everything the loss
+reads is moved to the *predicting* position: entry p of a `[P]` tensor speaks of the token at p + 1 of the same
+sample. So no label is shifted after the context-parallel split, and the last position of a sample weighs nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MicroBatch:
     token_slice: Tensor
     """[T] int64: index of each token in the TrainBatch."""
     source: Tensor
-    """[T] int64: predicting position in [P] of each token; P for the first token of a sample, which nothing predicts."""
+    """[T] int64: predicting position in [P] of each token; P for the first of a sample, which nothing predicts."""
     local: Tensor | None
     """[P / C] int64: positions of [P] that this context-parallel rank holds; None means all."""
 

@@ -14,7 +14,7 @@ from skyrl_train.ranks import ParallelRanks, Rendezvous
 
 
 def join(rendezvous: Rendezvous, config: MegatronConfig, seed: int) -> ParallelRanks:
-    """Join the process group and build Megatron's groups; the same seed gives each pipeline stage its own weights' RNG."""
+    """Join the process group and build Megatron's groups. All ranks give the same seed."""
     if device_type() == "cpu":
         from skyrl_train.megatron import cpu
 

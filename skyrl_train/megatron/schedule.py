@@ -10,7 +10,8 @@ from skyrl_train.config import OptimizerConfig
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
     """Learning rate of optimizer step `step` (the first is 0) of `num_steps`.
 
-    Warm-up rises linearly and reaches lr with its last step; linear and cosine then fall to min_lr_ratio * lr at the last step.
+    Warm-up rises linearly and reaches lr with its last step; linear and cosine then fall to min_lr_ratio * lr at the
+    last step.
     """
     if step < config.num_warmup_steps:
         return config.lr * (step + 1) / config.num_warmup_steps

@@ -1,9 +1,10 @@
 """Forward-only and forward-backward passes over the micro-batches of a mini-batch, through Megatron's schedules.
 
-`forward_backward_func` is called once per mini-batch with all its micro-batches, so that a pipeline overlaps them. Losses are
-plain sums of `term * loss_weights`: with `calculate_per_token_loss` and a token count of 0 neither the schedule, nor the
-data-parallel wrapper, nor `finalize_model_grads` scales anything (megatron-core 0.16 and 0.19), so the gradient is the exact
-sum over all ranks and micro-batches. Nothing in a pass moves a tensor to the host; metrics are copied once per mini-batch.
+`forward_backward_func` is called once per mini-batch with all its micro-batches, so that a pipeline overlaps them.
+Losses are plain sums of `term * loss_weights`: with `calculate_per_token_loss` and a token count of 0 neither the
+schedule, nor the data-parallel wrapper, nor `finalize_model_grads` scales anything (megatron-core 0.16 and 0.19), so
+the gradient is the exact sum over all ranks and micro-batches. Nothing in a pass moves a tensor to the host; metrics
+are copied once per mini-batch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import LOSSES
 from skyrl_train.algorithms.objective import Objective
+from skyrl_train.algorithms.reductions import weighted_sum
 from skyrl_train.device import synchronize
 from skyrl_train.megatron.logprobs import vocab_parallel_logprobs
 from skyrl_train.megatron.model import Model
@@ -85,7 +87,9 @@ def forward_logprobs(model: Model, micro_batches: list[MicroBatch], temperature:
     """Logprob of every token of each micro-batch ([T] float32 on the CPU), on the last pipeline stage; [] elsewhere."""
 
     def collect(logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        logprobs, _ = _logprobs(logits, micro_batch.targets, temperature, chunk, with_entropy=False)
+        logprobs, _ = _logprobs(
+            logits, micro_batch.targets, temperature, chunk, with_entropy=False, vocab_size=model.vocab_size
+        )
         return logits.new_zeros((), dtype=torch.float32), unpack(logprobs, micro_batch)
 
     with torch.no_grad():
@@ -106,7 +110,9 @@ def forward_backward(
     with_entropy = with_entropy or objective.entropy_coef != 0
 
     def loss(logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, None]:
-        value, sums, largest = _loss(logits, micro_batch.targets, objective, with_entropy=with_entropy)
+        value, sums, largest = _loss(
+            logits, micro_batch.targets, objective, with_entropy=with_entropy, vocab_size=model.vocab_size
+        )
         names[0][:], names[1][:] = list(sums), list(largest)
         totals.append(torch.stack(list(sums.values())))
         peaks.append(torch.stack(list(largest.values())))
@@ -136,7 +142,7 @@ def _run(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """One call of Megatron's schedule; returns what `on_logits` gave beside the loss, per micro-batch on the last stage."""
+    """One call of Megatron's schedule; on the last stage it returns what `on_logits` gave beside each loss."""
 
     def forward_step(
         batches: Iterator[MicroBatch], chunk: Any
@@ -171,7 +177,7 @@ def _run(
 
 
 def _logprobs(
-    logits: Tensor, targets: Targets, temperature: float, chunk: int, *, with_entropy: bool
+    logits: Tensor, targets: Targets, temperature: float, chunk: int, *, with_entropy: bool, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     return vocab_parallel_logprobs(
         logits,
@@ -180,21 +186,27 @@ def _logprobs(
         temperature=temperature,
         chunk=chunk,
         with_entropy=with_entropy,
+        vocab_size=vocab_size,
     )
 
 
 def _loss(
-    logits: Tensor, targets: Targets, objective: Objective, *, with_entropy: bool
+    logits: Tensor, targets: Targets, objective: Objective, *, with_entropy: bool, vocab_size: int
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Loss of one micro-batch, and its part of the mini-batch's sums and largest values."""
     logprobs, entropy = _logprobs(
-        logits, targets, objective.temperature, objective.logprobs_chunk_size, with_entropy=with_entropy
+        logits,
+        targets,
+        objective.temperature,
+        objective.logprobs_chunk_size,
+        with_entropy=with_entropy,
+        vocab_size=vocab_size,
     )
     weights, mask = targets.loss_weights, targets.loss_mask.float()
     current = logprobs.detach()
     old = targets.old_logprobs if targets.old_logprobs is not None else current
     terms, clipped = LOSSES[objective.loss](logprobs, old, targets.advantages, objective.settings)
-    policy_loss = (terms * weights).sum()
+    policy_loss = weighted_sum(terms, weights)
     loss = policy_loss
     difference = (old - targets.rollout_logprobs).abs() * mask
     sums = {
@@ -209,13 +221,13 @@ def _loss(
     if with_entropy:
         sums["entropy"] = (entropy.detach() * mask).sum()
     if objective.entropy_coef != 0:
-        entropy_loss = -(entropy * weights).sum()
+        entropy_loss = -weighted_sum(entropy, weights)
         loss = loss + objective.entropy_coef * entropy_loss
         sums["entropy_loss"] = entropy_loss.detach()
     if objective.kl_coef != 0:
         assert targets.ref_logprobs is not None
         kl = KL_ESTIMATORS[objective.kl_estimator](logprobs, targets.ref_logprobs)
-        kl_loss = (kl * weights).sum()
+        kl_loss = weighted_sum(kl, weights)
         loss = loss + objective.kl_coef * kl_loss
         sums |= {"kl_loss": kl_loss.detach(), "kl": (kl.detach() * mask).sum()}
         largest["kl"] = (kl.detach() * mask).amax()

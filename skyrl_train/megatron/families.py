@@ -1,0 +1,166 @@
+"""What each model family needs beside mbridge's own bridge to compute what Hugging Face computes.
+
+mbridge 0.15 was written for transformers 4. Its bridges are used as they are for names and shapes. Each correction
+here was found by comparing logprobs and gradients with Hugging Face (tests/cpu/test_exactness.py, docs/exactness.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mbridge import AutoBridge
+from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
+from mbridge.core.safetensor_io import SafeTensorIO
+from mbridge.models import DeepseekV3Bridge, GLM4MoEBridge
+from transformers import PretrainedConfig
+
+from skyrl_train.config_errors import nearest
+
+
+class DeepseekV3(DeepseekV3Bridge):
+    """Multi-latent attention and shared experts: DeepSeek-V3, Moonlight, GLM-4.7-Flash. Without MTP layers."""
+
+    def _build_config(self) -> Any:
+        if not hasattr(self.hf_config, "first_k_dense_replace"):  # GLM-4.7-Flash names each layer instead
+            self.hf_config.first_k_dense_replace = self.hf_config.mlp_layer_types.index("sparse")
+        return super()._build_config()
+
+    def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
+        for name in ("mtp_num_layers", "mtp_loss_scaling_factor"):
+            kwargs.pop(name, None)
+        # megatron-core renamed the field.
+        kwargs["original_max_position_embeddings"] = kwargs.pop("max_position_embeddings")
+        kwargs["attention_backend"] = "auto"
+        return super()._build_base_config(text_config_key, **kwargs)
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        """With the vocabulary padded, which mbridge leaves out for this family."""
+        args = super()._get_gptmodel_args()
+        multiple = self.make_vocab_size_divisible_by or 1
+        self.vocab_size = args["vocab_size"]
+        args["vocab_size"] = self.padded_vocab_size = -(-self.vocab_size // multiple) * multiple
+        return args
+
+    def _get_safetensor_io(self, weights_path: str) -> Any:
+        """mbridge reads every checkpoint of this family as FP8 and refuses float32."""
+        if getattr(self.hf_config, "quantization_config", None) is not None:
+            return super()._get_safetensor_io(weights_path)
+        return SafeTensorIO(self._get_actual_hf_path(weights_path))
+
+
+class Glm4Moe(GLM4MoEBridge):
+    """GLM-4.5 and its heirs with grouped-query attention. Without MTP layers."""
+
+    def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
+        """With the name of a tied head."""
+        if mcore_weights_name in self._DIRECT_MAPPING:
+            return [self._DIRECT_MAPPING[mcore_weights_name]]
+        return super()._weight_name_mapping_mcore_to_hf(mcore_weights_name)
+
+
+FAMILIES: dict[str, type[Bridge]] = {
+    **{name: _MODEL_REGISTRY[name] for name in ("llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")},
+    # Llama's weights and names, as long as no sliding window cuts its attention.
+    "mistral": _MODEL_REGISTRY["llama"],
+    "deepseek_v3": DeepseekV3,
+    "glm4_moe_lite": DeepseekV3,
+    "glm4_moe": Glm4Moe,
+}
+"""model_type of a config.json -> bridge: the families whose gradients are compared with Hugging Face's."""
+
+
+def family(hf_config: PretrainedConfig, path: str) -> type[Bridge]:
+    """The bridge class of the model.
+
+    Raises: ValueError for a family or a variant that would not be computed as Hugging Face does.
+    """
+    kind = hf_config.model_type
+    if kind not in FAMILIES:
+        listed = kind in AutoBridge.list_supported_models()
+        reason = "mbridge lists, but it is not compared with Hugging Face here" if listed else "mbridge cannot build"
+        near = nearest(kind, FAMILIES)
+        hint = f" (nearest: {near})" if near else ""
+        raise ValueError(f"{path} is a {kind!r} model, which {reason}; use one of {', '.join(sorted(FAMILIES))}{hint}")
+    problems = [sentence for holds, sentence in _variants(hf_config) if holds]
+    if problems:
+        raise ValueError(f"{path} ({kind}) cannot be trained exactly: {'; '.join(problems)}")
+    return FAMILIES[kind]
+
+
+def _variants(hf_config: PretrainedConfig) -> list[tuple[bool, str]]:
+    """(is it so, what is not built) for fields of a config.json that change the computation."""
+    layer_types = set(getattr(hf_config, "layer_types", None) or ["full_attention"])
+    window = getattr(hf_config, "sliding_window", None) is not None and hf_config.model_type in ("mistral", "mixtral")
+    sigmoid = hf_config.model_type in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+    no_bias = hf_config.model_type not in ("qwen2", "qwen2_moe", "glm4_moe")
+    groups = getattr(hf_config, "n_group", None) or 1
+    group_size = (getattr(hf_config, "num_experts_per_tok", None) or 0) / (getattr(hf_config, "topk_group", None) or 1)
+    return [
+        (layer_types != {"full_attention"} or window, "its attention has a sliding window, which is not built"),
+        (no_bias and bool(getattr(hf_config, "attention_bias", False)), "its attention has biases (attention_bias)"),
+        (bool(getattr(hf_config, "mlp_bias", False)), "its MLP has biases (mlp_bias)"),
+        (
+            sigmoid and not hf_config.norm_topk_prob,
+            "norm_topk_prob is false, and Megatron always normalises sigmoid scores",
+        ),
+        (
+            groups > 1 and group_size != 2,
+            "num_experts_per_tok / topk_group is not 2, and Hugging Face always scores a group by its best 2 experts",
+        ),
+        (getattr(hf_config, "rope_interleave", True) is False, "rope_interleave is false"),
+        (getattr(hf_config, "hidden_act", "silu") != "silu", f"hidden_act is {getattr(hf_config, 'hidden_act', None)}"),
+        (bool(getattr(hf_config, "mlp_only_layers", None)), "mlp_only_layers is not empty"),
+        (getattr(hf_config, "decoder_sparse_step", 1) != 1, "decoder_sparse_step is not 1"),
+    ]
+
+
+def corrections(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """TransformerConfig fields that mbridge leaves out or sets differently from Hugging Face."""
+    kind = hf_config.model_type
+    if kind == "mixtral":
+        return {"moe_router_pre_softmax": False}
+    if kind == "qwen2_moe":
+        return {
+            "moe_shared_expert_gate": True,
+            "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+            "add_qkv_bias": getattr(hf_config, "qkv_bias", True),
+        }
+    if kind == "qwen3_moe":
+        return {"moe_router_pre_softmax": not hf_config.norm_topk_prob}
+    if kind in ("deepseek_v3", "glm4_moe_lite"):
+        own = getattr(hf_config, "mlp_layer_types", None)
+        layers = {"moe_layer_freq": [int(layer == "sparse") for layer in own]} if own else {}
+        return layers | _groups(hf_config) | _latent_attention_rope(hf_config)
+    if kind == "glm4_moe":
+        return _groups(hf_config) | {
+            "add_qkv_bias": hf_config.attention_bias,
+            "moe_shared_expert_intermediate_size": hf_config.n_shared_experts * hf_config.moe_intermediate_size,
+        }
+    return {}
+
+
+def _groups(hf_config: PretrainedConfig) -> dict[str, Any]:
+    if (hf_config.n_group or 1) == 1:
+        return {}
+    return {"moe_router_num_groups": hf_config.n_group, "moe_router_group_topk": hf_config.topk_group}
+
+
+def _latent_attention_rope(hf_config: PretrainedConfig) -> dict[str, Any]:
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        # Megatron scales the softmax by rotary_scaling_factor under plain rope, too.
+        return {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    if kind != "yarn":
+        raise ValueError(f"rope_type is {kind!r}; with multi-latent attention only default and yarn are built")
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope["factor"],
+        "original_max_position_embeddings": rope.get(
+            "original_max_position_embeddings", hf_config.max_position_embeddings
+        ),
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+        "mscale": rope.get("mscale") or 1.0,
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+    }

@@ -1,0 +1,105 @@
+"""Run one function in several processes of this machine that form one process group.
+
+Without a GPU the processes are forked, which takes 0.1 s where a fresh interpreter takes 8 s of imports; with GPUs
+they are spawned, because CUDA does not survive a fork. Results come back through files: a tensor in a queue would die
+with its writer.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from skyrl_train.device import device_type
+from skyrl_train.ranks import Rendezvous
+
+ADDRESS = "127.0.0.1"
+
+
+def run_on_ranks(
+    function: Callable[[Rendezvous, Any], Any], argument: Any, world_size: int, *, timeout_s: float
+) -> list[Any]:
+    """`function(rendezvous, argument)` in `world_size` processes -> its results by rank.
+
+    The function joins the process group; its result is read back with torch.load. Call it from a process that has not
+    used more than one thread for tensors yet (torch.set_num_threads(1)) nor a GPU.
+
+    Raises: RuntimeError with the traceback of the first rank that failed, or if a rank takes longer than timeout_s. No
+        process is left behind.
+    """
+    context: Any = multiprocessing.get_context("spawn" if device_type() == "cuda" else "fork")
+    with tempfile.TemporaryDirectory() as folder:
+        port = _free_port()
+        processes = [
+            context.Process(
+                target=_work,
+                args=(function, argument, Rendezvous(rank, world_size, ADDRESS, port, timeout_s), folder),
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            _wait(processes, Path(folder), timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return [torch.load(_result(folder, rank), weights_only=False) for rank in range(world_size)]
+
+
+def _wait(processes: list[Any], folder: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while running:
+        ended = multiprocessing.connection.wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        if not ended:
+            raise RuntimeError(f"ranks {sorted(running.values())} of {len(processes)} did not end within {timeout_s} s")
+        for sentinel in ended:
+            rank = running.pop(sentinel)  # type: ignore[arg-type]
+            if not _result(folder, rank).exists():
+                raise RuntimeError(_failure(folder, rank, processes[rank]))
+
+
+def _failure(folder: Path, rank: int, process: Any) -> str:
+    """The first traceback that was written: the ranks after it only lost their peer."""
+    written = sorted(folder.glob("*.error"), key=lambda file: file.stat().st_mtime_ns)
+    if not written:
+        process.join()
+        return f"rank {rank} ended with exit code {process.exitcode} and said nothing"
+    return f"rank {written[0].stem} failed:\n{written[0].read_text()}"
+
+
+def _work(function: Callable[[Rendezvous, Any], Any], argument: Any, rendezvous: Rendezvous, folder: str) -> None:
+    try:
+        result = function(rendezvous, argument)
+        file = _result(folder, rendezvous.rank)
+        torch.save(result, file.with_suffix(".tmp"))
+        if dist.is_initialized():
+            # A rank that leaves first would break the connections of those still at work.
+            dist.barrier()
+        file.with_suffix(".tmp").rename(file)
+    except BaseException:
+        Path(folder, f"{rendezvous.rank}.error").write_text(traceback.format_exc())
+        raise SystemExit(1) from None
+
+
+def _result(folder: str | Path, rank: int) -> Path:
+    return Path(folder, f"{rank}.pt")
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind((ADDRESS, 0))
+        return int(listener.getsockname()[1])
