@@ -29,7 +29,13 @@ def check(config: Config, *, num_train_prompts: int | None, files: bool = True) 
         num_train_prompts: rows left in the training data, None where they are not known yet.
         files: also look at the model folders and data files; False before `trainer.prepare` has made them.
     """
-    problems = [*_packages(config), *_batches(config, num_train_prompts), *_algorithm(config), *_lengths(config)]
+    problems = [
+        *_packages(config),
+        *_prepare(config),
+        *_batches(config, num_train_prompts),
+        *_algorithm(config),
+        *_lengths(config),
+    ]
     problems += _layouts(config)
     if files:
         problems += _data_files(config)
@@ -41,10 +47,17 @@ def check(config: Config, *, num_train_prompts: int | None, files: bool = True) 
 def _packages(config: Config) -> Iterator[str]:
     if "wandb" in config.trainer.logger and importlib.util.find_spec("wandb") is None:
         yield "trainer.logger asks for wandb, which is not installed: pip install wandb, or leave it out"
-    for path in (POLICY, REF) if config.trainer.algorithm.needs_reference else (POLICY,):
+    same = config.trainer.ref.megatron_config == config.trainer.policy.megatron_config
+    for path in (POLICY, REF) if config.trainer.algorithm.needs_reference and not same else (POLICY,):
         wanted = attrgetter(path)(config).transformer_impl == "transformer_engine"
         if wanted and importlib.util.find_spec("transformer_engine") is None:
             yield f"{path}.transformer_impl is transformer_engine, which is not installed: use auto or torch"
+
+
+def _prepare(config: Config) -> Iterator[str]:
+    prepare = config.trainer.prepare
+    if prepare is not None and not re.fullmatch(r"[\w.]+:\w+", prepare):
+        yield f"trainer.prepare is {prepare!r}: write module:function, or null"
 
 
 def _batches(config: Config, num_train_prompts: int | None) -> Iterator[str]:
@@ -97,19 +110,15 @@ def _lengths(config: Config) -> Iterator[str]:
 
 def _layouts(config: Config) -> Iterator[str]:
     placement = config.trainer.placement
-    yield from layout_problems(
-        config.trainer.policy.megatron_config,
-        POLICY,
-        placement.policy_num_nodes * placement.policy_num_gpus_per_node,
-        "trainer.placement.policy_num_nodes * policy_num_gpus_per_node",
-    )
-    if config.trainer.algorithm.needs_reference:
-        yield from layout_problems(
-            config.trainer.ref.megatron_config,
-            REF,
-            placement.ref_num_nodes * placement.ref_num_gpus_per_node,
-            "trainer.placement.ref_num_nodes * ref_num_gpus_per_node",
-        )
+    policy, ref = config.trainer.policy.megatron_config, config.trainer.ref.megatron_config
+    policy_ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    ref_ranks = placement.ref_num_nodes * placement.ref_num_gpus_per_node
+    ranks_key = "trainer.placement.policy_num_nodes * policy_num_gpus_per_node"
+    yield from layout_problems(policy, POLICY, policy_ranks, ranks_key)
+    # The reference follows the policy unless its keys are given: what is wrong with both is said once.
+    if config.trainer.algorithm.needs_reference and (ref, ref_ranks) != (policy, policy_ranks):
+        ref_key = "trainer.placement.ref_num_nodes * ref_num_gpus_per_node"
+        yield from layout_problems(ref, REF, ref_ranks, ref_key)
 
 
 def layout_problems(megatron: MegatronConfig, path: str, world_size: int, world_name: str) -> Iterator[str]:
@@ -141,9 +150,6 @@ def layout_problems(megatron: MegatronConfig, path: str, world_size: int, world_
 
 
 def _data_files(config: Config) -> Iterator[str]:
-    prepare = config.trainer.prepare
-    if prepare is not None and not re.fullmatch(r"[\w.]+:\w+", prepare):
-        yield f"trainer.prepare is {prepare!r}: write module:function, or null"
     if not config.data.train_data:
         yield "data.train_data is empty: name files (parquet, json, jsonl) or hub_name:split"
     for key in ("train_data", "val_data"):

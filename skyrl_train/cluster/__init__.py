@@ -1,0 +1,6 @@
+"""Ray: where processes run and how the driver talks to them."""
+
+import os
+
+# Read when ray is first imported. Ray's handler prints a C++ stack of the driver at SIGTERM, which the driver handles itself.
+os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")

@@ -16,6 +16,7 @@ from skyrl_train.config import Config, to_yaml
 from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.data.order import PromptOrder
 from skyrl_train.data.prompts import load_prompts
+from skyrl_train.envs.registry import env_creator
 from skyrl_train.hub import local_folder
 from skyrl_train.model_checks import longest_conversation
 from skyrl_train.rollout.collect import Collector
@@ -40,7 +41,10 @@ class Experiment:
     """Builds the parts of a run and runs it. `get_*` are the parts that users replace."""
 
     def __init__(self, config: Config, console: Console) -> None:
-        """Loads the tokenizer and the prompts. Raises: ValueError for a bad row or a model that cannot be had."""
+        """Loads the tokenizer and the prompts.
+
+        Raises: ValueError for a bad row, an unknown environment or a model that cannot be had.
+        """
         self.config, self._console = config, console
         self._started = time.perf_counter()
         self.model_folder = local_folder(config.trainer.policy.model.path)
@@ -48,6 +52,8 @@ class Experiment:
         self.tokenizer = self.get_tokenizer()
         self.train_prompts = self.get_train_prompts()
         self.val_prompts = self.get_val_prompts()
+        for env_class in {prompt.env_class for prompt in (*self.train_prompts, *self.val_prompts)}:
+            env_creator(env_class)
         self._trainer: Trainer | None = None
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -107,8 +113,9 @@ class Experiment:
             self.config.generator.sampling_params,
             trainer.policy.megatron_config.logprobs_chunk_size,
         )
+        self._introduce(run_dir)
         with connect() as cluster:
-            self._say(f"Ray is up ({'local' if cluster.is_local else cluster.address})")
+            self._say("local Ray is up" if cluster.is_local else f"joined the Ray cluster {cluster.address}")
             processes = await launch(
                 self.config,
                 cluster,
@@ -174,6 +181,28 @@ class Experiment:
             progress=progress,
             timers=Timers(),
         )
+
+    def _introduce(self, run_dir: RunDir) -> None:
+        trainer, generator = self.config.trainer, self.config.generator
+        layout, place = trainer.policy.megatron_config, trainer.placement
+        sizes = {
+            "tp": layout.tensor_model_parallel_size,
+            "pp": layout.pipeline_model_parallel_size,
+            "cp": layout.context_parallel_size,
+            "ep": layout.expert_model_parallel_size,
+        }
+        ranks = place.policy_num_nodes * place.policy_num_gpus_per_node
+        sizes["dp"] = ranks // (sizes["tp"] * sizes["pp"] * sizes["cp"])
+        split = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "not split"
+        lines = (
+            f"run     {trainer.run_name} in {run_dir.path}",
+            f"model   {trainer.policy.model.path}, {ranks} policy ranks ({split}), "
+            f"{generator.num_inference_engines} engine(s)",
+            f"data    {len(self.train_prompts)} prompts, {len(self.val_prompts)} held out",
+            f"steps   {self.num_steps} of {trainer.train_batch_size} prompts x {generator.n_samples_per_prompt} samples, "
+            f"{trainer.train_batch_size // trainer.policy_mini_batch_size} mini-batch(es) each",
+        )
+        self._console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
     def _say(self, what: str) -> None:
         self._console.print(f"{time.perf_counter() - self._started:5.1f} s  {what}", style="dim", highlight=False)

@@ -10,7 +10,6 @@ import importlib
 import logging
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,14 +61,13 @@ def prepare(config: Config) -> None:
 
 def run(config: Config, console: Console) -> int:
     """Train with a configuration that was checked."""
-    from skyrl_train.entrypoints.experiment import Experiment
     from skyrl_train.tracking.changes import changed_values
     from skyrl_train.tracking.run_dir import create_run_dir
 
     run_dir: RunDir | None = None
     status, code = "failed", 1
     try:
-        experiment = Experiment(config, console)
+        experiment = _checked_input(config, console)
         check(config, num_train_prompts=len(experiment.train_prompts))
         changes = changed_values(to_yaml(config), Path(config_dir, "ppo_base_config.yaml").read_text())
         run_dir = create_run_dir(Path(config.trainer.run_dir), config.trainer.run_name, to_yaml(config), changes)
@@ -87,6 +85,16 @@ def run(config: Config, console: Console) -> int:
             run_dir.finish(status)
             _write_report(run_dir, console)
     return code
+
+
+def _checked_input(config: Config, console: Console) -> Experiment:
+    """Load what the run reads. Raises: ConfigError for a bad row, an unknown environment, a model that cannot be had."""
+    from skyrl_train.entrypoints.experiment import Experiment
+
+    try:
+        return Experiment(config, console)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
 
 
 async def _until_signal(experiment: Experiment, run_dir: RunDir, console: Console) -> int | None:
@@ -125,16 +133,17 @@ def _report_failure(error: Exception, run_dir: RunDir | None, console: Console) 
 
 
 def _write_report(run_dir: RunDir, console: Console) -> None:
+    from skyrl_train.tracking.history import load_history
     from skyrl_train.tracking.report import write_report
+    from skyrl_train.tracking.summary import summarize
 
-    started = time.perf_counter()
     try:
         html, png = write_report(run_dir.path)
+        summary = summarize(run_dir.path, load_history(run_dir.path / "metrics.jsonl")).line()
     except ValueError as error:
         console.print(f"no report: {error}", highlight=False, soft_wrap=True)
         return
-    log.debug("report written in %.1f s", time.perf_counter() - started)
-    console.print(f"report: {html}\n        {png}", highlight=False, soft_wrap=True)
+    console.print(f"{summary}\nreport  {html}\n        {png}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
