@@ -30,7 +30,8 @@ def model_problems(config: Config) -> Iterator[str]:
         ref = config.trainer.ref
         if ref.model.path != policy.model.path:
             shape = yield from _shape(ref.model.path, "trainer.ref.model.path")
-        if shape is not None:
+        same = (ref.model.path, ref.megatron_config) == (policy.model.path, policy.megatron_config)
+        if shape is not None and not same:
             yield from _cut(shape, ref.megatron_config, "trainer.ref.megatron_config")
 
 
