@@ -30,7 +30,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     characters = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=UNK))
-    # Every single character, the newline too (a plain dot leaves it glued to its neighbour, which becomes <unk>).
+    # Not a plain dot: it does not match newlines, and two of them in a row would be one piece and become <unk>.
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     characters.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(

@@ -20,15 +20,15 @@ PARAMS = SamplingParams(max_generate_length=8)
 class Script:
     """Answers with the texts in turn, per conversation; special tokens may be written out ("85<eos>")."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *texts: str, delay_s: float = 0.0) -> None:
-        self.tokenizer, self.texts, self.delay_s = tokenizer, texts, delay_s
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *texts: str) -> None:
+        self.tokenizer, self.texts = tokenizer, texts
         self.inputs: list[list[int]] = []
         self.route_keys: list[str] = []
         self.stop_reason = "stop"
         self.versions: Iterator[int] = iter([])
 
     async def __call__(self, token_ids: list[int], params: SamplingParams, route_key: str) -> Generation:
-        await asyncio.sleep(self.delay_s)
+        await asyncio.sleep(0)
         text = self.texts[len(self.inputs) % len(self.texts)]
         self.inputs.append(token_ids)
         self.route_keys.append(route_key)
@@ -40,6 +40,26 @@ class Script:
             stop_reason=self.stop_reason,
             policy_version=next(self.versions, 0),
         )
+
+
+class NeverAnswers:
+    """Knows who waits for it and whose call was cancelled."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.cancelled: list[str] = []
+
+    async def __call__(self, token_ids: list[int], params: SamplingParams, route_key: str) -> Generation:
+        self.asked.append(route_key)
+        try:
+            return await asyncio.Future()
+        except asyncio.CancelledError:
+            self.cancelled.append(route_key)
+            raise
+
+    async def until_asked(self, times: int) -> None:
+        while len(self.asked) < times:
+            await asyncio.sleep(0.01)
 
 
 def prompt(
@@ -69,4 +89,4 @@ def sampler(
             settings=RolloutSettings(max_turns, max_input_length, env_kwargs or {}),
         )
     finally:
-        pool.close(timeout_s=0.5)
+        pool.close(timeout_s=5.0)

@@ -1,10 +1,10 @@
 import asyncio
-import time
+import threading
 
 import pytest
 import skyrl_gym
 import torch
-from scripted import PARAMS, Script, prompt, sampler
+from scripted import PARAMS, NeverAnswers, prompt, sampler
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 from tiny import tiny_tokenizer
 
@@ -83,7 +83,11 @@ def test_no_prompts_give_no_groups():
     assert collect(answers_late_first, []) == []
 
 
-def test_failing_environment_ends_the_collection_at_once_and_the_others_are_cancelled():
+@pytest.fixture
+def fails_for_three():
+    """An environment whose init fails where the ground truth is 3, after `others_wait` has been set."""
+    others_wait = threading.Event()
+
     class FailsForThree(BaseTextEnv):
         def __init__(self, env_config, extras):
             super().__init__()
@@ -91,40 +95,45 @@ def test_failing_environment_ends_the_collection_at_once_and_the_others_are_canc
 
         def init(self, messages):
             if self.number == 3:
+                others_wait.wait(10)
                 raise ConnectionError("no sandbox")
             return messages, {}
 
-    skyrl_gym.register(id="fails", entry_point=FailsForThree)
-    script, tally, start_s = Script(TOKENIZER, "1", delay_s=30.0), Tally(), time.monotonic()
-    try:
+    skyrl_gym.register(id="fails_for_three", entry_point=FailsForThree)
+    yield others_wait
+    skyrl_gym.registry.pop("fails_for_three")
+
+
+def test_failing_environment_ends_the_collection_at_once_and_the_others_are_cancelled(fails_for_three):
+    generate, tally = NeverAnswers(), Tally()
+
+    async def main(s):
+        prompts = [prompt("fails_for_three", ground_truth=i, uid=str(i)) for i in range(6)]
+        task = asyncio.ensure_future(Collector(s).collect(prompts, 1, PARAMS, tally))
+        await generate.until_asked(5)
+        fails_for_three.set()
         with pytest.raises(EnvironmentFailure, match="prompt 3, turn 0.: ConnectionError: no sandbox"):
-            collect(script, [prompt("fails", ground_truth=i, uid=str(i)) for i in range(6)], progress=tally)
-    finally:
-        skyrl_gym.registry.pop("fails")
-    assert time.monotonic() - start_s < 5.0
-    assert tally.events == [12, "stop"]
+            await asyncio.wait_for(task, 10)
+        return sorted(generate.cancelled)  # now, before the loop ends and cancels what is left
+
+    with sampler(TOKENIZER, generate, timeout_s=30) as s:
+        assert asyncio.run(main(s)) == ["0", "1", "2", "4", "5"]
+    assert tally.events == [6, "stop"]
 
 
 def test_cancelled_collection_cancels_its_samples():
-    cancelled = []
-
-    async def generate(token_ids, params, route_key):
-        try:
-            await asyncio.sleep(30)
-        except asyncio.CancelledError:
-            cancelled.append(route_key)
-            raise
+    generate = NeverAnswers()
 
     async def main(s):
         task = asyncio.ensure_future(Collector(s).collect(sums(3), 1, PARAMS, NoProgress()))
-        await asyncio.sleep(0.2)
+        await generate.until_asked(3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        return sorted(generate.cancelled)
 
     with sampler(TOKENIZER, generate) as s:
-        asyncio.run(main(s))
-    assert sorted(cancelled) == ["0", "1", "2"]
+        assert asyncio.run(main(s)) == ["0", "1", "2"]
 
 
 def made_group(*samples, env_class="addition", data_source="sums"):

@@ -43,7 +43,7 @@ def test_every_character_is_one_token_and_every_id_has_a_text():
     assert tokenizer.encode(text) == list(range(4, 64))
     assert tokenizer.decode(range(4, 64)) == text
     assert len(tokenizer) == model_config().vocab_size == 64
-    assert tokenizer.encode("A\n") == [tokenizer.unk_token_id, VOCABULARY.index("\n")]
+    assert tokenizer.encode("A\n\n") == [tokenizer.unk_token_id] + [VOCABULARY.index("\n")] * 2
 
 
 def test_tiny_model_folder_loads_as_a_hugging_face_model_with_its_tokenizer(tmp_path):
