@@ -29,8 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from skyrl_train.config_errors import ConfigError, nearest
 from skyrl_train.config_schema import field_types, is_free_form, key_types, unknown_key
 
-# Anything but `true` is float32 here: that a wrong type stands in bf16 is said once, by the schema.
-OmegaConf.register_new_resolver("dtype_name", lambda bf16: "bfloat16" if bf16 is True else "float32", replace=True)
+OmegaConf.register_new_resolver("dtype_name", lambda bf16: "bfloat16" if bf16 else "float32", replace=True)
 
 USAGE = "python -m skyrl_train.entrypoints.main_base [+experiment=NAME] [key=value ...]"
 
@@ -207,9 +206,13 @@ def _problem(override: Override, schema: type, folders: Sequence[Path]) -> str |
         return unknown_key(key, schema) + " (on the command line)"
     if override.is_delete():
         return f"{text}: a key cannot be taken away, set it instead"
-    if dataclasses.is_dataclass(kinds[key]) and not isinstance(override.value(), dict):
+    if not dataclasses.is_dataclass(kinds[key]):
+        return None
+    value = override.value()
+    if not isinstance(value, dict):
         return f"{text}: {key} is a section, set one of its keys: {', '.join(field_types(kinds[key]))}"
-    return None
+    unknown = [path for path in _paths(schema, value, f"{key}.") if path not in kinds]
+    return unknown_key(unknown[0], schema) + " (on the command line)" if unknown else None
 
 
 def _hydra_line(override: Override, schema: type) -> str:
@@ -296,7 +299,7 @@ def _origins(schema: type, overrides: Sequence[Override], files: Sequence[Config
     set_by_file = [(file.shown, set(_paths(schema, file.values))) for file in files]
 
     def where(path: str) -> str:
-        if path in set_by_hand:
+        if any(f"{path}.".startswith(f"{key}.") for key in set_by_hand):
             return " (on the command line)"
         for shown, paths in reversed(set_by_file):
             if path in paths:

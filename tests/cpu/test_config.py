@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
-from skyrl_train.config import Config, ConfigError, config_dir, load_config, main_config, to_yaml
+from skyrl_train.config import Config, ConfigError, config_dir, from_hydra, load_config, main_config, to_yaml
 from skyrl_train.config_schema import key_types, rules
 from skyrl_train.config_values import _names_in_source, table_names
 
@@ -99,6 +100,19 @@ def test_an_int_is_a_float_and_one_value_a_list_of_one():
     assert config.trainer.logger == ("wandb",)
 
 
+def test_a_configuration_from_elsewhere_is_as_strict():
+    values = yaml.safe_load(to_yaml(load_config()))
+    assert from_hydra(OmegaConf.create(values)) == load_config()
+    del values["trainer"]["seed"]
+    values["trainer"]["sed"] = 1
+    with pytest.raises(ConfigError) as caught:
+        from_hydra(OmegaConf.create(values))
+    assert caught.value.problems == (
+        "unknown key trainer.sed: did you mean trainer.seed?",
+        "trainer.seed is missing",
+    )
+
+
 def test_free_form_mappings_take_new_keys_with_or_without_a_plus():
     config = load_config(["generator.engine_init_kwargs.foo=1", "+generator.engine_init_kwargs.bar.baz=x"])
     assert config.generator.engine_init_kwargs == {"foo": 1, "bar": {"baz": "x"}}
@@ -111,6 +125,10 @@ def test_free_form_mappings_take_new_keys_with_or_without_a_plus():
         ("+trainer.sed=1", "unknown key trainer.sed: did you mean trainer.seed?"),
         ("trainer.lr=1", "unknown key trainer.lr: did you mean trainer.policy.optimizer_config.lr?"),
         ("trainer.train_batchsize=1", "unknown key trainer.train_batchsize: did you mean trainer.train_batch_size?"),
+        (
+            "trainer.policy.model={pth: x}",
+            "unknown key trainer.policy.model.pth: did you mean trainer.policy.model.path?",
+        ),
         ("generator.zzz=1", "unknown key generator.zzz: generator has "),
     ],
 )
@@ -150,6 +168,8 @@ def test_wrong_types_name_key_value_expected_type_and_place_all_at_once(project:
     ("override", "expected"),
     [
         ("trainer.policy.optimizer_config.adam_betas=[0.9]", "expected list of 2 float"),
+        ("trainer.seed=true", "trainer.seed is True (bool), expected int (on the command line)"),
+        ("trainer.policy.model={path: 3}", "trainer.policy.model.path is 3 (int), expected str"),
         ("trainer.epochs=null", "trainer.epochs is None (null), expected int"),
         ("generator.kv_cache_memory_gb=all", "expected float or null"),
         ("trainer.policy=3", "trainer.policy is a section, set one of its keys: model, optimizer_config"),

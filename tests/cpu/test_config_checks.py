@@ -58,6 +58,7 @@ def test_the_base_and_the_quickstart_pass():
         (["trainer.algorithm.use_kl_in_reward=true"], "both true: set one of them to false"),
         (["generator.n_samples_per_prompt=1"], "n_samples_per_prompt is 1: grpo compares .* at least 2"),
         (["generator.sampling_params.temperature=0"], "temperature is 0: .* set it above 0"),
+        (["trainer.prepare=quickstart"], "trainer.prepare is 'quickstart': write module:function, or null"),
         (["generator.max_input_length=100"], "max_input_length is 100, below trainer.max_prompt_length 512"),
         (["generator.engine_init_kwargs.max_model_len=1000"], r"is 1536 tokens, more than .*max_model_len 1000"),
         ([f"{MEGATRON}.tensor_model_parallel_size=2"], "is 1 ranks, not a multiple of .* = 2: add ranks or lower"),
