@@ -104,7 +104,7 @@ def test_anchor_that_merges_with_what_follows_is_not_used():
 
 def test_lengths_of_many_prompts_are_those_of_each():
     chat = ChatTemplate(tokenizer_with(CHATML), {})
-    conversations = [[{"role": "user", "content": "x" * n}] for n in range(2100)]
+    conversations = [[{"role": "user", "content": "x" * (n % 40)}] for n in range(2100)]
     assert chat.prompt_lengths(conversations) == [len(chat.prompt_ids(c)) for c in conversations]
     assert chat.prompt_lengths([]) == []
 
