@@ -310,3 +310,11 @@ def test_reading_the_configuration_imports_nothing_heavy():
 
 def test_the_configuration_reference_is_up_to_date():
     assert in_new_process(str(Path(__file__).parents[2] / "scripts" / "config_reference.py"), "--check") == ""
+
+
+def test_every_key_is_read_by_the_code():
+    package = Path(__file__).parents[2] / "skyrl_train"
+    readers = [path for path in package.rglob("*.py") if not path.name.startswith(("config", "model_checks"))]
+    attributes = set(re.findall(r"\.(\w+)", "\n".join(path.read_text() for path in readers)))
+    keys = [key for key, kind in key_types(Config).items() if not dataclasses.is_dataclass(kind)]
+    assert [key for key in keys if key.rpartition(".")[2] not in attributes] == []
