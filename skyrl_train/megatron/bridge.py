@@ -82,13 +82,8 @@ def build_bridge(path: str, megatron: MegatronConfig, dtype: torch.dtype, *, tor
         fields["moe_shared_expert_overlap"] = False
         # The router's bias is part of the checkpoint; finalize_model_grads must not move it on the side.
         fields["moe_router_bias_update_rate"] = 0.0
-        if megatron.moe_aux_loss_coeff > 0:
-            fields |= {
-                "moe_router_load_balancing_type": "aux_loss",
-                "moe_aux_loss_coeff": megatron.moe_aux_loss_coeff,
-            }
-        else:
-            fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+        # Megatron's own load-balancing loss is one of each micro-batch; balance.py has that of the mini-batch.
+        fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
     bridge.set_extra_args(**fields, **megatron.transformer_config_kwargs)
     return bridge
 

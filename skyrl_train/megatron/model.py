@@ -19,6 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from skyrl_train.config import MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, device_type
 from skyrl_train.megatron import adam, layers
+from skyrl_train.megatron.balance import Balance
 from skyrl_train.megatron.bridge import build_bridge, match_hugging_face
 
 
@@ -31,6 +32,8 @@ class Model:
     bridge: Bridge
     dtype: torch.dtype
     torch_layers: bool
+    balance: Balance | None = None
+    """The load-balancing loss of its routers, where it is used."""
 
     @property
     def modules(self) -> list[GPTModel]:
@@ -86,7 +89,14 @@ def build_model(path: str, config: MegatronConfig, dtype: torch.dtype, *, traina
     else:
         for chunk in chunks:
             chunk.requires_grad_(False).eval()
-    return Model(chunks=chunks, bridge=bridge, dtype=dtype, torch_layers=torch_layers)
+    balanced = trainable and config.moe_aux_loss_coeff > 0 and bridge.config.num_moe_experts is not None
+    return Model(
+        chunks=chunks,
+        bridge=bridge,
+        dtype=dtype,
+        torch_layers=torch_layers,
+        balance=Balance(bare, config.moe_aux_loss_coeff) if balanced else None,
+    )
 
 
 def _build_chunks(bridge: Bridge) -> list[GPTModel]:

@@ -47,6 +47,8 @@ class MicroBatch:
     """[1, P / C] int64"""
     position_ids: Tensor
     """[1, P / C] int64, from 0 within each sample."""
+    is_token: Tensor
+    """[P / C] bool: False where the pack is padding."""
     targets: Targets
     packed: PackedSamples
     num_tokens: int
@@ -117,6 +119,7 @@ class Packer:
         return MicroBatch(
             token_ids=to_device(tokens.new_zeros(size).scatter_(0, place, tokens))[None],
             position_ids=to_device(_ranges(padded))[None],
+            is_token=to_device(torch.zeros(size, dtype=torch.bool).index_fill_(0, place, True)),
             targets=Targets(
                 labels=at_predictor(tokens),
                 loss_mask=aligned(batch.loss_mask),

@@ -158,6 +158,7 @@ def step_metrics(passes: list[PassMetrics], norms: list[float], lr: float, skipp
             "policy/policy_kl_max": max(one.largest["kl"] for one in passes),
             "policy/kl_loss": mean_over_steps("kl_loss"),
         }
-    if "entropy_loss" in passes[0].sums:
-        metrics["policy/entropy_loss"] = mean_over_steps("entropy_loss")
+    for name in ("entropy_loss", "moe_aux_loss"):
+        if name in passes[0].sums:
+            metrics[f"policy/{name}"] = mean_over_steps(name)
     return metrics

@@ -120,7 +120,10 @@ def forward_backward(
 
     synchronize()
     started = time.perf_counter()
+    if model.balance is not None:
+        _count_choices(model, micro_batches)
     _run(model, micro_batches, loss, forward_only=False)
+    balance_loss = None if model.balance is None else model.balance.finish()
     synchronize()
     seconds = time.perf_counter() - started
     busy = model.bridge.config.timers.take_seconds()
@@ -130,9 +133,24 @@ def forward_backward(
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(total, group=group)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-    return PassMetrics(
-        dict(zip(names[0], total.tolist(), strict=True)), dict(zip(names[1], peak.tolist(), strict=True)), seconds, busy
-    )
+    sums = dict(zip(names[0], total.tolist(), strict=True))
+    if balance_loss is not None:
+        sums["moe_aux_loss"] = balance_loss
+        sums["final_loss"] += balance_loss
+    return PassMetrics(sums, dict(zip(names[1], peak.tolist(), strict=True)), seconds, busy)
+
+
+def _count_choices(model: Model, micro_batches: list[MicroBatch]) -> None:
+    """Let the routers count which experts the mini-batch chooses."""
+
+    def nothing(logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, None]:
+        return logits.new_zeros((), dtype=torch.float32), None
+
+    assert model.balance is not None
+    model.balance.begin_counting()
+    with torch.no_grad():
+        _run(model, micro_batches, nothing, forward_only=True)
+    model.balance.begin_training()
 
 
 def _run(
@@ -148,6 +166,8 @@ def _run(
         batches: Iterator[MicroBatch], chunk: Any
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
         micro_batch = next(batches)
+        if model.balance is not None:
+            model.balance.enter_micro_batch(micro_batch.is_token)
         output = chunk(
             input_ids=micro_batch.token_ids,
             position_ids=micro_batch.position_ids,

@@ -167,9 +167,27 @@ class HuggingFace:
     loss: float
 
 
-def hugging_face(trial: Trial) -> HuggingFace:
+def _balance_terms(model: Any, logits: dict[str, list[Tensor]]) -> list[Tensor]:
+    """E * sum_e f_e * P_e of each router over all tokens, from its logits."""
+    config = model.config
+    terms = []
+    for parts in logits.values():
+        scores = torch.cat(parts).softmax(-1)
+        chosen = torch.zeros_like(scores).scatter_(1, scores.topk(config.num_experts_per_tok, dim=-1).indices, 1.0)
+        shares = chosen.sum(0) / chosen.sum()
+        terms.append(scores.shape[1] * (shares * scores.mean(0)).sum())
+    return terms
+
+
+def hugging_face(trial: Trial, aux_loss_coeff: float = 0.0) -> HuggingFace:
     """Loss and gradient by autograd through log_softmax; the metrics that follow from them."""
     model = transformers.AutoModelForCausalLM.from_pretrained(trial.model_path, dtype=torch.float32)
+    choices: dict[str, list[Tensor]] = {}
+    if aux_loss_coeff:
+        for name, module in model.named_modules():
+            if name.endswith("mlp.gate"):
+                choices[name] = []
+                module.register_forward_hook(lambda _, __, out, to=choices[name]: to.append(out[0]))
     experience, objective = trial.experience, trial.objective
     bounds = experience.cu_seqlens.tolist()
     weights = loss_weights(
@@ -195,7 +213,8 @@ def hugging_face(trial: Trial) -> HuggingFace:
         parts["entropy"].append((entropy * share).sum())
         parts["logprobs"].append(fixed)
     policy, kl, entropy = (torch.stack(parts[name]).sum() for name in ("policy", "kl", "entropy"))
-    loss = policy + objective.kl_coef * kl - objective.entropy_coef * entropy
+    balance = aux_loss_coeff * torch.stack(_balance_terms(model, choices)).sum() if choices else torch.zeros(())
+    loss = policy + objective.kl_coef * kl - objective.entropy_coef * entropy + balance
     loss.backward()
     gradients = named_gradients(model)
     norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
@@ -206,6 +225,8 @@ def hugging_face(trial: Trial) -> HuggingFace:
         "policy/entropy_loss": -entropy.item(),
         "policy/grad_norm": float(norm),
     }
+    if choices:
+        metrics["policy/moe_aux_loss"] = balance.item()
     return HuggingFace(Outcome(gradients, torch.cat(parts["logprobs"]), metrics), loss.item())
 
 

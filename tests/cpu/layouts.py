@@ -1,0 +1,116 @@
+"""Layouts under test, and the comparison of each with Hugging Face and with one process."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import hugging_face, make_trial, write_family
+
+from skyrl_train.config import MegatronConfig, load_config
+from skyrl_train.megatron.layout_check import Difference, Layout, Outcome, Trial, compare, run_layout
+
+GRADIENT, WORST_TENSOR, LOGPROBS, METRICS = 5e-6, 2e-5, 5e-6, 1e-6
+SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "sp": "sequence_parallel",
+}
+Sizes = dict[str, tuple[int, dict[str, Any]]]
+"""name -> (processes, sizes)"""
+DENSE: Sizes = {
+    "one process": (1, {}),
+    "TP2": (2, {"tp": 2, "sp": False}),
+    "TP2 SP": (2, {"tp": 2}),
+    "PP2": (2, {"pp": 2}),
+    "PP2 VPP2": (2, {"pp": 2, "vpp": 2}),
+    "DP2": (2, {}),
+    "CP2": (2, {"cp": 2}),
+}
+FOUR: Sizes = {
+    "TP2 PP2": (4, {"tp": 2, "pp": 2}),
+    "DP2 PP2": (4, {"pp": 2}),
+    "TP2 DP2": (4, {"tp": 2}),
+    "CP2 TP2": (4, {"cp": 2, "tp": 2}),
+    "PP4": (4, {"pp": 4}),
+}
+EXPERT: Sizes = {
+    "one process": (1, {}),
+    "TP2": (2, {"tp": 2}),
+    "EP2": (2, {"ep": 2}),
+    "TP2 ETP1": (2, {"tp": 2, "etp": 1}),
+    "TP2 EP2": (2, {"tp": 2, "ep": 2, "etp": 1}),
+    "PP2": (2, {"pp": 2}),
+    "CP2": (2, {"cp": 2}),
+}
+EXPERT_FOUR: Sizes = {
+    "EP2 PP2": (4, {"ep": 2, "pp": 2}),
+    "EP2 ETP2": (4, {"tp": 2, "ep": 2, "etp": 2}),
+    "CP2 EP2": (4, {"cp": 2, "ep": 2}),
+    "EP2 DP4": (4, {"ep": 2}),
+}
+SMALL = 64
+"""Tokens of a micro-batch that cut the mini-batch into several."""
+WHOLE = 100_000
+
+
+@functools.cache
+def base_config() -> MegatronConfig:
+    config = load_config().trainer.policy.megatron_config
+    return replace(config, logprobs_chunk_size=7)
+
+
+def layout(processes: int, sizes: dict[str, Any], max_tokens: int = SMALL, **changes: Any) -> Layout:
+    megatron = replace(base_config(), **{SHORT[name]: size for name, size in sizes.items()}, **changes)
+    return Layout(megatron, processes, max_tokens)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def model(name: str) -> Path:
+    return write_family(name, Path(_folder().name, name))
+
+
+@functools.cache
+def reference(name: str) -> tuple[Trial, Outcome, Outcome]:
+    """(trial, Hugging Face, one Megatron process with one micro-batch)"""
+    trial = make_trial(model(name))
+    return trial, hugging_face(trial).outcome, run_layout(trial, layout(1, {}, WHOLE))
+
+
+def assert_exact(difference: Difference) -> None:
+    tensor, worst = max(difference.tensors.items(), key=lambda item: item[1])
+    metric, off = max(difference.metrics.items(), key=lambda item: item[1])
+    assert difference.gradient <= GRADIENT, f"gradient is off by {difference.gradient:.1e}, {tensor} by {worst:.1e}"
+    assert worst <= WORST_TENSOR, f"gradient of {tensor} is off by {worst:.1e}"
+    assert difference.logprobs <= LOGPROBS, f"logprobs are off by {difference.logprobs:.1e}"
+    assert off <= METRICS, f"metric {metric} is off by {off:.1e}"
+
+
+def without_buffers(outcome: Outcome, metrics: Any) -> Outcome:
+    """Hugging Face has no gradient of buffers (the routers' bias), and its loop computes some of the metrics."""
+    gradients = {name: g for name, g in outcome.gradients.items() if not name.endswith("e_score_correction_bias")}
+    return Outcome(gradients, outcome.logprobs, {name: outcome.metrics[name] for name in metrics})
+
+
+def check(name: str, one: Layout) -> None:
+    trial, hf, single = reference(name)
+    outcome = run_layout(trial, one)
+    assert_exact(compare(without_buffers(outcome, hf.metrics), hf))
+    assert_exact(compare(outcome, single))
+
+
+def cases(table: Sizes) -> Any:
+    return pytest.mark.parametrize(("processes", "sizes"), table.values(), ids=table)
