@@ -22,6 +22,7 @@ POLICY, REFERENCE, ENGINES = "policy ranks", "reference ranks", "engines"
 class Processes:
     """All processes of a run; they know each other and are ready."""
 
+    cluster: Cluster
     placement: Placement
     policy: PolicyGroup
     reference: ReferenceGroup | None
@@ -71,7 +72,7 @@ async def launch(
         groups.append(WorkerGroup("reference", placement.slots[REFERENCE], logs, trainer.timeout_s))
         reference = ReferenceGroup(groups[-1])
         starts.append(reference.start(_reference_arguments(config)))
-    processes = Processes(placement, policy, reference, engines, tuple(groups))
+    processes = Processes(cluster, placement, policy, reference, engines, tuple(groups))
     try:
         await asyncio.gather(*starts)
         await policy.connect_engines(

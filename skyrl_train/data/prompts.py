@@ -108,7 +108,7 @@ def _read_rows(source: str) -> Iterator[LocatedRow]:
         return ((f"{source}, row {i}", row) for i, row in enumerate(rows))
     raise ValueError(
         f"data source {source!r} is neither a file (.parquet, .json, .jsonl) nor `hub_name:split` (as in "
-        "`openai/gsm8k:train`)"
+        "`org/name:train`)"
     )
 
 

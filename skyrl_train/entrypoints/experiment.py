@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 
@@ -133,6 +134,9 @@ class Experiment:
 
     async def _train(self, run_dir: RunDir, processes: Processes) -> None:
         config = self.config
+        # The libraries imported so far never become garbage; looking through them took 0.14 s of every third step.
+        gc.collect()
+        gc.freeze()
         env_pool = EnvPool(config.environment.skyrl_gym.max_env_workers, config.environment.step_timeout_s)
         tracker = self.get_tracker(run_dir, self.num_steps)
         transcripts = TranscriptLog(run_dir.samples, self._console)
@@ -159,7 +163,7 @@ class Experiment:
         )
         collector = Collector(sampler)
         progress = ConsoleProgress(self._console)
-        check = SyncCheck(trainer.verify_sync_every, generator.model_dtype)
+        check = SyncCheck(trainer.verify_sync_every, generator.model_dtype, on_gpu=processes.cluster.has_gpus)
         return Parts(
             prompts=PromptOrder(self.train_prompts, batch_size=trainer.train_batch_size, seed=trainer.seed),
             collector=collector,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 
 from skyrl_train.config import Config, ConfigError, config_dir, main_config, to_yaml
 from skyrl_train.config_checks import check
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         prepare(config)
         check(config, num_train_prompts=None)
     except ConfigError as error:
-        console.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        _print_error(str(error), console)
         return 2
     return run(config, console)
 
@@ -74,7 +75,7 @@ def run(config: Config, console: Console) -> int:
         ended_by = asyncio.run(_until_signal(experiment, run_dir, console))
         status, code = ("finished", 0) if ended_by is None else ("interrupted", 128 + ended_by)
     except ConfigError as error:
-        console.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        _print_error(str(error), console)
         code = 2
     except KeyboardInterrupt:
         status, code = "interrupted", 130
@@ -129,7 +130,11 @@ def _report_failure(error: Exception, run_dir: RunDir | None, console: Console) 
         path.write_text("".join(traceback.format_exception(error)))
         where = f"\nThe whole story is in {path}"
     kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
-    console.print(f"[bold red]error:[/] {kind}{error}{where}", highlight=False, soft_wrap=True)
+    _print_error(f"{kind}{error}{where}", console)
+
+
+def _print_error(message: str, console: Console) -> None:
+    console.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
 
 
 def _write_report(run_dir: RunDir, console: Console) -> None:

@@ -8,6 +8,7 @@ work).
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,18 +164,9 @@ def _flash_varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSampl
     from torch.nn.attention.varlen import varlen_attn
 
     bounds, longest = packed.cu_seqlens_q_padded, packed.max_seqlen_q
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    # torch 2.11 takes fewer key than query heads as they are; later versions want to be told.
+    told = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    out = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **told)
     assert isinstance(out, Tensor)  # the log-sum-exp comes only where it is asked for
     return out
 
