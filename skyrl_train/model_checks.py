@@ -35,6 +35,13 @@ def model_problems(config: Config) -> Iterator[str]:
             yield from _cut(shape, ref.megatron_config, "trainer.ref.megatron_config")
 
 
+def cut_problems(model_path: str, key: str, megatron: MegatronConfig, path: str) -> Iterator[str]:
+    """What keeps the model at `model_path` (its key) from being cut as `megatron` (at `path`) says."""
+    shape = yield from _shape(model_path, key)
+    if shape is not None:
+        yield from _cut(shape, megatron, path)
+
+
 def longest_conversation(generator: GeneratorConfig) -> int:
     """Tokens of the longest conversation that training or evaluation may ask an engine for."""
     sampled = generator.sampling_params.max_generate_length, generator.eval_sampling_params.max_generate_length
@@ -97,6 +104,16 @@ def _cut(shape: dict[str, Any], megatron: MegatronConfig, path: str) -> Iterator
         yield f"{path}.expert_model_parallel_size is {ep} and the model has no experts: set it to 1"
     elif experts is not None and experts % ep:
         yield f"{path}.expert_model_parallel_size is {ep}: it must divide the model's {experts} experts"
+    latent = shape.get("kv_lora_rank") is not None
+    if tp > 1 and not megatron.sequence_parallel and (experts is not None or latent):
+        kind = "experts" if experts is not None else "multi-latent attention"
+        yield f"{path}.sequence_parallel is false: a model with {kind} needs it under tensor parallelism"
+    width = shape.get("intermediate_size")
+    if width is not None and width % tp:
+        yield f"{path}.tensor_model_parallel_size is {tp}: it must divide the model's intermediate_size {width}"
+    etp, width = megatron.expert_tensor_parallel_size or tp, shape.get("moe_intermediate_size")
+    if experts is not None and width is not None and width % etp:
+        yield f"{path}.expert_tensor_parallel_size is {etp}: it must divide the model's moe_intermediate_size {width}"
 
 
 def _engine(shape: dict[str, Any], config: Config) -> Iterator[str]:

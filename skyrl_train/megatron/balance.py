@@ -1,15 +1,15 @@
 """The load-balancing loss of mixture-of-experts routers, of the whole mini-batch.
 
-For one layer of E experts of which each token takes K (Switch Transformer, arXiv:2101.03961, equation 4, over the global
-batch as in arXiv:2501.11873):
+For one layer of E experts of which each token takes K (Switch Transformer, arXiv:2101.03961, equation 4, over the
+global batch as in arXiv:2501.11873):
 
     L = coefficient * E * sum_e f_e * P_e
     f_e = share of the mini-batch's T * K choices that fell on expert e, without gradient
     P_e = mean over the mini-batch's T tokens of the router's score of expert e
 
-f and P over a micro-batch, as Megatron-core takes them, make a loss that depends on how the mini-batch was cut. Here f is
-counted over the mini-batch by a forward pass before the training pass (a third more compute, only where the loss is
-used); L is then linear in the tokens, and its gradient the same for every split. Padding counts nowhere.
+f and P over a micro-batch, as Megatron-core takes them, make a loss that depends on how the mini-batch was cut. Here
+f is counted over the mini-batch by a forward pass before the training pass (a third more compute, only where the loss
+is used); L is then linear in the tokens, and its gradient the same for every split. Padding counts nowhere.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class _Layer:
 class Balance:
     """The load-balancing loss of all routers of this rank.
 
-    `begin_counting`, a forward pass, `begin_training`, the training pass, `finish`. Outside of that routers are as they are.
+    `begin_counting`, a forward pass, `begin_training`, the training pass, `finish`. Outside of that routers are as
+    they are.
     """
 
     def __init__(self, modules: list[Any], coefficient: float) -> None:

@@ -18,7 +18,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from skyrl_train.config import MegatronConfig
 from skyrl_train.megatron.families import corrections, family
 
-
 LATENT_NORM_EPS = 1e-6
 """Of the norms inside multi-latent attention: transformers leaves them at their default, whatever rms_norm_eps says."""
 

@@ -13,14 +13,14 @@ class ModelCost:
     """Weights and attention that one token meets in a forward pass."""
 
     matrix_weights: int
-    """Weights of the matrices that a token passes: of a mixture of experts only the chosen ones; the output layer too, the
-    embedding not."""
+    """Weights of the matrices that a token passes: of a mixture of experts only the chosen ones; the output layer
+    too, the embedding not."""
     attention_width: int
     """Layers x query heads x (size of a key + size of a value): multiply-adds per pair of tokens."""
 
     def train_flops(self, lengths: Tensor) -> float:
-        """FLOPs of forward and backward (2 + 4 per multiply-add) for samples of these lengths [B], causal attention counted
-        as half of the square. Recomputed activations are not counted: MFU, not HFU."""
+        """FLOPs of forward and backward (2 + 4 per multiply-add) for samples of these lengths [B], causal attention
+        counted as half of the square. Recomputed activations are not counted: MFU, not HFU."""
         tokens, squares = float(lengths.sum()), float(lengths.double().square().sum())
         return 6.0 * self.matrix_weights * tokens + 6.0 * self.attention_width * squares / 2
 

@@ -99,6 +99,36 @@ class Difference:
     """|m - r| / max(1, |r|) of each metric."""
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Largest differences that are rounding."""
+
+    gradient: float
+    worst_tensor: float
+    logprobs: float
+    metrics: float
+
+    def broken(self, difference: Difference) -> list[str]:
+        """A sentence for each bound that the difference exceeds."""
+        tensor, worst = max(difference.tensors.items(), key=lambda item: item[1])
+        metric, off = max(difference.metrics.items(), key=lambda item: item[1])
+        values = [
+            (difference.gradient, self.gradient, "the gradient"),
+            (worst, self.worst_tensor, f"the gradient of {tensor}"),
+            (difference.logprobs, self.logprobs, "a logprob"),
+            (off, self.metrics, f"the metric {metric}"),
+        ]
+        # `not <=` also catches NaN.
+        return [
+            f"{what} is off by {value:.1e}, more than {most:.0e}" for value, most, what in values if not value <= most
+        ]
+
+
+FLOAT32 = Bounds(gradient=5e-6, worst_tensor=2e-5, logprobs=5e-6, metrics=1e-6)
+BFLOAT16 = Bounds(gradient=5e-2, worst_tensor=2e-1, logprobs=1e-1, metrics=5e-2)
+"""Half precision rounds differently in every layout; a wrong factor is still far outside."""
+
+
 def run_layout(trial: Trial, layout: Layout, *, timeout_s: float = 120.0) -> Outcome:
     """Run the trial in `layout.world_size` processes of this machine.
 

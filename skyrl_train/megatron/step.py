@@ -223,6 +223,11 @@ def _loss(
         vocab_size=vocab_size,
     )
     weights, mask = targets.loss_weights, targets.loss_mask.float()
+
+    def total(values: Tensor) -> Tensor:
+        """Over the tokens that the policy wrote; in float64, because standard deviations are made from these sums."""
+        return (values.detach() * mask).sum(dtype=torch.float64)
+
     current = logprobs.detach()
     old = targets.old_logprobs if targets.old_logprobs is not None else current
     terms, clipped = LOSSES[objective.loss](logprobs, old, targets.advantages, objective.settings)
@@ -230,26 +235,27 @@ def _loss(
     loss = policy_loss
     difference = (old - targets.rollout_logprobs).abs() * mask
     sums = {
-        "tokens": mask.sum(),
-        "policy_loss": policy_loss.detach(),
-        "clipped": (clipped * mask).sum(),
-        "old_kl": ((current - old) * mask).sum().neg(),
-        "rollout_diff": difference.sum(),
-        "rollout_diff_squared": difference.square().sum(),
+        "tokens": total(mask),
+        "policy_loss": policy_loss.detach().double(),
+        "clipped": total(clipped),
+        "old_kl": total(old - current),
+        "rollout_diff": total(difference),
+        "rollout_diff_squared": total(difference.double().square()),
     }
     largest = {"rollout_diff": difference.amax()}
     if with_entropy:
-        sums["entropy"] = (entropy.detach() * mask).sum()
+        sums["entropy"] = total(entropy)
     if objective.entropy_coef != 0:
         entropy_loss = -weighted_sum(entropy, weights)
         loss = loss + objective.entropy_coef * entropy_loss
-        sums["entropy_loss"] = entropy_loss.detach()
+        sums["entropy_loss"] = entropy_loss.detach().double()
     if objective.kl_coef != 0:
         assert targets.ref_logprobs is not None
         kl = KL_ESTIMATORS[objective.kl_estimator](logprobs, targets.ref_logprobs)
         kl_loss = weighted_sum(kl, weights)
         loss = loss + objective.kl_coef * kl_loss
-        sums |= {"kl_loss": kl_loss.detach(), "kl": (kl.detach() * mask).sum()}
+        sums |= {"kl_loss": kl_loss.detach().double(), "kl": total(kl)}
         largest["kl"] = (kl.detach() * mask).amax()
-    sums["final_loss"] = loss.detach().clone()
+    # A copy, not a view: schedules may scale the returned loss in place.
+    sums["final_loss"] = loss.detach().double()
     return loss, sums, largest
