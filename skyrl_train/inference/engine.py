@@ -184,11 +184,11 @@ class Engine:
             raise EngineDeadError("the engine was shut down")
         return self._running_llm
 
-    def _check_alive(self) -> None:
+    def _check_alive(self, cause: BaseException | None = None) -> None:
         if self._llm.errored:
             raise EngineDeadError(
                 "the vLLM engine's core process has ended; its last lines are in the log of this process"
-            )
+            ) from cause
 
     async def _call(self, awaitable: Awaitable[T], what: str) -> T:
         return await self._guarded(awaitable, self._settings.rpc_timeout_s, what)
@@ -201,10 +201,13 @@ class Engine:
             while True:
                 self._check_alive()
                 if await _wait_done(task, POLL_S):
-                    return task.result()
+                    break
                 waited_s += POLL_S
                 if timeout_s is not None and waited_s >= timeout_s:
                     raise TimeoutError(f"the engine did not answer within {timeout_s:g} s ({what})")
+            if isinstance(task.exception(), Exception) and not isinstance(task.exception(), StopAsyncIteration):
+                self._check_alive(task.exception())  # the death of the core, not what vLLM made of it
+            return task.result()
         finally:
             if not task.done():
                 task.cancel()

@@ -1,0 +1,447 @@
+"""A real vLLM engine on the CPU: generation, and weights that change while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from skyrl_train.inference.engine import Engine, EngineDeadError
+from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.types import Generation, SamplingParams
+from skyrl_train.weight_sync.broadcast import BroadcastSender
+from skyrl_train.weight_sync.digest import WeightSyncError
+from skyrl_train.weight_sync.shm import ShmSender
+from skyrl_train.weight_sync.transport import SendReport
+from tests.cpu.tiny import tiny_tokenizer, write_tiny_model
+
+pytestmark = pytest.mark.slow
+LOOP = asyncio.new_event_loop()
+GREEDY = SamplingParams(max_generate_length=8, temperature=0.0)
+PROMPTS = [[4 + (7 * n + k) % 50 for k in range(3 + n)] for n in range(4)]
+SENDER = {"sender": "trainer"}
+Named = list[tuple[str, torch.Tensor]]
+
+
+def run(awaitable: Any) -> Any:
+    return LOOP.run_until_complete(asyncio.wait_for(awaitable, timeout=120))
+
+
+class World:
+    """One engine, and two checkpoints that it may serve."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folders = [write_checkpoint(folder / str(seed), kind, seed) for seed in (1, 2)]
+        self.models = [load_model(path) for path in self.folders]
+        self.engine = Engine(
+            EngineSettings(
+                model_path=str(self.folders[0]),
+                served_model_name="tiny",
+                model_dtype="float32",
+                max_model_len=128,
+                kv_cache_memory_bytes=64 << 20,
+                engine_init_kwargs={"block_size": 32},
+            )
+        )
+        self.version = 0
+
+    def weights(self, which: int) -> Named:
+        """As a trainer exports them: tied weights once."""
+        tensors = self.models[which].state_dict().items()
+        tied = self.models[which].config.tie_word_embeddings
+        return [(name, tensor) for name, tensor in tensors if not (tied and name == "lm_head.weight")]
+
+    async def generate(self, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Generation]:
+        found: dict[int, Generation] = {}
+        async for finished in self.engine.generate_batch([(n, prompt, params) for n, prompt in enumerate(prompts)]):
+            found |= dict(finished)
+        return [found[n] for n in range(len(prompts))]
+
+    def post(self, message: dict[str, Any]) -> Callable[[], object]:
+        future = asyncio.run_coroutine_threadsafe(self.engine.update_weights(message | SENDER), LOOP)
+        return lambda: future.result(timeout=60)
+
+    async def send(self, named_tensors: Named, bucket_bytes: int) -> SendReport:
+        await self.engine.pause()
+        sender = ShmSender(bucket_bytes, self.post)
+        await self.engine.init_weight_sync(sender.init_info | SENDER)
+        await self.engine.start_weight_update()
+        return await asyncio.to_thread(sender.send, named_tensors)
+
+    async def sync(self, named_tensors: Named, bucket_bytes: int = 1 << 20) -> None:
+        report = await self.send(named_tensors, bucket_bytes)
+        self.version += 1
+        received = await self.engine.finish_weight_update(self.version, report.digests)
+        assert received.digests == report.digests
+        assert received.num_tensors == len(named_tensors)
+        await self.engine.resume()
+
+    async def answers(self) -> list[list[int]]:
+        return [generation.token_ids for generation in await self.generate(PROMPTS)]
+
+    def expected(self, which: int) -> list[list[int]]:
+        return [greedy(self.models[which], prompt)[0] for prompt in PROMPTS]
+
+
+def write_checkpoint(folder: Path, kind: str, seed: int) -> Path:
+    """A tied Qwen3, an untied Qwen2 (with biases) or a Qwen3 mixture of experts."""
+    if kind == "tied":
+        return write_tiny_model(folder, seed=seed)
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    shape = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
+    if kind == "untied":
+        model = Qwen2ForCausalLM(Qwen2Config(**shape, **heads, **ids))
+    else:
+        experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **heads, **ids, **experts))
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms would all be equal
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def load_model(folder: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def greedy(model: torch.nn.Module, prompt: list[int], length: int = 8) -> tuple[list[int], list[float]]:
+    """Hugging Face's own answer: tokens and their logprobs."""
+    tokens, logprobs = list(prompt), []
+    for _ in range(length):
+        row = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+        tokens.append(int(row.argmax()))
+        logprobs.append(float(row.max()))
+        if tokens[-1] == 1:
+            break
+    return tokens[len(prompt) :], logprobs
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    yield from live_world(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def live_world(folder: Path, kind: str) -> Iterator[World]:
+    before = set(os.listdir("/dev/shm"))
+    world = World(folder, kind)
+    run(world.engine.ready())
+    children = psutil.Process().children(recursive=True)
+    yield world
+    run(world.engine.shutdown())
+    _, alive = psutil.wait_procs([p for p in children if "resource_tracker" not in " ".join(cmdline(p))], timeout=10)
+    assert not alive, "the engine left processes behind"
+    assert {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")} <= before
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+@pytest.mark.parametrize("bucket_bytes", [1024, 70_000, 32 << 20])
+def test_an_updated_engine_answers_as_the_new_checkpoint(world: World, bucket_bytes: int):
+    run(world.sync(world.weights(0)))
+    first = run(world.generate(PROMPTS))
+    run(world.sync(world.weights(1), bucket_bytes))
+    for prompt, generation in zip(PROMPTS, run(world.generate(PROMPTS)), strict=True):
+        tokens, logprobs = greedy(world.models[1], prompt)
+        assert generation.token_ids == tokens
+        assert generation.logprobs == pytest.approx(logprobs, abs=1e-5)
+        assert generation.policy_version == world.version
+    run(world.sync(world.weights(0), bucket_bytes))
+    assert [(g.token_ids, g.logprobs) for g in run(world.generate(PROMPTS))] == [
+        (g.token_ids, g.logprobs) for g in first
+    ]
+
+
+def test_unpacked_experts_are_updated_too(tmp_path: Path):
+    for world in live_world(tmp_path, "moe"):
+        for which in (1, 0, 1):
+            run(world.sync(unfused(world.weights(which))))
+            for prompt, generation in zip(PROMPTS, run(world.generate(PROMPTS)), strict=True):
+                tokens, logprobs = greedy(world.models[which], prompt)
+                assert generation.token_ids == tokens
+                assert generation.logprobs == pytest.approx(logprobs, abs=1e-5)
+
+
+def unfused(named_tensors: Named) -> Named:
+    """Experts under the names of a checkpoint; transformers 5 holds them fused in memory."""
+    found: Named = []
+    for name, tensor in named_tensors:
+        base = name.rsplit(".", 1)[0]
+        if name.endswith("experts.gate_up_proj"):
+            for number, expert in enumerate(tensor):
+                gate, up = expert.chunk(2)
+                found += [(f"{base}.{number}.gate_proj.weight", gate), (f"{base}.{number}.up_proj.weight", up)]
+        elif name.endswith("experts.down_proj"):
+            found += [(f"{base}.{number}.down_proj.weight", expert) for number, expert in enumerate(tensor)]
+        else:
+            found.append((name, tensor))
+    return found
+
+
+def test_a_broadcast_updates_the_engine_as_shared_memory_does(world: World):
+    async def update() -> None:
+        sender = BroadcastSender(50_000, world.post, world_size=2, device=torch.device("cpu"), timeout_s=20)
+        await world.engine.pause()
+        joined = asyncio.to_thread(sender.connect)
+        await asyncio.gather(joined, world.engine.init_weight_sync(sender.init_info | SENDER | {"rank_offset": 1}))
+        await world.engine.start_weight_update()
+        report = await asyncio.to_thread(sender.send, world.weights(1))
+        await world.engine.finish_weight_update(7, report.digests)
+        await world.engine.resume()
+        sender.close()
+
+    run(world.sync(world.weights(0)))
+    run(update())
+    assert run(world.answers()) == world.expected(1)
+
+
+def test_a_repeated_prompt_is_answered_anew_after_a_sync(world: World):
+    long_prompt = [[4 + k % 50 for k in range(100)]]
+    run(world.sync(world.weights(0)))
+    run(world.generate(long_prompt))
+    assert run(world.generate(long_prompt))[0].token_ids == greedy(world.models[0], long_prompt[0])[0]
+    run(world.sync(world.weights(1)))
+    (generation,) = run(world.generate(long_prompt))
+    tokens, logprobs = greedy(world.models[1], long_prompt[0])
+    assert generation.token_ids == tokens
+    assert generation.logprobs == pytest.approx(logprobs, abs=1e-5)
+
+
+def broken_off(world: World, named_tensors: Named, message: str | None, change: Callable[[dict], dict] = dict) -> None:
+    """The sync fails with the message, the engine stays paused, and a whole sync heals it."""
+
+    async def fail() -> None:
+        report = await world.send(named_tensors, 4096)
+        await world.engine.finish_weight_update(9, change(report.digests))
+
+    run(world.sync(world.weights(0)))
+    with pytest.raises(Exception, match=message):
+        run(fail())
+    with pytest.raises(WeightSyncError, match="stays paused"):
+        run(world.engine.resume())
+    assert run(world.engine.stats())["needs_weights"] == 1
+    run(world.sync(world.weights(1)))
+    assert run(world.answers()) == world.expected(1)
+
+
+@pytest.mark.parametrize("lost", ["model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight",
+                                  "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight",
+                                  "model.norm.weight"])  # fmt: skip
+def test_a_parameter_that_was_not_sent_is_named(world: World, lost: str):
+    kept = [(name, tensor) for name, tensor in world.weights(1) if name != lost]
+    layer = lost.removesuffix(".weight").replace("k_proj", "qkv_proj").replace("up_proj", "gate_up_proj")
+    broken_off(world, kept, f"did not get all their weights: .*{layer}")
+
+
+def test_a_tensor_that_the_engine_has_no_parameter_for_is_named(world: World):
+    extra = ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(16))
+    broken_off(world, [*world.weights(1), extra], "belong to no parameter of the engine: .*inv_freq")
+
+
+def test_an_unknown_name_fails_the_update(world: World):
+    named_tensors = world.weights(1)
+    named_tensors.insert(5, ("model.layers.0.mystery.weight", torch.zeros(4)))
+    broken_off(world, named_tensors, "mystery")
+
+
+def test_a_tensor_of_another_shape_fails_the_update(world: World):
+    named_tensors = [(n, t[:-1] if n.endswith("1.mlp.down_proj.weight") else t) for n, t in world.weights(1)]
+    broken_off(world, named_tensors, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda sent: sent | {"model.norm.weight": sent["model.norm.weight"] ^ 1}, "other bytes: model.norm.weight"),
+        (lambda sent: sent | {"model.ghost": 1}, "never arrived: model.ghost"),
+        (lambda sent: {n: d for n, d in sent.items() if n != "model.norm.weight"}, "were not sent: model.norm.weight"),
+    ],
+)
+def test_a_digest_that_differs_stops_the_sync(world: World, change: Callable[[dict], dict], message: str):
+    broken_off(world, world.weights(1), message, change)
+
+
+def test_a_name_that_arrives_twice_fails_the_update(world: World):
+    async def twice() -> None:
+        await world.engine.pause()
+        sender = ShmSender(1 << 20, world.post)
+        await world.engine.init_weight_sync(sender.init_info | SENDER)
+        await world.engine.start_weight_update()
+
+        def both() -> None:
+            index = 0
+
+            def renumbered(message: dict[str, Any]) -> Callable[[], object]:
+                nonlocal index
+                index += 1
+                return world.post(message | {"index": index - 1})
+
+            for _ in range(2):
+                ShmSender(1 << 20, renumbered).send(world.weights(1)[:3])
+
+        await asyncio.to_thread(both)
+
+    with pytest.raises(Exception, match="arrived twice"):
+        run(twice())
+    run(world.sync(world.weights(1)))
+    assert run(world.answers()) == world.expected(1)
+
+
+def test_an_update_without_a_pause_is_refused(world: World):
+    with pytest.raises(WeightSyncError, match="pause the engine"):
+        run(world.engine.start_weight_update())
+
+
+def test_requests_wait_while_the_engine_is_paused_and_frozen_ones_go_on(world: World):
+    async def main() -> None:
+        long = SamplingParams(max_generate_length=100, temperature=1.0)
+        running = asyncio.create_task(world.generate(PROMPTS[:1] * 4, long))
+        while (await world.engine.stats())["requests_running"] == 0:
+            await asyncio.sleep(0.002)
+        await world.sync(world.weights(1))
+        await world.engine.pause()
+        waiting = asyncio.create_task(world.generate(PROMPTS))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        await world.engine.resume()
+        assert [generation.token_ids for generation in await waiting] == world.expected(1)
+        for generation in await running:
+            assert generation.stop_reason in ("stop", "length") and generation.policy_version == world.version
+
+    run(world.sync(world.weights(0)))
+    run(main())
+
+
+def test_aborting_ends_running_requests_with_what_they_have(world: World):
+    async def main() -> list[Generation]:
+        long = SamplingParams(max_generate_length=120, temperature=1.0)
+        running = asyncio.create_task(world.generate(PROMPTS[:1] * 64, long))
+        while (await world.engine.stats())["requests_running"] < 64:
+            await asyncio.sleep(0.002)
+        await world.engine.pause("abort")
+        await world.engine.resume()
+        return await running
+
+    generations = run(main())
+    assert any(generation.stop_reason == "abort" for generation in generations)
+    assert all(len(generation.token_ids) == len(generation.logprobs) for generation in generations)
+
+
+def test_leaving_a_batch_frees_its_requests(world: World):
+    async def main() -> None:
+        task = asyncio.create_task(world.generate(PROMPTS * 16, SamplingParams(max_generate_length=120)))
+        while (await world.engine.stats())["requests_running"] == 0:
+            await asyncio.sleep(0.002)
+        task.cancel()
+        await asyncio.wait({task})
+        assert (await world.engine.stats())["requests_running"] == 0
+
+    run(main())
+
+
+def test_logprobs_are_of_the_drawn_token_under_the_distribution_it_was_drawn_from(world: World):
+    run(world.sync(world.weights(1)))
+    params = SamplingParams(max_generate_length=6, temperature=0.7, top_p=0.9, top_k=20)
+    for prompt, generation in zip(PROMPTS * 4, run(world.generate(PROMPTS * 4, params)), strict=True):
+        with torch.no_grad():
+            logits = world.models[1](torch.tensor([prompt + generation.token_ids])).logits[0]
+        for position, (token, logprob) in enumerate(zip(generation.token_ids, generation.logprobs, strict=True)):
+            row = logits[len(prompt) - 1 + position] / 0.7
+            row = row.masked_fill(row < row.topk(20).values[-1], -torch.inf)
+            ordered, order = row.softmax(-1).sort(descending=True)
+            outside = order[ordered.cumsum(0) - ordered >= 0.9]
+            row[outside] = -torch.inf
+            assert logprob == pytest.approx(float(row.log_softmax(-1)[token]), abs=2e-5)
+
+
+def test_prompt_logprobs_are_those_of_hugging_face(world: World):
+    run(world.sync(world.weights(1)))
+    for prompt, logprobs in zip(PROMPTS, run(world.engine.prompt_logprobs(PROMPTS)), strict=True):
+        with torch.no_grad():
+            rows = world.models[1](torch.tensor([prompt])).logits[0].log_softmax(-1)
+        expected = [0.0] + [float(rows[k, prompt[k + 1]]) for k in range(len(prompt) - 1)]
+        assert logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_stop_string_ends_the_generation_and_stays_in_tokens_and_text(world: World):
+    tokenizer = tiny_tokenizer()
+    run(world.sync(world.weights(1)))
+    params = SamplingParams(max_generate_length=60, temperature=0.0)
+    whole = next(g for g in run(world.generate(PROMPTS, params)) if len(g.token_ids) > 6)
+    prompt = PROMPTS[[g.token_ids for g in run(world.generate(PROMPTS, params))].index(whole.token_ids)]
+    text = tokenizer.decode(whole.token_ids, skip_special_tokens=True)
+    stop = text[3:5]
+    (stopped,) = run(world.generate([prompt], SamplingParams(max_generate_length=60, temperature=0.0, stop=(stop,))))
+    assert stopped.stop_reason == "stop"
+    assert stopped.text == tokenizer.decode(stopped.token_ids, skip_special_tokens=True)
+    assert stopped.text == text[: text.index(stop) + len(stop)]
+    assert stopped.token_ids == whole.token_ids[: len(stopped.token_ids)]
+    assert len(stopped.logprobs) == len(stopped.token_ids)
+
+
+def test_the_end_of_sequence_is_a_token_but_no_text(world: World):
+    params = SamplingParams(max_generate_length=100, temperature=1.0)
+    ended = [g for g in run(world.generate(PROMPTS * 16, params)) if g.stop_reason == "stop"]
+    assert ended, "no sample of 64 ended by itself"
+    for generation in ended:
+        assert generation.token_ids[-1] == 1 and "<eos>" not in generation.text
+
+
+def test_the_engine_stops_at_its_longest_sequence(world: World):
+    prompt = [5] * 120
+    (generation,) = run(world.generate([prompt], SamplingParams(max_generate_length=100, temperature=0.0)))
+    assert len(generation.token_ids) <= 8
+    with pytest.raises(ValueError, match="max_prompt_length"):
+        run(world.generate([[5] * 128]))
+
+
+def test_many_requests_come_back_in_few_messages(world: World):
+    async def main() -> int:
+        requests = [(n, PROMPTS[n % 4], SamplingParams(max_generate_length=4)) for n in range(512)]
+        sizes = [len(finished) async for finished in world.engine.generate_batch(requests)]
+        assert sum(sizes) == 512
+        return len(sizes)
+
+    assert run(main()) <= 40
+
+
+def test_a_dead_core_fails_waiting_requests_within_two_seconds(world: World):
+    """The last test of a world: its engine is gone afterwards."""
+
+    async def main() -> float:
+        task = asyncio.create_task(world.generate(PROMPTS * 64, SamplingParams(max_generate_length=120)))
+        while (await world.engine.stats())["requests_running"] == 0:
+            await asyncio.sleep(0.002)
+        for process in psutil.Process().children(recursive=True):
+            if "EngineCore" in process.name() or "spawn_main" in " ".join(cmdline(process)):
+                process.send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        with pytest.raises(EngineDeadError):
+            await task
+        waited = time.monotonic() - killed
+        with pytest.raises(EngineDeadError):
+            await world.engine.pause()
+        return waited
+
+    assert run(main()) < 2
