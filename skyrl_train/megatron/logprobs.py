@@ -19,6 +19,11 @@ def _reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
         dist.all_reduce(tensor, op=op, group=group)
 
 
+def _float32(logits: Tensor) -> Tensor:
+    """A copy, also of float32 logits: it is worked on in place, and the logits are saved for backward."""
+    return logits.to(torch.float32, copy=True)
+
+
 class _VocabParallel(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -42,16 +47,16 @@ class _VocabParallel(torch.autograd.Function):
         entropy = torch.zeros(num, dtype=torch.float32, device=logits.device)
         for start in range(0, num, chunk):
             span = slice(start, start + chunk)
-            scaled = logits[span, :width].float() / temperature
-            peak = scaled.amax(-1)
+            shifted = _float32(logits[span, :width]).div_(temperature)
+            peak = shifted.amax(-1)
             _reduce(peak, dist.ReduceOp.MAX, group)
-            shifted = scaled - peak[:, None]
+            shifted.sub_(peak[:, None])
             target = shifted.gather(1, local[span, None])[:, 0] * here[span]
             exp = shifted.exp()
             # one collective carries the sum of exponentials, the target's logit and the entropy's numerator
             parts = [exp.sum(-1), target]
             if with_entropy:
-                parts.append((exp * shifted).sum(-1))
+                parts.append(shifted.mul_(exp).sum(-1))
             sums = torch.stack(parts)
             _reduce(sums, dist.ReduceOp.SUM, group)
             log_sum = sums[0].log()
@@ -72,16 +77,16 @@ class _VocabParallel(torch.autograd.Function):
         rows = torch.arange(len(logits), device=logits.device)
         for start in range(0, len(logits), ctx.chunk):
             span = slice(start, start + ctx.chunk)
-            log_p = logits[span, : ctx.width].float() / ctx.temperature - log_z[span, None]
-            p = log_p.exp()
-            coefficient = -grad_logprobs[span, None]
+            log_p = _float32(logits[span, : ctx.width]).div_(ctx.temperature).sub_(log_z[span, None])
+            grad = log_p.exp()
             if ctx.with_entropy:
                 # dH/dx_j = -p_j (log p_j + H)
-                coefficient = coefficient - grad_entropy[span, None] * (log_p + entropy[span, None])
-            grad = p * coefficient
-            n = len(grad)
-            grad[rows[:n], local[span]] += grad_logprobs[span] * here[span]
-            out[span, : ctx.width] = grad / ctx.temperature
+                entropy_part = log_p.add_(entropy[span, None]).mul_(grad_entropy[span, None])
+                grad.mul_(entropy_part.add_(grad_logprobs[span, None]).neg_())
+            else:
+                grad.mul_(-grad_logprobs[span, None])
+            grad[rows[: len(grad)], local[span]] += grad_logprobs[span] * here[span]
+            out[span, : ctx.width] = grad.div_(ctx.temperature)
         return out, None, None, None, None, None, None
 
 
