@@ -95,13 +95,18 @@ def index_tables(lengths: list[int], cp_rank: int, cp_size: int) -> tuple[tuple[
 
 
 def pack_params(
-    lengths: list[int], real_lengths: list[int], device: torch.device, *, torch_attention: bool
+    lengths: list[int],
+    real_lengths: list[int],
+    device: torch.device,
+    *,
+    cp_rank: int,
+    cp_size: int,
+    torch_attention: bool,
 ) -> PackedSamples:
     """Describe a pack of samples with padded `lengths` of which `real_lengths` are tokens.
 
     The torch attention reads the index tables; Transformer Engine reads the cu_seqlens.
     """
-    cp_size, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
 
     def bounds(values: list[int]) -> Tensor:
         return F.pad(torch.tensor(values, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0)).to(device)

@@ -52,7 +52,8 @@ def model_cost(config: PretrainedConfig) -> ModelCost:
         shared = (getattr(config, "n_shared_experts", 0) or 0) * width
         shared += getattr(config, "shared_expert_intermediate_size", 0) or 0
         sparse = 3 * hidden * (width * config.num_experts_per_tok + shared) + hidden * experts
-        num_dense = getattr(config, "first_k_dense_replace", 0) or 0
+        kinds = getattr(config, "mlp_layer_types", None)
+        num_dense = kinds.count("dense") if kinds else getattr(config, "first_k_dense_replace", 0) or 0
     else:
         sparse, num_dense = 0, layers
     matrices = layers * attention + num_dense * dense + (layers - num_dense) * sparse + hidden * config.vocab_size

@@ -130,7 +130,12 @@ class Packer:
                 ref_logprobs=None if ref_logprobs is None else aligned(ref_logprobs),
             ),
             packed=pack_params(
-                padded.tolist(), lengths.tolist() or padded.tolist(), self.device, torch_attention=self.torch_attention
+                padded.tolist(),
+                lengths.tolist() or padded.tolist(),
+                self.device,
+                cp_rank=self.cp_rank,
+                cp_size=self.cp_size,
+                torch_attention=self.torch_attention,
             ),
             num_tokens=len(token_slice),
             token_slice=token_slice,
