@@ -170,7 +170,7 @@ def _flash_varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSampl
 
     bounds, longest = packed.cu_seqlens_q_padded, packed.max_seqlen_q
     # torch 2.11 takes fewer key than query heads as they are; later versions want to be told.
-    told = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    told: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     out = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **told)
     assert isinstance(out, Tensor)  # the log-sum-exp comes only where it is asked for
     return out

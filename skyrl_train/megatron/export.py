@@ -87,7 +87,8 @@ def export_specs(model: Model, dtype: torch.dtype) -> list[TensorSpec]:
             shape[task.shard_axis] *= _shard_group(task).size()
         for mcore_name in task.mcore_names:
             names, tensors = model.bridge._weight_to_hf_format(mcore_name, torch.empty(shape, device="meta"))
-            specs += [TensorSpec(name, dtype, tuple(t.shape)) for name, t in zip(names, tensors, strict=True)]
+            for name, tensor in zip(names, tensors, strict=True):
+                specs.append(TensorSpec(name, _dtype_of(name, dtype), tuple(tensor.shape)))
     return specs
 
 
@@ -107,7 +108,7 @@ def export(
         copies = _all_gather(whole, ep_group) if task.is_expert else [whole]
         for mcore_name, copy in zip(task.mcore_names, copies, strict=True):
             for name, tensor in zip(*model.bridge._weight_to_hf_format(mcore_name, copy), strict=True):
-                yield name, tensor if tensor.dtype == torch.float32 and _stays_float32(name) else tensor.to(dtype)
+                yield name, tensor.to(_dtype_of(name, dtype))
 
 
 def is_stage_owner() -> bool:
@@ -129,8 +130,11 @@ def save_hf(model: Model, source: str, folder: str) -> None:
         parallel_state.get_pipeline_model_parallel_rank(),
     )
     file = f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
-    tensors = {name: tensor.contiguous().cpu() for name, tensor in export(model, model.dtype)}
     owner = is_stage_owner()
+    tensors = {}
+    for name, tensor in export(model, model.dtype):
+        if owner:
+            tensors[name] = tensor.contiguous().cpu()
     if owner:
         target.mkdir(parents=True, exist_ok=True)
         save_file(tensors, target / f"{file}.tmp", metadata={"format": "pt"})
@@ -181,5 +185,6 @@ def _join(parts: list[Tensor], task: ExportTask) -> Tensor:
     return torch.cat(parts, dim=task.shard_axis)
 
 
-def _stays_float32(name: str) -> bool:
-    return name.endswith("e_score_correction_bias")
+def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The bias of a router is float32 in checkpoints and engines, whatever the model's dtype."""
+    return torch.float32 if name.endswith("e_score_correction_bias") else dtype

@@ -83,7 +83,7 @@ def build_model(path: str, config: MegatronConfig, dtype: torch.dtype, *, traina
             for name, parameter in chunk.named_parameters():
                 if ".router." in name:
                     parameter.requires_grad = False
-    chunks = [Float16Module(bridge.config, chunk) if dtype == torch.bfloat16 else chunk for chunk in bare]
+    chunks = [_in_half_precision(chunk, bridge.config) if dtype == torch.bfloat16 else chunk for chunk in bare]
     if trainable:
         chunks = _wrap_data_parallel(chunks, bridge.config)
     else:
@@ -97,6 +97,16 @@ def build_model(path: str, config: MegatronConfig, dtype: torch.dtype, *, traina
         torch_layers=torch_layers,
         balance=Balance(bare, config.moe_aux_loss_coeff) if balanced else None,
     )
+
+
+def _in_half_precision(chunk: GPTModel, config: Any) -> Float16Module:
+    """Megatron's bfloat16 wrapper, which would round the routers' float32 bias and with it the choice of experts."""
+    biases = {name: buffer.clone() for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")}
+    wrapped = Float16Module(config, chunk)
+    for name, buffer in chunk.named_buffers():
+        if name in biases:
+            buffer.data = biases[name]
+    return wrapped
 
 
 def _build_chunks(bridge: Bridge) -> list[GPTModel]:

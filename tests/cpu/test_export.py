@@ -1,0 +1,123 @@
+"""Weights leave Megatron as the Hugging Face checkpoint they came from, bit for bit, each name once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES, write_family
+from layouts import layout
+from safetensors import safe_open
+from torch import Tensor
+
+from skyrl_train.config import MegatronConfig
+from skyrl_train.megatron.export import export, export_specs, save_hf
+from skyrl_train.megatron.layout_check import OPTIMIZER
+from skyrl_train.megatron.local_ranks import run_on_ranks
+from skyrl_train.megatron.model import build_model, build_optimizer
+from skyrl_train.megatron.parallel import join
+from skyrl_train.ranks import Rendezvous
+
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "tied, one process": ("qwen3_tied", 1, {}),
+    "tied TP2": ("qwen3_tied", 2, {"tp": 2}),
+    "tied PP2": ("qwen3_tied", 2, {"pp": 2}),
+    "tied PP2 VPP2": ("qwen3_tied", 2, {"pp": 2, "vpp": 2}),
+    "tied PP4": ("llama3_rope_tied", 4, {"pp": 4}),
+    "biases TP2 PP2": ("qwen2", 4, {"tp": 2, "pp": 2}),
+    "experts EP2": ("qwen3_moe", 2, {"ep": 2}),
+    "experts TP2 ETP1": ("mixtral", 2, {"tp": 2, "etp": 1}),
+    "experts TP2 EP2": ("qwen2_moe", 4, {"tp": 2, "ep": 2}),
+    "latent attention PP2 EP2": ("deepseek_v3", 4, {"pp": 2, "ep": 2}),
+}
+one_of_each = pytest.mark.parametrize(("family", "processes", "sizes"), CASES.values(), ids=CASES)
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                assert name not in found, f"{name} is in two files"
+                found[name] = tensors.get_tensor(name)
+    return found
+
+
+def _export(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, str, torch.dtype]) -> dict[str, Any]:
+    path, megatron, target, dtype = arguments
+    ranks = join(rendezvous, megatron, seed=1)
+    model = build_model(path, megatron, dtype, trainable=True)
+    build_optimizer(model, OPTIMIZER)
+    specs = [(spec.name, spec.dtype, tuple(spec.shape)) for spec in export_specs(model, dtype)]
+    stream = [(name, tensor.clone()) for name, tensor in export(model, dtype)]
+    save_hf(model, path, target)
+    return {"specs": specs, "stream": stream, "owner": ranks.owns_stage}
+
+
+def run(family: str, processes: int, sizes: dict[str, Any], folder: Path, dtype: torch.dtype) -> list[dict[str, Any]]:
+    source = write_family(family, folder / "source")
+    arguments = (str(source), layout(processes, sizes).megatron, str(folder / "saved"), dtype)
+    return run_on_ranks(_export, arguments, processes, timeout_s=120)
+
+
+@one_of_each
+def test_every_weight_leaves_once_as_it_came(family: str, processes: int, sizes: dict[str, Any], tmp_path: Path):
+    parts = run(family, processes, sizes, tmp_path, torch.float32)
+    source = tensors_of(tmp_path / "source")
+    streams = [part["stream"] for part in parts if part["owner"]]
+    names = [name for stream in streams for name, _ in stream]
+    assert sorted(names) == sorted(source)
+    for name, tensor in (item for stream in streams for item in stream):
+        assert torch.equal(tensor, source[name]), name
+    for part in parts:
+        assert part["specs"] == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part["stream"]]
+
+    saved = tensors_of(tmp_path / "saved")
+    assert saved.keys() == source.keys()
+    assert all(torch.equal(saved[name], source[name]) for name in source)
+    index = json.loads((tmp_path / "saved/model.safetensors.index.json").read_text())
+    assert sorted(index["weight_map"]) == sorted(source)
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in source.values())
+
+
+def test_a_saved_checkpoint_is_the_same_model_for_transformers(tmp_path: Path):
+    run("qwen3_moe", 2, {"ep": 2}, tmp_path, torch.float32)
+    before, after = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        for name in ("source", "saved")
+    )
+    tokens = torch.arange(20)[None]
+    assert torch.equal(before(tokens).logits, after(tokens).logits)
+
+
+def test_a_model_trained_in_bfloat16_is_saved_in_it(tmp_path: Path):
+    run("qwen3_tied", 2, {"tp": 2}, tmp_path, torch.bfloat16)
+    source, saved = tensors_of(tmp_path / "source"), tensors_of(tmp_path / "saved")
+    assert all(torch.equal(saved[name], source[name].bfloat16()) for name in source)
+    config = json.loads((tmp_path / "saved/config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    given = json.loads((tmp_path / "source/config.json").read_text())
+    assert {k: v for k, v in config.items() if k != "dtype"} == {k: v for k, v in given.items() if k != "dtype"}
+
+
+def test_the_routers_bias_stays_in_float32(tmp_path: Path):
+    parts = run("deepseek_v3", 2, {"ep": 2}, tmp_path, torch.bfloat16)
+    source = tensors_of(tmp_path / "source")
+    stream = dict(parts[0]["stream"])
+    biases = [name for name in source if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 3 and all(torch.equal(stream[name], source[name]) for name in biases)
+    assert parts[0]["specs"] == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in stream.items()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_leaves_as_it_came(family: str, tmp_path: Path):
+    parts = run(family, 2, {"pp": 2}, tmp_path, torch.float32)
+    source = tensors_of(tmp_path / "source")
+    stream = [item for part in parts if part["owner"] for item in part["stream"]]
+    assert sorted(name for name, _ in stream) == sorted(source)
+    assert all(torch.equal(tensor, source[name]) for name, tensor in stream)
