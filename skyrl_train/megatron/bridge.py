@@ -6,12 +6,18 @@ their old names, the layout, and the rotary frequencies. What single families ne
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from mbridge.core.bridge import Bridge
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -85,6 +91,49 @@ def build_bridge(path: str, megatron: MegatronConfig, dtype: torch.dtype, *, tor
         fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
     bridge.set_extra_args(**fields, **megatron.transformer_config_kwargs)
     return bridge
+
+
+def check_all_weights_are_read(bridge: Bridge, modules: list[GPTModel], folder: str) -> None:
+    """Raises: ValueError if the checkpoint in `folder` has weights that no rank holds; mbridge would pass over them.
+
+    A collective over the pipeline and expert groups.
+    """
+    read = {
+        hf_name
+        for module in modules
+        for name in bridge._weight_name_mapping_mcore_local_to_global(module).values()
+        for hf_name in bridge._weight_name_mapping_mcore_to_hf(name)
+    }
+    for group in (
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    ):
+        parts: list[set[str]] = [set() for _ in range(group.size())]
+        dist.all_gather_object(parts, read, group=group)
+        read = set().union(*parts)
+    layers = bridge.hf_config.num_hidden_layers
+    ignored = sorted(name for name in _checkpoint_names(folder) - read if not _needless(name, layers))
+    if ignored:
+        shown = ", ".join(ignored[:5]) + (f" and {len(ignored) - 5} more" if len(ignored) > 5 else "")
+        raise ValueError(f"{folder} has weights that the {bridge.hf_config.model_type} bridge does not read: {shown}")
+
+
+def _needless(name: str, num_layers: int) -> bool:
+    """Scales of a quantised checkpoint, rotary tables, a tied head that was written out, and MTP layers."""
+    layer = re.search(r"layers\.(\d+)\.", name)
+    beyond = layer is not None and int(layer.group(1)) >= num_layers
+    return beyond or name == "lm_head.weight" or name.endswith(("_scale_inv", "inv_freq"))
+
+
+def _checkpoint_names(folder: str) -> set[str]:
+    index = Path(folder, "model.safetensors.index.json")
+    if index.is_file():
+        return set(json.loads(index.read_text())["weight_map"])
+    names: set[str] = set()
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names |= set(tensors.keys())
+    return names
 
 
 def match_hugging_face(model: GPTModel, hf_config: PretrainedConfig) -> None:

@@ -20,7 +20,7 @@ from skyrl_train.config import MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, device_type
 from skyrl_train.megatron import adam, layers
 from skyrl_train.megatron.balance import Balance
-from skyrl_train.megatron.bridge import build_bridge, match_hugging_face
+from skyrl_train.megatron.bridge import build_bridge, check_all_weights_are_read, match_hugging_face
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,9 @@ def build_model(path: str, config: MegatronConfig, dtype: torch.dtype, *, traina
         layers.install()
     bridge = build_bridge(path, config, dtype, torch_layers=torch_layers)
     bare = _build_chunks(bridge)
-    bridge.load_weights(bare, bridge._get_actual_hf_path(path))
+    folder = bridge._get_actual_hf_path(path)
+    check_all_weights_are_read(bridge, bare, folder)
+    bridge.load_weights(bare, folder)
     for chunk in bare:
         match_hugging_face(chunk, bridge.hf_config)
         if config.freeze_moe_router:
