@@ -72,7 +72,9 @@ def model_config() -> Qwen3Config:
 
 
 def addition_rows(seed: int) -> tuple[list[Row], list[Row]]:
-    """All sums of two numbers below 100, split by unordered pair.
+    """All sums of two numbers below 100, written with two digits (`07+48=`), split by unordered pair.
+
+    With the digits always in the same places, 10 steps of GRPO brought the held-out score from 0.57 to 0.79; without, to 0.58.
 
     Returns: about 9,010 training rows in order of the operands, and 500 validation rows, each of another unordered
     pair; neither `a+b` nor `b+a` of a validation row is in training.
@@ -94,7 +96,7 @@ def write_rows(path: Path, rows: list[Row]) -> None:
 def _row(a: int, b: int) -> Row:
     return {
         "data_source": "addition",
-        "prompt": [{"role": "user", "content": f"{a}+{b}="}],
+        "prompt": [{"role": "user", "content": f"{a:02d}+{b:02d}="}],
         "env_class": "addition",
         "reward_spec": {"method": "rule", "ground_truth": str(a + b)},
         "extra_info": {"a": a, "b": b},
