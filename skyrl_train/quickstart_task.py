@@ -74,8 +74,6 @@ def model_config() -> Qwen3Config:
 def addition_rows(seed: int) -> tuple[list[Row], list[Row]]:
     """All sums of two numbers below 100, written with two digits (`07+48=`), split by unordered pair.
 
-    With the digits always in the same places, 10 steps of GRPO brought the held-out score from 0.57 to 0.79; without, to 0.58.
-
     Returns: about 9,010 training rows in order of the operands, and 500 validation rows, each of another unordered
     pair; neither `a+b` nor `b+a` of a validation row is in training.
     """
