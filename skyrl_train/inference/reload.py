@@ -93,7 +93,14 @@ class LayerwiseReload:
         with set_current_vllm_config(self._vllm_config), torch.no_grad():
             finalize_layerwise_reload(self._model, self._model_config)
             self._open = False
-            _repack_embeddings(self._model)
+            self._repack_tied_heads()
+
+    def _repack_tied_heads(self) -> None:
+        """Else a tied output head keeps computing with the packed copy of the old weights (vLLM 0.26 to 0.32, CPU)."""
+        for name, module in self._model.named_modules():
+            method: Any = getattr(module, "quant_method", None)
+            if name in self._aliases and hasattr(module, "cpu_linear"):
+                method.process_weights_after_loading(module)
 
     def _watch_loaders(self) -> None:
         """Note for every call of a parameter's weight loader which received tensor it was given."""
@@ -202,11 +209,3 @@ def _forget_packed_experts(model: nn.Module) -> None:
             method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
-
-
-def _repack_embeddings(model: nn.Module) -> None:
-    """Else a tied output head keeps computing with the packed copy of the old weights (vLLM 0.26 to 0.32, CPU)."""
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if type(method).__name__ == "UnquantizedEmbeddingMethod" and hasattr(module, "cpu_linear"):
-            method.process_weights_after_loading(module)

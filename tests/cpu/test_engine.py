@@ -259,9 +259,10 @@ def test_a_tensor_that_the_engine_has_no_parameter_for_is_named(world: World):
     broken_off(world, [*world.weights(1), extra], "belong to no parameter of the engine: .*inv_freq")
 
 
-def test_an_unknown_name_fails_the_update(world: World):
+@pytest.mark.parametrize("position", [0, 2, 3, 6, 12])
+def test_an_unknown_name_fails_the_update_wherever_it_comes(world: World, position: int):
     named_tensors = world.weights(1)
-    named_tensors.insert(5, ("model.layers.0.mystery.weight", torch.zeros(4)))
+    named_tensors.insert(position, ("model.layers.0.mystery.weight", torch.zeros(4)))
     broken_off(world, named_tensors, "mystery")
 
 
