@@ -84,7 +84,8 @@ def write_page(lines: list[str]) -> None:
     versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "megatron-core", "mbridge", "transformers"))
     head = HEADER.replace("layout", "float32 layouts", 1)
     text = (
-        f"Measured with {versions}. The largest values of each family over its layouts:\n\n{head}{''.join(summary(lines))}\n"
+        f"Measured with {versions}. The largest values of each family over its layouts:\n\n"
+        f"{head}{''.join(summary(lines))}\n"
         f"<details><summary>Every layout</summary>\n\n{HEADER}{''.join(lines)}\n</details>\n"
     )
     PAGE.write_text(f"{before}{BEGIN}{text}{END}{after}")

@@ -1,0 +1,123 @@
+"""Several optimizer steps of the real policy end at the same weights under every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import make_trial, write_family
+from layouts import layout
+from safetensors.torch import load_file
+from torch import Tensor
+
+from skyrl_train.batching.split import split
+from skyrl_train.megatron import model as models
+from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, rules
+from skyrl_train.megatron.local_ranks import run_on_ranks
+from skyrl_train.megatron.policy import MegatronPolicy
+from skyrl_train.ranks import Rendezvous
+
+NUM_STEPS = 4
+# With a large eps a step is nearly proportional to the gradient, so rounding is not blown up to lr * sign(gradient).
+ADAM = replace(OPTIMIZER, lr=1e-2, adam_eps=1e-2, weight_decay=0.1, scheduler="linear", num_warmup_steps=1)
+
+
+def _train(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str, Any]:
+    """Two epochs of two mini-batches."""
+    trial, one = arguments
+    finalize, calls = models.finalize_model_grads, []
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        finalize(*args, **kwargs)
+
+    models.finalize_model_grads = counted
+    objective = replace(trial.objective, kl_coef=0.0)
+    policy = MegatronPolicy(
+        rendezvous, trial.model_path, one.megatron, ADAM, objective, bf16=False, seed=1, num_optimizer_steps=NUM_STEPS
+    )
+    # A process of its own: the patch ends with it.
+    batch = split(
+        trial.experience,
+        rules(one, policy.ranks.dp_size),
+        num_mini_batches=2,
+        reduction=trial.reduction,
+        max_generate_length=trial.max_generate_length,
+    )[policy.ranks.dp_rank]
+    policy.keep_old_logprobs(batch)
+    report = policy.update(batch, epochs=2)
+    head = [
+        (name, parameter.detach().clone())
+        for module in policy.model.modules
+        for name, parameter in module.named_parameters()
+        if name in ("output_layer.weight", "embedding.word_embeddings.weight")
+    ]
+    weights = {name: tensor.clone() for name, tensor in policy.export(torch.float32)}
+    return {
+        "weights": weights if policy.ranks.owns_stage else {},
+        "metrics": report.metrics,
+        "version": policy.policy_version,
+        "finalized": len(calls),
+        "head": head,
+    }
+
+
+def train(path: Path, processes: int, sizes: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float], list[Any]]:
+    trial = make_trial(path, [7, 30, 12, 9, 25, 40, 3, 18])
+    parts = run_on_ranks(_train, (trial, layout(processes, sizes)), processes, timeout_s=120)
+    weights = {name: tensor for part in parts for name, tensor in part["weights"].items()}
+    return weights, next(part["metrics"] for part in parts if part["metrics"]), parts
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_family("qwen3_tied", tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_family("qwen3_moe", tmp_path_factory.mktemp("experts"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "processes", "sizes"),
+    [
+        ("dense", 2, {}),
+        ("dense", 2, {"tp": 2}),
+        ("dense", 2, {"cp": 2}),
+        ("dense", 2, {"pp": 2, "vpp": 2}),
+        ("dense", 4, {"pp": 2}),
+        ("experts", 2, {"ep": 2}),
+        ("experts", 2, {"tp": 2, "etp": 1}),
+    ],
+    ids=["DP2", "TP2 SP", "CP2", "PP2 VPP2", "DP2 PP2", "EP2", "TP2 ETP1"],
+)
+def test_training_ends_at_the_same_weights(
+    kind: str, processes: int, sizes: dict[str, Any], request: pytest.FixtureRequest
+):
+    path = request.getfixturevalue(kind)
+    weights, metrics, parts = train(path, processes, sizes)
+    expected, expected_metrics, alone = train(path, 1, {})
+    assert weights.keys() == expected.keys()
+    source = load_file(path / "model.safetensors")
+    assert max(float((tensor - source[name]).abs().max()) for name, tensor in weights.items()) > 1e-3, "it was trained"
+    for name, tensor in weights.items():
+        torch.testing.assert_close(
+            tensor, expected[name], rtol=0, atol=2e-6, msg=lambda text, name=name: f"{name} {text}"
+        )
+    for name, value in expected_metrics.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    assert {part["version"] for part in parts} == {NUM_STEPS}
+    assert {part["finalized"] for part in (*parts, *alone)} == {NUM_STEPS}, "once for each optimizer step"
+    assert metrics["policy/num_optimizer_steps"] == NUM_STEPS and metrics["policy/num_skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("processes", [2, 4], ids=["PP2", "PP4"])
+def test_a_tied_head_stays_equal_to_the_embedding(processes: int, dense: Path):
+    """The first stage and the last hold a copy each; their gradients are summed and their updates are the same."""
+    *_, parts = train(dense, processes, {"pp": processes})
+    first, last = dict(parts[0]["head"]), dict(parts[-1]["head"])
+    assert torch.equal(first["embedding.word_embeddings.weight"], last["output_layer.weight"])
