@@ -41,12 +41,12 @@ def test_a_mixture_of_experts_has_hugging_faces_gradient(processes: int, sizes: 
     check("qwen3_moe", layout(processes, sizes))
 
 
-@cases(FOUR)
+@cases({name: FOUR[name] for name in ("TP2 PP2", "DP2 PP2", "TP2 DP2", "CP2 TP2")})
 def test_products_of_parallelism_leave_the_gradient_as_it_is(processes: int, sizes: dict[str, Any]):
     check("qwen3", layout(processes, sizes))
 
 
-@cases(EXPERT_FOUR)
+@cases({name: EXPERT_FOUR[name] for name in ("EP2 PP2", "EP2 ETP2")})
 def test_products_of_expert_parallelism_leave_the_gradient_as_it_is(processes: int, sizes: dict[str, Any]):
     check("qwen3_moe", layout(processes, sizes))
 
@@ -170,15 +170,24 @@ def test_a_mini_batch_without_a_trained_token_has_a_gradient_of_zero():
     assert outcome.metrics["policy/final_loss"] == 0
 
 
-@pytest.mark.parametrize("recompute", [None, "full"], ids=["kept activations", "recomputed activations"])
-@cases(
-    {"one process": (1, {}), "TP2": (2, {"tp": 2}), "PP2": (2, {"pp": 2}), "EP2": (2, {"ep": 2}), "CP2": (2, {"cp": 2})}
+@pytest.mark.parametrize(
+    ("processes", "sizes", "recompute"),
+    [
+        (1, {}, None),
+        (1, {}, "full"),
+        (2, {"tp": 2}, None),
+        (2, {"ep": 2}, None),
+        (2, {"cp": 2}, None),
+        (2, {"pp": 2}, "selective"),
+        (2, {"pp": 2, "vpp": 2}, "full"),
+    ],
+    ids=["one process", "recomputed", "TP2 SP", "EP2", "CP2", "PP2 experts recomputed", "PP2 VPP2 recomputed"],
 )
 def test_the_load_balancing_loss_is_that_of_the_whole_mini_batch(processes: int, sizes: dict[str, Any], recompute: Any):
     trial = reference("qwen3_moe")[0]
     hf = hugging_face(trial, aux_loss_coeff=0.5).outcome
-    one = layout(processes, sizes, moe_aux_loss_coeff=0.5, recompute_granularity=recompute)
-    outcome = run_layout(trial, one)
+    changes = {"moe_aux_loss_coeff": 0.5, "recompute_granularity": recompute, "recompute_modules": ("moe",)}
+    outcome = run_layout(trial, layout(processes, sizes, **changes))
     assert_exact(compare(without_buffers(outcome, hf.metrics), hf))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from skyrl_train.megatron import model as models
 from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, rules
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.policy import MegatronPolicy
+from skyrl_train.megatron.schedule import learning_rate
 from skyrl_train.ranks import Rendezvous
 
 NUM_STEPS = 4
@@ -65,8 +67,14 @@ def _train(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str,
     }
 
 
-def train(path: Path, processes: int, sizes: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float], list[Any]]:
+def train(
+    path: Path, processes: int, sizes: dict[str, Any], *, masked: bool = False
+) -> tuple[dict[str, Tensor], dict[str, float], list[Any]]:
+    """Args: masked: no token is trained on."""
     trial = make_trial(path, [7, 30, 12, 9, 25, 40, 3, 18])
+    if masked:
+        nothing = torch.zeros_like(trial.experience.loss_mask)
+        trial = replace(trial, experience=replace(trial.experience, loss_mask=nothing))
     parts = run_on_ranks(_train, (trial, layout(processes, sizes)), processes, timeout_s=120)
     weights = {name: tensor for part in parts for name, tensor in part["weights"].items()}
     return weights, next(part["metrics"] for part in parts if part["metrics"]), parts
@@ -121,3 +129,13 @@ def test_a_tied_head_stays_equal_to_the_embedding(processes: int, dense: Path):
     *_, parts = train(dense, processes, {"pp": processes})
     first, last = dict(parts[0]["head"]), dict(parts[-1]["head"])
     assert torch.equal(first["embedding.word_embeddings.weight"], last["output_layer.weight"])
+
+
+def test_matrices_decay_and_norms_do_not(dense: Path):
+    """Without a gradient only weight decay is left; Megatron's parameter groups would decay norms too."""
+    weights, *_ = train(dense, 2, {}, masked=True)
+    rates = [learning_rate(step, NUM_STEPS, ADAM) for step in range(NUM_STEPS)]
+    decay = math.prod(1 - ADAM.weight_decay * rate for rate in rates)
+    for name, before in load_file(dense / "model.safetensors").items():
+        expected = before if before.dim() == 1 else before * decay
+        torch.testing.assert_close(weights[name], expected, rtol=1e-6, atol=1e-7)
