@@ -24,6 +24,28 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from skyrl_train.config import MegatronConfig
 from skyrl_train.megatron.families import corrections, family
 
+PINNED = {
+    "calculate_per_token_loss": "the gradient would depend on the number of micro-batches and ranks",
+    "variable_seq_lengths": "micro-batches differ in length",
+    "sequence_parallel": "set megatron_config.sequence_parallel",
+    "recompute_granularity": "set megatron_config.recompute_granularity",
+    "moe_aux_loss_coeff": "set megatron_config.moe_aux_loss_coeff, the loss of the whole mini-batch",
+    "moe_router_load_balancing_type": "set megatron_config.moe_aux_loss_coeff, the loss of the whole mini-batch",
+    "moe_z_loss_coeff": "Megatron scales it with the tokens of each micro-batch, so it would depend on the split",
+    "mtp_num_layers": "multi-token-prediction layers are not trained",
+    **{
+        f"{size}_parallel_size": f"set megatron_config.{size}_parallel_size"
+        for size in (
+            "context",
+            "expert_model",
+            "expert_tensor",
+            "pipeline_model",
+            "tensor_model",
+            "virtual_pipeline_model",
+        )
+    },
+}
+"""Fields of Megatron's TransformerConfig that the rest of the code relies on, and why or where to set them."""
 LATENT_NORM_EPS = 1e-6
 """Of the norms inside multi-latent attention: transformers leaves them at their default, whatever rms_norm_eps says."""
 
@@ -89,7 +111,10 @@ def build_bridge(path: str, megatron: MegatronConfig, dtype: torch.dtype, *, tor
         fields["moe_router_bias_update_rate"] = 0.0
         # Megatron's own load-balancing loss is one of each micro-batch; balance.py has that of the mini-batch.
         fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
-    bridge.set_extra_args(**fields, **megatron.transformer_config_kwargs)
+    for name in megatron.transformer_config_kwargs:
+        if name in PINNED:
+            raise ValueError(f"megatron_config.transformer_config_kwargs.{name} cannot be set: {PINNED[name]}")
+    bridge.set_extra_args(**(fields | megatron.transformer_config_kwargs))
     return bridge
 
 
