@@ -153,8 +153,14 @@ class PolicyGroup:
         started = time.perf_counter()
         await engines.pause()
         await engines.start_weight_update()
-        refs = [actor.send_weights.remote(dtype_name) for actor in self._group.actors]
-        reports: list[SendReport] = [r for r in await self._group.calls.gather("send_weights", refs) if r is not None]
+        reports: list[SendReport] = []
+        # One stage after another: engines that took two senders' broadcasts in different order would wait for each other.
+        # It is also the order of the layers, in which vLLM loads them without holding back parts of one.
+        for stage in range(1 + max(place.pp_rank for place in self._ranks)):
+            ranks = [rank for rank, place in enumerate(self._ranks) if place.pp_rank == stage]
+            refs = [self._group.actors[rank].send_weights.remote(dtype_name) for rank in ranks]
+            results = await self._group.calls.gather("send weights", refs, ranks)
+            reports += [report for report in results if report is not None]
         transfer_s = time.perf_counter() - started
         digests: dict[str, int] = {}
         for report in reports:
