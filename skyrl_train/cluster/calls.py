@@ -35,8 +35,9 @@ class Calls:
         finally:
             for future in futures:
                 future.cancel()
-        for name, future in zip(names, futures, strict=True):
-            error = future.exception() if future in done else None
+        # All are asked, or asyncio complains later about those that nobody asked.
+        errors = [future.exception() if future in done else None for future in futures]
+        for name, error in zip(names, errors, strict=True):
             if error is not None:
                 raise RemoteFailed(self.describe(name, what, error)) from error
         if pending:
@@ -47,7 +48,15 @@ class Calls:
     def describe(self, name: str, what: str, error: BaseException) -> str:
         log = f"log: {self.log_folder}/{name}.log"
         if isinstance(error, RayTaskError):
-            return f"{name} failed to {what}: {type(error.cause).__name__}: {error.cause} ({log})"
+            cause = _root(error)
+            return f"{name} failed to {what}: {type(cause).__name__}: {cause} ({log})"
         if isinstance(error, RayActorError):
             return f"{name} died when asked to {what}: its process crashed or was killed ({log})"
         return f"{name} failed to {what}: {error} ({log})"
+
+
+def _root(error: BaseException) -> BaseException:
+    """What was raised first: a process that calls another one and fails with it wraps the error once more."""
+    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
+    return error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -20,14 +21,22 @@ from skyrl_train.weight_sync.transport import ControlMessage
 
 # Requests in flight come as a handful of batches; the rest are control calls that must never queue behind them.
 MAX_CONCURRENCY = 1000
+SHUTDOWN_S = 15
+"""Patience with engines that are asked to end."""
 
 
 class EngineActor(Engine):
-    """An Engine whose process writes its own log file."""
+    """An Engine whose process writes its own log file.
 
-    def __init__(self, settings: EngineSettings, log_path: str) -> None:
+    It is built by `start`: of an error in an actor's constructor Ray keeps no more than the text of a stack.
+    """
+
+    def __init__(self, log_path: str) -> None:
         log_to(log_path)
+
+    async def start(self, settings: EngineSettings) -> None:
         super().__init__(settings)
+        await self.ready()
 
 
 class EngineGroup:
@@ -36,9 +45,10 @@ class EngineGroup:
     def __init__(
         self, slots: Sequence[Slot], settings: Sequence[EngineSettings], log_folder: str, timeout_s: float
     ) -> None:
-        """Asks Ray to start the engines and returns at once."""
+        """Asks Ray to start the engines' processes and returns at once; `start` has them load their models."""
         names = tuple(f"engine-{index}" for index in range(len(settings)))
         self._calls = Calls(names, timeout_s, log_folder)
+        self._settings = tuple(settings)
         self.num_workers = sum(one.tensor_parallel_size for one in settings)
         self._worker_offsets = [sum(s.tensor_parallel_size for s in settings[:index]) for index in range(len(settings))]
         actor = ray.remote(EngineActor)
@@ -48,8 +58,8 @@ class EngineGroup:
                 num_gpus=slot.num_gpus,
                 scheduling_strategy=slot.strategy,
                 max_concurrency=MAX_CONCURRENCY,
-            ).remote(one, f"{log_folder}/{name}.log")
-            for slot, one, name in zip(slots, settings, names, strict=True)
+            ).remote(f"{log_folder}/{name}.log")
+            for slot, name in zip(slots, names, strict=True)
         ]
         self._router = Router([self._stream(index) for index in range(len(settings))])
 
@@ -70,9 +80,10 @@ class EngineGroup:
 
         return stream
 
-    async def ready(self) -> None:
-        """Wait until every engine has loaded its model."""
-        await self._calls.gather("start", [actor.ready.remote() for actor in self.actors])
+    async def start(self) -> None:
+        """Returns when every engine has loaded its model."""
+        starts = [actor.start.remote(one) for actor, one in zip(self.actors, self._settings, strict=True)]
+        await self._calls.gather("start", starts)
 
     async def init_weight_sync(self, info: ControlMessage) -> None:
         infos = [info | {"rank_offset": 1 + offset} for offset in self._worker_offsets]
@@ -100,8 +111,9 @@ class EngineGroup:
         )
 
     async def shutdown(self) -> None:
-        """End the engines' processes; an engine that does not end by itself is killed."""
+        """End the engines' processes; an engine that does not end by itself, or is dead already, is killed."""
         calls = [asyncio.wrap_future(actor.shutdown.remote().future()) for actor in self.actors]
-        await asyncio.wait(calls, timeout=15)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), SHUTDOWN_S)
         for actor in self.actors:
             ray.kill(actor)

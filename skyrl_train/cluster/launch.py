@@ -52,7 +52,7 @@ async def launch(
     Raises: PlacementError if the cluster has no room; RemoteFailed if a process cannot start.
     """
     trainer, generator = config.trainer, config.generator
-    placement = Placement(
+    placement = await Placement.reserve(
         _demands(config),
         use_gpus=cluster.has_gpus,
         cpus_each=trainer.placement.cpus_per_worker,
@@ -67,7 +67,7 @@ async def launch(
     policy_group = WorkerGroup("policy", placement.slots[POLICY], logs, trainer.timeout_s)
     groups = [policy_group]
     policy, reference = PolicyGroup(policy_group), None
-    starts = [engines.ready(), policy.start(_policy_arguments(config, objective, num_optimizer_steps))]
+    starts = [engines.start(), policy.start(_policy_arguments(config, objective, num_optimizer_steps))]
     if trainer.algorithm.needs_reference:
         groups.append(WorkerGroup("reference", placement.slots[REFERENCE], logs, trainer.timeout_s))
         reference = ReferenceGroup(groups[-1])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from dataclasses import dataclass
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-POLL_S = 0.1
 
 
 class PlacementError(ValueError):
@@ -39,22 +37,33 @@ class Slot:
 class Placement:
     """The reserved bundles; `slots[name]` lists those of one demand, neighbours on the same node where possible."""
 
-    def __init__(
-        self, demands: list[Demand], *, use_gpus: bool, cpus_each: float, strategy: str, timeout_s: float
-    ) -> None:
-        """Raises: PlacementError, within seconds where the whole cluster is too small, after `timeout_s` where it is busy."""
+    def __init__(self, group: PlacementGroup, slots: dict[str, list[Slot]]) -> None:
+        self._group, self.slots = group, slots
+
+    @classmethod
+    async def reserve(
+        cls, demands: list[Demand], *, use_gpus: bool, cpus_each: float, strategy: str, timeout_s: float
+    ) -> Placement:
+        """Raises: PlacementError, at once where the whole cluster is too small, after `timeout_s` where it is busy."""
         needed = [(demand, demand.gpus_each if use_gpus else 0) for demand in demands for _ in range(demand.count)]
         bundles = [{"CPU": cpus_each} | ({"GPU": gpus} if gpus else {}) for _, gpus in needed]
         _check_size(demands, bundles)
-        self._group = placement_group(bundles, strategy=strategy)
-        _wait(self._group, demands, bundles, timeout_s)
-        nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        self.slots: dict[str, list[Slot]] = {demand.name: [] for demand in demands}
+        group = placement_group(bundles, strategy=strategy)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), timeout_s)
+        except BaseException as error:
+            remove_placement_group(group)
+            if isinstance(error, TimeoutError):
+                raise PlacementError(_busy(demands, bundles, timeout_s)) from None
+            raise
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        slots: dict[str, list[Slot]] = {demand.name: [] for demand in demands}
         order = sorted(range(len(needed)), key=lambda index: (demands.index(needed[index][0]), nodes[index], index))
         for index in order:
             demand, gpus = needed[index]
-            scheduling = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-            self.slots[demand.name].append(Slot(scheduling, cpus_each, gpus))
+            scheduling = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            slots[demand.name].append(Slot(scheduling, cpus_each, gpus))
+        return cls(group, slots)
 
     def remove(self) -> None:
         remove_placement_group(self._group)
@@ -98,16 +107,8 @@ def _check_size(demands: list[Demand], bundles: list[dict[str, float]]) -> None:
         )
 
 
-def _wait(group: PlacementGroup, demands: list[Demand], bundles: list[dict[str, float]], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    ready = group.ready()
-    while time.monotonic() < deadline:
-        done, _ = ray.wait([ready], timeout=POLL_S)
-        if done:
-            ray.get(ready)
-            return
-    remove_placement_group(group)
-    raise PlacementError(
+def _busy(demands: list[Demand], bundles: list[dict[str, float]], timeout_s: float) -> str:
+    return (
         f"the run was not placed within trainer.placement.timeout_s={timeout_s:g} s: it asks for "
         f"{_asked(demands, bundles)}, and {_has(ray.available_resources())} are free; wait for other jobs to end, or "
         f"{_advice()}"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
+import signal
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,6 +19,8 @@ from skyrl_train.device import device_type
 # on the CPU costs seconds and gains nothing.
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 WORKER_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAY_DEDUP_LOGS": "0"}
+CONNECT_S = 10
+"""Longest wait for the host of RAY_ADDRESS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +37,25 @@ class Cluster:
 def connect() -> Iterator[Cluster]:
     """Join the cluster named by RAY_ADDRESS (`ray job submit` sets it), or start a local one; leave it at the end.
 
-    Raises: ValueError if RAY_ADDRESS names a cluster that does not answer.
+    Raises: ValueError if RAY_ADDRESS names a cluster that does not answer, or one that the driver is outside of.
     """
     address = os.environ.get("RAY_ADDRESS") or "local"
-    environment = dict(WORKER_ENVIRONMENT)
-    if device_type() == "cpu":
-        environment |= CPU_ENVIRONMENT
+    _check_answers(address)
     # Ray would hide GPUs from actors that ask for none by emptying CUDA_VISIBLE_DEVICES; newer versions warn of it.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     local = {"include_dashboard": False} if address == "local" else {}
     try:
-        context = ray.init(
-            address=address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=True,
-            runtime_env={"env_vars": environment},
-            **local,
-        )
+        with _signal_handlers_kept():
+            context = ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=True,
+                runtime_env={"env_vars": worker_environment()},
+                **local,
+            )
     except ConnectionError as error:
-        raise ValueError(
-            f"RAY_ADDRESS is {address!r}, but no Ray cluster answers there; start one with `ray start --head`, or "
-            "unset RAY_ADDRESS to run on this machine alone"
-        ) from error
+        raise ValueError(_no_cluster(address)) from error
     try:
         yield Cluster(
             address=str(context.address_info["address"]),
@@ -63,3 +64,48 @@ def connect() -> Iterator[Cluster]:
         )
     finally:
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Ray (2.60) itself tries for more than five minutes to reach a host where nothing listens."""
+    host, separator, port = address.rpartition(":")
+    if "://" in address:
+        raise ValueError(
+            f"RAY_ADDRESS is {address!r}: the driver must run inside the cluster; start it with `ray job submit`, or on a "
+            "node with RAY_ADDRESS=auto"
+        )
+    if separator and port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+        except OSError as error:
+            raise ValueError(_no_cluster(address)) from error
+
+
+def _no_cluster(address: str) -> str:
+    return (
+        f"RAY_ADDRESS is {address!r}, but no Ray cluster answers there; start one with `ray start --head`, or unset "
+        "RAY_ADDRESS to run on this machine alone"
+    )
+
+
+def worker_environment() -> dict[str, str]:
+    """Environment variables of every process of the run. What the submitted job sets itself is left to it.
+
+    Ray refuses a variable that both the job and its driver set, even to the same value.
+    """
+    wanted = WORKER_ENVIRONMENT | (CPU_ENVIRONMENT if device_type() == "cpu" else {})
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    taken = (job.get("runtime_env") or {}).get("env_vars") or {}
+    return {name: value for name, value in wanted.items() if name not in taken}
+
+
+@contextlib.contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Ray's own SIGTERM handler ends the process on the spot (2.60: after draining for up to 30 s)."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)

@@ -10,10 +10,11 @@ import importlib
 import logging
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 from rich.markup import escape
@@ -30,19 +31,36 @@ __all__ = ["config_dir", "main"]
 log = logging.getLogger(__name__)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM where no event loop runs."""
+
+
 def main(argv: Sequence[str]) -> int:
     """Run what the command line asks for and return the exit code. Every failure is one clear message."""
     console = Console()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("skyrl_train").setLevel(logging.INFO)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         config = main_config(argv)
         prepare(config)
         check(config, num_train_prompts=None)
+        return run(config, console)
     except ConfigError as error:
         _print_error(str(error), console)
         return 2
-    return run(config, console)
+    except KeyboardInterrupt as interrupt:
+        console.print("interrupted", style="yellow")
+        return _exit_code(interrupt)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise Terminated
+
+
+def _exit_code(interrupt: KeyboardInterrupt) -> int:
+    return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
 
 
 def prepare(config: Config) -> None:
@@ -77,8 +95,8 @@ def run(config: Config, console: Console) -> int:
     except ConfigError as error:
         _print_error(str(error), console)
         code = 2
-    except KeyboardInterrupt:
-        status, code = "interrupted", 130
+    except KeyboardInterrupt as interrupt:
+        status, code = "interrupted", _exit_code(interrupt)
     except Exception as error:
         _report_failure(error, run_dir, console)
     finally:
@@ -101,7 +119,8 @@ def _checked_input(config: Config, console: Console) -> Experiment:
 async def _until_signal(experiment: Experiment, run_dir: RunDir, console: Console) -> int | None:
     """Run the experiment; the first SIGINT or SIGTERM ends it after the step in flight, the second at once.
 
-    Returns: the signal that ended the run, or None.
+    Returns: the signal that ended the run, or None. A step that fails after the signal (a service manager ends all
+    processes of a service at once) ends an ended run.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     received: list[int] = []
@@ -120,6 +139,13 @@ async def _until_signal(experiment: Experiment, run_dir: RunDir, console: Consol
     except asyncio.CancelledError:
         if not received:
             raise
+    except SystemExit:
+        # SIGTERM while Ray starts: until then its own handler is in place, and it exits.
+        return signal.SIGTERM
+    except Exception as error:
+        if not received:
+            raise
+        console.print(f"the step in flight is lost: {error}", style="yellow", markup=False, soft_wrap=True)
     return received[0] if received else None
 
 

@@ -1,0 +1,253 @@
+"""Training runs as a user starts them: a subprocess in a folder of its own, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.cpu.tiny import write_tiny_model
+
+ROOT = Path(__file__).parents[2]
+MARK = "SKYRL_TEST_JOB"
+"""Variable in the environment of a job, inherited by every process that it starts, also by Ray's."""
+START_S = 240
+"""Longest start of a job on two busy cores; 30 s on idle ones."""
+SHM = Path("/dev/shm")
+
+EXPERIMENT = """\
+# @package _global_
+data: {train_data: [rows.jsonl], val_data: []}
+trainer:
+  run_name: tiny
+  logger: [console, jsonl]
+  max_training_steps: 2
+  train_batch_size: 8
+  policy_mini_batch_size: 4
+  max_tokens_per_microbatch: 96
+  max_prompt_length: 16
+  bf16: false
+  timeout_s: 200
+  policy:
+    model: {path: model}
+    optimizer_config: {lr: 1.0e-3}
+  algorithm: {use_kl_loss: false}
+generator:
+  kv_cache_memory_gb: 0.0625
+  n_samples_per_prompt: 4
+  sampling_params: {max_generate_length: 8}
+environment:
+  env_class: rewards:Digits
+"""
+# A random model never adds right; how many digits it writes differs from sample to sample, so there is a gradient.
+REWARDS = """\
+import time
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+class Digits(BaseTextEnv):
+    def __init__(self, env_config, extras):
+        super().__init__()
+
+    def step(self, action):
+        reward = sum(c.isdigit() for c in action) / 8
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+
+class Raises(Digits):
+    def step(self, action):
+        raise KeyError("no_such_column")
+
+class Hangs(Digits):
+    def step(self, action):
+        time.sleep(100_000)
+
+class Slow(Digits):
+    def step(self, action):
+        time.sleep(0.5)
+        return super().step(action)
+"""
+
+
+def write_world(folder: Path, num_rows: int = 32) -> Path:
+    """Model, data, experiment and environments of a tiny run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tiny_model(folder / "model")
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+{n % 7}="}], "data_source": "sums"} for n in range(num_rows)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "configs/experiment").mkdir(parents=True)
+    (folder / "configs/experiment/tiny.yaml").write_text(EXPERIMENT)
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+@dataclass
+class Job:
+    """A running or finished job."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    run_name: str
+    output_path: Path
+    mark: str
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "runs" / self.run_name
+
+    @property
+    def output(self) -> str:
+        return self.output_path.read_text()
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        path = self.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait(self, timeout_s: float = START_S) -> int:
+        """Exit code. Fails with the output if the job does not end."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job did not end within {timeout_s} s:\n{self.story()}") from None
+
+    def wait_for(self, text: str, timeout_s: float = START_S) -> None:
+        """Until the console shows `text`."""
+        self.wait_until(lambda: text in self.output, f"print {text!r}", timeout_s)
+
+    def wait_for_step(self, step: int, timeout_s: float = START_S) -> None:
+        """Until the metrics of `step` are written."""
+        self.wait_until(lambda: len(self.metrics) >= step, f"finish step {step}", timeout_s)
+
+    def wait_until(self, condition: object, what: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():  # type: ignore[operator]
+            assert self.process.poll() is None, f"the job ended before it did {what}:\n{self.story()}"
+            assert time.monotonic() < deadline, f"the job did not {what} within {timeout_s} s:\n{self.story()}"
+            time.sleep(0.1)
+
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        """What Ctrl-C in a terminal does: the signal goes to the whole process group."""
+        os.killpg(self.process.pid, number)
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process of the job, whoever its parent is by now."""
+        return [p for p in psutil.process_iter() if _environment(p).get(MARK) == self.mark]
+
+    def find(self, name: str) -> psutil.Process:
+        """The process that writes this log file (`policy-0`, `engine-0`)."""
+        (log,) = self.run_dir.glob(f"logs/{name}.log")
+        for process in self.processes():
+            try:
+                if os.readlink(f"/proc/{process.pid}/fd/1") == str(log):
+                    return process
+            except OSError:
+                continue
+        raise AssertionError(f"no process writes {log}")
+
+    def left_behind(self, patience_s: float = 15) -> list[str]:
+        """Processes and files that outlive the job."""
+        deadline = time.monotonic() + patience_s
+        while (found := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return found
+
+    def _left(self) -> list[str]:
+        files = [path.name for path in SHM.glob("skyrl_sync_*") if not psutil.pid_exists(_owner(path.name))]
+        return files + [f"{p.pid} {' '.join(_command(p))[:150]}" for p in self.processes()]
+
+    def story(self) -> str:
+        """Console and the ends of all log files."""
+        logs = [f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.run_dir.glob("logs/*.log"))]
+        return "\n".join([self.output, *logs])
+
+    def kill(self) -> None:
+        for process in self.processes():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait(10)
+
+
+def start(folder: Path, *overrides: str, experiment: str = "tiny", environment: dict[str, str] | None = None) -> Job:
+    """Start a job; `run_name` comes from the overrides."""
+    mark = uuid.uuid4().hex
+    run_name = next((o.split("=", 1)[1] for o in overrides if o.startswith("trainer.run_name=")), "tiny")
+    command = [sys.executable, "-m", "skyrl_train.entrypoints.main_base", f"+experiment={experiment}", *overrides]
+    return start_command(command, folder, run_name, mark, environment or {})
+
+
+def start_command(command: Sequence[str], folder: Path, run_name: str, mark: str, environment: dict[str, str]) -> Job:
+    output = folder / f"{run_name}.{mark[:6]}.out"
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    variables |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", MARK: mark, "COLUMNS": "300", **environment}
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=folder, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    return Job(process, folder, run_name, output, mark)
+
+
+@contextmanager
+def running(
+    folder: Path, *overrides: str, experiment: str = "tiny", environment: dict[str, str] | None = None
+) -> Iterator[Job]:
+    """A job that is killed with everything it started if the test ends before it."""
+    job = start(folder, *overrides, experiment=experiment, environment=environment)
+    try:
+        yield job
+    finally:
+        job.kill()
+
+
+def run_to_end(folder: Path, *overrides: str, environment: dict[str, str] | None = None) -> tuple[int, Job]:
+    """Run a job and see that it leaves nothing behind."""
+    with running(folder, *overrides, environment=environment) as job:
+        code = job.wait()
+        assert not (left := job.left_behind()), left
+        return code, job
+
+
+def error_of(job: Job) -> str:
+    """The error message of a failed job. Fails if a stack is shown, or another error first."""
+    text = job.output
+    assert "Traceback" not in text, text
+    assert text.count("error: ") >= 1, text
+    return text[text.index("error: ") :]
+
+
+def copy_world(world: Path, folder: Path) -> Path:
+    """A world of its own, to change files in."""
+    return Path(shutil.copytree(world, folder, ignore=shutil.ignore_patterns("runs", "*.out")))
+
+
+def _owner(name: str) -> int:
+    match = re.fullmatch(r"skyrl_sync_(\d+)_\w+", name)
+    assert match, name
+    return int(match[1])
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except (psutil.Error, OSError):
+        return {}
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return [process.name(), *process.cmdline()]
+    except psutil.Error:
+        return []
