@@ -6,6 +6,7 @@ here was found by comparing logprobs and gradients with Hugging Face (tests/cpu/
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from mbridge import AutoBridge
@@ -23,6 +24,7 @@ class DeepseekV3(DeepseekV3Bridge):
     def _build_config(self) -> Any:
         if not hasattr(self.hf_config, "first_k_dense_replace"):  # GLM-4.7-Flash names each layer instead
             self.hf_config.first_k_dense_replace = self.hf_config.mlp_layer_types.index("sparse")
+        _leave_queries_without_latent_unnormed()
         return super()._build_config()
 
     def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
@@ -56,6 +58,24 @@ class Glm4Moe(GLM4MoEBridge):
         if mcore_weights_name in self._DIRECT_MAPPING:
             return [self._DIRECT_MAPPING[mcore_weights_name]]
         return super()._weight_name_mapping_mcore_to_hf(mcore_weights_name)
+
+
+@functools.cache
+def _leave_queries_without_latent_unnormed() -> None:
+    """megatron-core 0.19 fuses a norm into linear_q_proj where there is no query latent; no such model has one."""
+    try:
+        from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+    except ImportError:  # before 0.19
+        return
+    resolve = QKNormConfigResolver._resolve_mla_qk_layernorm
+
+    def without(self: Any) -> Any:
+        resolved = resolve(self)
+        if not self.has_q_lora:
+            resolved["linear_q_proj"] = self.submodules.linear_q_proj or self.linear_impl
+        return resolved
+
+    QKNormConfigResolver._resolve_mla_qk_layernorm = without
 
 
 FAMILIES: dict[str, type[Bridge]] = {
