@@ -1,0 +1,149 @@
+"""Does the quickstart reach its numbers? Runs `+experiment=quickstart` for several seeds, each from an empty folder.
+
+    python benchmarks/quickstart.py [--seeds 1 2 3] [--json FILE] [-- OVERRIDES ...]
+
+Every seed warm-starts a model of its own (before the clock of the start begins) and then runs the main job as a user
+does. Columns: held-out score before and after; GRPO, from the first step's beginning to the last step's end,
+evaluations included; start, from starting Python to the first rollout; the driver's share of a step, mean and
+largest; the mean difference between the logprobs of engine and trainer on the same tokens before an update, mean over
+steps. Red misses its target; the exit code is then 1. On a machine that is busy with other things the times are those
+of that machine: the load is in the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from main_job import WALL_TIME, environment, machine, run_main_job
+from rich.console import Console
+from rich.table import Table
+
+PREPARE = (
+    "import sys; from skyrl_train.config import main_config; from skyrl_train.quickstart import prepare; "
+    "prepare(main_config(sys.argv[1:]))"
+)
+SCORE, DRIVER = "eval/all/avg_score", "perf/driver_share"
+DIFFERENCE = "policy/rollout_train_logprobs_abs_diff_mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one seed measured."""
+
+    seed: int
+    first_score: float
+    last_score: float
+    steps: int
+    grpo_s: float
+    start_s: float
+    warm_start_s: float
+    driver_mean: float
+    driver_max: float
+    logprob_difference: float
+    step_median_s: float
+
+
+COLUMNS: dict[str, tuple[str, str, str, Callable[[float], bool]]] = {
+    "first_score": ("score before", ".3f", "< 0.6", lambda value: value < 0.6),
+    "last_score": ("score after", ".3f", "> 0.9", lambda value: value > 0.9),
+    "grpo_s": ("GRPO s", ".0f", "<= 180", lambda value: value <= 180),
+    "start_s": ("start s", ".1f", "<= 40", lambda value: value <= 40),
+    "driver_mean": ("driver mean", ".2%", "<= 5 %", lambda value: value <= 0.05),
+    "driver_max": ("driver max", ".2%", "", lambda value: True),
+    "logprob_difference": ("|logprob diff|", ".1e", "< 1e-5", lambda value: value < 1e-5),
+    "steps": ("steps", ".0f", "", lambda value: True),
+    "step_median_s": ("step s", ".2f", "", lambda value: True),
+    "warm_start_s": ("warm start s", ".0f", "", lambda value: True),
+}
+"""Field of Result -> heading, format, target in words, whether a value reaches it."""
+
+
+def run_seed(folder: Path, seed: int, overrides: Sequence[str]) -> Result:
+    """Raises: RuntimeError if the run fails."""
+    arguments = ["+experiment=quickstart", f"trainer.seed={seed}", *overrides]
+    folder.mkdir()
+    began = time.perf_counter()
+    with (folder / "prepare.log").open("w") as log:
+        prepared = subprocess.run(
+            [sys.executable, "-c", PREPARE, *arguments], cwd=folder, env=environment(), stdout=log, stderr=log
+        )
+    if prepared.returncode != 0:
+        raise RuntimeError(f"the warm start failed:\n{(folder / 'prepare.log').read_text()[-3000:]}")
+    warm_start_s = time.perf_counter() - began
+    job = run_main_job(folder, arguments)
+    steps = job.steps()
+    scores = [row[SCORE] for row in job.rows.values() if SCORE in row]
+    return Result(
+        seed=seed,
+        first_score=scores[0],
+        last_score=scores[-1],
+        steps=len(steps),
+        grpo_s=steps[-1][WALL_TIME] - job.rows[0][WALL_TIME],
+        start_s=job.ready_s,
+        warm_start_s=warm_start_s,
+        driver_mean=statistics.mean(row[DRIVER] for row in steps),
+        driver_max=max(row[DRIVER] for row in steps),
+        logprob_difference=statistics.mean(row[DIFFERENCE] for row in steps),
+        step_median_s=statistics.median(row["timing/step"] for row in steps),
+    )
+
+
+def missed(result: Result) -> list[str]:
+    """The targets that a seed misses, in words."""
+    return [
+        f"seed {result.seed}: {heading} is {format(getattr(result, name), form)}, wanted {target}"
+        for name, (heading, form, target, reached) in COLUMNS.items()
+        if not reached(getattr(result, name))
+    ]
+
+
+def result_table(results: Sequence[Result], before: Mapping[str, object]) -> Table:
+    table = Table(title=f"quickstart, {before['cores']} cores, load before {before['load_before']}")
+    table.add_column("seed", justify="right", footer="target")
+    for heading, _, target, _ in COLUMNS.values():
+        table.add_column(heading, justify="right", footer=target)
+    table.show_footer = True
+    for result in results:
+        cells = []
+        for name, (_, form, _, reached) in COLUMNS.items():
+            value = getattr(result, name)
+            cells.append(format(value, form) if reached(value) else f"[red]{format(value, form)}[/]")
+        table.add_row(str(result.seed), *cells)
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("overrides", nargs="*", help="of the configuration, after --")
+    arguments = parser.parse_args()
+    console, before = Console(), machine()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in arguments.seeds:
+            results.append(run_seed(Path(folder, f"seed-{seed}"), seed, arguments.overrides))
+            console.print(
+                f"seed {seed}: {results[-1].first_score:.3f} to {results[-1].last_score:.3f}", highlight=False
+            )
+    console.print(result_table(results, before))
+    failures = [line for result in results for line in missed(result)]
+    for line in failures:
+        console.print(f"[red]missed[/] {line}", highlight=False)
+    if arguments.json:
+        document = {"machine": before, "seeds": [asdict(result) for result in results], "missed": failures}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
