@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -12,7 +13,8 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from skyrl_train.cluster.calls import Calls, RemoteFailed
 from skyrl_train.cluster.placement import Slot
-from skyrl_train.cluster.process import log_to
+from skyrl_train.cluster.process import log_to, talk_through_node_address
+from skyrl_train.hub import local_folder
 from skyrl_train.inference.engine import Engine
 from skyrl_train.inference.router import Router
 from skyrl_train.inference.settings import EngineSettings
@@ -33,9 +35,11 @@ class EngineActor(Engine):
 
     def __init__(self, log_path: str) -> None:
         log_to(log_path)
+        talk_through_node_address()
 
     async def start(self, settings: EngineSettings) -> None:
-        super().__init__(settings)
+        """A hub model is downloaded to this node first."""
+        super().__init__(replace(settings, model_path=local_folder(settings.model_path)))
         await self.ready()
 
 

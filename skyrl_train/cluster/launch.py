@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from skyrl_train.algorithms.objective import Objective
@@ -41,7 +42,6 @@ class Processes:
 async def launch(
     config: Config,
     cluster: Cluster,
-    model_folder: str,
     max_model_len: int,
     objective: Objective,
     num_optimizer_steps: int,
@@ -60,7 +60,7 @@ async def launch(
         timeout_s=trainer.placement.timeout_s,
     )
     settings = [
-        _engine_settings(config, model_folder, max_model_len, trainer.seed + index)
+        _engine_settings(config, max_model_len, trainer.seed + index)
         for index in range(generator.num_inference_engines)
     ]
     engines = EngineGroup(placement.slots[ENGINES], settings, logs, trainer.timeout_s)
@@ -102,7 +102,7 @@ def _demands(config: Config) -> list[Demand]:
 def _policy_arguments(config: Config, objective: Objective, num_optimizer_steps: int) -> dict[str, Any]:
     trainer = config.trainer
     return {
-        "model_path": trainer.policy.model.path,
+        "model_path": _seen_from_anywhere(trainer.policy.model.path),
         "config": trainer.policy.megatron_config,
         "optimizer_config": trainer.policy.optimizer_config,
         "objective": objective,
@@ -115,7 +115,7 @@ def _policy_arguments(config: Config, objective: Objective, num_optimizer_steps:
 def _reference_arguments(config: Config) -> dict[str, Any]:
     trainer = config.trainer
     return {
-        "model_path": trainer.ref.model.path,
+        "model_path": _seen_from_anywhere(trainer.ref.model.path),
         "config": trainer.ref.megatron_config,
         "bf16": trainer.bf16,
         "seed": trainer.seed,
@@ -123,11 +123,11 @@ def _reference_arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def _engine_settings(config: Config, model_folder: str, max_model_len: int, seed: int) -> EngineSettings:
+def _engine_settings(config: Config, max_model_len: int, seed: int) -> EngineSettings:
     generator = config.generator
     cache_gb = generator.kv_cache_memory_gb
     return EngineSettings(
-        model_path=model_folder,
+        model_path=_seen_from_anywhere(config.trainer.policy.model.path),
         served_model_name=config.trainer.run_name,
         model_dtype=generator.model_dtype,
         max_model_len=max_model_len,
@@ -142,6 +142,12 @@ def _engine_settings(config: Config, model_folder: str, max_model_len: int, seed
         rpc_timeout_s=config.trainer.timeout_s,
         engine_init_kwargs=generator.engine_init_kwargs,
     )
+
+
+def _seen_from_anywhere(path: str) -> str:
+    """A folder's absolute path, for processes with other working directories; a hub name, which each node downloads, stays."""
+    folder = Path(path).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else path
 
 
 def _sync_backend(name: str, cluster: Cluster) -> str:

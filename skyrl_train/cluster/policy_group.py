@@ -80,7 +80,6 @@ class PolicyGroup:
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
         self._ranks: list[ParallelRanks] = []
-        self._owners: list[str] = []
         self.policy_version = 0
 
     async def start(self, kwargs: dict[str, Any]) -> None:

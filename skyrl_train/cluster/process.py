@@ -8,6 +8,7 @@ import socket
 import sys
 from pathlib import Path
 
+import psutil
 import ray
 
 
@@ -24,6 +25,8 @@ def log_to(path: str) -> None:
     with open(path, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    context = ray.get_runtime_context()
+    print(f"{Path(path).stem}: process {os.getpid()} on node {context.get_node_id()} ({host()})", flush=True)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
@@ -31,6 +34,17 @@ def log_to(path: str) -> None:
 def host() -> str:
     """Address of this node as the other nodes of the cluster see it."""
     return ray.util.get_node_ip_address()
+
+
+def talk_through_node_address() -> None:
+    """Have gloo, also in children of this process, use the network that the nodes of the cluster see each other on.
+
+    By itself it takes the address of the host's name, which on many systems is one that only the host can reach.
+    """
+    address = host()
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def free_port() -> int:

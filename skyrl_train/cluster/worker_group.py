@@ -10,7 +10,7 @@ import ray
 
 from skyrl_train.cluster.calls import Calls
 from skyrl_train.cluster.placement import Slot
-from skyrl_train.cluster.process import free_port, host, log_to
+from skyrl_train.cluster.process import free_port, host, log_to, talk_through_node_address
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.weight_sync.broadcast import BroadcastSender
 from skyrl_train.weight_sync.shm import ShmSender
@@ -22,6 +22,7 @@ class RankActor:
 
     def __init__(self, name: str, log_path: str) -> None:
         log_to(log_path)
+        talk_through_node_address()
         import torch
 
         torch.set_num_threads(1)

@@ -120,7 +120,6 @@ class Experiment:
             processes = await launch(
                 self.config,
                 cluster,
-                self.model_folder,
                 min(longest_conversation(self.config.generator), self.model_config.max_position_embeddings),
                 goal,
                 self.num_steps * mini_batches * trainer.update_epochs_per_batch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from skyrl_train.batching.build import Advantage, build_experience, experience_metrics, with_kl_penalty
 from skyrl_train.batching.rules import MicroBatchRules
@@ -74,7 +75,8 @@ class Trainer:
                 metrics |= await self._evaluate()
             if self._is_due(trainer.hf_save_interval, also_last=trainer.hf_save_interval > 0):
                 with parts.timers("save_hf_model"):
-                    await parts.policy.save_hf(f"{trainer.export_path}/global_step_{self.global_step}")
+                    folder = Path(trainer.export_path).expanduser().resolve() / f"global_step_{self.global_step}"
+                    await parts.policy.save_hf(str(folder))
             metrics |= parts.timers.metrics() | {"perf/driver_share": parts.timers.driver_share()}
             parts.tracker.log(self.global_step, metrics)
 
