@@ -220,7 +220,7 @@ def _hydra_line(override: Override, schema: type) -> str:
     line, kinds = str(override.input_line), key_types(schema)
     if override.is_delete():
         return line
-    if _below_free_form(override.key_or_group, kinds):
+    if _below_free_form(override.key_or_group, kinds) or is_free_form(kinds.get(override.key_or_group)):
         return "++" + line.lstrip("+")
     return line.lstrip("+") if override.key_or_group in kinds else line
 

@@ -36,6 +36,8 @@ from skyrl_train.trainer.trainer import Parts, Trainer
 from skyrl_train.types import Prompt
 
 log = logging.getLogger(__name__)
+WORKING_COPIES = "working_dir_files"
+"""Folder in which Ray unpacks the working folders of submitted jobs."""
 
 
 class Experiment:
@@ -206,6 +208,12 @@ class Experiment:
             f"{trainer.train_batch_size // trainer.policy_mini_batch_size} mini-batch(es) each",
         )
         self._console.print("\n".join(lines), highlight=False, soft_wrap=True)
+        if WORKING_COPIES in run_dir.path.parts:
+            log.warning(
+                "%s lies in the job's own copy of its working folder, which Ray deletes after the job; set "
+                "trainer.run_dir to an absolute path",
+                run_dir.path,
+            )
 
     def _say(self, what: str) -> None:
         self._console.print(f"{time.perf_counter() - self._started:5.1f} s  {what}", style="dim", highlight=False)

@@ -116,6 +116,7 @@ def test_a_configuration_from_elsewhere_is_as_strict():
 def test_free_form_mappings_take_new_keys_with_or_without_a_plus():
     config = load_config(["generator.engine_init_kwargs.foo=1", "+generator.engine_init_kwargs.bar.baz=x"])
     assert config.generator.engine_init_kwargs == {"foo": 1, "bar": {"baz": "x"}}
+    assert load_config(["generator.engine_init_kwargs={foo: 1}"]).generator.engine_init_kwargs == {"foo": 1}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,187 @@
+"""After a sync the running engine answers as a fresh one does that loads the exported checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.batching.build import build_experience
+from skyrl_train.batching.split import split
+from skyrl_train.cluster.launch import Processes, launch
+from skyrl_train.cluster.policy_group import Shards
+from skyrl_train.cluster.session import connect
+from skyrl_train.config import Config, load_config
+from skyrl_train.inference.engine import Engine
+from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.trainer.rules import advantage, micro_batch_rules, objective
+from skyrl_train.types import ExperienceBatch, Generation, Group, Prompt, Sample, SamplingParams
+from tests.cpu.tiny import write_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+LOOP = asyncio.new_event_loop()
+MAX_LEN = 128
+GREEDY = SamplingParams(max_generate_length=12, temperature=0.0)
+SAMPLED = SamplingParams(max_generate_length=12, temperature=1.0)
+# The first is longer than two blocks of the engine's cache, so that its prefix is kept.
+PROMPTS = [[4 + (11 * n + k) % 50 for k in range(70 if n == 0 else 5 + n)] for n in range(8)]
+
+
+def run(awaitable: Any, timeout_s: float = 200) -> Any:
+    return LOOP.run_until_complete(asyncio.wait_for(awaitable, timeout_s))
+
+
+def config_of(folder: Path) -> Config:
+    return load_config(
+        [
+            f"trainer.policy.model.path={folder}",
+            "data.train_data=[none.jsonl]",
+            "trainer.bf16=false",
+            "trainer.placement.policy_num_gpus_per_node=2",
+            "trainer.policy.megatron_config.pipeline_model_parallel_size=2",
+            "trainer.policy.optimizer_config.lr=1e-2",
+            "trainer.algorithm.use_kl_loss=false",
+            "trainer.train_batch_size=8",
+            "trainer.policy_mini_batch_size=8",
+            "trainer.max_tokens_per_microbatch=128",
+            "trainer.timeout_s=200",
+            "generator.kv_cache_memory_gb=0.0625",
+            "generator.max_input_length=100",
+            "generator.engine_init_kwargs={block_size: 32}",
+        ]
+    )
+
+
+class World:
+    """A policy in two stages and an engine, both running."""
+
+    def __init__(self, config: Config, processes: Processes, folder: Path) -> None:
+        self.config, self.processes, self.folder = config, processes, folder
+
+    async def answers(self, params: SamplingParams = GREEDY) -> list[Generation]:
+        return await asyncio.gather(
+            *(self.processes.engines.generate(prompt, params, str(n)) for n, prompt in enumerate(PROMPTS))
+        )
+
+    async def experience(self) -> ExperienceBatch:
+        """Two sampled answers to each prompt; the reward prefers some tokens, so the update is not zero."""
+        once, again = await self.answers(SAMPLED), await self.answers(SAMPLED)
+        groups = [
+            Group(Prompt(str(n), [], "none", {}, "none"), (sample(PROMPTS[n], a, 0.0), sample(PROMPTS[n], b, 1.0)))
+            for n, (a, b) in enumerate(zip(once, again, strict=True))
+        ]
+        return build_experience(groups, advantage(self.config.trainer.algorithm))
+
+    async def update(self, experience: ExperienceBatch) -> dict[str, float]:
+        from transformers import AutoConfig
+
+        model = AutoConfig.from_pretrained(self.config.trainer.policy.model.path)
+        rules = micro_batch_rules(self.config, model, self.processes.policy.dp_size)
+        shards = Shards(split(experience, rules, num_mini_batches=1, reduction="token_mean", max_generate_length=12))
+        metrics, _ = await self.processes.policy.update(shards, None, epochs=1)
+        return metrics
+
+    async def sync(self) -> None:
+        await self.processes.policy.send_weights(self.processes.engines, "float32")
+
+    async def export(self) -> Path:
+        target = self.folder / f"version_{self.processes.policy.policy_version}"
+        await self.processes.policy.save_hf(str(target))
+        return target
+
+
+def sample(prompt: list[int], generation: Generation, reward: float) -> Sample:
+    length = len(prompt)
+    return Sample(
+        token_ids=torch.tensor(prompt + generation.token_ids),
+        loss_mask=torch.tensor([False] * length + [True] * len(generation.token_ids)),
+        rollout_logprobs=torch.tensor([0.0] * length + generation.logprobs),
+        prompt_length=length,
+        reward=reward,
+        stop_reason=generation.stop_reason,
+        turns=1,
+        policy_version=generation.policy_version,
+    )
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("sync")
+    config = config_of(write_tiny_model(folder / "model"))
+    goal = objective(config.trainer.algorithm, config.generator.sampling_params, 1024)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        with connect() as cluster:
+            processes = run(launch(config, cluster, MAX_LEN, goal, 10, str(folder / "logs")))
+            try:
+                yield World(config, processes, folder)
+            finally:
+                run(processes.stop())
+
+
+def fresh_answers(folder: Path) -> list[Generation]:
+    """Of an engine that is started on the checkpoint."""
+
+    async def main() -> list[Generation]:
+        engine = Engine(
+            EngineSettings(
+                model_path=str(folder),
+                served_model_name="fresh",
+                model_dtype="float32",
+                max_model_len=MAX_LEN,
+                kv_cache_memory_bytes=64 << 20,
+                engine_init_kwargs={"block_size": 32},
+            )
+        )
+        try:
+            requests = [(n, prompt, GREEDY) for n, prompt in enumerate(PROMPTS)]
+            found: dict[int, Generation] = {}
+            async for finished in engine.generate_batch(requests):
+                found |= dict(finished)
+            return [found[n] for n in range(len(PROMPTS))]
+        finally:
+            await engine.shutdown()
+
+    return run(main())
+
+
+def test_engine_and_policy_agree_before_an_update_and_the_update_moves_the_policy(world: World):
+    experience = run(world.experience())
+    before = run(world.update(experience))
+    assert 0 < before["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
+    stale = run(world.update(experience))
+    assert stale["policy/rollout_train_logprobs_abs_diff_mean"] > 1e-3, "the engine's weights are two updates old"
+
+
+def test_a_synced_engine_answers_as_a_fresh_one_that_loads_the_export(world: World):
+    for _ in range(2):  # tasks and buffers of the first sync must not leak into the second
+        run(world.update(run(world.experience())))
+        run(world.sync())
+    served = run(world.answers())
+    fresh = fresh_answers(run(world.export()))
+    assert [one.token_ids for one in served] == [one.token_ids for one in fresh]
+    for one, other in zip(served, fresh, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert one.policy_version == world.processes.policy.policy_version
+        assert other.policy_version == 0
+
+
+def test_a_repeated_prompt_is_answered_anew_after_a_sync(world: World):
+    """Also its prefix, which the engine keeps: with old keys and values its logprobs would not be the policy's."""
+    before = run(world.answers())
+    assert [one.logprobs for one in run(world.answers())] == [one.logprobs for one in before]
+    run(world.update(run(world.experience())))
+    run(world.sync())
+    after = run(world.answers())
+    assert all(one.logprobs != other.logprobs for one, other in zip(before, after, strict=True))
+    (scored,) = run(world.processes.engines.prompt_logprobs([PROMPTS[n] + g.token_ids for n, g in enumerate(after)]))
+    for n, generation in enumerate(after):
+        assert generation.logprobs == pytest.approx(scored[n][len(PROMPTS[n]) :], abs=1e-4)
+    experience = run(world.experience())
+    metrics = run(world.update(replace(experience)))
+    assert metrics["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5

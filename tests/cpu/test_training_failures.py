@@ -1,0 +1,94 @@
+"""What goes wrong in a running job: one clear error within its deadline, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cpu.jobs import Job, error_of, run_to_end, running, write_world
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_world(tmp_path_factory.mktemp("failures") / "world")
+
+
+def status(job: Job) -> str:
+    return json.loads((job.run_dir / "run.json").read_text())["status"]
+
+
+def test_an_impossible_placement_fails_in_seconds_with_what_was_asked(world: Path):
+    code, job = run_to_end(world, "trainer.run_name=placement", "trainer.placement.cpus_per_worker=100")
+    assert code == 1 and status(job) == "failed"
+    message = error_of(job)
+    assert "1 policy ranks, 1 engines: together 200 CPUs" in message and "the cluster has" in message
+    assert not list(job.run_dir.glob("logs/policy*")), "processes were started for a run that has no room"
+
+
+def test_an_environment_that_raises_names_itself_the_prompt_and_the_line(world: Path):
+    code, job = run_to_end(world, "trainer.run_name=raises", "environment.env_class=rewards:Raises")
+    assert code == 1 and status(job) == "failed"
+    message = error_of(job)
+    assert "environment 'rewards:Raises' failed in env.step (prompt " in message
+    assert "KeyError: 'no_such_column'" in message and "rewards.py:" in message
+    assert "Traceback" in (job.run_dir / "logs/driver.log").read_text()
+
+
+def test_an_environment_that_hangs_is_given_up_after_its_deadline(world: Path):
+    overrides = ["trainer.run_name=hangs", "environment.env_class=rewards:Hangs", "environment.step_timeout_s=2"]
+    with running(world, *overrides) as job:
+        job.wait_for("policy and engines are up")
+        up = time.monotonic()
+        assert job.wait(60) == 1
+        assert time.monotonic() - up < 40
+        assert "still running after 2 s (environment.step_timeout_s)" in error_of(job)
+        assert not (left := job.left_behind()), left
+
+
+def test_a_killed_policy_rank_ends_the_run_within_seconds(world: Path):
+    overrides = [
+        "trainer.run_name=rank",
+        "trainer.max_training_steps=100",
+        "trainer.epochs=100",
+        "environment.env_class=rewards:Slow",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        "trainer.policy.megatron_config.pipeline_model_parallel_size=2",
+    ]
+    with running(world, *overrides) as job:
+        job.wait_for_step(1)
+        job.find("policy-1").kill()
+        killed = time.monotonic()
+        assert job.wait(60) == 1
+        assert time.monotonic() - killed < 40
+        message = error_of(job)
+        assert "policy-1" in message and "policy-1.log" in message
+        assert "crashed or was killed" in message
+        assert not (left := job.left_behind()), left
+        assert (job.run_dir / "report.html").exists()
+
+
+def test_a_killed_engine_core_ends_the_run_within_seconds(world: Path):
+    overrides = ["trainer.run_name=core", "environment.env_class=rewards:Slow"]
+    with running(world, *overrides, "trainer.max_training_steps=100", "trainer.epochs=100") as job:
+        job.wait_for_step(1)
+        cores = [child for child in job.find("engine-0").children() if "resource_tracker" not in child.cmdline()[-1]]
+        for core in cores:
+            core.kill()
+        killed = time.monotonic()
+        assert job.wait(60) == 1
+        assert time.monotonic() - killed < 40
+        message = error_of(job)
+        assert "engine-0" in message and "core process has ended" in message and "engine-0.log" in message
+        assert not (left := job.left_behind()), left
+
+
+def test_an_engine_that_cannot_start_says_why(world: Path):
+    code, job = run_to_end(world, "trainer.run_name=engine", "generator.engine_init_kwargs={no_such_argument: 1}")
+    assert code == 1
+    message = error_of(job)
+    assert "engine-0 failed to start: TypeError" in message and "no_such_argument" in message

@@ -1,0 +1,84 @@
+"""Ctrl-C and SIGTERM: the step in flight is finished, and nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cpu.jobs import Job, run_to_end, running, write_world
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+LONG = ["trainer.max_training_steps=1000", "trainer.epochs=1000", "environment.env_class=rewards:Slow"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_world(tmp_path_factory.mktemp("signals") / "world")
+
+
+def assert_clean_end(job: Job, status: str = "interrupted") -> None:
+    assert "Traceback" not in job.output and "error:" not in job.output, job.output
+    assert json.loads((job.run_dir / "run.json").read_text())["status"] == status
+    assert not (left := job.left_behind()), left
+
+
+def assert_whole_steps(job: Job) -> None:
+    """Every step that began is in the metrics, whole."""
+    steps = [row["trainer/global_step"] for row in job.metrics]
+    assert steps == list(range(1, len(steps) + 1)) and steps
+    assert all("timing/sync_weights" in row for row in job.metrics)
+    assert f"{len(steps)} step" in job.output and (job.run_dir / "report.png").stat().st_size > 1000
+
+
+def test_ctrl_c_finishes_the_step_in_flight_and_a_second_start_works(world: Path):
+    with running(world, "trainer.run_name=ctrlc", *LONG) as job:
+        job.wait_for_step(1)
+        done = len(job.metrics)
+        time.sleep(0.3)  # into the next step
+        job.interrupt()
+        assert job.wait(60) == 130
+        assert "stopping after this step" in job.output
+        assert len(job.metrics) > done, "the step in flight was not finished"
+        assert_whole_steps(job)
+        assert_clean_end(job)
+    code, again = run_to_end(world, "trainer.run_name=ctrlc", "trainer.max_training_steps=1")
+    assert code == 0 and len(again.metrics) == 1
+    assert (world / "runs/ctrlc.1/metrics.jsonl").exists()
+
+
+def test_sigterm_finishes_the_step_in_flight(world: Path):
+    with running(world, "trainer.run_name=term", *LONG) as job:
+        job.wait_for_step(1)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 143
+        assert_whole_steps(job)
+        assert_clean_end(job)
+
+
+def test_a_second_ctrl_c_ends_at_once(world: Path):
+    with running(world, "trainer.run_name=twice", "environment.env_class=rewards:Hangs") as job:
+        job.wait_for("policy and engines are up")
+        time.sleep(2)
+        job.interrupt()
+        time.sleep(2)
+        assert job.process.poll() is None, "one Ctrl-C waits for the step"
+        job.interrupt()
+        second = time.monotonic()
+        assert job.wait(30) == 130
+        assert time.monotonic() - second < 20
+        assert_clean_end(job)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_processes_start_ends_cleanly(world: Path, number: signal.Signals):
+    name = f"start{number}"
+    with running(world, f"trainer.run_name={name}") as job:
+        job.wait_for("Ray is up")
+        time.sleep(1)
+        job.process.send_signal(number) if number == signal.SIGTERM else job.interrupt()
+        assert job.wait(60) == 128 + number
+        assert_clean_end(job)
