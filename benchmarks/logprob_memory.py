@@ -2,8 +2,9 @@
 
     python benchmarks/logprob_memory.py [--tokens 32768] [--vocabulary 151936] [--chunk 1024] [--json FILE]
 
-The logits are bfloat16 and belong to the model; counted is what the logprobs take beside them at the highest point, in units of
-the logits' own size. At least 1 is the gradient of the logits. Needs a GPU with room for the logits three times.
+The logits are bfloat16 and belong to the model; counted is what the logprobs take beside them at the highest point, in
+units of the logits' own size. At least 1 is the gradient of the logits. Needs a GPU with room for the logits three
+times.
 """
 
 from __future__ import annotations

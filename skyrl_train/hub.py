@@ -10,8 +10,8 @@ PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 def local_folder(path: str) -> str:
     """The absolute folder of a model; a hub name is downloaded into the hub's cache.
 
-    Every process of a node may call it at once: the hub library locks each file, so one process downloads and the others
-    wait and find it. Raises: ValueError if it cannot be had.
+    Every process of a node may call it at once: the hub library locks each file, so one process downloads and the
+    others wait and find it. Raises: ValueError if it cannot be had.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -23,6 +23,6 @@ def local_folder(path: str) -> str:
         return snapshot_download(path, allow_patterns=PATTERNS)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
-            f"model {path!r} is neither a folder nor can it be downloaded from the hub ({type(error).__name__}); give the "
-            "folder of a Hugging Face checkpoint, or check the name and the network"
+            f"model {path!r} is neither a folder nor can it be downloaded from the hub ({type(error).__name__}); "
+            "give the folder of a Hugging Face checkpoint, or check the name and the network"
         ) from error

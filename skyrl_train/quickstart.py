@@ -1,7 +1,7 @@
 """Makes what `+experiment=quickstart` needs: a tiny model that can half add, and sums to train on.
 
-The model is warm-started by supervised fine-tuning through the same Megatron policy that GRPO uses, in one process, until it
-would answer about a third of the held-out sums correctly when sampled.
+The model is warm-started by supervised fine-tuning through the same Megatron policy that GRPO uses, in one process,
+until it would answer about a third of the held-out sums correctly when sampled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MODEL = Path("quickstart/model")
 TRAIN_DATA, VALIDATION_DATA = Path("quickstart/train.jsonl"), Path("quickstart/validation.jsonl")
 TARGET_ACCURACY = 0.28
 BATCH_SIZE = 128
-# A model warm-started at 1e-3 to the same accuracy learned far slower in GRPO (held-out 0.57 -> 0.58 in 10 steps, not 0.79).
+# A model warm-started at 1e-3 to the same accuracy learned far slower in GRPO (held-out 0.57 -> 0.58 in 10 steps, not
+# 0.79).
 LEARNING_RATE = 3e-3
 STEPS_BETWEEN_CHECKS = 5
 MAX_STEPS = 1500
@@ -37,8 +38,9 @@ MAX_STEPS = 1500
 def prepare(config: Config) -> None:
     """Make the data and the warm-started model of the quickstart in the current folder, where they are missing.
 
-    Only what `config` still asks for under the quickstart's own names is made: another path is the user's, and if nothing is
-    there that is an error. The model is made in a process of its own, so that the driver stays free of Megatron.
+    Only what `config` still asks for under the quickstart's own names is made: another path is the user's, and if
+    nothing is there that is an error. The model is made in a process of its own, so that the driver stays free of
+    Megatron.
     Raises: ConfigError if the warm start fails.
     """
     train_rows, validation_rows = task.addition_rows(seed=0)

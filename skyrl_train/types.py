@@ -153,5 +153,5 @@ class TrainBatch:
     sample_ids: Tensor
     """[B] int64: index of each sample in the ExperienceBatch."""
     mini_batches: tuple[tuple[tuple[int, ...], ...], ...]
-    """mini_batches[m][k] = indices (into this batch) of the samples of micro-batch k of mini-batch m. Every rank has the
-    same number of micro-batches in mini-batch m; an empty tuple is a micro-batch without samples."""
+    """mini_batches[m][k] = indices (into this batch) of the samples of micro-batch k of mini-batch m. Every rank has
+    the same number of micro-batches in mini-batch m; an empty tuple is a micro-batch without samples."""

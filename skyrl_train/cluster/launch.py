@@ -145,7 +145,8 @@ def _engine_settings(config: Config, max_model_len: int, seed: int) -> EngineSet
 
 
 def _seen_from_anywhere(path: str) -> str:
-    """A folder's absolute path, for processes with other working directories; a hub name, which each node downloads, stays."""
+    """A folder's absolute path, for processes with other working directories; a hub name, which each node downloads,
+    stays."""
     folder = Path(path).expanduser()
     return str(folder.resolve()) if folder.is_dir() else path
 

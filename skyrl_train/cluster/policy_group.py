@@ -45,7 +45,8 @@ class UpdateTotals:
     bubble: float
     """Share of the time inside Megatron's schedules in which ranks did not compute, mean over ranks."""
     mfu: float | None
-    """Model FLOPs of the update over what the devices could have done in its time; None where their peak is not known."""
+    """Model FLOPs of the update over what the devices could have done in its time; None where their peak is not
+    known."""
 
 
 class ReferenceGroup:
@@ -153,8 +154,8 @@ class PolicyGroup:
         await engines.pause()
         await engines.start_weight_update()
         reports: list[SendReport] = []
-        # One stage after another: engines that took two senders' broadcasts in different order would wait for each other.
-        # It is also the order of the layers, in which vLLM loads them without holding back parts of one.
+        # One stage after another: engines that took two senders' broadcasts in different order would wait for each
+        # other. It is also the order of the layers, in which vLLM loads them without holding back parts of one.
         for stage in range(1 + max(place.pp_rank for place in self._ranks)):
             ranks = [rank for rank, place in enumerate(self._ranks) if place.pp_rank == stage]
             refs = [self._group.actors[rank].send_weights.remote(dtype_name) for rank in ranks]

@@ -71,8 +71,8 @@ def _check_answers(address: str) -> None:
     host, separator, port = address.rpartition(":")
     if "://" in address:
         raise ValueError(
-            f"RAY_ADDRESS is {address!r}: the driver must run inside the cluster; start it with `ray job submit`, or on a "
-            "node with RAY_ADDRESS=auto"
+            f"RAY_ADDRESS is {address!r}: the driver must run inside the cluster; start it with `ray job submit`, "
+            "or on a node with RAY_ADDRESS=auto"
         )
     if separator and port.isdigit():
         try:

@@ -43,7 +43,7 @@ class RankActor:
         return getattr(self._worker, method)(*args, **kwargs)
 
     def call_and_keep(self, method: str, *args: Any) -> tuple[None, Any]:
-        """As `call`; the driver waits for the first result and hands on a reference to the second without fetching it."""
+        """As `call`; the driver waits for the first result and hands on a reference to the second."""
         return None, self.call(method, *args)
 
     def open_sender(
@@ -71,7 +71,7 @@ class RankActor:
             self._sender.connect()
 
     def send_weights(self, dtype_name: str) -> SendReport | None:
-        """Export this stage's weights to the engines; every rank of the stage takes part, its owner sends and reports."""
+        """Export this stage's weights; every rank of the stage takes part, its owner sends and reports."""
         import torch
 
         tensors = self._worker.export(getattr(torch, dtype_name))

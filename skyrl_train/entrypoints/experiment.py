@@ -204,7 +204,8 @@ class Experiment:
             f"model   {trainer.policy.model.path}, {ranks} policy ranks ({split}), "
             f"{generator.num_inference_engines} engine(s)",
             f"data    {len(self.train_prompts)} prompts, {len(self.val_prompts)} held out",
-            f"steps   {self.num_steps} of {trainer.train_batch_size} prompts x {generator.n_samples_per_prompt} samples, "
+            f"steps   {self.num_steps} of {trainer.train_batch_size} prompts x "
+            f"{generator.n_samples_per_prompt} samples, "
             f"{trainer.train_batch_size // trainer.policy_mini_batch_size} mini-batch(es) each",
         )
         self._console.print("\n".join(lines), highlight=False, soft_wrap=True)

@@ -64,7 +64,7 @@ def _exit_code(interrupt: KeyboardInterrupt) -> int:
 
 
 def prepare(config: Config) -> None:
-    """Call the experiment's `trainer.prepare` (`module:function`), which makes its model and data where they are missing."""
+    """Call the experiment's `trainer.prepare` (`module:function`), which makes what is missing."""
     if config.trainer.prepare is None:
         return
     check(config, num_train_prompts=None, files=False)
@@ -107,7 +107,7 @@ def run(config: Config, console: Console) -> int:
 
 
 def _checked_input(config: Config, console: Console) -> Experiment:
-    """Load what the run reads. Raises: ConfigError for a bad row, an unknown environment, a model that cannot be had."""
+    """Load what the run reads. Raises: ConfigError for a bad row, an unknown environment or model."""
     from skyrl_train.entrypoints.experiment import Experiment
 
     try:

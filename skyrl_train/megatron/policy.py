@@ -65,8 +65,8 @@ class MegatronPolicy:
     def keep_old_logprobs(self, batch: TrainBatch, ref_logprobs: Tensor | None = None) -> Tensor | None:
         """Compute the logprobs that the next `update` compares with. They stay on this rank.
 
-        Returns: with ref_logprobs [T], the per-sample sum of k1 over the policy's tokens, [B] float32, on the reporting rank
-        (the KL penalty of a reward); otherwise None.
+        Returns: with ref_logprobs [T], the per-sample sum of k1 over the policy's tokens, [B] float32, on the
+        reporting rank (the KL penalty of a reward); otherwise None.
         """
         self._old_logprobs = batch_logprobs(
             self.model, self._packer, batch, self._objective.temperature, self._objective.logprobs_chunk_size
@@ -80,8 +80,8 @@ class MegatronPolicy:
     def update(self, batch: TrainBatch, ref_logprobs: Tensor | None = None, epochs: int = 1) -> UpdateReport:
         """One optimizer step per mini-batch and epoch.
 
-        Without kept old logprobs the first forward pass of a mini-batch yields them, which is exact only for a step of one
-        mini-batch and one epoch.
+        Without kept old logprobs the first forward pass of a mini-batch yields them, which is exact only for a step of
+        one mini-batch and one epoch.
         """
         started = time.perf_counter()
         old, self._old_logprobs = self._old_logprobs, None
@@ -103,7 +103,8 @@ class MegatronPolicy:
                 norms.append(float(norm) if norm is not None else math.nan)
                 skipped += not success
                 self.policy_version += 1
-                flops += sum(cost.train_flops(batch.cu_seqlens.diff()[list(samples)]) for samples in mini_batch if samples)
+                chosen = [sample for samples in mini_batch for sample in samples]
+                flops += cost.train_flops(batch.cu_seqlens.diff()[chosen])
         metrics = step_metrics(passes, norms, lr, skipped) if passes[0].sums else {}
         return UpdateReport(
             metrics=metrics,
@@ -126,8 +127,9 @@ class MegatronPolicy:
 def step_metrics(passes: list[PassMetrics], norms: list[float], lr: float, skipped: int) -> Metrics:
     """Metrics of a step from the sums of its optimizer steps.
 
-    Losses and gradient norms are means over optimizer steps; everything per token is a mean over all tokens trained on. The
-    difference to the engine's logprobs is that of the old logprobs, so no update is in it. Entropy is the first mini-batch's.
+    Losses and gradient norms are means over optimizer steps; everything per token is a mean over all tokens trained
+    on. The difference to the engine's logprobs is that of the old logprobs, so no update is in it. Entropy is the
+    first mini-batch's.
     """
 
     def mean_over_steps(name: str) -> float:

@@ -1,6 +1,7 @@
 """Who holds device memory when, and how new weights reach the engines.
 
-`Dedicated`: policy, reference and engines have devices (or, without GPUs, processes) of their own, so nothing has to move.
+`Dedicated`: policy, reference and engines have devices (or, without GPUs, processes) of their own, so nothing has to
+move.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Do engine and trainer agree about the same tokens after a weight sync?
 
-Digests prove that the engine was handed the trainer's bytes. That it computes with them (the CPU build repacks weights, and
-a model may be wired wrongly on either side) is seen by comparing the logprobs of fixed samples.
+Digests prove that the engine was handed the trainer's bytes. That it computes with them (the CPU build repacks
+weights, and a model may be wired wrongly on either side) is seen by comparing the logprobs of fixed samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -40,21 +41,24 @@ class SyncCheck:
         return self._every > 0 and (sync == 1 or sync % self._every == 0)
 
     async def run(self, policy: PolicyGroup, engines: EngineGroup, groups: Sequence[Group]) -> None:
-        """Compare on the samples of the first call. Raises: SyncCheckFailed with the difference, the bound and the engine."""
+        """Compare on the samples of the first call.
+
+        Raises: SyncCheckFailed with the difference, the bound and the engine.
+        """
         if self._batch is None:
             self._batch = _batch_of(groups)
         batch = self._batch
         trained = await policy.logprobs(batch)
         bounds = batch.cu_seqlens.tolist()
-        prompts = [batch.token_ids[start:end].tolist() for start, end in zip(bounds, bounds[1:], strict=False)]
+        prompts = [batch.token_ids[start:end].tolist() for start, end in pairwise(bounds)]
         for index, logprobs in enumerate(await engines.prompt_logprobs(prompts)):
             served = torch.cat([torch.tensor(one, dtype=torch.float32) for one in logprobs])
             difference = float((served - trained).abs().mean())
             self.last_difference = max(difference, self.last_difference or 0.0) if index else difference
             if not difference <= self._bound:
                 raise SyncCheckFailed(
-                    f"after the sync of version {policy.policy_version} engine {index} computes logprobs that differ from "
-                    f"the trainer's by {difference:.3g} nats in mean on {len(prompts)} fixed samples; at most "
+                    f"after the sync of version {policy.policy_version} engine {index} computes logprobs that differ "
+                    f"from the trainer's by {difference:.3g} nats in mean on {len(prompts)} fixed samples; at most "
                     f"{self._bound:g} is rounding. The engine does not hold the trained weights (or the model's code "
                     "differs); trainer.verify_sync_every=0 would hide this"
                 )

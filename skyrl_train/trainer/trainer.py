@@ -140,7 +140,7 @@ class Trainer:
 
     def _is_due(self, interval: int, *, also_last: bool) -> bool:
         last = self.global_step == self._num_steps or self._stop_requested
-        return interval > 0 and self.global_step % interval == 0 or also_last and last
+        return (interval > 0 and self.global_step % interval == 0) or (also_last and last)
 
     def _log_samples(self, groups: Sequence[Group]) -> None:
         trainer = self._config.trainer
