@@ -8,10 +8,10 @@ exactly 64 tokens on both sides: the tokenizer's end-of-text token has an id tha
 has to be told to ignore it, and the length limit is the only stop.
 
 TRL is the newest on the index, in an environment of its own that the script makes (--env), with transformers'
-generation (its only way without a vLLM of its own), float32. It runs as it comes (micro-batches of 8, gradient
-checkpointing, as many threads as torch takes) and tuned: no checkpointing, and the fastest of a few micro-batch sizes
-and thread counts, each tried for three steps. This project runs in the layouts of LAYOUTS. Order: ours, TRL, ours
-again.
+generation (its only way without a vLLM of its own). It runs as it comes (micro-batches of 8, gradient checkpointing,
+bfloat16 autocast, as many threads as torch takes) and tuned: float32, no checkpointing, and the fastest of a few
+micro-batch sizes and thread counts, each tried for three steps. This project runs in the layouts of LAYOUTS. Order:
+ours, TRL, ours again.
 
 A step's seconds are from the end of one step to the end of the next, logging included; the first two steps of every
 run are warm-up. A ratio is TRL's median over the larger of our two medians of the same layout; the one that counts is
@@ -41,10 +41,11 @@ PROMPTS, SAMPLES, NEW_TOKENS, LR = 32, 8, 64, 3e-4
 WARM_UP_STEPS = 2
 LAYOUTS = {"PP=2 (the quickstart's)": (2, 2, 1), "one policy rank": (1, 1, 1), "DP=2, two engines": (2, 1, 2)}
 """Name -> policy ranks, pipeline stages, engines."""
-TrlSettings = tuple[int, int | None, bool]
-"""Samples of a micro-batch, threads (None: as many as torch takes), gradient checkpointing."""
-TRL_AS_IT_COMES: TrlSettings = (8, None, True)
-TRL_TRIALS: list[TrlSettings] = [(256, 2, False), (64, 2, False), (256, 1, False), (64, 1, False)]
+TrlSettings = tuple[int, int | None, dict[str, bool]]
+"""Samples of a micro-batch, threads (None: as many as torch takes), options of GRPOConfig."""
+TRL_AS_IT_COMES: TrlSettings = (8, None, {})
+TUNED = {"gradient_checkpointing": False, "bf16": False}
+TRL_TRIALS: list[TrlSettings] = [(256, 2, TUNED), (64, 2, TUNED), (256, 1, TUNED), (64, 1, TUNED)]
 
 
 def write_model(folder: Path) -> None:
@@ -101,7 +102,7 @@ def run_trl(
     python: Path, folder: Path, model: Path, prompts: list[str], chosen: TrlSettings, steps: int, warm_up: int
 ) -> dict[str, Any]:
     folder.mkdir()
-    micro_batch, threads, checkpointing = chosen
+    micro_batch, threads, options = chosen
     settings = {
         "model": str(model),
         "folder": str(folder),
@@ -112,7 +113,7 @@ def run_trl(
         "lr": LR,
         "micro_batch": micro_batch,
         "threads": threads,
-        "gradient_checkpointing": checkpointing,
+        "options": options,
         "steps": steps,
     }
     (folder / "settings.json").write_text(json.dumps(settings))
@@ -127,7 +128,7 @@ def run_trl(
     result = json.loads((folder / "result.json").read_text())
     measured = result["steps_s"][warm_up:]
     return result | {
-        "settings": {"micro_batch": micro_batch, "threads": threads, "gradient_checkpointing": checkpointing},
+        "settings": {"micro_batch": micro_batch, "threads": threads, "options": options},
         "all_steps_s": result["steps_s"],
         "steps_s": measured,
         "median_s": statistics.median(measured),
