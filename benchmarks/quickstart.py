@@ -3,7 +3,7 @@
     python benchmarks/quickstart.py [--seeds 1 2 3] [--json FILE] [-- OVERRIDES ...]
 
 Every seed warm-starts a model of its own (before the clock of the start begins) and then runs the main job as a user
-does. Columns: held-out score before and after; GRPO, from the first step's beginning to the last step's end,
+does. Rows: held-out score before and after; GRPO, from the first step's beginning to the last step's end,
 evaluations included; start, from starting Python to the first rollout; the driver's share of a step, mean and
 largest; the mean difference between the logprobs of engine and trainer on the same tokens before an update, mean over
 steps. Red misses its target; the exit code is then 1. On a machine that is busy with other things the times are those
@@ -52,17 +52,17 @@ class Result:
     step_median_s: float
 
 
-COLUMNS: dict[str, tuple[str, str, str, Callable[[float], bool]]] = {
-    "first_score": ("score before", ".3f", "< 0.6", lambda value: value < 0.6),
-    "last_score": ("score after", ".3f", "> 0.9", lambda value: value > 0.9),
-    "grpo_s": ("GRPO s", ".0f", "<= 180", lambda value: value <= 180),
-    "start_s": ("start s", ".1f", "<= 40", lambda value: value <= 40),
-    "driver_mean": ("driver mean", ".2%", "<= 5 %", lambda value: value <= 0.05),
-    "driver_max": ("driver max", ".2%", "", lambda value: True),
-    "logprob_difference": ("|logprob diff|", ".1e", "< 1e-5", lambda value: value < 1e-5),
+MEASURES: dict[str, tuple[str, str, str, Callable[[float], bool]]] = {
+    "first_score": ("held-out score before", ".3f", "< 0.6", lambda value: value < 0.6),
+    "last_score": ("held-out score after", ".3f", "> 0.9", lambda value: value > 0.9),
+    "grpo_s": ("GRPO (s)", ".0f", "<= 180", lambda value: value <= 180),
+    "start_s": ("start to first rollout (s)", ".1f", "<= 40", lambda value: value <= 40),
+    "driver_mean": ("driver share, mean", ".2%", "<= 5 %", lambda value: value <= 0.05),
+    "driver_max": ("driver share, largest", ".2%", "", lambda value: True),
+    "logprob_difference": ("|logprob difference|, mean", ".1e", "< 1e-5", lambda value: value < 1e-5),
     "steps": ("steps", ".0f", "", lambda value: True),
-    "step_median_s": ("step s", ".2f", "", lambda value: True),
-    "warm_start_s": ("warm start s", ".0f", "", lambda value: True),
+    "step_median_s": ("step, median (s)", ".2f", "", lambda value: True),
+    "warm_start_s": ("warm start (s)", ".0f", "", lambda value: True),
 }
 """Field of Result -> heading, format, target in words, whether a value reaches it."""
 
@@ -101,23 +101,21 @@ def missed(result: Result) -> list[str]:
     """The targets that a seed misses, in words."""
     return [
         f"seed {result.seed}: {heading} is {format(getattr(result, name), form)}, wanted {target}"
-        for name, (heading, form, target, reached) in COLUMNS.items()
+        for name, (heading, form, target, reached) in MEASURES.items()
         if not reached(getattr(result, name))
     ]
 
 
 def result_table(results: Sequence[Result], before: Mapping[str, object]) -> Table:
     table = Table(title=f"quickstart, {before['cores']} cores, load before {before['load_before']}")
-    table.add_column("seed", justify="right", footer="target")
-    for heading, _, target, _ in COLUMNS.values():
-        table.add_column(heading, justify="right", footer=target)
-    table.show_footer = True
+    table.add_column("")
     for result in results:
-        cells = []
-        for name, (_, form, _, reached) in COLUMNS.items():
-            value = getattr(result, name)
-            cells.append(format(value, form) if reached(value) else f"[red]{format(value, form)}[/]")
-        table.add_row(str(result.seed), *cells)
+        table.add_column(f"seed {result.seed}", justify="right")
+    table.add_column("target")
+    for name, (heading, form, target, reached) in MEASURES.items():
+        values = [getattr(result, name) for result in results]
+        cells = [format(value, form) if reached(value) else f"[red]{format(value, form)}[/]" for value in values]
+        table.add_row(heading, *cells, target)
     return table
 
 
