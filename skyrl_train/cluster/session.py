@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -10,10 +11,13 @@ import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 
 from skyrl_train.device import device_type
+
+log = logging.getLogger(__name__)
 
 # Spinning OpenMP threads of several processes on the same cores cost more than they bring; compiling small functions
 # on the CPU costs seconds and gains nothing.
@@ -39,6 +43,7 @@ def connect() -> Iterator[Cluster]:
 
     Raises: ValueError if RAY_ADDRESS names a cluster that does not answer, or one that the driver is outside of.
     """
+    _keep_rays_words_from_console()
     address = os.environ.get("RAY_ADDRESS") or "local"
     _check_answers(address)
     # Ray would hide GPUs from actors that ask for none by emptying CUDA_VISIBLE_DEVICES; newer versions warn of it.
@@ -97,6 +102,22 @@ def worker_environment() -> dict[str, str]:
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
     taken = (job.get("runtime_env") or {}).get("env_vars") or {}
     return {name: value for name, value in wanted.items() if name not in taken}
+
+
+def _keep_rays_words_from_console() -> None:
+    """Ray (2.60) prints a paragraph about each process that died, whatever `log_to_driver` says; RemoteFailed is shorter."""
+    plain = getattr(ray._private.worker, "print_to_stdstream", None)
+    if plain is None or hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def print_unless_raylet(data: dict[str, Any], *arguments: Any, **named: Any) -> None:
+        if data.get("pid") == "raylet":
+            log.debug("%s", "\n".join(data["lines"]))
+        else:
+            plain(data, *arguments, **named)
+
+    ray._private.worker.print_to_stdstream = print_unless_raylet
 
 
 @contextlib.contextmanager

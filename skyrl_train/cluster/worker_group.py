@@ -30,7 +30,7 @@ class RankActor:
         self._sender: ShmSender | BroadcastSender | None = None
         self._worker: Any = None
 
-    def meeting_place(self) -> tuple[str, int]:
+    def find_meeting_place(self) -> tuple[str, int]:
         return host(), free_port()
 
     def build(self, entry_point: str, rendezvous: Rendezvous, kwargs: dict[str, Any]) -> Any:
@@ -82,6 +82,11 @@ class RankActor:
         return None
 
 
+def _words(method: str) -> str:
+    """For messages: "failed to keep old logprobs"."""
+    return method.replace("_", " ") if "_" in method or method == "update" else f"compute {method}"
+
+
 class WorkerGroup:
     """The ranks of the policy or of the reference."""
 
@@ -103,7 +108,7 @@ class WorkerGroup:
 
     async def build(self, entry_point: str, kwargs: dict[str, Any]) -> list[Any]:
         """Make `module:Class` on every rank; returns each rank's place in the layout."""
-        address, port = await self.one(0, "meeting_place")
+        address, port = await self.one(0, "find_meeting_place")
         meetings = [Rendezvous(rank, self.size, address, port, self.calls.timeout_s) for rank in range(self.size)]
         return await self.calls.gather(
             "start",
@@ -115,23 +120,27 @@ class WorkerGroup:
 
     async def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """`worker.method(*args)` on every rank with the same arguments."""
-        return await self.calls.gather(method, [actor.call.remote(method, *args, **kwargs) for actor in self.actors])
+        return await self.calls.gather(
+            _words(method), [actor.call.remote(method, *args, **kwargs) for actor in self.actors]
+        )
 
     async def each(self, method: str, args_of_rank: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
         """`worker.method(*args_of_rank[rank])` on every rank."""
         pairs = zip(self.actors, args_of_rank, strict=True)
-        return await self.calls.gather(method, [actor.call.remote(method, *args, **kwargs) for actor, args in pairs])
+        return await self.calls.gather(
+            _words(method), [actor.call.remote(method, *args, **kwargs) for actor, args in pairs]
+        )
 
     async def each_kept(self, method: str, args_of_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
         """As `each`, but the results stay where they are: references to them, one per rank."""
         pairs = zip(self.actors, args_of_rank, strict=True)
         refs = [actor.call_and_keep.options(num_returns=2).remote(method, *args) for actor, args in pairs]
-        await self.calls.gather(method, [done for done, _ in refs])
+        await self.calls.gather(_words(method), [done for done, _ in refs])
         return [kept for _, kept in refs]
 
     async def one(self, rank: int, method: str, *args: Any) -> Any:
         """A method of the actor itself, on one rank."""
-        return (await self.calls.gather(method, [getattr(self.actors[rank], method).remote(*args)], [rank]))[0]
+        return (await self.calls.gather(_words(method), [getattr(self.actors[rank], method).remote(*args)], [rank]))[0]
 
     def kill(self) -> None:
         for actor in self.actors:

@@ -84,15 +84,26 @@ def assert_nothing_is_held(cluster: Any) -> None:
     assert held == [4.0, []]
 
 
+def submitted(command: list[str], world: Path, mark: str) -> Job:
+    """A fresh cluster refuses jobs until its agents are up."""
+    deadline = time.monotonic() + 90
+    while True:
+        job = start_command(command, world, "submitted", mark, {})
+        while job.process.poll() is None and "submitted successfully" not in job.output:
+            time.sleep(0.2)
+        if "No available agent" not in job.output or time.monotonic() > deadline:
+            return job
+
+
 def test_a_submitted_job_trains_on_both_nodes(world: Path, cluster: Any):
     mark = uuid.uuid4().hex
     environment = {"working_dir": str(world), "env_vars": {"OMP_NUM_THREADS": "1", MARK: mark}}
     submit = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "job", "submit"]
     address = f"http://{cluster.head_node.webui_url}"
-    train = ["python", "-m", "skyrl_train.entrypoints.main_base", "+experiment=tiny", *ON_TWO_NODES]
+    train = [sys.executable, "-m", "skyrl_train.entrypoints.main_base", "+experiment=tiny", *ON_TWO_NODES]
     train += ["trainer.run_name=submitted", f"trainer.run_dir={world}/runs/submitted"]
     command = [*submit, "--address", address, "--runtime-env-json", json.dumps(environment), "--", *train]
-    job = start_command(command, world, "submitted", mark, {})
+    job = submitted(command, world, mark)
     try:
         assert job.wait() == 0, job.story()
         assert [row["trainer/global_step"] for row in job.metrics] == [1, 2]

@@ -82,3 +82,12 @@ def test_a_signal_while_processes_start_ends_cleanly(world: Path, number: signal
         job.process.send_signal(number) if number == signal.SIGTERM else job.interrupt()
         assert job.wait(60) == 128 + number
         assert_clean_end(job)
+
+
+def test_a_killed_driver_takes_its_processes_with_it(world: Path):
+    with running(world, "trainer.run_name=killed", *LONG) as job:
+        job.wait_for_step(1)
+        assert len(job.processes()) > 5
+        job.process.kill()
+        assert job.wait(10) == -signal.SIGKILL
+        assert not (left := job.left_behind(patience_s=30)), left
