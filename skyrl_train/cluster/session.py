@@ -105,7 +105,7 @@ def worker_environment() -> dict[str, str]:
 
 
 def _keep_rays_words_from_console() -> None:
-    """Ray (2.60) prints a paragraph about each process that died, whatever `log_to_driver` says; RemoteFailed is shorter."""
+    """Ray (2.60) prints a paragraph about each dead process, whatever `log_to_driver` says; RemoteFailed is a line."""
     plain = getattr(ray._private.worker, "print_to_stdstream", None)
     if plain is None or hasattr(plain, "__wrapped__"):
         return

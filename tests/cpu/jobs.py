@@ -127,8 +127,8 @@ class Job:
         self.wait_until(lambda: text in self.output, f"print {text!r}", timeout_s)
 
     def wait_for_step(self, step: int, timeout_s: float = START_S) -> None:
-        """Until the metrics of `step` are written."""
-        self.wait_until(lambda: len(self.metrics) >= step, f"finish step {step}", timeout_s)
+        """Until the console shows the metrics of `step`."""
+        self.wait_for(f"\nstep {step}/", timeout_s)
 
     def wait_until(self, condition: object, what: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
