@@ -50,7 +50,8 @@ def prepare(config: Config) -> None:
     if Path(config.trainer.policy.model.path) == MODEL and not MODEL.exists():
         command = [sys.executable, "-m", "skyrl_train.quickstart", str(MODEL), str(config.trainer.seed)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
-        if subprocess.run(command, env=environment).returncode != 0:
+        # In a session of its own: Ctrl-C then reaches this process alone, which ends the other without a stack.
+        if subprocess.run(command, env=environment, start_new_session=True).returncode != 0:
             raise ConfigError([f"the warm start that makes {MODEL} failed; its own message stands above"])
 
 

@@ -86,3 +86,14 @@ def test_a_killed_driver_takes_its_processes_with_it(world: Path):
         job.process.kill()
         assert job.wait(10) == -signal.SIGKILL
         assert not (left := job.left_behind(patience_s=30)), left
+
+
+def test_ctrl_c_while_the_quickstart_makes_its_model_ends_quietly(tmp_path: Path):
+    with running(tmp_path, "trainer.run_name=prepare", experiment="quickstart") as job:
+        job.wait_until(lambda: len(job.processes()) > 1, "start the warm start", 60)
+        time.sleep(3)  # into its imports
+        job.interrupt()
+        assert job.wait(20) == 130
+        assert job.output == "interrupted\n"
+        assert not (left := job.left_behind()), left
+        assert not (tmp_path / "quickstart/model").exists()
