@@ -114,7 +114,7 @@ class PolicyGroup:
         return kl
 
     async def logprobs(self, batch: TrainBatch) -> Tensor:
-        """Logprobs [T] of one batch, the same on all data-parallel ranks."""
+        """Logprobs [T] of one batch at temperature 1; all data-parallel ranks compute the same."""
         ref = ray.put(batch)
         results = await self._group.each("logprobs", [(ref,)] * len(self._ranks))
         return next(result for place, result in zip(self._ranks, results, strict=True) if place.reports)

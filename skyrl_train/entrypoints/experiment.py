@@ -164,7 +164,9 @@ class Experiment:
         )
         collector = Collector(sampler)
         progress = ConsoleProgress(self._console)
-        check = SyncCheck(trainer.verify_sync_every, generator.model_dtype, on_gpu=processes.cluster.has_gpus)
+        rules = micro_batch_rules(config, self.model_config, processes.policy.dp_size)
+        coarser_dtype = "bfloat16" if trainer.bf16 else generator.model_dtype
+        check = SyncCheck(trainer.verify_sync_every, coarser_dtype, rules, on_gpu=processes.cluster.has_gpus)
         return Parts(
             prompts=PromptOrder(self.train_prompts, batch_size=trainer.train_batch_size, seed=trainer.seed),
             collector=collector,
@@ -177,7 +179,7 @@ class Experiment:
                 batch_size=trainer.eval_batch_size,
             ),
             advantage=advantage(trainer.algorithm),
-            rules=micro_batch_rules(config, self.model_config, processes.policy.dp_size),
+            rules=rules,
             policy=processes.policy,
             reference=processes.reference,
             residency=Dedicated(processes.policy, processes.engines, generator.model_dtype, check),

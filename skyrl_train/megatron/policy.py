@@ -56,10 +56,11 @@ class MegatronPolicy:
         return self.ranks
 
     def logprobs(self, batch: TrainBatch) -> Tensor | None:
-        """[T] float32 under the current weights, on the reporting rank of the shard; None elsewhere."""
-        logprobs = batch_logprobs(
-            self.model, self._packer, batch, self._objective.temperature, self._objective.logprobs_chunk_size
-        )
+        """[T] float32 under the current weights, on the reporting rank of the shard; None elsewhere.
+
+        At temperature 1, as the engines score prompts, whatever temperature they sample with.
+        """
+        logprobs = batch_logprobs(self.model, self._packer, batch, 1.0, self._objective.logprobs_chunk_size)
         return logprobs if self.ranks.reports else None
 
     def keep_old_logprobs(self, batch: TrainBatch, ref_logprobs: Tensor | None = None) -> Tensor | None:

@@ -7,13 +7,17 @@ weights, and a model may be wired wrongly on either side) is seen by comparing t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 
+from skyrl_train.batching.build import build_experience
+from skyrl_train.batching.rules import MicroBatchRules
+from skyrl_train.batching.split import split
 from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.policy_group import PolicyGroup
-from skyrl_train.types import Group, TrainBatch
+from skyrl_train.types import Group, Sample, TrainBatch
 
 NUM_SAMPLES = 8
 # Mean |difference| in nats on equal weights: 4e-7 in float32 on the CPU; on a GPU vLLM's kernels compute float32 in
@@ -29,12 +33,11 @@ class SyncCheckFailed(RuntimeError):
 class SyncCheck:
     """Compares logprobs at the first and at each Nth sync."""
 
-    def __init__(self, every: int, dtype_name: str, *, on_gpu: bool) -> None:
-        """`every` = 0 means never."""
-        self._every = every
+    def __init__(self, every: int, dtype_name: str, rules: MicroBatchRules, *, on_gpu: bool) -> None:
+        """Args: every: 0 means never; dtype_name: the coarser dtype of trainer and engine; rules: the policy's."""
+        self._every, self._rules = every, rules
         self._bound = GPU_FLOAT32_BOUND if on_gpu and dtype_name == "float32" else BOUNDS[dtype_name]
         self._batch: TrainBatch | None = None
-        self.last_difference: float | None = None
 
     def is_due(self, sync: int) -> bool:
         """Syncs count from 1."""
@@ -46,7 +49,7 @@ class SyncCheck:
         Raises: SyncCheckFailed with the difference, the bound and the engine.
         """
         if self._batch is None:
-            self._batch = _batch_of(groups)
+            self._batch = batch_of(groups, self._rules)
         batch = self._batch
         trained = await policy.logprobs(batch)
         bounds = batch.cu_seqlens.tolist()
@@ -54,7 +57,6 @@ class SyncCheck:
         for index, logprobs in enumerate(await engines.prompt_logprobs(prompts)):
             served = torch.cat([torch.tensor(one, dtype=torch.float32) for one in logprobs])
             difference = float((served - trained).abs().mean())
-            self.last_difference = max(difference, self.last_difference or 0.0) if index else difference
             if not difference <= self._bound:
                 raise SyncCheckFailed(
                     f"after the sync of version {policy.policy_version} engine {index} computes logprobs that differ "
@@ -64,19 +66,22 @@ class SyncCheck:
                 )
 
 
-def _batch_of(groups: Sequence[Group]) -> TrainBatch:
-    """The first samples, one per group, as a batch of one micro-batch that trains nothing."""
-    samples = [group.samples[0] for group in groups[:NUM_SAMPLES]]
-    token_ids = torch.cat([sample.token_ids for sample in samples])
-    lengths = torch.tensor([0] + [len(sample.token_ids) for sample in samples])
-    num = len(samples)
-    return TrainBatch(
-        token_ids=token_ids,
-        cu_seqlens=lengths.cumsum(0).int(),
-        loss_mask=torch.zeros(len(token_ids), dtype=torch.bool),
-        loss_weights=torch.zeros(len(token_ids)),
-        rollout_logprobs=torch.zeros(len(token_ids)),
-        advantages=torch.zeros(num),
-        sample_ids=torch.arange(num),
-        mini_batches=((tuple(range(num)),),),
+def batch_of(groups: Sequence[Group], rules: MicroBatchRules) -> TrainBatch:
+    """The first samples, one per group, in micro-batches that the policy's layout can run; it trains nothing."""
+    chosen = [replace(group, samples=(_without_last_token(group.samples[0]),)) for group in groups[:NUM_SAMPLES]]
+    experience = build_experience(chosen, lambda rewards, group_ids: torch.zeros_like(rewards))
+    (batch,) = split(
+        experience, replace(rules, dp_size=1), num_mini_batches=1, reduction="token_mean", max_generate_length=1
+    )
+    return batch
+
+
+def _without_last_token(sample: Sample) -> Sample:
+    """A sample may fill the engine's context, and vLLM scores a prompt only where one more token would fit."""
+    length = max(1, len(sample.token_ids) - 1)
+    return replace(
+        sample,
+        token_ids=sample.token_ids[:length],
+        loss_mask=sample.loss_mask[:length],
+        rollout_logprobs=sample.rollout_logprobs[:length],
     )
