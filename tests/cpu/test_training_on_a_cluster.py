@@ -45,14 +45,19 @@ def cluster() -> Iterator[Any]:
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_JOB_STOP_WAIT_TIME_S", "60")
-        head = {"num_cpus": 2, "include_dashboard": True, "dashboard_port": free_port()}
-        nodes = Cluster(initialize_head=True, head_node_args=head)
-        nodes.add_node(num_cpus=2)
+        dashboard = {"include_dashboard": True, "dashboard_port": free_port()}
+        nodes = Cluster(initialize_head=True, head_node_args=node_arguments() | dashboard)
+        nodes.add_node(**node_arguments())
         nodes.wait_for_nodes()
         try:
             yield nodes
         finally:
             nodes.shutdown()
+
+
+def node_arguments() -> dict[str, Any]:
+    """The agent that jobs are submitted through listens on one port of the machine, unless told otherwise."""
+    return {"num_cpus": 2, "dashboard_agent_listen_port": free_port()}
 
 
 def free_port() -> int:
