@@ -84,10 +84,10 @@ def test_values_of_the_base_arrive_with_their_types():
 
 
 def test_overrides_win_over_the_experiment_and_the_experiment_over_the_base():
-    config = load_config(["+experiment=quickstart", "trainer.train_batch_size=64", "trainer.run_name=mine"])
-    assert config.trainer.train_batch_size == 64
+    config = load_config(["+experiment=quickstart", "trainer.train_batch_size=256", "trainer.run_name=mine"])
+    assert config.trainer.train_batch_size == 256
     assert config.trainer.run_dir == "runs/mine"
-    assert config.trainer.policy_mini_batch_size == 32
+    assert config.trainer.policy_mini_batch_size == 64
     assert config.trainer.policy.megatron_config.pipeline_model_parallel_size == 2
     assert config.trainer.policy.optimizer_config.adam_betas == (0.9, 0.95)
     assert config.trainer.policy.optimizer_config.max_grad_norm == 1.0
