@@ -100,7 +100,7 @@ class PolicyGroup:
     async def keep_old_logprobs(self, shards: Shards, ref_logprobs: Sequence[Any] | None = None) -> Tensor | None:
         """Have every rank compute and keep the logprobs that the next update compares with.
 
-        Returns: with reference logprobs, the KL of each sample [B] (sum of log p - log ref over the policy's tokens).
+        Returns: with reference logprobs, the KL of each sample [B] (the estimator summed over the policy's tokens).
         """
         refs = [None] * self.dp_size if ref_logprobs is None else ref_logprobs
         args = list(zip(self._of_rank(shards.refs), self._of_rank(refs), strict=True))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.config import MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, peak_flops
@@ -66,17 +68,17 @@ class MegatronPolicy:
     def keep_old_logprobs(self, batch: TrainBatch, ref_logprobs: Tensor | None = None) -> Tensor | None:
         """Compute the logprobs that the next `update` compares with. They stay on this rank.
 
-        Returns: with ref_logprobs [T], the per-sample sum of k1 over the policy's tokens, [B] float32, on the
-        reporting rank (the KL penalty of a reward); otherwise None.
+        Returns: with ref_logprobs [T], the per-sample sum of the KL estimator over the policy's tokens, [B] float32,
+        on the reporting rank (the KL penalty of a reward); otherwise None.
         """
         self._old_logprobs = batch_logprobs(
             self.model, self._packer, batch, self._objective.temperature, self._objective.logprobs_chunk_size
         )
         if self._old_logprobs is None or ref_logprobs is None or not self.ranks.reports:
             return None
-        difference = (self._old_logprobs - ref_logprobs) * batch.loss_mask
+        kl = KL_ESTIMATORS[self._objective.kl_estimator](self._old_logprobs, ref_logprobs) * batch.loss_mask
         sample = torch.repeat_interleave(torch.arange(len(batch.advantages)), batch.cu_seqlens.diff().long())
-        return torch.zeros(len(batch.advantages)).index_add_(0, sample, difference)
+        return torch.zeros(len(batch.advantages)).index_add_(0, sample, kl)
 
     def update(self, batch: TrainBatch, ref_logprobs: Tensor | None = None, epochs: int = 1) -> UpdateReport:
         """One optimizer step per mini-batch and epoch.
@@ -100,9 +102,8 @@ class MegatronPolicy:
                 passes.append(forward_backward(self.model, micro_batches, self._objective, with_entropy=first))
                 lr = learning_rate(self.policy_version, self._num_optimizer_steps, self._optimizer_config)
                 set_learning_rate(self._optimizer, lr, self._optimizer_config.weight_decay)
-                success, norm, _ = self._optimizer.step()
-                norms.append(float(norm) if norm is not None else math.nan)
-                skipped += not success
+                norms.append(step_if_finite(self._optimizer))
+                skipped += not math.isfinite(norms[-1])
                 self.policy_version += 1
                 chosen = [sample for samples in mini_batch for sample in samples]
                 flops += cost.train_flops(batch.cu_seqlens.diff()[chosen])
@@ -123,6 +124,19 @@ class MegatronPolicy:
     def save_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face checkpoint."""
         save_hf(self.model, self._model_path, folder)
+
+
+def step_if_finite(optimizer: Any) -> float:
+    """One optimizer step, left out where the gradient is not finite. Returns: the gradient's norm before clipping.
+
+    Megatron itself (0.16 and 0.19) looks for infinities only where it scales the loss, which is in float16; in
+    bfloat16 and float32 one NaN would become every weight. All ranks see the same norm, so all of them step or none.
+    """
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if math.isfinite(norm):
+        optimizer.step()
+    return norm
 
 
 def step_metrics(passes: list[PassMetrics], norms: list[float], lr: float, skipped: int) -> Metrics:

@@ -19,6 +19,7 @@ from skyrl_train.megatron import model as models
 from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, rules
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.policy import MegatronPolicy
+from skyrl_train.megatron.reference import batch_logprobs
 from skyrl_train.megatron.schedule import learning_rate
 from skyrl_train.ranks import Rendezvous
 
@@ -68,13 +69,15 @@ def _train(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str,
 
 
 def train(
-    path: Path, processes: int, sizes: dict[str, Any], *, masked: bool = False
+    path: Path, processes: int, sizes: dict[str, Any], *, masked: bool = False, poisoned: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, float], list[Any]]:
-    """Args: masked: no token is trained on."""
+    """Args: masked: no token is trained on; poisoned: the advantage of one sample is NaN."""
     trial = make_trial(path, [7, 30, 12, 9, 25, 40, 3, 18])
     if masked:
         nothing = torch.zeros_like(trial.experience.loss_mask)
         trial = replace(trial, experience=replace(trial.experience, loss_mask=nothing))
+    if poisoned:
+        trial.experience.advantages[0] = math.nan
     parts = run_on_ranks(_train, (trial, layout(processes, sizes)), processes, timeout_s=120)
     weights = {name: tensor for part in parts for name, tensor in part["weights"].items()}
     return weights, next(part["metrics"] for part in parts if part["metrics"]), parts
@@ -139,3 +142,44 @@ def test_matrices_decay_and_norms_do_not(dense: Path):
     for name, before in load_file(dense / "model.safetensors").items():
         expected = before if before.dim() == 1 else before * decay
         torch.testing.assert_close(weights[name], expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight_on_any_rank(dense: Path):
+    """The NaN is in one of the two mini-batches, on one of the ranks; the other mini-batch is trained on."""
+    weights, metrics, parts = train(dense, 2, {}, poisoned=True)
+    source = load_file(dense / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    assert any(not torch.equal(tensor, source[name]) for name, tensor in weights.items())
+    assert metrics["policy/num_skipped_steps"] == 2 and math.isnan(metrics["policy/grad_norm"])
+    assert {part["version"] for part in parts} == {NUM_STEPS}
+
+
+def _score(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str, Any]:
+    trial, one = arguments
+    objective = replace(trial.objective, kl_estimator="k2", temperature=0.7)
+    policy = MegatronPolicy(
+        rendezvous, trial.model_path, one.megatron, ADAM, objective, bf16=False, seed=1, num_optimizer_steps=1
+    )
+    (batch,) = split(
+        trial.experience, rules(one, 1), num_mini_batches=1, reduction=trial.reduction, max_generate_length=64
+    )
+    sampled, plain = (batch_logprobs(policy.model, policy._packer, batch, t, chunk=7) for t in (0.7, 1.0))
+    assert sampled is not None
+    terms = (sampled + 5.0).square() / 2 * batch.loss_mask
+    return {
+        "plain": plain,
+        "logprobs": policy.logprobs(batch),
+        "kl": policy.keep_old_logprobs(batch, torch.full_like(sampled, -5.0)),
+        "expected_kl": torch.stack([part.sum() for part in terms.split(batch.cu_seqlens.diff().tolist())]),
+    }
+
+
+def test_the_rewards_kl_is_of_the_configured_estimator_at_the_sampling_temperature(dense: Path):
+    (result,) = run_on_ranks(_score, (make_trial(dense, [7, 30, 12, 9]), layout(1, {})), 1, timeout_s=120)
+    torch.testing.assert_close(result["kl"], result["expected_kl"])
+
+
+def test_logprobs_are_those_of_temperature_1(dense: Path):
+    """As engines score prompts; the check after a sync compares the two."""
+    (result,) = run_on_ranks(_score, (make_trial(dense, [7, 30, 12, 9]), layout(1, {})), 1, timeout_s=120)
+    assert torch.equal(result["logprobs"], result["plain"])
