@@ -7,6 +7,7 @@ Quick (no torch, Ray, vLLM or Megatron) and without side effects. Every sentence
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from skyrl_train.model_checks import longest_conversation, model_problems
 
 POLICY = "trainer.policy.megatron_config"
 REF = "trainer.ref.megatron_config"
+DATA_FILE = re.compile(r"\.(?P<format>parquet|jsonl|json)(\.(gz|bz2|xz|zst))?$")
+HUB_SPLIT = re.compile(r"^(?P<name>[^:]+):(?P<split>[^:/]+)$")
 GROUP_ESTIMATORS = ("grpo", "rloo")
 """Estimators for which a group of one sample has no advantage."""
 
@@ -154,8 +157,9 @@ def _data_files(config: Config) -> Iterator[str]:
         yield "data.train_data is empty: name files (parquet, json, jsonl) or hub_name:split"
     for key in ("train_data", "val_data"):
         for name in attrgetter(key)(config.data):
-            if Path(name).suffix in (".parquet", ".json", ".jsonl"):
-                if not Path(name).is_file():
+            if DATA_FILE.search(name):
+                elsewhere = "://" in name or glob.has_magic(name)
+                if not elsewhere and not Path(name).expanduser().is_file():
                     yield f"data.{key} names {name}: there is no such file in {Path.cwd()}"
-            elif not re.fullmatch(r"[^:]+:[^:]+", name):
+            elif not HUB_SPLIT.match(name):
                 yield f"data.{key} names {name}: it must be a .parquet, .json or .jsonl file, or hub_name:split"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 
+from skyrl_train.config_checks import DATA_FILE, HUB_SPLIT
 from skyrl_train.data.chat import ChatTemplate, check_messages
 from skyrl_train.types import Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_FILE = re.compile(r"\.(?P<format>parquet|jsonl|json)(\.(gz|bz2|xz|zst))?$")
-_HUB = re.compile(r"^(?P<name>[^:]+):(?P<split>[^:/]+)$")
 
 LocatedRow = tuple[str, Any]
 """Where the row stands (for errors) and the row as it was read."""
@@ -98,12 +95,12 @@ def _without_empty_fields(messages: Any) -> list[Message] | Any:
 
 
 def _read_rows(source: str) -> Iterator[LocatedRow]:
-    if file := _FILE.search(source):
+    if file := DATA_FILE.search(source):
         path = _existing(source)
         if file["format"] == "parquet":
             return ((f"{source}, row {i}", row) for i, row in enumerate(_load("parquet", source, data_files=path)))
         return _json_lines(source, path) if file["format"] == "jsonl" else _json_file(source, path)
-    if hub := _HUB.match(source):
+    if hub := HUB_SPLIT.match(source):
         rows = _load(str(Path(hub["name"]).expanduser()), source, split=hub["split"])
         return ((f"{source}, row {i}", row) for i, row in enumerate(rows))
     raise ValueError(

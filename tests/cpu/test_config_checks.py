@@ -118,6 +118,17 @@ def test_missing_models_and_data_name_the_path(folder: Path):
     assert problems("data.train_data=[gone.parquet]", "trainer.policy.model.path=./gone", files=False) == ()
 
 
+def test_data_may_lie_in_the_home_folder_be_compressed_or_far_away(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(folder))
+    Path("train.jsonl.gz").touch()
+    names = ["~/train.jsonl", "train.jsonl.gz", "'s3://bucket/train.parquet'", "'part-*.parquet'"]
+    assert (
+        problems(f"data.train_data=[{','.join(names)}]", "trainer.policy.model.path=Qwen/Qwen3-0.6B", files=True) == ()
+    )
+    (found,) = problems("data.train_data=[~/gone.jsonl]", "trainer.policy.model.path=Qwen/Qwen3-0.6B", files=True)
+    assert "~/gone.jsonl: there is no such file" in found
+
+
 def test_hub_names_pass_and_folders_are_recognised(folder: Path):
     assert problems("data.train_data=[train.jsonl]", "trainer.policy.model.path=Qwen/Qwen3-0.6B", files=True) == ()
     Path("models").mkdir()
