@@ -121,11 +121,10 @@ def test_missing_models_and_data_name_the_path(folder: Path):
 def test_data_may_lie_in_the_home_folder_be_compressed_or_far_away(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(folder))
     Path("train.jsonl.gz").touch()
-    names = ["~/train.jsonl", "train.jsonl.gz", "'s3://bucket/train.parquet'", "'part-*.parquet'"]
-    assert (
-        problems(f"data.train_data=[{','.join(names)}]", "trainer.policy.model.path=Qwen/Qwen3-0.6B", files=True) == ()
-    )
-    (found,) = problems("data.train_data=[~/gone.jsonl]", "trainer.policy.model.path=Qwen/Qwen3-0.6B", files=True)
+    names = ["'~/train.jsonl'", "train.jsonl.gz", "'s3://bucket/train.parquet'", "'part-*.parquet'"]
+    model = "trainer.policy.model.path=Qwen/Qwen3-0.6B"
+    assert problems(f"data.train_data=[{','.join(names)}]", model, files=True) == ()
+    (found,) = problems("data.train_data=['~/gone.jsonl']", model, files=True)
     assert "~/gone.jsonl: there is no such file" in found
 
 
