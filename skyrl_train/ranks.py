@@ -5,6 +5,8 @@ Plain data without Megatron, so that the driver can hold it.
 
 from __future__ import annotations
 
+import random
+import socket
 from dataclasses import dataclass
 
 from skyrl_train.types import Metrics
@@ -68,3 +70,19 @@ def pad_multiple(tp_size: int, cp_size: int) -> int:
     Sequence parallelism cuts a sample into tp_size equal parts, context parallelism into 2 * cp_size chunks.
     """
     return tp_size * (2 * cp_size if cp_size > 1 else 1)
+
+
+def free_port() -> int:
+    """A port of this machine that was free a moment ago, for a Rendezvous.
+
+    Not one that the system picks: it picks among the ports of outgoing connections (from 32768 on), one of which may
+    take it before rank 0 listens (EADDRINUSE, seen in the tests). Ray's workers use 10002 to 19999.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        return port
+    raise RuntimeError("none of 100 ports between 20000 and 32000 is free on this machine")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -45,10 +44,3 @@ def talk_through_node_address() -> None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

@@ -10,8 +10,8 @@ import ray
 
 from skyrl_train.cluster.calls import Calls
 from skyrl_train.cluster.placement import Slot
-from skyrl_train.cluster.process import free_port, host, log_to, talk_through_node_address
-from skyrl_train.ranks import Rendezvous
+from skyrl_train.cluster.process import host, log_to, talk_through_node_address
+from skyrl_train.ranks import Rendezvous, free_port
 from skyrl_train.weight_sync.broadcast import BroadcastSender
 from skyrl_train.weight_sync.shm import ShmSender
 from skyrl_train.weight_sync.transport import ControlMessage, SendReport

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
-import socket
 import tempfile
 import time
 import traceback
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from skyrl_train.device import device_type
-from skyrl_train.ranks import Rendezvous
+from skyrl_train.ranks import Rendezvous, free_port
 
 ADDRESS = "127.0.0.1"
 
@@ -39,7 +38,7 @@ def run_on_ranks(
     """
     context: Any = multiprocessing.get_context("spawn" if device_type() == "cuda" else "fork")
     with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
+        port = free_port()
         processes = [
             context.Process(
                 target=_work,
@@ -97,9 +96,3 @@ def _work(function: Callable[[Rendezvous, Any], Any], argument: Any, rendezvous:
 
 def _result(folder: str | Path, rank: int) -> Path:
     return Path(folder, f"{rank}.pt")
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((ADDRESS, 0))
-        return int(listener.getsockname()[1])
