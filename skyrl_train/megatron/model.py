@@ -18,6 +18,7 @@ from megatron.core.transformer.module import Float16Module
 
 from skyrl_train.config import MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, device_type
+from skyrl_train.hub import local_folder
 from skyrl_train.megatron import adam, layers
 from skyrl_train.megatron.balance import Balance
 from skyrl_train.megatron.bridge import build_bridge, check_all_weights_are_read, match_hugging_face
@@ -69,14 +70,15 @@ def uses_torch_layers(transformer_impl: str) -> bool:
 def build_model(path: str, config: MegatronConfig, dtype: torch.dtype, *, trainable: bool) -> Model:
     """Load the Hugging Face checkpoint at `path` into this rank's share of a Megatron model.
 
-    A trainable model is wrapped in Megatron's DistributedDataParallel with float32 gradients; a reference is not.
+    A hub model is downloaded to this node first. A trainable model is wrapped in Megatron's DistributedDataParallel
+    with float32 gradients; a reference is not.
     """
     torch_layers = uses_torch_layers(config.transformer_impl)
     if torch_layers:
         layers.install()
-    bridge = build_bridge(path, config, dtype, torch_layers=torch_layers)
+    folder = local_folder(path)
+    bridge = build_bridge(folder, config, dtype, torch_layers=torch_layers)
     bare = _build_chunks(bridge)
-    folder = bridge._get_actual_hf_path(path)
     check_all_weights_are_read(bridge, bare, folder)
     bridge.load_weights(bare, folder)
     for chunk in bare:
