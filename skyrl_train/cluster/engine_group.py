@@ -95,6 +95,8 @@ class EngineGroup:
         await self._calls.gather("connect the weight sync", calls)
 
     async def pause(self) -> None:
+        """Stop drawing tokens; the engines forget every cached prefix."""
+        self._router.forget_routes()
         await self._calls.gather("pause", [actor.pause.remote() for actor in self.actors])
 
     async def start_weight_update(self) -> None:

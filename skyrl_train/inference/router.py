@@ -66,6 +66,11 @@ class Router:
         """Requests waiting or running, per engine."""
         return [engine.load for engine in self._engines]
 
+    def forget_routes(self) -> None:
+        """Deal all prompts anew, when the engines have forgotten their prefixes: the prompts of another step would
+        else come to lie unevenly, where each of them happened to be at the last epoch."""
+        self._routes.clear()
+
     async def close(self) -> None:
         """Abort everything that runs; later calls fail too."""
         self._closed = True

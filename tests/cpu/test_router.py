@@ -104,6 +104,19 @@ def test_a_new_prompt_goes_to_the_least_loaded_engine():
     asyncio.run(main())
 
 
+def test_prompts_are_dealt_anew_after_their_prefixes_were_forgotten():
+    async def main() -> None:
+        engines = [Engine(), Engine()]
+        router = Router(engines)
+        await asyncio.gather(*(router.generate([n], PARAMS, str(n)) for n in range(8)))
+        router.forget_routes()
+        on_the_first = [ids[0] for _, ids, _ in engines[0].batches[0]]
+        await asyncio.gather(*(router.generate([n], PARAMS, str(n)) for n in on_the_first))
+        assert [len(engine.batches[1]) for engine in engines] == [2, 2]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(("engine", "reason"), [(broken, "the wire was cut"), (forgetful, "without answering")])
 def test_a_failed_engine_fails_its_waiting_callers_and_no_others(engine, reason):
     async def main() -> None:
