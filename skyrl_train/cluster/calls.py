@@ -48,15 +48,9 @@ class Calls:
     def describe(self, name: str, what: str, error: BaseException) -> str:
         log = f"log: {self.log_folder}/{name}.log"
         if isinstance(error, RayTaskError):
-            cause = _root(error)
-            return f"{name} failed to {what}: {type(cause).__name__}: {cause} ({log})"
+            if isinstance(error.cause, RayActorError):
+                return f"{name} failed to {what}: a process that it called crashed or was killed ({log})"
+            return f"{name} failed to {what}: {type(error.cause).__name__}: {error.cause} ({log})"
         if isinstance(error, RayActorError):
             return f"{name} died when asked to {what}: its process crashed or was killed ({log})"
         return f"{name} failed to {what}: {error} ({log})"
-
-
-def _root(error: BaseException) -> BaseException:
-    """What was raised first: a process that calls another one and fails with it wraps the error once more."""
-    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
-        error = error.cause
-    return error

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray.util import placement_group_table
 
 from skyrl_train.cluster.calls import Calls, RemoteFailed
 from skyrl_train.cluster.placement import Demand, Placement, PlacementError
@@ -42,6 +43,9 @@ class Member:
 
     def fail_in(self, other: Any) -> None:
         ray.get(other.fail.remote(0, "first of all"))
+
+    def ask(self, other: Any) -> None:
+        ray.get(other.answer.remote(1))
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,11 @@ def reserve(count: int, cpus_each: float, timeout_s: float = 30) -> Placement:
     return asyncio.run(place)
 
 
+def groups_held() -> int:
+    """Placement groups that have room or wait for it."""
+    return sum(group["state"] != "REMOVED" for group in placement_group_table().values())
+
+
 def test_an_impossible_placement_fails_at_once_and_says_what_was_asked_and_what_there_is(cluster: Cluster):
     started = time.monotonic()
     with pytest.raises(PlacementError) as caught:
@@ -101,9 +110,9 @@ def test_a_busy_cluster_is_waited_for_until_the_deadline_and_the_place_is_given_
     assert 1 <= time.monotonic() - started < 5
     assert "within trainer.placement.timeout_s=1 s" in str(caught.value)
     assert "0.5 CPUs and 0 GPUs are free" in str(caught.value)
+    assert groups_held() == 1
     first.remove()
-    third = reserve(1, cpus_each=1.0)  # fits only if nothing of the second is still asked for
-    third.remove()
+    assert groups_held() == 0
 
 
 def test_waiting_for_a_place_leaves_the_event_loop_free(cluster: Cluster):
@@ -119,6 +128,7 @@ def test_waiting_for_a_place_leaves_the_event_loop_free(cluster: Cluster):
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
+        assert groups_held() == 1
         blocker.remove()
         return turns
 
@@ -178,6 +188,11 @@ def test_a_killed_member_is_noticed_within_seconds(members: list[Any], calls: Ca
     with pytest.raises(RemoteFailed, match="policy-2 died when asked to update"):
         asyncio.run(main())
     assert time.monotonic() - started < 6
+    with pytest.raises(RemoteFailed) as caught:
+        asyncio.run(calls.gather("sync", [members[1].ask.remote(members[2])], [1]))
+    assert str(caught.value) == (
+        "policy-1 failed to sync: a process that it called crashed or was killed (log: runs/x/logs/policy-1.log)"
+    )
 
 
 def test_what_the_job_sets_is_left_to_it(monkeypatch: pytest.MonkeyPatch):
