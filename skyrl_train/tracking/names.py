@@ -64,10 +64,13 @@ METRICS = (
     ),
     MetricName("loss/avg_raw_advantages", "", "advantage, mean over the tokens that the policy wrote"),
     MetricName("loss/avg_raw_advantages_abs", "", "its absolute value, mean over the same tokens"),
-    MetricName("policy/final_loss", "loss", "what was differentiated: policy, KL and entropy terms together"),
+    MetricName(
+        "policy/final_loss", "loss", "what was differentiated: policy, KL, entropy and balancing terms together"
+    ),
     MetricName("policy/policy_loss", "loss", "the policy-gradient term alone"),
-    MetricName("policy/kl_loss", "loss", "the KL term, with its coefficient"),
-    MetricName("policy/entropy_loss", "loss", "the entropy term, with its coefficient"),
+    MetricName("policy/kl_loss", "loss", "the KL term, before its coefficient"),
+    MetricName("policy/entropy_loss", "loss", "minus the weighted entropy, before its coefficient"),
+    MetricName("policy/moe_aux_loss", "loss", "load-balancing loss of the routers, with its coefficient"),
     MetricName("policy/policy_entropy", "nats/token", "entropy of the policy's next-token distribution"),
     MetricName("policy/policy_kl", "nats/token", "estimated KL from the reference model, mean"),
     MetricName("policy/policy_kl_max", "nats/token", "the same, largest of any token"),
