@@ -1,4 +1,4 @@
-"""The one place that asks "is there a GPU": device, backend, memory, synchronisation, peak speed.
+"""The one place that asks "is there a GPU": device, backend, synchronisation, peak speed.
 
 Imports torch inside the functions: the driver and the configuration use this module without paying for torch.
 """
@@ -41,13 +41,6 @@ def synchronize() -> None:
         import torch
 
         torch.cuda.synchronize()
-
-
-def peak_memory_bytes() -> int:
-    """Most device memory that torch held in this process; 0 without a GPU."""
-    import torch
-
-    return torch.cuda.max_memory_allocated() if device_type() == "cuda" else 0
 
 
 def peak_flops() -> float | None:

@@ -22,7 +22,7 @@ class MicroBatchRules:
     micro_batch_multiple: int = 1
     """The number of micro-batches is a multiple of this: the pipeline size under the interleaved schedule."""
     attention_cost_ratio: float = 0.0
-    """Cost of a sample of L tokens is L + attention_cost_ratio * L^2; see `attention_cost_ratio`."""
+    """Cost of a sample of L tokens is L + attention_cost_ratio * L^2 (megatron/flops.py has it of a model)."""
 
     def __post_init__(self) -> None:
         counts = ("dp_size", "max_tokens", "max_sample_tokens", "pad_multiple", "min_micro_batches")
@@ -40,15 +40,3 @@ class MicroBatchRules:
         """Work of a sample of `length` tokens in units of one token's work without attention."""
         tokens = self.padded(length)
         return tokens * (1.0 + self.attention_cost_ratio * tokens)
-
-
-def attention_cost_ratio(num_layers: int, attention_width: int, num_active_parameters: int) -> float:
-    """Quadratic over linear cost coefficient of a causal transformer.
-
-    A sample of L tokens takes 2 * num_active_parameters * L multiply-adds in its linear layers (the output layer
-    included, the input embedding not) and 2 * num_layers * attention_width * L^2 / 2 in each of QK^T and the
-    weighted sum, if the attention skips what is masked. So the ratio is num_layers * attention_width / parameters.
-
-    Args: attention_width = query heads * head dimension; num_active_parameters: those that multiply each token.
-    """
-    return num_layers * attention_width / num_active_parameters

@@ -34,8 +34,6 @@ class SyncResult:
     num_bytes: int
     seconds: float
     """From pausing the engines to their resuming."""
-    transfer_s: float
-    """Exporting, sending and loading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +87,6 @@ class PolicyGroup:
     @property
     def dp_size(self) -> int:
         return self._ranks[0].dp_size
-
-    @property
-    def world_size(self) -> int:
-        return len(self._ranks)
 
     def _of_rank(self, per_shard: Sequence[Any]) -> list[Any]:
         return [per_shard[place.dp_rank] for place in self._ranks]
@@ -161,7 +155,6 @@ class PolicyGroup:
             refs = [self._group.actors[rank].send_weights.remote(dtype_name) for rank in ranks]
             results = await self._group.calls.gather("send weights", refs, ranks)
             reports += [report for report in results if report is not None]
-        transfer_s = time.perf_counter() - started
         digests: dict[str, int] = {}
         for report in reports:
             digests |= report.digests
@@ -169,7 +162,7 @@ class PolicyGroup:
         await engines.finish_weight_update(self.policy_version, digests)
         await engines.resume()
         num_bytes = sum(report.num_bytes for report in reports)
-        return SyncResult(num_bytes, time.perf_counter() - started, transfer_s)
+        return SyncResult(num_bytes, time.perf_counter() - started)
 
     async def save_hf(self, folder: str) -> None:
         """Write a Hugging Face checkpoint of the current weights."""

@@ -32,10 +32,6 @@ class PromptOrder:
         self._permutation = self._permute()
 
     @property
-    def steps_per_epoch(self) -> int:
-        return len(self._prompts) // self._batch_size
-
-    @property
     def epoch(self) -> int:
         """Epoch of the next batch, from 0."""
         return self._epoch if self._has_batch() else self._epoch + 1

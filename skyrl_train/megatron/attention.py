@@ -9,7 +9,7 @@ work).
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,8 +41,6 @@ class PackedSamples(PackedSeqParams):
     """[T / C] int64: place of each local token among the flattened rows of all buckets."""
     global_order: Tensor | None = None
     """[T] int64: place of each token in the rank-by-rank concatenation of the local packs; None if C = 1."""
-    lengths: tuple[int, ...] = field(default=())
-    """Padded length of each sample."""
 
 
 def zigzag(lengths: list[int], cp_rank: int, cp_size: int) -> Tensor:
@@ -137,7 +135,6 @@ def pack_params(
         buckets=buckets,
         scatter=scatter,
         global_order=global_order,
-        lengths=tuple(lengths),
     )
 
 

@@ -51,10 +51,8 @@ class MicroBatch:
     """[P / C] bool: False where the pack is padding."""
     targets: Targets
     packed: PackedSamples
-    num_tokens: int
-    """T: real tokens of the whole micro-batch, over all context-parallel ranks."""
     token_slice: Tensor
-    """[T] int64: index of each token in the TrainBatch."""
+    """[T] int64: index in the TrainBatch of each token of the micro-batch, over all context-parallel ranks."""
     source: Tensor
     """[T] int64: predicting position in [P] of each token; P for the first of a sample, which nothing predicts."""
     local: Tensor | None
@@ -137,7 +135,6 @@ class Packer:
                 cp_size=self.cp_size,
                 torch_attention=self.torch_attention,
             ),
-            num_tokens=len(token_slice),
             token_slice=token_slice,
             source=source,
             local=local,

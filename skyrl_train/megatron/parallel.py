@@ -51,9 +51,3 @@ def join_layout(config: MegatronConfig, seed: int) -> ParallelRanks:
         dp_size=parallel_state.get_data_parallel_world_size(),
         is_last_stage=parallel_state.is_pipeline_last_stage(),
     )
-
-
-def leave() -> None:
-    """Destroy Megatron's groups and the process group."""
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()

@@ -22,7 +22,7 @@ from skyrl_train.megatron.parallel import join
 from skyrl_train.megatron.reference import batch_logprobs
 from skyrl_train.megatron.schedule import learning_rate
 from skyrl_train.megatron.step import PassMetrics, forward_backward
-from skyrl_train.ranks import ParallelRanks, Rendezvous, UpdateReport
+from skyrl_train.ranks import Rendezvous, UpdateReport
 from skyrl_train.types import Metrics, TrainBatch
 
 
@@ -53,9 +53,6 @@ class MegatronPolicy:
             torch_attention=self.model.torch_layers,
         )
         self._old_logprobs: Tensor | None = None
-
-    def parallel_ranks(self) -> ParallelRanks:
-        return self.ranks
 
     def logprobs(self, batch: TrainBatch) -> Tensor | None:
         """[T] float32 under the current weights, on the reporting rank of the shard; None elsewhere.

@@ -11,7 +11,7 @@ from skyrl_train.megatron.model import Model, build_model, dtype_of
 from skyrl_train.megatron.packing import Packer
 from skyrl_train.megatron.parallel import join
 from skyrl_train.megatron.step import forward_logprobs
-from skyrl_train.ranks import ParallelRanks, Rendezvous
+from skyrl_train.ranks import Rendezvous
 from skyrl_train.types import TrainBatch
 
 
@@ -51,9 +51,6 @@ class MegatronReference:
             sequence_parallel=self._model.bridge.config.sequence_parallel,
             torch_attention=self._model.torch_layers,
         )
-
-    def parallel_ranks(self) -> ParallelRanks:
-        return self.ranks
 
     def logprobs(self, batch: TrainBatch) -> Tensor | None:
         """[T] float32 on the reporting rank of the data-parallel shard, None elsewhere. A collective."""

@@ -23,16 +23,6 @@ class Progress(Protocol):
         """No more will come, also after an error."""
 
 
-class NoProgress:
-    """Shows nothing."""
-
-    def start(self, total: int) -> None: ...
-
-    def advance(self, sample: Sample) -> None: ...
-
-    def stop(self) -> None: ...
-
-
 class Collector:
     """Collects the samples of many prompts, all of them in flight at once."""
 

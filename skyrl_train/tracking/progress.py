@@ -25,19 +25,6 @@ class FinishedSample(Protocol):
     def reward(self) -> float: ...
 
 
-class RolloutProgress(Protocol):
-    """Told by the rollout as samples finish."""
-
-    def start(self, total: int) -> None:
-        """`total` samples are about to be made."""
-
-    def advance(self, sample: FinishedSample) -> None:
-        """One more is done."""
-
-    def stop(self) -> None:
-        """No more will come, also after an error."""
-
-
 class ConsoleProgress:
     """Draws the bar while samples are made and removes it afterwards; silent where the output is no terminal."""
 

@@ -8,7 +8,7 @@ from scripted import PARAMS, NeverAnswers, prompt, sampler
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 from tiny import tiny_tokenizer
 
-from skyrl_train.rollout.collect import Collector, NoProgress
+from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.episode import EnvironmentFailure
 from skyrl_train.rollout.metrics import evaluation_metrics, rollout_metrics
 from skyrl_train.types import Generation, Group, Prompt, Sample
@@ -38,7 +38,7 @@ def sums(n):
 
 def collect(generate, prompts, n_samples=2, progress=None):
     with sampler(TOKENIZER, generate) as s:
-        return asyncio.run(Collector(s).collect(prompts, n_samples, PARAMS, progress or NoProgress()))
+        return asyncio.run(Collector(s).collect(prompts, n_samples, PARAMS, progress or Tally()))
 
 
 async def answers_late_first(token_ids, params, route_key):
@@ -125,7 +125,7 @@ def test_cancelled_collection_cancels_its_samples():
     generate = NeverAnswers()
 
     async def main(s):
-        task = asyncio.ensure_future(Collector(s).collect(sums(3), 1, PARAMS, NoProgress()))
+        task = asyncio.ensure_future(Collector(s).collect(sums(3), 1, PARAMS, Tally()))
         await generate.until_asked(3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

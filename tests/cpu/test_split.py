@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from skyrl_train.algorithms.reductions import REDUCTIONS, loss_weights
 from skyrl_train.batching.pack import deal
-from skyrl_train.batching.rules import MicroBatchRules, attention_cost_ratio
+from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.batching.split import balance_metrics, mini_batch_bounds, split
 from skyrl_train.types import ExperienceBatch
 
@@ -258,14 +258,6 @@ def test_a_sample_that_the_model_cannot_take_is_named():
 def test_rules_that_allow_nothing_are_refused(field):
     with pytest.raises(ValueError, match=f"{field} is 0; it must be at least 1"):
         rules_of(**{field: 0})
-
-
-def test_attention_cost_ratio_is_that_of_the_multiply_adds():
-    # 2 layers of width 8: per token 2 * (4 * 8 * 8 + 3 * 8 * 16) weights; attention 2 * 2 * 8 * L^2 / 2 per layer.
-    parameters = 2 * (4 * 64 + 3 * 128)
-    length = 100
-    linear, quadratic = 2 * parameters * length, 2 * (2 * 2 * 8 * length**2 / 2)
-    assert attention_cost_ratio(2, 8, parameters) * length == pytest.approx(quadratic / linear)
 
 
 def test_balance_metrics_of_a_small_cut():
