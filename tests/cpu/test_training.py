@@ -29,7 +29,12 @@ GUESS = [
 RUNS = {
     "tp2 kl-in-reward two-engines": (
         2,
-        [*TP2, "trainer.algorithm.use_kl_in_reward=true", "generator.num_inference_engines=2"],
+        [
+            *TP2,
+            "trainer.algorithm.use_kl_in_reward=true",
+            "trainer.algorithm.kl_estimator_type=k1",
+            "generator.num_inference_engines=2",
+        ],
     ),
     "dp2 engine-tp2": (2, ["generator.inference_engine_tensor_parallel_size=2", "trainer.update_epochs_per_batch=2"]),
     "tp2pp2 multi-turn": (4, [*TP2, *PP2, *GUESS]),
