@@ -76,11 +76,20 @@ class EngineGroup:
             requests: Sequence[tuple[int, list[int], SamplingParams]],
         ) -> AsyncIterator[list[tuple[int, Generation]]]:
             results = self.actors[index].generate_batch.options(num_returns="streaming").remote(requests)
+            name, timeout_s = self._calls.names[index], self._calls.timeout_s
             try:
-                async for ref in results:
+                while True:
+                    ref = await asyncio.wait_for(anext(results), timeout_s)
                     yield await ref
+            except StopAsyncIteration:
+                return
+            except TimeoutError as error:
+                raise RemoteFailed(
+                    f"{name} finished none of its requests within trainer.timeout_s={timeout_s:g} s: it hangs, or "
+                    f"responses take longer than that (log: {self._calls.log_folder}/{name}.log)"
+                ) from error
             except (RayTaskError, RayActorError) as error:
-                raise RemoteFailed(self._calls.describe(self._calls.names[index], "generate", error)) from error
+                raise RemoteFailed(self._calls.describe(name, "generate", error)) from error
 
         return stream
 
