@@ -152,9 +152,12 @@ async def _until_signal(experiment: Experiment, run_dir: RunDir, console: Consol
 def _report_failure(error: Exception, run_dir: RunDir | None, console: Console) -> None:
     where = ""
     if run_dir is not None:
-        path = run_dir.logs / "driver.log"
-        path.write_text("".join(traceback.format_exception(error)))
-        where = f"\nThe whole story is in {path}"
+        path, story = run_dir.logs / "driver.log", "".join(traceback.format_exception(error))
+        try:
+            path.write_text(story)
+            where = f"\nThe whole story is in {path}"
+        except OSError as full:
+            where = f"\n{path} could not be written ({full}), so the whole story stands here:\n{story}"
     kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
     _print_error(f"{kind}{error}{where}", console)
 
@@ -171,8 +174,8 @@ def _write_report(run_dir: RunDir, console: Console) -> None:
     try:
         html, png = write_report(run_dir.path)
         summary = summarize(run_dir.path, load_history(run_dir.path / "metrics.jsonl")).line()
-    except ValueError as error:
-        console.print(f"no report: {error}", highlight=False, soft_wrap=True)
+    except (ValueError, OSError) as error:
+        console.print(f"no report: {error}", highlight=False, soft_wrap=True, markup=False)
         return
     console.print(f"{summary}\nreport  {html}\n        {png}", highlight=False, soft_wrap=True)
 

@@ -4,7 +4,7 @@
 
 One mini-batch of random tokens goes through the model at PATH under the asked layout and under one process, in
 processes of this machine (one GPU each, or CPU). The table says how far gradients, logprobs and metrics are apart.
-Exit code: 0 exact, 1 not exact, 2 the layout cannot work.
+Exit code: 0 exact, 1 not exact, 2 the layout cannot work or a process of it failed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from skyrl_train.algorithms.losses import LossSettings
@@ -84,10 +85,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         request = read_request(argv)
-    except ValueError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        return verify(request, console)
+    # RuntimeError: a rank that failed, with its traceback. It must not end as "not exact".
+    except (ValueError, RuntimeError) as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
-    return verify(request, console)
 
 
 def read_request(argv: Sequence[str]) -> Request:

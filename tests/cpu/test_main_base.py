@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from skyrl_train.entrypoints import experiment, main_base
 from tests.cpu.jobs import write_world
@@ -119,3 +122,17 @@ def test_a_config_that_is_printed_starts_nothing(world: Path, capsys: pytest.Cap
     with pytest.raises(SystemExit) as ended:
         main_base.main(["+experiment=tiny", "--cfg", "job"])
     assert ended.value.code in (0, None) and "train_batch_size: 8" in capsys.readouterr().out
+
+
+def test_a_full_disk_does_not_hide_the_error_that_ended_the_run(capsys: pytest.CaptureFixture[str]):
+    class FullDisk:
+        def __truediv__(self, name: str) -> FullDisk:
+            return self
+
+        def write_text(self, text: str) -> None:
+            raise OSError("No space left on device")
+
+    run_dir: Any = SimpleNamespace(logs=FullDisk())
+    main_base._report_failure(RuntimeError("engine-0 died"), run_dir, Console())
+    printed = capsys.readouterr().out
+    assert "error: engine-0 died" in printed and "No space left" in printed and "RuntimeError: engine-0 died" in printed

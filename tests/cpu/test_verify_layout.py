@@ -38,6 +38,17 @@ def test_a_wrong_gradient_is_exit_code_1(
     assert "not exact: the gradient is off by" in capsys.readouterr().out
 
 
+def test_a_process_that_fails_is_not_called_inexact(
+    dense: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(*args: object, **kwargs: object) -> None:
+        raise MemoryError("no room [for this]")
+
+    monkeypatch.setattr(models, "finalize_model_grads", fail)
+    assert main([f"model={dense}", "dp=2", "samples=6"]) == 2
+    assert "MemoryError: no room [for this]" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
