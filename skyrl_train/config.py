@@ -52,17 +52,17 @@ class PlacementConfig:
     """How many ranks run where."""
 
     policy_num_nodes: Count
-    """Nodes that hold policy ranks."""
+    """Times policy_num_gpus_per_node: the number of policy ranks; where they come to lie is `strategy`'s choice."""
     policy_num_gpus_per_node: Count
     """Policy ranks per node, also where there is no GPU."""
     ref_num_nodes: Count
-    """Nodes that hold reference ranks."""
+    """Times ref_num_gpus_per_node: the number of reference ranks."""
     ref_num_gpus_per_node: Count
     """Reference ranks per node, also where there is no GPU."""
     cpus_per_worker: NotNegative
     """CPUs that Ray sets aside for each rank and engine."""
     strategy: Annotated[str, OneOf(("PACK", "SPREAD"))]
-    """PACK fills a node first, SPREAD puts neighbours on different nodes."""
+    """PACK fills a node first, SPREAD uses many nodes evenly."""
     timeout_s: AboveZero
     """Seconds that Ray has to find room."""
 
