@@ -85,22 +85,3 @@ def test_a_killed_engine_core_ends_the_run_within_seconds(world: Path):
         message = error_of(job)
         assert "engine-0" in message and "core process has ended" in message and "engine-0.log" in message
         assert not (left := job.left_behind()), left
-
-
-def test_a_killed_engine_process_ends_the_run_and_its_core(world: Path):
-    overrides = ["trainer.run_name=engine-process", "environment.env_class=rewards:Slow"]
-    with running(world, *overrides, "trainer.max_training_steps=100", "trainer.epochs=100") as job:
-        job.wait_for_step(1)
-        job.find("engine-0").kill()
-        assert job.wait(60) == 1
-        message = error_of(job)
-        assert "engine-0 died" in message and "engine-0.log" in message
-        assert not (left := job.left_behind()), left
-
-
-def test_an_engine_that_cannot_start_says_why(world: Path):
-    code, job = run_to_end(world, "trainer.run_name=engine", "generator.engine_init_kwargs={no_such_argument: 1}")
-    assert code == 1
-    message = error_of(job)
-    assert "engine-0 failed to start: ValueError: vLLM refuses generator.engine_init_kwargs" in message
-    assert "no_such_argument" in message
