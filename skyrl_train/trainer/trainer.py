@@ -139,8 +139,10 @@ class Trainer:
         return metrics
 
     def _is_due(self, interval: int, *, also_last: bool) -> bool:
-        last = self.global_step == self._num_steps or self._stop_requested
-        return (interval > 0 and self.global_step % interval == 0) or (also_last and last)
+        # A run that was told to stop has no time for more than its step: what stopped it will soon kill it.
+        if self._stop_requested:
+            return False
+        return (interval > 0 and self.global_step % interval == 0) or (also_last and self.global_step == self._num_steps)
 
     def _log_samples(self, groups: Sequence[Group]) -> None:
         trainer = self._config.trainer
