@@ -142,7 +142,8 @@ class Trainer:
         # A run that was told to stop has no time for more than its step: what stopped it will soon kill it.
         if self._stop_requested:
             return False
-        return (interval > 0 and self.global_step % interval == 0) or (also_last and self.global_step == self._num_steps)
+        is_last = self.global_step == self._num_steps
+        return (interval > 0 and self.global_step % interval == 0) or (also_last and is_last)
 
     def _log_samples(self, groups: Sequence[Group]) -> None:
         trainer = self._config.trainer
