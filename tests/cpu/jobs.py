@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -226,11 +225,6 @@ def error_of(job: Job) -> str:
     assert "Traceback" not in text, text
     assert text.count("error: ") >= 1, text
     return text[text.index("error: ") :]
-
-
-def copy_world(world: Path, folder: Path) -> Path:
-    """A world of its own, to change files in."""
-    return Path(shutil.copytree(world, folder, ignore=shutil.ignore_patterns("runs", "*.out")))
 
 
 def _owner(name: str) -> int:
