@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MODEL = Path("quickstart/model")
 TRAIN_DATA, VALIDATION_DATA = Path("quickstart/train.jsonl"), Path("quickstart/validation.jsonl")
-TARGET_ACCURACY = 0.28
+TARGET_ACCURACY = 0.32
 BATCH_SIZE = 128
 # A model warm-started at 1e-3 to the same accuracy learned far slower in GRPO (held-out 0.57 -> 0.58 in 10 steps, not
 # 0.79).

@@ -48,6 +48,8 @@ def connect() -> Iterator[Cluster]:
     _check_answers(address)
     # Ray would hide GPUs from actors that ask for none by emptying CUDA_VISIBLE_DEVICES; newer versions warn of it.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+    # A local Ray would run workers at niceness 15, behind everything else on the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     local = {"include_dashboard": False} if address == "local" else {}
     try:
         with _signal_handlers_kept():
