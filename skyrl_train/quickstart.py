@@ -99,7 +99,9 @@ def sampled_accuracy(policy: MegatronPolicy, batch: TrainBatch) -> float:
 def _write_untrained(folder: Path, seed: int) -> None:
     import torch
     from transformers import Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(seed)
     Qwen3ForCausalLM(task.model_config()).save_pretrained(folder)
     task.tokenizer().save_pretrained(folder)
