@@ -29,6 +29,7 @@ from skyrl_train.tracking.sinks import Tracker, build_tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.tracking.transcripts import TranscriptLog
 from skyrl_train.trainer.evaluation import Evaluation
+from skyrl_train.trainer.publish import Publisher
 from skyrl_train.trainer.residency import Dedicated
 from skyrl_train.trainer.rules import advantage, micro_batch_rules, objective, sampling_params
 from skyrl_train.trainer.sync_check import SyncCheck
@@ -182,7 +183,7 @@ class Experiment:
             rules=rules,
             policy=processes.policy,
             reference=processes.reference,
-            residency=Dedicated(processes.policy, processes.engines, generator.model_dtype, check),
+            residency=Dedicated(Publisher(processes.policy, processes.engines, generator.model_dtype, check)),
             tracker=tracker,
             transcripts=transcripts,
             progress=progress,
