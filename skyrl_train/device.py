@@ -5,6 +5,8 @@ Imports torch inside the functions: the driver and the configuration use this mo
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 from typing import TYPE_CHECKING
 
@@ -41,6 +43,17 @@ def synchronize() -> None:
         import torch
 
         torch.cuda.synchronize()
+
+
+def empty_cache() -> None:
+    """Give memory that tensors no longer use back to the system."""
+    if device_type() == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+    else:
+        with contextlib.suppress(OSError, AttributeError):  # only glibc has it
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_flops() -> float | None:

@@ -64,6 +64,15 @@ class UpdateReport:
     """FLOP/s that the rank's device can do at most; None where it is not known."""
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What one rank copied between device and host."""
+
+    num_bytes: int
+    seconds: float
+    """With allocating and freeing."""
+
+
 def pad_multiple(tp_size: int, cp_size: int) -> int:
     """Samples are padded to a multiple of this many tokens.
 

@@ -16,13 +16,14 @@ from skyrl_train.config import MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, peak_flops
 from skyrl_train.megatron.export import export, save_hf
 from skyrl_train.megatron.flops import model_cost
+from skyrl_train.megatron.memory import OPTIMIZER, WEIGHTS, DeviceMemory
 from skyrl_train.megatron.model import build_model, build_optimizer, dtype_of, set_learning_rate
 from skyrl_train.megatron.packing import Packer
 from skyrl_train.megatron.parallel import join
 from skyrl_train.megatron.reference import batch_logprobs
 from skyrl_train.megatron.schedule import learning_rate
 from skyrl_train.megatron.step import PassMetrics, forward_backward
-from skyrl_train.ranks import Rendezvous, UpdateReport
+from skyrl_train.ranks import Moved, Rendezvous, UpdateReport
 from skyrl_train.types import Metrics, TrainBatch
 
 
@@ -47,6 +48,7 @@ class MegatronPolicy:
         self._num_optimizer_steps = num_optimizer_steps
         self.model = build_model(model_path, config, dtype_of(bf16), trainable=True)
         self._optimizer = build_optimizer(self.model, optimizer_config)
+        self._memory = DeviceMemory(self.model.modules, self._optimizer)
         self._packer = Packer.of_layout(
             device(),
             sequence_parallel=self.model.bridge.config.sequence_parallel,
@@ -59,6 +61,7 @@ class MegatronPolicy:
 
         At temperature 1, as the engines score prompts, whatever temperature they sample with.
         """
+        self._memory.require("logprobs", WEIGHTS)
         logprobs = batch_logprobs(self.model, self._packer, batch, 1.0, self._objective.logprobs_chunk_size)
         return logprobs if self.ranks.reports else None
 
@@ -68,6 +71,7 @@ class MegatronPolicy:
         Returns: with ref_logprobs [T], the per-sample sum of the KL estimator over the policy's tokens, [B] float32,
         on the reporting rank (the KL penalty of a reward); otherwise None.
         """
+        self._memory.require("keep_old_logprobs", WEIGHTS)
         self._old_logprobs = batch_logprobs(
             self.model, self._packer, batch, self._objective.temperature, self._objective.logprobs_chunk_size
         )
@@ -83,6 +87,7 @@ class MegatronPolicy:
         Without kept old logprobs the first forward pass of a mini-batch yields them, which is exact only for a step of
         one mini-batch and one epoch.
         """
+        self._memory.require("update", WEIGHTS, OPTIMIZER)
         started = time.perf_counter()
         old, self._old_logprobs = self._old_logprobs, None
         passes: list[PassMetrics] = []
@@ -116,11 +121,24 @@ class MegatronPolicy:
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors of this pipeline stage; all its ranks must drain it. See megatron/export.py."""
+        self._memory.require("export", WEIGHTS)
         return export(self.model, dtype)
 
     def save_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face checkpoint."""
+        self._memory.require("save_hf", WEIGHTS)
         save_hf(self.model, self._model_path, folder)
+
+    def offload(self, *parts: str) -> Moved:
+        """Give device memory back: "weights", "optimizer" (with the gradients), or all; see megatron/memory.py.
+
+        Whatever needs a part raises until it is back.
+        """
+        return self._memory.offload(*parts)
+
+    def reload(self, *parts: str) -> Moved:
+        """Take it again; parts that are there stay."""
+        return self._memory.reload(*parts)
 
 
 def step_if_finite(optimizer: Any) -> float:

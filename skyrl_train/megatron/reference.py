@@ -7,11 +7,12 @@ from torch import Tensor
 
 from skyrl_train.config import MegatronConfig
 from skyrl_train.device import device
+from skyrl_train.megatron.memory import WEIGHTS, DeviceMemory
 from skyrl_train.megatron.model import Model, build_model, dtype_of
 from skyrl_train.megatron.packing import Packer
 from skyrl_train.megatron.parallel import join
 from skyrl_train.megatron.step import forward_logprobs
-from skyrl_train.ranks import Rendezvous
+from skyrl_train.ranks import Moved, Rendezvous
 from skyrl_train.types import TrainBatch
 
 
@@ -46,6 +47,7 @@ class MegatronReference:
         self.ranks = join(rendezvous, config, seed)
         self._chunk, self._temperature = config.logprobs_chunk_size, temperature
         self._model = build_model(model_path, config, dtype_of(bf16), trainable=False)
+        self._memory = DeviceMemory(self._model.modules)
         self._packer = Packer.of_layout(
             device(),
             sequence_parallel=self._model.bridge.config.sequence_parallel,
@@ -54,5 +56,14 @@ class MegatronReference:
 
     def logprobs(self, batch: TrainBatch) -> Tensor | None:
         """[T] float32 on the reporting rank of the data-parallel shard, None elsewhere. A collective."""
+        self._memory.require("logprobs", WEIGHTS)
         logprobs = batch_logprobs(self._model, self._packer, batch, self._temperature, self._chunk)
         return logprobs if self.ranks.reports else None
+
+    def offload(self) -> Moved:
+        """Free the weights on the device; only the first time they are copied to the host."""
+        return self._memory.offload()
+
+    def reload(self) -> Moved:
+        """Take them again; nothing to do if they are there."""
+        return self._memory.reload()

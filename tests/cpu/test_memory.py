@@ -1,0 +1,214 @@
+"""What is offloaded leaves the memory, and comes back with every bit as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from families import make_trial, write_family
+from layouts import layout
+
+from skyrl_train.batching.split import split
+from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, rules
+from skyrl_train.megatron.local_ranks import run_on_ranks
+from skyrl_train.megatron.memory import Offloaded
+from skyrl_train.megatron.policy import MegatronPolicy
+from skyrl_train.megatron.reference import MegatronReference
+from skyrl_train.ranks import Rendezvous
+from skyrl_train.types import TrainBatch
+
+pytestmark = pytest.mark.slow
+ADAM = replace(OPTIMIZER, lr=1e-2)
+
+
+def build(rendezvous: Rendezvous, trial: Trial, one: Layout, *, bf16: bool) -> tuple[MegatronPolicy, TrainBatch]:
+    objective = replace(trial.objective, kl_coef=0.0)
+    policy = MegatronPolicy(
+        rendezvous, trial.model_path, one.megatron, ADAM, objective, bf16=bf16, seed=1, num_optimizer_steps=4
+    )
+    batch = split(
+        trial.experience,
+        rules(one, policy.ranks.dp_size),
+        num_mini_batches=2,
+        reduction=trial.reduction,
+        max_generate_length=trial.max_generate_length,
+    )[policy.ranks.dp_rank]
+    return policy, batch
+
+
+def everything(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+    """Copies of all that a rank keeps between steps."""
+    found = {}
+    for index, module in enumerate(policy.model.modules):
+        named = [*module.named_parameters(), *module.named_buffers()]
+        found |= {f"{index}.{name}": tensor.detach().clone() for name, tensor in named}
+    for index, part in enumerate(policy._optimizer.chained_optimizers):
+        for number, parameter in enumerate(p for group in part.optimizer.param_groups for p in group["params"]):
+            found[f"main.{index}.{number}"] = parameter.detach().clone()
+            state = part.optimizer.state[parameter]
+            found |= {f"{name}.{index}.{number}": state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
+    return found
+
+
+def storage_bytes(policy: MegatronPolicy) -> int:
+    """Bytes behind all that, gradients included."""
+    tensors = [t for module in policy.model.modules for t in (*module.parameters(), *module.buffers())]
+    tensors += [p.main_grad for module in policy.model.modules for p in module.parameters()]
+    for part in policy._optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                tensors += [parameter, *part.optimizer.state[parameter].values()]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _offload_between_updates(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, bool, bool]) -> dict[str, Any]:
+    trial, one, bf16, moves = arguments
+    policy, batch = build(rendezvous, trial, one, bf16=bf16)
+    result: dict[str, Any] = {}
+    if moves:  # before there is any Adam state
+        policy.offload()
+        policy.reload()
+    policy.update(batch)
+    before, num_bytes = everything(policy), storage_bytes(policy)
+    if moves:
+        result["optimizer"] = policy.offload("optimizer")
+        policy.export(torch.float32)
+        result["weights"] = policy.offload("weights")
+        result["left"] = storage_bytes(policy)
+        result["again"] = policy.offload()
+        result["reload"] = policy.reload()
+        gradients = [p.main_grad for module in policy.model.modules for p in module.parameters()]
+        result["gradients"] = max(float(g.abs().max()) for g in gradients)
+        after = everything(policy)
+        result["differ"] = [name for name in before if not torch.equal(before[name], after[name])]
+        policy.offload()
+        policy.reload("weights")
+        policy.reload("optimizer")
+        assert storage_bytes(policy) == num_bytes
+        result["bytes"] = num_bytes
+    policy.keep_old_logprobs(batch)
+    report = policy.update(batch)
+    return result | {"metrics": report.metrics, "state": everything(policy)}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_family("qwen3_tied", tmp_path_factory.mktemp("dense"))
+
+
+@pytest.mark.parametrize(
+    ("processes", "sizes", "bf16"),
+    [(1, {}, False), (2, {}, True), (2, {"pp": 2, "vpp": 2}, True)],
+    ids=["fp32", "bf16 DP2", "bf16 PP2 VPP2"],
+)
+def test_updates_with_offloads_between_them_end_at_the_same_bits(
+    processes: int, sizes: dict[str, Any], bf16: bool, dense: Path
+):
+    trial, one = make_trial(dense, [7, 30, 12, 9, 25, 40, 3, 18]), layout(processes, sizes)
+    moved, stayed = (
+        run_on_ranks(_offload_between_updates, (trial, one, bf16, moves), processes, timeout_s=120)
+        for moves in (True, False)
+    )
+    for mine, theirs in zip(moved, stayed, strict=True):
+        assert not mine["differ"]
+        assert mine["left"] == 0, "every storage was emptied"
+        assert mine["gradients"] == 0.0
+        assert mine["again"].num_bytes == 0, "what is away is not copied again"
+        assert mine["metrics"] == theirs["metrics"]
+        assert mine["state"].keys() == theirs["state"].keys()
+        changed = [name for name, tensor in mine["state"].items() if not torch.equal(tensor, theirs["state"][name])]
+        assert not changed
+
+
+@pytest.mark.parametrize(("bf16", "copied", "all_bytes"), [(False, 3, 4), (True, 7, 9)], ids=["fp32", "bf16"])
+def test_gradients_are_not_copied(bf16: bool, copied: int, all_bytes: int, dense: Path):
+    """Per parameter 2 or 4 bytes of weight, 8 of moments, 4 of a float32 copy of a bfloat16 weight, 4 of gradient."""
+    trial = make_trial(dense, [7, 30, 12, 9])
+    (result,) = run_on_ranks(_offload_between_updates, (trial, layout(1, {}), bf16, True), 1, timeout_s=120)
+    moved = result["optimizer"].num_bytes + result["weights"].num_bytes
+    assert moved == result["reload"].num_bytes
+    assert moved / result["bytes"] == pytest.approx(copied / all_bytes, rel=0.02)
+
+
+def _use_while_away(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str, str]:
+    trial, one = arguments
+    policy, batch = build(rendezvous, trial, one, bf16=False)
+    policy.offload("optimizer")
+    found = {"update without optimizer": _error(policy.update, batch)}
+    policy.offload()
+    for name, args in {
+        "update": (batch,),
+        "logprobs": (batch,),
+        "keep_old_logprobs": (batch,),
+        "export": (torch.float32,),
+        "save_hf": ("/nowhere",),
+    }.items():
+        found[name] = _error(getattr(policy, name), *args)
+    return found
+
+
+def _error(function: Any, *args: Any) -> str:
+    try:
+        function(*args)
+    except Offloaded as error:
+        return str(error)
+    return "no error"
+
+
+def test_using_what_is_offloaded_is_an_error_that_says_so(dense: Path):
+    """A save while offloaded killed the process elsewhere (slime#1888)."""
+    (found,) = run_on_ranks(_use_while_away, (make_trial(dense, [7, 30, 12, 9]), layout(1, {})), 1, timeout_s=120)
+    assert "needs the optimizer of this rank" in found.pop("update without optimizer")
+    assert "needs the weights and optimizer" in found.pop("update")
+    assert len(found) == 4
+    for name, message in found.items():
+        assert message == f"{name} needs the weights of this rank, which are offloaded; reload first"
+
+
+def _reference(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str, Any]:
+    trial, one = arguments
+    reference = MegatronReference(rendezvous, trial.model_path, one.megatron, bf16=True, seed=1, temperature=1.0)
+    (batch,) = split(
+        trial.experience, rules(one, 1), num_mini_batches=1, reduction=trial.reduction, max_generate_length=64
+    )
+    before = reference.logprobs(batch)
+    moved = [(reference.offload(), reference.reload()) for _ in range(3)]
+    after = reference.logprobs(batch)
+    reference.offload()
+    error = _error(reference.logprobs, batch)
+    return {"before": before, "after": after, "moved": moved, "error": error}
+
+
+def test_the_references_weights_are_copied_to_the_host_only_once(dense: Path):
+    (result,) = run_on_ranks(_reference, (make_trial(dense, [7, 30, 12, 9]), layout(1, {})), 1, timeout_s=120)
+    assert torch.equal(result["before"], result["after"])
+    offloads, reloads = zip(*result["moved"], strict=True)
+    assert offloads[0].num_bytes == reloads[0].num_bytes > 0
+    assert offloads[1].num_bytes == offloads[2].num_bytes < 0.01 * offloads[0].num_bytes, "at most a few buffers"
+    assert "reload first" in result["error"]
+
+
+def _resident_bytes(rendezvous: Rendezvous, arguments: tuple[int]) -> list[int]:
+    from skyrl_train.megatron.memory import DeviceMemory
+
+    module = torch.nn.Linear(arguments[0], 1024, bias=False).requires_grad_(False)
+    memory = DeviceMemory([module])
+    sizes = [psutil.Process().memory_info().rss]
+    for _ in range(3):
+        memory.offload()
+        sizes.append(psutil.Process().memory_info().rss)
+        memory.reload()
+        sizes.append(psutil.Process().memory_info().rss)
+    return sizes
+
+
+def test_offloaded_memory_goes_back_to_the_system():
+    """64 MiB of weights: beside the host copy, which stays, they are there or they are not."""
+    (sizes,) = run_on_ranks(_resident_bytes, (16384,), 1, timeout_s=60)
+    loaded, mib = sizes[0], 2**20
+    assert [round((size - loaded) / mib / 64) for size in sizes] == [0, 0, 1, 0, 1, 0, 1]
