@@ -1,7 +1,8 @@
-"""Writes docs/configuration.md from the base YAML (value, comment) and the dataclasses (type, what is allowed).
+"""Writes docs/configuration.md and docs/sft_configuration.md from the base YAMLs (value, comment) and the dataclasses
+(type, what is allowed).
 
-python scripts/config_reference.py            writes the file
-python scripts/config_reference.py --check    fails where the file is out of date
+python scripts/config_reference.py            writes the files
+python scripts/config_reference.py --check    fails where one is out of date
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from pathlib import Path
 
 from skyrl_train.config import Config
 from skyrl_train.config_schema import field_types, rules, type_name
+from skyrl_train.config_sft import SftConfig
 
 ROOT = Path(__file__).parents[1]
-BASE = ROOT / "configs" / "ppo_base_config.yaml"
-REFERENCE = ROOT / "docs" / "configuration.md"
+CONFIGS, DOCS = ROOT / "configs", ROOT / "docs"
 HEAD = """# Configuration
 
 Every key, its type and its value in `configs/ppo_base_config.yaml`. Written by `scripts/config_reference.py`; change
@@ -46,6 +47,17 @@ An unknown key, a wrong type or a value that is not allowed is an error that nam
 the nearest right one. Keys whose type is "mapping" take any key below them: `generator.engine_init_kwargs.seed=1`.
 One value stands for a list of one. A text that looks like a number needs quotes: `trainer.run_name="'7'"`.
 """
+SFT_HEAD = """# Configuration of supervised fine-tuning
+
+Every key, its type and its value in `configs/sft_base_config.yaml`, which is laid over `configs/ppo_base_config.yaml`.
+Written by `scripts/config_reference.py`. [sft.md](sft.md) says how to use it.
+
+```
+python -m skyrl_train.entrypoints.main_sft [+experiment=NAME] [key=value ...]
+```
+
+Command line, experiments and errors are those of [configuration.md](configuration.md).
+"""
 
 
 def lines(text: str) -> dict[str, tuple[str, str]]:
@@ -62,13 +74,16 @@ def lines(text: str) -> dict[str, tuple[str, str]]:
 
 
 def docstrings(section: type) -> dict[str, str]:
-    """Field -> the line under it in the source."""
-    (tree,) = ast.parse(inspect.getsource(section)).body
-    assert isinstance(tree, ast.ClassDef)
-    found = {}
-    for field, text in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            found[ast.unparse(field.target)] = str(text.value.value)
+    """Field -> the line under it in the source, of the class and of those it builds on."""
+    found: dict[str, str] = {}
+    for kind in section.__mro__:
+        if not dataclasses.is_dataclass(kind):
+            continue
+        (tree,) = ast.parse(inspect.getsource(kind)).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, text in zip(tree.body, tree.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                found.setdefault(ast.unparse(field.target), str(text.value.value))
     return found
 
 
@@ -92,21 +107,29 @@ def table(section: type, path: str, written: dict[str, tuple[str, str]]) -> list
     return out + inner
 
 
-def reference() -> str:
-    """The whole file."""
-    written = lines(BASE.read_text())
-    sections = [line for name, kind in field_types(Config).items() for line in table(kind, name, written)]
-    return HEAD + "\n" + "\n".join(sections).rstrip() + "\n"
+def reference(head: str, schema: type, *bases: str) -> str:
+    """One whole file; a later base is laid over the ones before it."""
+    written: dict[str, tuple[str, str]] = {}
+    for base in bases:
+        over = lines((CONFIGS / base).read_text())
+        # A value of another program needs the words of its own only where they differ.
+        written |= {key: (value, comment or written.get(key, ("", ""))[1]) for key, (value, comment) in over.items()}
+    sections = [line for name, kind in field_types(schema).items() for line in table(kind, name, written)]
+    return head + "\n" + "\n".join(sections).rstrip() + "\n"
 
 
 def main(check: bool) -> int:
     """Exit code."""
-    text = reference()
-    if check and (not REFERENCE.is_file() or REFERENCE.read_text() != text):
-        print(f"error: {REFERENCE.relative_to(ROOT)} is out of date: run python scripts/config_reference.py")
-        return 1
-    if not check:
-        REFERENCE.write_text(text)
+    references = {
+        DOCS / "configuration.md": reference(HEAD, Config, "ppo_base_config.yaml"),
+        DOCS / "sft_configuration.md": reference(SFT_HEAD, SftConfig, "ppo_base_config.yaml", "sft_base_config.yaml"),
+    }
+    for path, text in references.items():
+        if not check:
+            path.write_text(text)
+        elif not path.is_file() or path.read_text() != text:
+            print(f"error: {path.relative_to(ROOT)} is out of date: run python scripts/config_reference.py")
+            return 1
     return 0
 
 

@@ -2,22 +2,16 @@
 
 The YAML owns every value, so no field has a default. `main_config` reads a command line, `load_config` a list of
 overrides, `from_hydra` what `@hydra.main` hands over; all three convert once, strictly, and raise ConfigError.
+What reinforcement learning and supervised fine-tuning (config_sft.py) have in common is a class of its own here.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-from omegaconf import DictConfig
-
-from skyrl_train import config_compose
 from skyrl_train.config_errors import ConfigError
-from skyrl_train.config_schema import build
+from skyrl_train.config_program import Program, config_dir, to_yaml
 from skyrl_train.config_values import (
     AboveZero,
     Bounds,
@@ -32,9 +26,7 @@ from skyrl_train.config_values import (
     Text,
 )
 
-__all__ = ["Config", "ConfigError", "config_dir", "from_hydra", "load_config", "main_config", "to_yaml"]
-
-BASE = "ppo_base_config"
+__all__ = ["RL", "Config", "ConfigError", "config_dir", "from_hydra", "load_config", "main_config", "to_yaml"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,23 +40,29 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementConfig:
-    """How many ranks run where."""
+class PolicyPlacementConfig:
+    """How many policy ranks run where."""
 
     policy_num_nodes: Count
     """Times policy_num_gpus_per_node: the number of policy ranks; where they come to lie is `strategy`'s choice."""
     policy_num_gpus_per_node: Count
     """Policy ranks per node, also where there is no GPU."""
-    ref_num_nodes: Count
-    """Times ref_num_gpus_per_node: the number of reference ranks."""
-    ref_num_gpus_per_node: Count
-    """Reference ranks per node, also where there is no GPU."""
     cpus_per_worker: NotNegative
     """CPUs that Ray sets aside for each rank and engine."""
     strategy: Annotated[str, OneOf(("PACK", "SPREAD"))]
     """PACK fills a node first, SPREAD uses many nodes evenly."""
     timeout_s: AboveZero
     """Seconds that Ray has to find room."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig(PolicyPlacementConfig):
+    """How many ranks run where."""
+
+    ref_num_nodes: Count
+    """Times ref_num_gpus_per_node: the number of reference ranks."""
+    ref_num_gpus_per_node: Count
+    """Reference ranks per node, also where there is no GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +195,8 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
-    """The run: sizes, intervals and what is written."""
+class TrainingConfig:
+    """Of every run: sizes, intervals and what is written."""
 
     prepare: str | None
     """`module:function` that makes the model and data of an experiment if missing."""
@@ -217,39 +215,46 @@ class TrainerConfig:
     max_training_steps: CountOrNever
     """Stop after this many steps; -1 means all of the epochs."""
     train_batch_size: Count
-    """Prompts per step."""
-    policy_mini_batch_size: Count
-    """Prompts per optimizer step."""
-    update_epochs_per_batch: Count
-    """Times each step's samples are trained on."""
+    """Prompts (rows, in supervised fine-tuning) per step."""
     max_tokens_per_microbatch: Count
     """Tokens of one forward pass of one rank."""
-    max_prompt_length: Count
-    """Tokens; rows with longer prompts are dropped."""
     eval_batch_size: Count
-    """Prompts in flight during evaluation."""
+    """Prompts in flight during evaluation (rows of one pass, in supervised fine-tuning)."""
     eval_before_train: bool
     """Evaluate the model as it is before the first step."""
     eval_interval: CountOrNever
     """Steps between evaluations; -1 means never (the last step is always evaluated)."""
-    log_samples_interval: CountOrNever
-    """Steps between sample transcripts; -1 means never."""
-    num_logged_samples: CountOrZero
-    """Transcripts written each time."""
     hf_save_interval: CountOrNever
     """Steps between exports of a Hugging Face checkpoint; -1 means never."""
     export_path: Text
     """Folder of those exports."""
-    verify_sync_every: CountOrZero
-    """Compare engine and trainer logprobs of fixed prompts at the first and each Nth sync; 0 means never."""
     timeout_s: AboveZero
     """Seconds that each remote call of a step has."""
-    placement: PlacementConfig
+    placement: PolicyPlacementConfig
     policy: PolicyConfig
-    ref: RefConfig
-    algorithm: AlgorithmConfig
     bf16: bool
     """dtype of the policy and reference: true bfloat16, false float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig(TrainingConfig):
+    """The run: sizes, intervals and what is written."""
+
+    placement: PlacementConfig
+    policy_mini_batch_size: Count
+    """Prompts per optimizer step."""
+    update_epochs_per_batch: Count
+    """Times each step's samples are trained on."""
+    max_prompt_length: Count
+    """Tokens; rows with longer prompts are dropped."""
+    log_samples_interval: CountOrNever
+    """Steps between sample transcripts; -1 means never."""
+    num_logged_samples: CountOrZero
+    """Transcripts written each time."""
+    verify_sync_every: CountOrZero
+    """Compare engine and trainer logprobs of fixed prompts at the first and each Nth sync; 0 means never."""
+    ref: RefConfig
+    algorithm: AlgorithmConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,58 +339,26 @@ class EnvironmentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """The whole configuration."""
+class RunConfig:
+    """What the configurations of all programs that train have."""
 
     data: DataConfig
+    trainer: TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    """The whole configuration."""
+
     trainer: TrainerConfig
     generator: GeneratorConfig
     environment: EnvironmentConfig
 
 
-config_dir: str = str(config_compose.shipped_folder())
-"""Folder of the base and the experiments, of the source checkout or of the installed package."""
-
-
-def load_config(overrides: Sequence[str] = (), folders: Sequence[str | Path] = ()) -> Config:
-    """The base with `+experiment=NAME` and `key=value` overrides on top.
-
-    Args: folders are searched for `experiment/NAME.yaml` too.
-    Raises: ConfigError.
-    """
-    composed = config_compose.compose(Config, Path(config_dir, f"{BASE}.yaml"), overrides, [Path(f) for f in folders])
-    return build(Config, composed.values, composed.where)
-
-
-def main_config(argv: Sequence[str]) -> Config:
-    """What a command line (without the program's name) asks for; docs/configuration.md says what it may hold.
-
-    Prints nothing, except that `--help` and `--cfg job` print and raise SystemExit(0), as argparse does.
-    Raises: ConfigError.
-    """
-    request = config_compose.read_command_line(argv, Path(config_dir, f"{BASE}.yaml"))
-    composed = config_compose.compose(Config, request.base, request.overrides, request.folders)
-    config = build(Config, composed.values, composed.where)
-    if request.print_config:
-        print(to_yaml(config), end="")
-        raise SystemExit(0)
-    return config
-
-
-def from_hydra(cfg: DictConfig) -> Config:
-    """What `@hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)` hands over.
-
-    Raises: ConfigError.
-    """
-    return build(Config, config_compose.resolved(cfg), config_compose.active_origins(Config))
-
-
-def to_yaml(config: Config) -> str:
-    """Every value written out, in the order of the base; `--config-file` reads it again."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: plain(item) for name, item in value.items()}
-        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-    return yaml.safe_dump(plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True)
+RL = Program(
+    module="skyrl_train.entrypoints.main_base",
+    purpose="Train a language model by reinforcement learning.",
+    schema=Config,
+    base_name="ppo_base_config",
+)
+load_config, main_config, from_hydra = RL.load, RL.read, RL.from_hydra

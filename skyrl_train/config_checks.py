@@ -10,22 +10,22 @@ from __future__ import annotations
 import glob
 import importlib.util
 import re
-from collections.abc import Iterator
-from operator import attrgetter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from skyrl_train.config import Config, ConfigError, MegatronConfig
+from skyrl_train.config import Config, ConfigError, DataConfig, MegatronConfig, TrainingConfig
 from skyrl_train.model_checks import longest_conversation, model_problems
 
 POLICY = "trainer.policy.megatron_config"
 REF = "trainer.ref.megatron_config"
+POLICY_RANKS = "trainer.placement.policy_num_nodes * policy_num_gpus_per_node"
 DATA_FILE = re.compile(r"\.(?P<format>parquet|jsonl|json)(\.(gz|bz2|xz|zst))?$")
 HUB_SPLIT = re.compile(r"^(?P<name>[^:]+):(?P<split>[^:/]+)$")
 GROUP_ESTIMATORS = ("grpo", "rloo")
 """Estimators for which a group of one sample has no advantage."""
 
 
-def check(config: Config, *, num_train_prompts: int | None, files: bool = True) -> None:
+def check(config: Config, num_train_prompts: int | None, files: bool = True) -> None:
     """Raise ConfigError with everything that cannot work, or return.
 
     Args:
@@ -33,32 +33,39 @@ def check(config: Config, *, num_train_prompts: int | None, files: bool = True) 
         files: also look at the model folders and data files; False before `trainer.prepare` has made them.
     """
     problems = [
-        *_packages(config),
-        *_prepare(config),
+        *package_problems(config.trainer, _megatron_configs(config)),
+        *prepare_problems(config.trainer),
         *_batches(config, num_train_prompts),
         *_algorithm(config),
         *_lengths(config),
     ]
     problems += _layouts(config)
     if files:
-        problems += _data_files(config)
+        problems += data_file_problems(config.data)
         problems += model_problems(config)
     if problems:
         raise ConfigError(problems)
 
 
-def _packages(config: Config) -> Iterator[str]:
-    if "wandb" in config.trainer.logger and importlib.util.find_spec("wandb") is None:
+def _megatron_configs(config: Config) -> dict[str, MegatronConfig]:
+    """Key -> layout of each model that is started; the reference's only where it has one of its own."""
+    policy, ref = config.trainer.policy.megatron_config, config.trainer.ref.megatron_config
+    return {POLICY: policy} | ({REF: ref} if config.trainer.algorithm.needs_reference and ref != policy else {})
+
+
+def package_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, MegatronConfig]) -> Iterator[str]:
+    """Optional packages that are asked for and not installed."""
+    if "wandb" in trainer.logger and importlib.util.find_spec("wandb") is None:
         yield "trainer.logger asks for wandb, which is not installed: pip install wandb, or leave it out"
-    same = config.trainer.ref.megatron_config == config.trainer.policy.megatron_config
-    for path in (POLICY, REF) if config.trainer.algorithm.needs_reference and not same else (POLICY,):
-        wanted = attrgetter(path)(config).transformer_impl == "transformer_engine"
+    for path, megatron in megatron_configs.items():
+        wanted = megatron.transformer_impl == "transformer_engine"
         if wanted and importlib.util.find_spec("transformer_engine") is None:
             yield f"{path}.transformer_impl is transformer_engine, which is not installed: use auto or torch"
 
 
-def _prepare(config: Config) -> Iterator[str]:
-    prepare = config.trainer.prepare
+def prepare_problems(trainer: TrainingConfig) -> Iterator[str]:
+    """A `trainer.prepare` that is no `module:function`."""
+    prepare = trainer.prepare
     if prepare is not None and not re.fullmatch(r"[\w.]+:\w+", prepare):
         yield f"trainer.prepare is {prepare!r}: write module:function, or null"
 
@@ -116,8 +123,7 @@ def _layouts(config: Config) -> Iterator[str]:
     policy, ref = config.trainer.policy.megatron_config, config.trainer.ref.megatron_config
     policy_ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
     ref_ranks = placement.ref_num_nodes * placement.ref_num_gpus_per_node
-    ranks_key = "trainer.placement.policy_num_nodes * policy_num_gpus_per_node"
-    yield from layout_problems(policy, POLICY, policy_ranks, ranks_key)
+    yield from layout_problems(policy, POLICY, policy_ranks, POLICY_RANKS)
     # The reference follows the policy unless its keys are given: what is wrong with both is said once.
     if config.trainer.algorithm.needs_reference and (ref, ref_ranks) != (policy, policy_ranks):
         ref_key = "trainer.placement.ref_num_nodes * ref_num_gpus_per_node"
@@ -152,11 +158,12 @@ def layout_problems(megatron: MegatronConfig, path: str, world_size: int, world_
         yield f"{path}.recompute_granularity is selective and recompute_modules empty: name modules, such as core_attn"
 
 
-def _data_files(config: Config) -> Iterator[str]:
-    if not config.data.train_data:
+def data_file_problems(data: DataConfig) -> Iterator[str]:
+    """Data sources that are missing or that nothing can read."""
+    if not data.train_data:
         yield "data.train_data is empty: name files (parquet, json, jsonl) or hub_name:split"
-    for key in ("train_data", "val_data"):
-        for name in attrgetter(key)(config.data):
+    for key, names in (("train_data", data.train_data), ("val_data", data.val_data)):
+        for name in names:
             if DATA_FILE.search(name):
                 elsewhere = "://" in name or glob.has_magic(name)
                 if not elsewhere and not Path(name).expanduser().is_file():

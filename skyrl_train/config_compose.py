@@ -31,8 +31,6 @@ from skyrl_train.config_schema import field_types, is_free_form, key_types, unkn
 
 OmegaConf.register_new_resolver("dtype_name", lambda bf16: "bfloat16" if bf16 else "float32", replace=True)
 
-USAGE = "python -m skyrl_train.entrypoints.main_base [+experiment=NAME] [key=value ...]"
-
 
 @dataclass(frozen=True)
 class Composed:
@@ -53,6 +51,8 @@ class ConfigFile:
     """Where Hydra puts its keys, "" for the top level."""
     values: dict[str, Any]
     """From the top level down, interpolations as written."""
+    is_lower_base: bool
+    """The base of another program, on which this one's builds: it may have keys that this program does not."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ def shipped_folder() -> Path:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; usage: {USAGE}")
+        raise ConfigError(f"{message}; usage: {self.usage}")
 
 
-def read_command_line(argv: Sequence[str], base: Path) -> Request:
+def read_command_line(argv: Sequence[str], base: Path, module: str, purpose: str) -> Request:
     """Flags and overrides apart. The current folder's `configs/` is searched for experiments as well."""
     parser = _Parser(
-        usage=USAGE,
-        description="Train a language model by reinforcement learning.",
+        usage=f"python -m {module} [+experiment=NAME] [key=value ...]",
+        description=purpose,
         epilog=f"Every key with its value and meaning: {base}. Experiments: {', '.join(_experiments([base.parent]))}.",
         allow_abbrev=False,
     )
@@ -132,7 +132,19 @@ def compose(schema: type, base: Path, overrides: Sequence[str], folders: Sequenc
     _check_files(schema, files)
     OmegaConf.set_struct(config, False)
     config.pop("hydra")
+    _leave_out_foreign(config, schema, files)
     return Composed(resolved(config), _origins(schema, parsed, files))
+
+
+def base_yaml(schema: type, base: Path) -> str:
+    """`base` laid over the base that it builds on, the keys that `schema` does not have left out."""
+    whole = cast(DictConfig, OmegaConf.load(base))
+    builds_on = [name for name in whole.pop("defaults", []) if name != "_self_"]
+    for name in reversed(builds_on):
+        whole = cast(DictConfig, OmegaConf.merge(OmegaConf.load(base.with_name(f"{name}.yaml")), whole))
+    files = [ConfigFile(base.name, "", cast(dict[str, Any], OmegaConf.to_container(whole)), is_lower_base=True)]
+    _leave_out_foreign(whole, schema, files)
+    return OmegaConf.to_yaml(whole)
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:
@@ -145,15 +157,18 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     return cast(dict[str, Any], plain)
 
 
-def active_origins(schema: type) -> Callable[[str], str]:
-    """`Composed.where` of the configuration that a running `@hydra.main` composed."""
+def of_hydra(schema: type, config: DictConfig) -> tuple[dict[str, Any], Callable[[str], str]]:
+    """Values and `Composed.where` of what a running `@hydra.main` composed."""
     if not HydraConfig.initialized():
-        return lambda path: ""
+        return resolved(config), lambda path: ""
     hydra = HydraConfig.get()
     lines = list(hydra.overrides.task)
     files = _chosen_files(cast(DictConfig, hydra), hydra.job.config_name, [*hydra.overrides.hydra, *lines])
     _check_files(schema, files)
-    return _origins(schema, [_parse(line) for line in lines], files)
+    config = config.copy()
+    OmegaConf.set_struct(config, False)
+    _leave_out_foreign(config, schema, files)
+    return resolved(config), _origins(schema, [_parse(line) for line in lines], files)
 
 
 # ---- overrides
@@ -245,7 +260,9 @@ def _chosen_files(hydra: DictConfig, base: str | None, lines: Sequence[str]) -> 
         if len(matches) > 1 and name != base:
             raise ConfigError(f"{name} stands for two files, rename yours: {', '.join(shown)}")
         if matches:
-            found.append(ConfigFile(shown[0], default.package or "", _contents(matches[0], default.package or "")))
+            package = default.package or ""
+            lower = name != base and "/" not in name
+            found.append(ConfigFile(shown[0], package, _contents(matches[0], package), is_lower_base=lower))
     return found
 
 
@@ -287,11 +304,24 @@ def _check_files(schema: type, files: Sequence[ConfigFile]) -> None:
         if file.package == "experiment":
             problems.append(f"{file.shown}: the first line must be `# @package _global_`")
             continue
-        kinds = key_types(schema)
-        unknown = [path for path in _paths(schema, file.values) if path not in kinds]
-        problems += [f"{unknown_key(path, schema)} (in {file.shown})" for path in unknown]
+        if not file.is_lower_base:
+            problems += [f"{unknown_key(path, schema)} (in {file.shown})" for path in _foreign(file, schema)]
     if problems:
         raise ConfigError(problems)
+
+
+def _foreign(file: ConfigFile, schema: type) -> list[str]:
+    """Its keys that the schema does not have."""
+    kinds = key_types(schema)
+    return [path for path in _paths(schema, file.values) if path not in kinds]
+
+
+def _leave_out_foreign(config: DictConfig, schema: type, files: Sequence[ConfigFile]) -> None:
+    """Take away what only another program reads."""
+    for path in [path for file in files if file.is_lower_base for path in _foreign(file, schema)]:
+        section, _, name = path.rpartition(".")
+        node = OmegaConf.select(config, section) if section else config
+        node.pop(name)
 
 
 def _origins(schema: type, overrides: Sequence[Override], files: Sequence[ConfigFile]) -> Callable[[str], str]:

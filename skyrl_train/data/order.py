@@ -1,30 +1,31 @@
-"""The order in which prompts are trained on: shuffled anew for each epoch, resumable from two integers."""
+"""The order in which rows are trained on: shuffled anew for each epoch, resumable from two integers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import torch
 
-from skyrl_train.types import Prompt
+Row = TypeVar("Row")
 
 
-class PromptOrder:
-    """Endless batches of prompts; each epoch is another permutation, its last incomplete batch is left out.
+class Order(Generic[Row]):
+    """Endless batches of rows (prompts, or the examples of supervised fine-tuning).
 
-    The order depends on the seed, the epoch and the number of prompts alone, so a run that restores `state_dict`
+    Each epoch is another permutation, its last incomplete batch is left out.
+    The order depends on the seed, the epoch and the number of rows alone, so a run that restores `state_dict`
     goes on exactly where it stopped.
 
-    Raises: ValueError if there are fewer prompts than a batch needs.
+    Raises: ValueError if there are fewer rows than a batch needs.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, batch_size: int, seed: int) -> None:
-        if not 0 < batch_size <= len(prompts):
+    def __init__(self, rows: Sequence[Row], *, batch_size: int, seed: int) -> None:
+        if not 0 < batch_size <= len(rows):
             raise ValueError(
-                f"trainer.train_batch_size={batch_size} must be between 1 and the number of training prompts, "
-                f"{len(prompts)}"
+                f"trainer.train_batch_size={batch_size} must be between 1 and the number of training rows, {len(rows)}"
             )
-        self._prompts = prompts
+        self._rows = rows
         self._batch_size = batch_size
         self._seed = seed
         self._epoch = 0
@@ -36,29 +37,29 @@ class PromptOrder:
         """Epoch of the next batch, from 0."""
         return self._epoch if self._has_batch() else self._epoch + 1
 
-    def next_batch(self) -> list[Prompt]:
-        """[batch_size] prompts, none of them twice within an epoch."""
+    def next_batch(self) -> list[Row]:
+        """[batch_size] rows, none of them twice within an epoch."""
         if not self._has_batch():
             self._start(epoch=self._epoch + 1, position=0)
         batch = self._permutation[self._position : self._position + self._batch_size]
         self._position += self._batch_size
-        return [self._prompts[index] for index in batch]
+        return [self._rows[index] for index in batch]
 
     def state_dict(self) -> dict[str, int]:
-        """`epoch` and `position`, the number of prompts of that epoch already handed out."""
+        """`epoch` and `position`, the number of rows of that epoch already handed out."""
         return {"epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Raises: ValueError if the state cannot be of these prompts."""
-        if state["epoch"] < 0 or not 0 <= state["position"] <= len(self._prompts):
+        """Raises: ValueError if the state cannot be of these rows."""
+        if state["epoch"] < 0 or not 0 <= state["position"] <= len(self._rows):
             raise ValueError(
-                f"cannot resume the data order at {state}: there are {len(self._prompts)} training prompts; "
+                f"cannot resume the data order at {state}: there are {len(self._rows)} training rows; "
                 "resume with the data set that the run was started with"
             )
         self._start(epoch=state["epoch"], position=state["position"])
 
     def _has_batch(self) -> bool:
-        return self._position + self._batch_size <= len(self._prompts)
+        return self._position + self._batch_size <= len(self._rows)
 
     def _start(self, *, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position
@@ -67,4 +68,4 @@ class PromptOrder:
     def _permute(self) -> list[int]:
         # A prime factor keeps (seed, epoch) pairs apart: epoch 1 of seed 42 is not epoch 0 of seed 43.
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
-        return torch.randperm(len(self._prompts), generator=generator).tolist()
+        return torch.randperm(len(self._rows), generator=generator).tolist()

@@ -1,183 +1,25 @@
-"""Train: `python -m skyrl_train.entrypoints.main_base +experiment=NAME [key=value ...]`.
+"""Train by reinforcement learning: `python -m skyrl_train.entrypoints.main_base +experiment=NAME [key=value ...]`.
 
 Exit codes: 0 finished, 1 the run failed, 2 the configuration cannot work, 130 ended by SIGINT, 143 by SIGTERM.
 """
 
 from __future__ import annotations
 
-import asyncio
-import importlib
-import logging
-import signal
 import sys
-import threading
-import traceback
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
 
-from rich.console import Console
-from rich.markup import escape
-
-from skyrl_train.config import Config, ConfigError, config_dir, main_config, to_yaml
+from skyrl_train.config import RL, config_dir
 from skyrl_train.config_checks import check
+from skyrl_train.entrypoints.command import Command, execute
 
-if TYPE_CHECKING:
-    from skyrl_train.entrypoints.experiment import Experiment
-    from skyrl_train.tracking.run_dir import RunDir
+__all__ = ["COMMAND", "config_dir", "main"]
 
-__all__ = ["config_dir", "main"]
-
-log = logging.getLogger(__name__)
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM where no event loop runs."""
+COMMAND = Command(program=RL, check=check, run="skyrl_train.entrypoints.experiment:Experiment")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what the command line asks for and return the exit code. Every failure is one clear message."""
-    console = Console()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    logging.getLogger("skyrl_train").setLevel(logging.INFO)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
-    try:
-        config = main_config(argv)
-        prepare(config)
-        check(config, num_train_prompts=None)
-        return run(config, console)
-    except ConfigError as error:
-        _print_error(str(error), console)
-        return 2
-    except KeyboardInterrupt as interrupt:
-        console.print("interrupted", style="yellow")
-        return _exit_code(interrupt)
-
-
-def _terminate(number: int, frame: object) -> NoReturn:
-    raise Terminated
-
-
-def _exit_code(interrupt: KeyboardInterrupt) -> int:
-    return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
-
-
-def prepare(config: Config) -> None:
-    """Call the experiment's `trainer.prepare` (`module:function`), which makes what is missing."""
-    if config.trainer.prepare is None:
-        return
-    check(config, num_train_prompts=None, files=False)
-    module, _, function = config.trainer.prepare.partition(":")
-    try:
-        target = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            [f"trainer.prepare is {config.trainer.prepare!r}, which is not an importable `module:function` ({error})"]
-        ) from error
-    target(config)
-
-
-def run(config: Config, console: Console) -> int:
-    """Train with a configuration that was checked."""
-    from skyrl_train.tracking.changes import changed_values
-    from skyrl_train.tracking.run_dir import create_run_dir
-
-    run_dir: RunDir | None = None
-    status, code = "failed", 1
-    try:
-        experiment = _checked_input(config, console)
-        check(config, num_train_prompts=len(experiment.train_prompts))
-        changes = changed_values(to_yaml(config), Path(config_dir, "ppo_base_config.yaml").read_text())
-        run_dir = create_run_dir(Path(config.trainer.run_dir), config.trainer.run_name, to_yaml(config), changes)
-        ended_by = asyncio.run(_until_signal(experiment, run_dir, console))
-        status, code = ("finished", 0) if ended_by is None else ("interrupted", 128 + ended_by)
-    except ConfigError as error:
-        _print_error(str(error), console)
-        code = 2
-    except KeyboardInterrupt as interrupt:
-        status, code = "interrupted", _exit_code(interrupt)
-    except Exception as error:
-        _report_failure(error, run_dir, console)
-    finally:
-        if run_dir is not None:
-            run_dir.finish(status)
-            _write_report(run_dir, console)
-    return code
-
-
-def _checked_input(config: Config, console: Console) -> Experiment:
-    """Load what the run reads. Raises: ConfigError for a bad row, an unknown environment or model."""
-    from skyrl_train.entrypoints.experiment import Experiment
-
-    try:
-        return Experiment(config, console)
-    except ValueError as error:
-        raise ConfigError([str(error)]) from error
-
-
-async def _until_signal(experiment: Experiment, run_dir: RunDir, console: Console) -> int | None:
-    """Run the experiment; the first SIGINT or SIGTERM ends it after the step in flight, the second at once.
-
-    Returns: the signal that ended the run, or None. A step that fails after the signal (a service manager ends all
-    processes of a service at once) ends an ended run.
-    """
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    received: list[int] = []
-
-    def on_signal(number: int) -> None:
-        received.append(number)
-        if len(received) == 1 and experiment.request_stop():
-            console.print("stopping after this step (once more to stop at once)", style="yellow")
-        elif task is not None:
-            task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
-    try:
-        await experiment.run(run_dir)
-    except asyncio.CancelledError:
-        if not received:
-            raise
-    except SystemExit:
-        # SIGTERM while Ray starts: until then its own handler is in place, and it exits.
-        return signal.SIGTERM
-    except Exception as error:
-        if not received:
-            raise
-        console.print(f"the step in flight is lost: {error}", style="yellow", markup=False, soft_wrap=True)
-    return received[0] if received else None
-
-
-def _report_failure(error: Exception, run_dir: RunDir | None, console: Console) -> None:
-    where = ""
-    if run_dir is not None:
-        path, story = run_dir.logs / "driver.log", "".join(traceback.format_exception(error))
-        try:
-            path.write_text(story)
-            where = f"\nThe whole story is in {path}"
-        except OSError as full:
-            where = f"\n{path} could not be written ({full}), so the whole story stands here:\n{story}"
-    kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
-    _print_error(f"{kind}{error}{where}", console)
-
-
-def _print_error(message: str, console: Console) -> None:
-    console.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
-
-
-def _write_report(run_dir: RunDir, console: Console) -> None:
-    from skyrl_train.tracking.history import load_history
-    from skyrl_train.tracking.report import write_report
-    from skyrl_train.tracking.summary import summarize
-
-    try:
-        html, png = write_report(run_dir.path)
-        summary = summarize(run_dir.path, load_history(run_dir.path / "metrics.jsonl")).line()
-    except (ValueError, OSError) as error:
-        console.print(f"no report: {error}", highlight=False, soft_wrap=True, markup=False)
-        return
-    console.print(f"{summary}\nreport  {html}\n        {png}", highlight=False, soft_wrap=True)
+    """Run what the command line asks for and return the exit code."""
+    return execute(COMMAND, argv)
 
 
 if __name__ == "__main__":

@@ -11,20 +11,20 @@ from skyrl_train.algorithms.losses import LossSettings
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.build import Advantage
 from skyrl_train.batching.rules import MicroBatchRules
-from skyrl_train.config import AlgorithmConfig, Config, SamplingConfig
+from skyrl_train.config import AlgorithmConfig, SamplingConfig, TrainingConfig
 from skyrl_train.megatron.flops import model_cost
 from skyrl_train.ranks import pad_multiple
 from skyrl_train.types import SamplingParams
 
 
-def micro_batch_rules(config: Config, model: PretrainedConfig, dp_size: int) -> MicroBatchRules:
+def micro_batch_rules(trainer: TrainingConfig, model: PretrainedConfig, dp_size: int) -> MicroBatchRules:
     """How a mini-batch is cut for the policy's layout."""
-    layout = config.trainer.policy.megatron_config
+    layout = trainer.policy.megatron_config
     pipeline = layout.pipeline_model_parallel_size
     tp = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
     return MicroBatchRules(
         dp_size=dp_size,
-        max_tokens=config.trainer.max_tokens_per_microbatch,
+        max_tokens=trainer.max_tokens_per_microbatch,
         max_sample_tokens=model.max_position_embeddings,
         pad_multiple=pad_multiple(tp, layout.context_parallel_size),
         min_micro_batches=pipeline,

@@ -1,28 +1,28 @@
-"""The training loop. It orders calls and does nothing else: no tensor is touched here."""
+"""A step of reinforcement learning. It orders calls and does nothing else: no tensor is touched here."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from skyrl_train.batching.build import Advantage, build_experience, experience_metrics, with_kl_penalty
 from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.batching.split import balance_metrics, split
 from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup, Shards
 from skyrl_train.config import Config
-from skyrl_train.data.order import PromptOrder
+from skyrl_train.data.order import Order
 from skyrl_train.rollout.collect import Collector, Progress
 from skyrl_train.rollout.metrics import rollout_metrics
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.tracking.transcripts import TranscriptLog, transcript_of
 from skyrl_train.trainer.evaluation import Evaluation
+from skyrl_train.trainer.loop import Loop
 from skyrl_train.trainer.performance import performance_metrics
 from skyrl_train.trainer.residency import Dedicated
 from skyrl_train.trainer.rules import sampling_params
-from skyrl_train.types import ExperienceBatch, Group, Metrics
+from skyrl_train.types import ExperienceBatch, Group, Metrics, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class Parts:
     """What a run consists of, built by the entrypoint."""
 
-    prompts: PromptOrder
+    prompts: Order[Prompt]
     collector: Collector
     evaluation: Evaluation
     advantage: Advantage
@@ -46,39 +46,22 @@ class Parts:
     timers: Timers
 
 
-class Trainer:
+class Trainer(Loop):
     """Synchronous training: every sample of a step is drawn from the weights that the step then updates."""
 
     def __init__(self, config: Config, parts: Parts, num_steps: int) -> None:
-        self._config, self._parts, self._num_steps = config, parts, num_steps
+        super().__init__(config.trainer, parts.prompts, parts.policy, parts.tracker, parts.timers, num_steps)
+        self._config, self._parts = config, parts
         self._sampling = sampling_params(config.generator.sampling_params)
-        self._stop_requested = False
-        self.global_step = 0
 
-    def stop(self) -> None:
-        """End the run after the step in flight."""
-        self._stop_requested = True
+    @property
+    def can_evaluate(self) -> bool:
+        return self._parts.evaluation.has_prompts
 
-    async def train(self) -> None:
-        """Run all steps. Step 0 of the metrics is the model as it came."""
-        parts, trainer = self._parts, self._config.trainer
-        if trainer.eval_before_train and parts.evaluation.has_prompts and not self._stop_requested:
-            parts.tracker.log(0, await self._evaluate() | {"trainer/epoch": 0.0})
-        while self.global_step < self._num_steps and not self._stop_requested:
-            parts.timers.reset()
-            epoch = parts.prompts.epoch
-            with parts.timers("step"):
-                metrics = await self.step()
-            self.global_step += 1
-            metrics |= {"trainer/epoch": float(epoch)}
-            if self._is_due(trainer.eval_interval, also_last=True) and parts.evaluation.has_prompts:
-                metrics |= await self._evaluate()
-            if self._is_due(trainer.hf_save_interval, also_last=trainer.hf_save_interval > 0):
-                with parts.timers("save_hf_model"):
-                    folder = Path(trainer.export_path).expanduser().resolve() / f"global_step_{self.global_step}"
-                    await parts.policy.save_hf(str(folder))
-            metrics |= parts.timers.metrics() | {"perf/driver_share": parts.timers.driver_share()}
-            parts.tracker.log(self.global_step, metrics)
+    async def evaluate(self) -> Metrics:
+        """Scores of greedy or sampled answers to the held-out prompts."""
+        metrics, _ = await self._parts.evaluation.run()
+        return metrics
 
     async def step(self) -> Metrics:
         """Draw samples, update the policy on them, and move the new weights into the engines."""
@@ -132,18 +115,6 @@ class Trainer:
         trainer = self._config.trainer
         one_step = trainer.update_epochs_per_batch == 1 and len(shards.batches[0].mini_batches) == 1
         return not one_step or (trainer.algorithm.use_kl_in_reward and self._parts.reference is not None)
-
-    async def _evaluate(self) -> Metrics:
-        with self._parts.timers("eval"):
-            metrics, _ = await self._parts.evaluation.run()
-        return metrics
-
-    def _is_due(self, interval: int, *, also_last: bool) -> bool:
-        # A run that was told to stop has no time for more than its step: what stopped it will soon kill it.
-        if self._stop_requested:
-            return False
-        is_last = self.global_step == self._num_steps
-        return (interval > 0 and self.global_step % interval == 0) or (also_last and is_last)
 
     def _log_samples(self, groups: Sequence[Group]) -> None:
         trainer = self._config.trainer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from skyrl_train.entrypoints import experiment, main_base
+from skyrl_train.entrypoints import command, main_base, run
 from tests.cpu.jobs import write_world
 
 
@@ -27,9 +27,9 @@ def world(made_world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.chdir(made_world)
     monkeypatch.syspath_prepend(str(made_world))
-    monkeypatch.setattr(experiment, "connect", never)
+    monkeypatch.setattr(run, "connect", never)
     # main sets SIGTERM's handler, which is the test runner's own business here.
-    monkeypatch.setattr(main_base.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr(command.signal, "signal", lambda *arguments: None)
     monkeypatch.setenv("COLUMNS", "500")
     return made_world
 
@@ -133,6 +133,6 @@ def test_a_full_disk_does_not_hide_the_error_that_ended_the_run(capsys: pytest.C
             raise OSError("No space left on device")
 
     run_dir: Any = SimpleNamespace(logs=FullDisk())
-    main_base._report_failure(RuntimeError("engine-0 died"), run_dir, Console())
+    command._report_failure(RuntimeError("engine-0 died"), run_dir, Console())
     printed = capsys.readouterr().out
     assert "error: engine-0 died" in printed and "No space left" in printed and "RuntimeError: engine-0 died" in printed

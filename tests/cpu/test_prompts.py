@@ -5,7 +5,7 @@ import datasets
 import pytest
 from tiny import chatml_tokenizer, tiny_tokenizer
 
-from skyrl_train.data.order import PromptOrder
+from skyrl_train.data.order import Order
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.types import Prompt
 
@@ -181,7 +181,7 @@ def uids(batches):
 
 
 def test_epoch_is_a_shuffle_without_repeats_and_drops_the_last_partial_batch():
-    order = PromptOrder(prompts(10), batch_size=4, seed=1)
+    order = Order(prompts(10), batch_size=4, seed=1)
     first, second = [[p.uid for _ in range(2) for p in order.next_batch()] for _ in range(2)]
     assert len(set(first)) == len(set(second)) == 8
     assert first != second and first != sorted(first)
@@ -189,7 +189,7 @@ def test_epoch_is_a_shuffle_without_repeats_and_drops_the_last_partial_batch():
 
 def test_order_depends_on_the_seed_and_not_on_seed_plus_epoch():
     def epoch(seed, index):
-        order = PromptOrder(prompts(100), batch_size=100, seed=seed)
+        order = Order(prompts(100), batch_size=100, seed=seed)
         return uids([order.next_batch() for _ in range(index + 1)])[index]
 
     assert epoch(42, 0) == epoch(42, 0)
@@ -199,12 +199,12 @@ def test_order_depends_on_the_seed_and_not_on_seed_plus_epoch():
 
 def test_restored_order_goes_on_where_it_stopped():
     for steps_before in range(7):
-        order = PromptOrder(prompts(10), batch_size=4, seed=1)
+        order = Order(prompts(10), batch_size=4, seed=1)
         for _ in range(steps_before):
             order.next_batch()
         state = json.loads(json.dumps(order.state_dict()))
         assert set(state) == {"epoch", "position"}
-        resumed = PromptOrder(prompts(10), batch_size=4, seed=1)
+        resumed = Order(prompts(10), batch_size=4, seed=1)
         resumed.load_state_dict(state)
         assert resumed.epoch == order.epoch == steps_before // 2
         assert uids(resumed.next_batch() for _ in range(5)) == uids(order.next_batch() for _ in range(5))
@@ -212,9 +212,9 @@ def test_restored_order_goes_on_where_it_stopped():
 
 def test_batch_larger_than_the_data_set_is_refused():
     with pytest.raises(ValueError, match="train_batch_size=11 must be between 1 and .*10"):
-        PromptOrder(prompts(10), batch_size=11, seed=1)
+        Order(prompts(10), batch_size=11, seed=1)
 
 
 def test_order_of_a_larger_data_set_cannot_be_resumed():
-    with pytest.raises(ValueError, match="there are 10 training prompts"):
-        PromptOrder(prompts(10), batch_size=4, seed=1).load_state_dict({"epoch": 0, "position": 11})
+    with pytest.raises(ValueError, match="there are 10 training rows"):
+        Order(prompts(10), batch_size=4, seed=1).load_state_dict({"epoch": 0, "position": 11})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from skyrl_train.config import BASE, config_dir, load_config, to_yaml
+from skyrl_train.config import RL, load_config, to_yaml
 from skyrl_train.tracking.changes import changed_values
 from skyrl_train.tracking.run_dir import RunDir, create_run_dir, read_record, versions
 
@@ -147,7 +147,7 @@ def test_text_that_looks_like_an_interpolation_is_only_text():
 
 
 def test_base_config_changes_nothing_and_one_override_is_one_change():
-    base_yaml = Path(config_dir, f"{BASE}.yaml").read_text()
+    base_yaml = RL.base_yaml()
     assert changed_values(to_yaml(load_config()), base_yaml) == {}
     config = load_config(["trainer.policy.optimizer_config.lr=3e-4", "trainer.run_name=mine", "trainer.bf16=false"])
     assert changed_values(to_yaml(config), base_yaml) == {

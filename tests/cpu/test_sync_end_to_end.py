@@ -81,7 +81,7 @@ class World:
         from transformers import AutoConfig
 
         model = AutoConfig.from_pretrained(self.config.trainer.policy.model.path)
-        rules = micro_batch_rules(self.config, model, self.processes.policy.dp_size)
+        rules = micro_batch_rules(self.config.trainer, model, self.processes.policy.dp_size)
         shards = Shards(split(experience, rules, num_mini_batches=1, reduction="token_mean", max_generate_length=12))
         metrics, _ = await self.processes.policy.update(shards, None, epochs=1)
         return metrics

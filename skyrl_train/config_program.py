@@ -1,0 +1,82 @@
+"""A program's configuration: its base YAML, `+experiment=NAME` and overrides -> frozen dataclasses, converted once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import yaml
+from omegaconf import DictConfig
+
+from skyrl_train import config_compose
+from skyrl_train.config_schema import build
+
+T = TypeVar("T")
+
+config_dir: str = str(config_compose.shipped_folder())
+"""Folder of the bases and the experiments, of the source checkout or of the installed package."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program(Generic[T]):
+    """A command line and the configuration that it reads."""
+
+    module: str
+    """`python -m` this."""
+    purpose: str
+    """One sentence for `--help`."""
+    schema: type[T]
+    base_name: str
+    """Name of its YAML in config_dir, without `.yaml`."""
+
+    @property
+    def base(self) -> Path:
+        return Path(config_dir, f"{self.base_name}.yaml")
+
+    def load(self, overrides: Sequence[str] = (), folders: Sequence[str | Path] = ()) -> T:
+        """The base with `+experiment=NAME` and `key=value` overrides on top.
+
+        Args: folders are searched for `experiment/NAME.yaml` too.
+        Raises: ConfigError.
+        """
+        composed = config_compose.compose(self.schema, self.base, overrides, [Path(f) for f in folders])
+        return build(self.schema, composed.values, composed.where)
+
+    def read(self, argv: Sequence[str]) -> T:
+        """What a command line (without the program's name) asks for; docs/configuration.md says what it may hold.
+
+        Prints nothing, except that `--help` and `--cfg job` print and raise SystemExit(0), as argparse does.
+        Raises: ConfigError.
+        """
+        request = config_compose.read_command_line(argv, self.base, self.module, self.purpose)
+        composed = config_compose.compose(self.schema, request.base, request.overrides, request.folders)
+        config = build(self.schema, composed.values, composed.where)
+        if request.print_config:
+            print(to_yaml(config), end="")
+            raise SystemExit(0)
+        return config
+
+    def from_hydra(self, cfg: DictConfig) -> T:
+        """What `@hydra.main(config_path=config_dir, config_name=BASE_NAME, version_base=None)` hands over.
+
+        Raises: ConfigError.
+        """
+        return build(self.schema, *config_compose.of_hydra(self.schema, cfg))
+
+    def base_yaml(self) -> str:
+        """Every key of the schema with its value in the base, `${...}` as written."""
+        return config_compose.base_yaml(self.schema, self.base)
+
+
+def to_yaml(config: Any) -> str:
+    """Every value written out, in the order of the dataclasses; `--config-file` reads it again."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(item) for name, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return yaml.safe_dump(plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True)

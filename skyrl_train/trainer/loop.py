@@ -1,0 +1,81 @@
+"""The loop that reinforcement learning and supervised fine-tuning share: steps, evaluations, exports, metrics."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.cluster.policy_group import PolicyGroup
+from skyrl_train.config import TrainingConfig
+from skyrl_train.data.order import Order
+from skyrl_train.tracking.sinks import Tracker
+from skyrl_train.tracking.timers import Timers
+from skyrl_train.types import Metrics
+
+
+class Loop(ABC):
+    """Runs `num_steps` steps. What a step and an evaluation are is its children's."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        order: Order[Any],
+        policy: PolicyGroup,
+        tracker: Tracker,
+        timers: Timers,
+        num_steps: int,
+    ) -> None:
+        self._trainer_config, self._order, self._policy = config, order, policy
+        self._tracker, self._timers, self._num_steps = tracker, timers, num_steps
+        self._stop_requested = False
+        self.global_step = 0
+
+    @abstractmethod
+    async def step(self) -> Metrics:
+        """Update the policy once on the next batch of the order."""
+
+    @abstractmethod
+    async def evaluate(self) -> Metrics:
+        """Metrics of the model as it is on held-out rows."""
+
+    @property
+    @abstractmethod
+    def can_evaluate(self) -> bool:
+        """Whether there are held-out rows."""
+
+    def stop(self) -> None:
+        """End the run after the step in flight."""
+        self._stop_requested = True
+
+    async def train(self) -> None:
+        """Run all steps. Step 0 of the metrics is the model as it came."""
+        config = self._trainer_config
+        if config.eval_before_train and self.can_evaluate and not self._stop_requested:
+            self._tracker.log(0, await self._timed_evaluation() | {"trainer/epoch": 0.0})
+        while self.global_step < self._num_steps and not self._stop_requested:
+            self._timers.reset()
+            epoch = self._order.epoch
+            with self._timers("step"):
+                metrics = await self.step()
+            self.global_step += 1
+            metrics |= {"trainer/epoch": float(epoch)}
+            if self._is_due(config.eval_interval, also_last=True) and self.can_evaluate:
+                metrics |= await self._timed_evaluation()
+            if self._is_due(config.hf_save_interval, also_last=config.hf_save_interval > 0):
+                with self._timers("save_hf_model"):
+                    folder = Path(config.export_path).expanduser().resolve() / f"global_step_{self.global_step}"
+                    await self._policy.save_hf(str(folder))
+            metrics |= self._timers.metrics() | {"perf/driver_share": self._timers.driver_share()}
+            self._tracker.log(self.global_step, metrics)
+
+    async def _timed_evaluation(self) -> Metrics:
+        with self._timers("eval"):
+            return await self.evaluate()
+
+    def _is_due(self, interval: int, *, also_last: bool) -> bool:
+        # A run that was told to stop has no time for more than its step: what stopped it will soon kill it.
+        if self._stop_requested:
+            return False
+        is_last = self.global_step == self._num_steps
+        return (interval > 0 and self.global_step % interval == 0) or (also_last and is_last)
