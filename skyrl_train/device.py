@@ -56,6 +56,28 @@ def empty_cache() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
+def memory_in_use() -> dict[str, float]:
+    """Bytes of this process: `allocated` by tensors and `reserved` for them; of its device: `free` and `total`.
+
+    Without a GPU: the process's resident memory, twice, and the machine's.
+    """
+    if device_type() == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        held = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+        return {name: float(value) for name, value in (held | {"free": free, "total": total}).items()}
+    import psutil
+
+    resident, machine = float(psutil.Process().memory_info().rss), psutil.virtual_memory()
+    return {
+        "allocated": resident,
+        "reserved": resident,
+        "free": float(machine.available),
+        "total": float(machine.total),
+    }
+
+
 def peak_flops() -> float | None:
     """Dense bf16 FLOP/s of the device, None where it is not known."""
     if device_type() == "cpu":

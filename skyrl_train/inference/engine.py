@@ -6,12 +6,15 @@ A plain class; it lives in a Ray actor, or in any asyncio program. Order of a we
 
 From start to finish the model is half loaded and a single step would kill the core, so an engine whose update broke
 off stays paused (`resume` refuses) until a whole update has gone through.
+
+An engine that shares its device sleeps while others use it: sleep -> wake_weights -> an update -> wake_kv_cache.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from skyrl_train.inference.requests import Requests
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PauseMode = Literal["abort", "wait", "keep"]
@@ -65,6 +70,8 @@ class Engine:
         self._policy_version = 0
         self._paused = False
         self._needs_weights = False
+        self._asleep: set[str] = set()
+        """Of vLLM's tags "weights" and "kv_cache"."""
         self._running = asyncio.Event()
         self._running.set()
         self._update_lock = asyncio.Lock()
@@ -110,12 +117,73 @@ class Engine:
         await self._call(self._llm.pause_generation(mode=mode, clear_cache=True), "pausing")
 
     async def resume(self) -> None:
-        """Raises: WeightSyncError while the weights are not whole."""
+        """Generation goes on, or does so when a sleeping KV cache is awake.
+
+        Raises: WeightSyncError while the weights are not whole.
+        """
         if self._needs_weights:
             raise WeightSyncError("the last weight update did not complete: the engine stays paused until one has")
+        if self._asleep:
+            return
         await self._call(self._llm.resume_generation(), "resuming")
         self._paused = False
         self._running.set()
+
+    async def sleep(self, *, keep_weights: bool = False) -> None:
+        """Free the memory of the KV cache and of the weights, which come back from host memory or with an update.
+
+        Running requests are frozen; they go on when the engine is awake.
+        """
+        if len(self._asleep) == 1:
+            await self.wake_kv_cache()
+        if self._asleep:
+            return
+        if device_type() == "cpu":
+            log.warning("sleep only pauses this engine: vLLM's CPU platform keeps the memory")
+        self._running.clear()
+        self._paused = True
+        if not keep_weights:
+            self._needs_weights = True
+            await self._call(self._llm.collective_rpc("skyrl_keep_unsynced"), "saving what no update brings")
+        level = 1 if keep_weights else 2
+        await self._call(self._llm.sleep(level, mode="keep"), "falling asleep")
+        self._asleep = {"weights", "kv_cache"}
+
+    async def wake_weights(self) -> None:
+        """Memory for the weights again; of `sleep(keep_weights=True)` also their values. Nothing to do if awake.
+
+        Raises: EngineDeadError where it fails, for lack of memory; the engine has then ended.
+        """
+        if "weights" in self._asleep:
+            await self._wake("weights")
+            await self._call(self._llm.collective_rpc("skyrl_restore_unsynced"), "restoring what no update brings")
+
+    async def wake_kv_cache(self) -> None:
+        """Generation goes on. Nothing to do if awake.
+
+        Raises: WeightSyncError while the weights are not there; EngineDeadError as `wake_weights`.
+        """
+        if self._needs_weights or "weights" in self._asleep:
+            raise WeightSyncError("the engine's weights are asleep or were dropped: wake and update them first")
+        if "kv_cache" in self._asleep:
+            await self._wake("kv_cache")
+            await self.resume()
+
+    async def _wake(self, tag: str) -> None:
+        try:
+            await self._call(self._llm.wake_up([tag]), f"waking the {tag}")
+        except Exception as error:
+            # vLLM (0.26 to 0.32) may have mapped a part, which a second attempt would map again (vllm#34600).
+            await self.shutdown()
+            raise EngineDeadError(
+                f"the engine could not take its memory again ({tag}: {error}) and has ended; lower "
+                "generator.gpu_memory_utilization"
+            ) from error
+        self._asleep.discard(tag)
+
+    async def memory(self) -> list[dict[str, float]]:
+        """What each worker holds, as `device.memory_in_use`."""
+        return await self._call(self._llm.collective_rpc("skyrl_memory"), "asking for its memory")
 
     async def init_weight_sync(self, info: ControlMessage) -> None:
         """Connect to the sender; for a broadcast this returns when everybody has joined.
@@ -126,6 +194,8 @@ class Engine:
 
     async def start_weight_update(self) -> None:
         """Raises: WeightSyncError unless paused. An update that broke off before is given up."""
+        if "weights" in self._asleep:
+            raise WeightSyncError("wake the engine's weights before a weight update: they have no memory")
         if not self._paused:
             raise WeightSyncError("pause the engine before a weight update: one step on half-loaded weights kills it")
         if self._needs_weights:
@@ -166,6 +236,7 @@ class Engine:
             "policy_version": self._policy_version,
             "paused": float(self._paused),
             "needs_weights": float(self._needs_weights),
+            "asleep": float(bool(self._asleep)),
             "requests_running": self._llm.get_num_unfinished_requests(),
             "tokens_generated": self._requests.tokens_generated,
         }

@@ -29,6 +29,8 @@ class EngineSettings:
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
     gpu_memory_utilization: float = 0.8
+    enable_sleep_mode: bool = False
+    """Whether the engine will be asked to sleep; without a GPU it can always be asked, and nothing is freed."""
     kv_cache_memory_bytes: int | None = None
     """None lets vLLM size the KV cache from gpu_memory_utilization, which without a GPU means of all memory."""
     max_num_batched_tokens: int = 8192
@@ -72,6 +74,8 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
         "enable_log_requests": False,
         "use_tqdm_on_load": False,
     }
+    if settings.enable_sleep_mode and device_type == "cuda":  # vLLM refuses it elsewhere
+        arguments["enable_sleep_mode"] = True
     if settings.kv_cache_memory_bytes is not None:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes
     if settings.tensor_parallel_size > 1:

@@ -19,7 +19,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from skyrl_train.device import memory_in_use
 from skyrl_train.inference.reload import LayerwiseReload
+from skyrl_train.inference.sleeping import Unsynced
 from skyrl_train.weight_sync.broadcast import BroadcastReceiver
 from skyrl_train.weight_sync.shm import ShmReceiver
 from skyrl_train.weight_sync.transport import ControlMessage, Receiver
@@ -116,6 +118,19 @@ class SyncExtension:
         """End an update that broke off, so that the next can start; the model is of no use until that one is whole."""
         if getattr(self, "_weight_update_active", False):
             self.finish_weight_update()  # type: ignore[attr-defined]
+
+    def skyrl_keep_unsynced(self) -> None:
+        """Before weights are dropped: copy what no update brings; see sleeping.py."""
+        self._unsynced: Unsynced | None = Unsynced(self.model_runner.get_model())  # type: ignore[attr-defined]
+
+    def skyrl_restore_unsynced(self) -> None:
+        """After the weights' memory is awake again; does nothing if nothing was kept."""
+        kept, self._unsynced = getattr(self, "_unsynced", None), None
+        if kept is not None:
+            kept.restore()
+
+    def skyrl_memory(self) -> dict[str, float]:
+        return memory_in_use()
 
 
 def register() -> None:

@@ -446,3 +446,50 @@ def test_a_dead_core_fails_waiting_requests_within_two_seconds(world: World):
         return waited
 
     assert run(main()) < 2
+
+
+def test_a_sleeping_engine_answers_nothing_until_it_is_awake_with_new_weights(world: World):
+    async def main() -> None:
+        await world.sync(world.weights(0))
+        long = SamplingParams(max_generate_length=100, temperature=1.0)
+        running = asyncio.create_task(world.generate(PROMPTS[:1] * 4, long))
+        while (await world.engine.stats())["requests_running"] == 0:
+            await asyncio.sleep(0.002)
+        await world.engine.sleep()
+        await world.engine.sleep()  # nothing to do
+        waiting = asyncio.create_task(world.generate(PROMPTS))
+        with pytest.raises(WeightSyncError, match="wake the engine's weights"):
+            await world.engine.start_weight_update()
+        await world.engine.wake_weights()
+        with pytest.raises(WeightSyncError, match="wake and update them first"):
+            await world.engine.wake_kv_cache()
+        await world.sync(world.weights(1))
+        await asyncio.sleep(0.5)
+        assert not waiting.done() and not running.done(), "the KV cache is still asleep"
+        assert (await world.engine.stats())["asleep"] == 1
+        await world.engine.wake_kv_cache()
+        assert [generation.token_ids for generation in await waiting] == world.expected(1)
+        assert {len(generation.token_ids) > 0 for generation in await running} == {True}
+        assert (await world.engine.stats())["asleep"] == 0
+
+    run(main())
+
+
+def test_an_engine_that_keeps_its_weights_wakes_without_an_update(world: World):
+    async def main() -> None:
+        await world.sync(world.weights(0))
+        await world.engine.sleep(keep_weights=True)
+        await world.engine.wake_weights()
+        await world.engine.wake_kv_cache()
+        assert await world.answers() == world.expected(0)
+        await world.engine.sleep(keep_weights=True)
+        await world.engine.wake_weights()
+        await world.engine.sleep()  # from half awake
+        await world.engine.wake_weights()
+        await world.sync(world.weights(1))
+        await world.engine.wake_kv_cache()
+        assert await world.answers() == world.expected(1)
+        (memory,) = await world.engine.memory()
+        assert 0 < memory["allocated"] < memory["total"]
+
+    run(main())

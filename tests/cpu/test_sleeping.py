@@ -1,0 +1,87 @@
+"""What sleeping engines must keep, and what becomes of one that cannot wake."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from skyrl_train.inference.engine import Engine, EngineDeadError
+from skyrl_train.inference.settings import EngineSettings, engine_arguments
+from skyrl_train.inference.sleeping import Unsynced, plain_tensors
+
+SETTINGS = EngineSettings("model", "tiny", "float32", 128, kv_cache_memory_bytes=1 << 20, enable_sleep_mode=True)
+
+
+class Layer(nn.Module):
+    """Tensors in all the places where vLLM's layers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 2))
+        self.register_buffer("table", torch.ones(3))
+        self.view_of_weight = self.weight.data[1:]
+        self.scale = torch.full((2, 3), 7.0)
+        self.part_of_scale = self.scale[1]
+        self.impl = SimpleNamespace(slopes=torch.arange(4), kv_cache=torch.ones(9), name="flash")
+        self.kv_cache = torch.ones(100)
+
+
+def test_only_tensors_that_nobody_else_brings_back_are_kept():
+    layer = Layer()
+    kept = plain_tensors(nn.Sequential(layer, layer))
+    assert sorted(tensor.numel() for tensor in kept) == [4, 6]
+    unsynced = Unsynced(layer)
+    for tensor in (layer.scale, layer.impl.slopes, layer.weight.data, layer.kv_cache):
+        tensor.fill_(-1)
+    unsynced.restore()
+    assert layer.part_of_scale.tolist() == [7, 7, 7] and layer.scale.eq(7).all()
+    assert layer.impl.slopes.tolist() == [0, 1, 2, 3]
+    assert layer.weight.eq(-1).all() and layer.kv_cache.eq(-1).all()
+
+
+def test_sleep_mode_is_asked_for_only_where_vllm_has_it():
+    assert engine_arguments(SETTINGS, "cuda")["enable_sleep_mode"] is True
+    assert "enable_sleep_mode" not in engine_arguments(SETTINGS, "cpu")
+
+
+class Sleeper:
+    """Stands for vLLM on a device that has become too full."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    async def sleep(self, level: int, mode: str) -> None:
+        assert (level, mode) == (1, "keep")
+
+    async def wake_up(self, tags: list[str]) -> None:
+        raise RuntimeError(f"CUDA out of memory for {tags}")
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+
+def test_an_engine_that_cannot_wake_ends_and_frees_its_memory():
+    """vLLM would map what it has mapped again if it was asked again (vllm#34600)."""
+    llm: Any = Sleeper()
+
+    async def main() -> None:
+        engine = Engine.__new__(Engine)
+        engine._settings, engine._running_llm = SETTINGS, llm
+        engine._asleep, engine._paused, engine._needs_weights = set(), False, False
+        engine._running = asyncio.Event()
+        engine._requests = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+        await engine.sleep(keep_weights=True)
+        with pytest.raises(EngineDeadError, match=r"weights: CUDA out of memory.*gpu_memory_utilization"):
+            await engine.wake_weights()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await engine.ready()
+
+    asyncio.run(main())
+    assert llm.ended
