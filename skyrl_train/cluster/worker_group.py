@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -12,9 +12,7 @@ from skyrl_train.cluster.calls import Calls
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.process import host, log_to, talk_through_node_address
 from skyrl_train.ranks import Rendezvous, free_port
-from skyrl_train.weight_sync.broadcast import BroadcastSender
-from skyrl_train.weight_sync.shm import ShmSender
-from skyrl_train.weight_sync.transport import ControlMessage, SendReport
+from skyrl_train.weight_sync.transport import ControlMessage, Sender, SendReport
 
 
 class RankActor:
@@ -27,7 +25,7 @@ class RankActor:
 
         torch.set_num_threads(1)
         self._name = name
-        self._sender: ShmSender | BroadcastSender | None = None
+        self._sender: Sender | None = None
         self._worker: Any = None
 
     def find_meeting_place(self) -> tuple[str, int]:
@@ -50,36 +48,50 @@ class RankActor:
         self, engines: Sequence[Any], backend: str, bucket_bytes: int, num_workers: int, timeout_s: float
     ) -> ControlMessage:
         """Make this rank a sender of weights and return what the engines must be told."""
-        import torch
-
         from skyrl_train.device import device
+        from skyrl_train.weight_sync.channels import send_channel
 
-        def post(message: ControlMessage) -> Callable[[], object]:
-            taken = [engine.update_weights.remote(message | {"sender": self._name}) for engine in engines]
-            return lambda: ray.get(taken, timeout=timeout_s)
+        if self._sender is not None:
+            self._sender.close()
 
-        if backend == "shm":
-            self._sender = ShmSender(bucket_bytes, post)
-        else:
-            where: torch.device = device()
-            self._sender = BroadcastSender(bucket_bytes, post, 1 + num_workers, where, timeout_s, host=host())
-        return self._sender.init_info | {"sender": self._name}
+        def post(message: ControlMessage) -> PostedCalls:
+            calls = [engine.update_weights.remote(message | {"sender": self._name}) for engine in engines]
+            return PostedCalls(calls, timeout_s)
+
+        channel = send_channel(backend, num_workers, device(), timeout_s, host())
+        self._sender = Sender(channel, bucket_bytes, post)
+        return self._sender.init_info | {"sender": self._name, "timeout_s": timeout_s}
 
     def connect_sender(self) -> None:
         """Wait until every receiver has joined."""
-        if isinstance(self._sender, BroadcastSender):
-            self._sender.connect()
+        assert self._sender is not None
+        self._sender.connect()
 
     def send_weights(self, dtype_name: str) -> SendReport | None:
         """Export this stage's weights; every rank of the stage takes part, its owner sends and reports."""
         import torch
 
-        tensors = self._worker.export(getattr(torch, dtype_name))
+        dtype = getattr(torch, dtype_name)
+        tensors = self._worker.export(dtype)
         if self._sender is not None:
-            return self._sender.send(tensors)
+            return self._sender.send(self._worker.export_specs(dtype), tensors)
         for _ in tensors:
             pass
         return None
+
+
+class PostedCalls:
+    """Calls to several actors that run, as a sender of weights waits for them."""
+
+    def __init__(self, calls: list[Any], timeout_s: float) -> None:
+        self._calls, self._timeout_s = calls, timeout_s
+
+    def check(self) -> None:
+        done, _ = ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
+        ray.get(done)
+
+    def wait(self) -> None:
+        ray.get(self._calls, timeout=self._timeout_s)
 
 
 def _words(method: str) -> str:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from skyrl_train.device import device_type
 from skyrl_train.inference.settings import EngineSettings, engine_arguments, set_environment
 from skyrl_train.types import Generation, SamplingParams
-from skyrl_train.weight_sync.digest import WeightSyncError, compare
+from skyrl_train.weight_sync.digest import compare
+from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.transport import ControlMessage
 
 if TYPE_CHECKING:
@@ -204,10 +205,10 @@ class Engine:
         await self._call(self._llm.start_weight_update(), "starting a weight update")
 
     async def update_weights(self, message: ControlMessage) -> None:
-        """Take in one bucket; messages are worked off in the order in which they come."""
+        """Take in all that one sender sends; messages are worked off in the order in which they come."""
         async with self._update_lock:
             update = self._vllm.update_weights(self._llm, {"message": message})
-            await self._call(update, f"taking in weight bucket {message['index']}")
+            await self._call(update, f"taking in the weights of {message['sender']}")
 
     async def finish_weight_update(self, policy_version: int, sent_digests: dict[str, int]) -> SyncReport:
         """Check that all of the sent weights have arrived and been loaded, and serve them as `policy_version`.

@@ -25,7 +25,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from skyrl_train.inference.vllm_versions import NOT_RELOADED
-from skyrl_train.weight_sync.digest import WeightSyncError, name_list
+from skyrl_train.weight_sync.digest import name_list
+from skyrl_train.weight_sync.errors import WeightSyncError
 
 WRAPPER_NAME = "online_process_loader"
 """vLLM recognises its wrapped weight loaders by this name, and unwraps them by `__wrapped__`."""

@@ -22,8 +22,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from skyrl_train.device import memory_in_use
 from skyrl_train.inference.reload import LayerwiseReload
 from skyrl_train.inference.sleeping import Unsynced
-from skyrl_train.weight_sync.broadcast import BroadcastReceiver
-from skyrl_train.weight_sync.shm import ShmReceiver
+from skyrl_train.weight_sync.channels import receive_channel
 from skyrl_train.weight_sync.transport import ControlMessage, Receiver
 
 BACKEND = "skyrl"
@@ -32,7 +31,7 @@ BACKEND = "skyrl"
 @dataclass
 class InitInfo(WeightTransferInitInfo):
     info: ControlMessage
-    """`Sender.init_info` with the name of the `sender` (plus `rank_offset` for a broadcast)."""
+    """`Sender.init_info` with the name of the `sender` and `timeout_s` (plus `rank_offset` for a broadcast)."""
 
 
 @dataclass
@@ -41,7 +40,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives buckets and loads them; `report` tells what came."""
+    """Receives tensors and loads them; `report` tells what came."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -57,7 +56,7 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         sender = init_info.info["sender"]
         if sender in self._receivers:
             self._receivers.pop(sender).close()
-        self._receivers[sender] = _build_receiver(init_info.info, self._worker_rank(), self.device)
+        self._receivers[sender] = Receiver(receive_channel(init_info.info, self._worker_rank(), self.device))
 
     def _worker_rank(self) -> int:
         parallel = self.vllm_config.parallel_config
@@ -69,8 +68,6 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._digests = {}
         self._reload.retarget(self.model, self.model_config)
         self._reload.begin()
-        for receiver in self._receivers.values():
-            receiver.begin()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         message = update_info.message
@@ -96,14 +93,6 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
         """Abstract in vLLM 0.26; the sender lives in `skyrl_train.weight_sync` and knows no vLLM."""
         raise NotImplementedError("weights are sent by skyrl_train.weight_sync")
-
-
-def _build_receiver(info: ControlMessage, worker_rank: int, device: torch.device) -> Receiver:
-    if info["transport"] == "shm":
-        return ShmReceiver()
-    if info["transport"] == "broadcast":
-        return BroadcastReceiver(info, worker_rank, device)
-    raise ValueError(f"weight transport {info['transport']!r} is unknown; it is shm or broadcast")
 
 
 class SyncExtension:

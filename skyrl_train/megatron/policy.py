@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.config import MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, peak_flops
-from skyrl_train.megatron.export import export, save_hf
+from skyrl_train.megatron.export import export, export_specs, save_hf
 from skyrl_train.megatron.flops import model_cost
 from skyrl_train.megatron.memory import OPTIMIZER, WEIGHTS, DeviceMemory
 from skyrl_train.megatron.model import build_model, build_optimizer, dtype_of, set_learning_rate
@@ -25,6 +26,7 @@ from skyrl_train.megatron.schedule import learning_rate
 from skyrl_train.megatron.step import PassMetrics, forward_backward
 from skyrl_train.ranks import Moved, Rendezvous, UpdateReport
 from skyrl_train.types import Metrics, TrainBatch
+from skyrl_train.weight_sync.bucket import TensorSpec
 
 
 class MegatronPolicy:
@@ -123,6 +125,11 @@ class MegatronPolicy:
         """Whole tensors of this pipeline stage; all its ranks must drain it. See megatron/export.py."""
         self._memory.require("export", WEIGHTS)
         return export(self.model, dtype)
+
+    @functools.cache  # noqa: B019  one policy lives as long as its process; its topology never changes
+    def export_specs(self, dtype: torch.dtype) -> list[TensorSpec]:
+        """What `export` will yield on this rank, in order, without materialising a weight."""
+        return export_specs(self.model, dtype)
 
     def save_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face checkpoint."""

@@ -1,14 +1,18 @@
-"""Transport between any processes: packed buckets, broadcast in a process group of its own.
+"""Channel between any processes: buckets broadcast in a process group of its own.
 
 The sender is rank 0, the engines' workers are the others. The group is built beside torch's global group (which
-belongs to the trainer, or to the engine), on gloo for tensors of the CPU and on NCCL for those of a GPU.
+belongs to the trainer, or to the engine), on gloo for tensors of the CPU and on NCCL for those of a GPU. Two buckets
+are on their way: while one is loaded, the next one travels. On a GPU nobody waits for the device before the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,21 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_train.weight_sync.bucket import Bucket, pack, unpack
-from skyrl_train.weight_sync.digest import WeightSyncError, bucket_digests
-from skyrl_train.weight_sync.transport import (
-    ControlMessage,
-    Load,
-    NamedTensors,
-    Post,
-    SendClock,
-    SendReport,
-    bucket_message,
-    check_index,
-    specs_of,
-)
+from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
+from skyrl_train.weight_sync.transport import Check, ControlMessage
 
 BUFFERS = 2
+CHECK_EVERY_S = 0.2
+POLL_S = 0.0002
 
 
 class BroadcastGroup:
@@ -49,178 +44,181 @@ class BroadcastGroup:
             self._backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
         else:
             self._backend = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))()
+        self.settle(self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)))
 
-    def broadcast(self, buffer: Tensor) -> Callable[[], None]:
-        """Start a broadcast of rank 0's buffer into everybody's. The returned call waits for its end."""
+    def broadcast(self, buffer: Tensor) -> dist.Work:
+        """Start a broadcast of rank 0's buffer into everybody's. On a GPU it begins when the device has done what was
+        asked of it so far."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        work = self._backend.broadcast([buffer], options)
+        return self._backend.broadcast([buffer], options)
 
-        def wait() -> None:
-            if self._device.type == "cuda":
-                self._poll(work)
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise WeightSyncError(f"broadcast of {len(buffer)} bytes of weights failed: {error}") from error
+    def order(self, work: dist.Work, check: Check = lambda: None) -> None:
+        """What is asked of the device from now on happens after this broadcast. Without a GPU: wait for its end."""
+        if self._device.type == "cuda":
+            work.wait()
+        else:
+            self.settle(work, check)
 
-        return wait
+    def settle(self, work: dist.Work, check: Check = lambda: None) -> None:
+        """Wait for the end of a broadcast.
 
-    def _poll(self, work: dist.Work) -> None:
-        """NCCL only enqueues: without this, `wait` would return at once and a dead peer would never be noticed."""
-        deadline = time.monotonic() + self._timeout_s
+        Raises: WeightSyncError if it fails or does not end within the deadline; what `check` raises.
+        """
+        # Neither backend's own `wait` will do: NCCL's only enqueues, so a dead peer would never be noticed, and gloo's
+        # (torch 2.13) stays until the group's own deadline, whatever it is told.
+        started = time.monotonic()
+        next_check = started + CHECK_EVERY_S
         while not work.is_completed():
-            if time.monotonic() > deadline:
-                self._backend.abort()
-                raise WeightSyncError(f"a broadcast of weights did not end within {self._timeout_s:g} s")
-            time.sleep(0.0005)
+            now = time.monotonic()
+            if now > next_check:
+                check()
+                next_check = now + CHECK_EVERY_S
+            if now > started + self._timeout_s:
+                if self._device.type == "cuda":
+                    self._backend.abort()
+                raise PeerLostError(f"a broadcast of weights did not end within {self._timeout_s:g} s")
+            time.sleep(POLL_S)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(f"a broadcast of weights failed: {error}") from error
 
     def close(self) -> None:
+        """Returns at once, also while a broadcast waits for a peer."""
         if self._device.type == "cuda":
             self._backend.abort()
+        # gloo's destructor (torch 2.13) waits for what is in flight, up to the group's deadline; its abort ends nothing.
+        last_reference = [self._backend]
         del self._backend
+        threading.Thread(target=last_reference.clear, daemon=True).start()
 
 
-class BroadcastSender:
-    """Rank 0. After a failed `send` the group is of no use: `close` it and build a new one on all sides."""
+class BroadcastSendChannel:
+    """Rank 0. After a failed update the group is of no use: `close` it and build a new one on all sides."""
 
-    def __init__(
-        self,
-        bucket_bytes: int,
-        post: Post,
-        world_size: int,
-        device: torch.device,
-        timeout_s: float,
-        host: str | None = None,
-    ) -> None:
+    max_bucket_bytes = sys.maxsize
+
+    def __init__(self, num_receivers: int, device: torch.device, timeout_s: float, host: str | None = None) -> None:
         """Starts the store at which the receivers join.
 
-        Args: world_size counts the sender and every worker of every engine; host is this machine's address as the
-            receivers see it, None for the one that its name resolves to.
+        Args: num_receivers counts every worker of every engine; host is this machine's address as the receivers see
+            it, None for the one that its name resolves to.
         """
-        self._bucket_bytes = bucket_bytes
-        self._post = post
-        self._world_size = world_size
-        self._device = device
-        self._timeout_s = timeout_s
+        self._world_size = 1 + num_receivers
+        self._device, self._timeout_s = device, timeout_s
         self._host = host or socket.gethostbyname(socket.gethostname())
         self._store = dist.TCPStore(
             self._host, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
         )
         self._group: BroadcastGroup | None = None
+        self._buffers: list[Tensor | None] = [None] * BUFFERS
+        self._works: list[dist.Work | None] = [None] * BUFFERS
+        self._index = -1
 
     @property
     def init_info(self) -> ControlMessage:
         """For every engine, with a `rank_offset` added: 1 plus the workers of the engines before it."""
-        return {
-            "transport": "broadcast",
-            "host": self._host,
-            "port": self._store.port,
-            "world_size": self._world_size,
-            "timeout_s": self._timeout_s,
-        }
+        return {"transport": "broadcast", "host": self._host, "port": self._store.port, "world_size": self._world_size}
 
     def connect(self) -> None:
-        """Blocks until all receivers have joined, so they must be told `init_info` without waiting for them first."""
         self._group = BroadcastGroup(self._store, 0, self._world_size, self._device, self._timeout_s, "weights")
 
-    def send(self, named_tensors: NamedTensors) -> SendReport:
-        """Blocks until every receiver has taken in every tensor. Raises WeightSyncError, and what `post` raises."""
-        group, self._group = self._group, None
-        if group is None:
-            raise WeightSyncError("the broadcast group is not connected, or broke in the last send; build a new one")
-        clock = SendClock()
-        buffers = _Buffers(clock, self._device)
-        for index, bucket in enumerate(pack(clock.source(named_tensors), self._bucket_bytes, buffers.allocate)):
-            until_taken = self._post(bucket_message("broadcast", index, bucket))
-            buffers.in_flight(until_taken, group.broadcast(bucket.data))
-            clock.digest(bucket)
-        buffers.drain()
-        self._group = group
-        return clock.report()
+    def begin(self, update: int) -> None:
+        """Raises: WeightSyncError if the group is not connected, or broke."""
+        self._open_group()
+        self._index = -1
 
-    def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+    def _open_group(self) -> BroadcastGroup:
+        if self._group is None:
+            raise WeightSyncError("the broadcast group is not connected, or broke in the last update; build a new one")
+        return self._group
 
-
-class _Buffers:
-    """The buffers of one send, handed out in turn."""
-
-    def __init__(self, clock: SendClock, device: torch.device) -> None:
-        self._clock = clock
-        self._device = device
-        self._buffers: list[Tensor | None] = [None] * BUFFERS
-        self._waits: list[list[Callable[[], object]]] = [[] for _ in range(BUFFERS)]
-        self._current = -1
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        self._current = (self._current + 1) % BUFFERS
-        self._wait(self._current)
-        buffer = self._buffers[self._current]
+    def buffer(self, num_bytes: int, check: Check) -> Tensor:
+        self._index += 1
+        slot = self._index % BUFFERS
+        self._take_back(slot, check)
+        buffer = self._buffers[slot]
         if buffer is None or len(buffer) < num_bytes:
-            self._buffers[self._current] = None
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self._buffers[self._current] = buffer
+            self._buffers[slot] = buffer = None
+            buffer = self._buffers[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return buffer
 
-    def in_flight(self, until_taken: Callable[[], object], until_sent: Callable[[], None]) -> None:
-        # The receivers' answer first: where one of them failed, it says why, and the broadcast would only time out.
-        self._waits[self._current] = [until_taken, until_sent]
+    def _take_back(self, slot: int, check: Check) -> None:
+        work, self._works[slot] = self._works[slot], None
+        if work is not None:
+            self._open_group().order(work, check)
 
-    def drain(self) -> None:
-        for step in range(1, BUFFERS + 1):
-            self._wait((self._current + step) % BUFFERS)
+    def publish(self, num_bytes: int) -> None:
+        slot = self._index % BUFFERS
+        buffer = self._buffers[slot]
+        assert buffer is not None
+        self._works[slot] = self._open_group().broadcast(buffer[:num_bytes])
 
-    def _wait(self, slot: int) -> None:
-        waits, self._waits[slot] = self._waits[slot], []
-        for wait in waits:
-            self._clock.wait(wait)
+    def drain(self, check: Check) -> None:
+        works, self._works = [work for work in self._works if work is not None], [None] * BUFFERS
+        for work in works:
+            self._open_group().settle(work, check)
+
+    def abort(self) -> None:
+        """The receivers may wait in a broadcast that will not come; nothing but the group's end reaches them."""
+        self._works = [None] * BUFFERS
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                group.close()
+
+    def close(self) -> None:
+        self.abort()
+        self._buffers = [None] * BUFFERS
 
 
-class BroadcastReceiver:
+class BroadcastReceiveChannel:
     """One worker of an engine."""
 
-    def __init__(self, init_info: ControlMessage, worker_rank: int, device: torch.device) -> None:
+    def __init__(self, init_info: ControlMessage, worker_rank: int, device: torch.device, timeout_s: float) -> None:
         """Blocks until the sender and all receivers have joined.
 
         Args: init_info is the sender's, with `rank_offset`; worker_rank counts the workers of this engine from 0.
         """
         self._device = device
-        timeout_s = init_info["timeout_s"]
         store = dist.TCPStore(
             init_info["host"], init_info["port"], is_master=False, timeout=timedelta(seconds=timeout_s)
         )
         rank = init_info["rank_offset"] + worker_rank
         self._group = BroadcastGroup(store, rank, init_info["world_size"], device, timeout_s, "weights")
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device)] * BUFFERS
+        self._works: list[dist.Work] = []
+        self._sizes: list[int] = []
         self._next = 0
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def begin(self) -> None:
-        self._next = 0
+    def begin(self, update: int, sizes: Sequence[int]) -> None:
+        self._sizes, self._works, self._next = list(sizes), [], 0
+        for _ in range(BUFFERS):
+            self._start()
 
-    def receive(self, message: ControlMessage, load: Load) -> dict[str, int]:
-        """Hands the bucket's tensors to `load`.
+    def _start(self) -> None:
+        index = len(self._works)
+        if index < len(self._sizes):
+            size, slot = self._sizes[index], index % BUFFERS
+            if len(self._buffers[slot]) < size:
+                self._buffers[slot] = torch.empty(0, dtype=torch.uint8, device=self._device)
+                self._buffers[slot] = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._works.append(self._group.broadcast(self._buffers[slot][:size]))
 
-        Returns: name -> digest of the bytes that `load` was given.
-        Raises: WeightSyncError if a bucket is missing or does not come within the deadline.
-        """
-        check_index(message, self._next)
+    def next(self) -> Tensor:
+        self._group.order(self._works[self._next])
+        return self._buffers[self._next % BUFFERS][: self._sizes[self._next]]
+
+    def release(self) -> None:
         self._next += 1
-        num_bytes = message["num_bytes"]
-        if len(self._buffer) < num_bytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        data = self._buffer[:num_bytes]
-        self._group.broadcast(data)()
-        bucket = Bucket(specs_of(message), data)
-        digests = bucket_digests(bucket)
-        load(list(unpack(bucket)))
-        return digests
+        self._start()
+
+    def end(self) -> None:
+        for work in self._works[-BUFFERS:]:
+            self._group.settle(work)
 
     def close(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._buffers = []
         self._group.close()

@@ -6,12 +6,14 @@ from the specs alone, so specs and bytes are all that travels. Bytes between ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
+
+from skyrl_train.weight_sync.errors import WeightSyncError
 
 ALIGNMENT = 1024
 """Bytes; also the row of `digest.py`, so that no row holds bytes of two tensors."""
@@ -65,41 +67,56 @@ def offsets(specs: Iterable[TensorSpec]) -> list[int]:
     return bounds
 
 
-def new_buffer(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """What will travel together, known to both ends before the first byte."""
+
+    specs: tuple[TensorSpec, ...]
+    num_bytes: int
 
 
-def pack(
-    named_tensors: Iterable[tuple[str, Tensor]],
-    bucket_bytes: int,
-    allocate: Callable[[int], Tensor] = new_buffer,
-) -> Iterator[Bucket]:
-    """Copy tensors, in their order, into buckets of at most `bucket_bytes`.
+def cut(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[BucketPlan]:
+    """Deal tensors, in their order, to buckets of at most `bucket_bytes`; a larger tensor travels alone.
 
-    A tensor is copied before the next one is asked for, so the source may overwrite it then. A tensor larger than a
-    bucket travels alone in one of its own size.
-
-    Args: allocate gives a uint8 buffer of at least that many bytes; it may hand out an old buffer again as soon as
-        the bucket in it is no longer needed, and it decides the device.
+    Both ends call this with the same arguments, so the order of the specs is the protocol.
     """
     if bucket_bytes < ALIGNMENT:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; at least {ALIGNMENT} are needed")
-    buffer: Tensor | None = None
-    specs: list[TensorSpec] = []
+    buckets: list[BucketPlan] = []
+    waiting: list[TensorSpec] = []
     used = 0
-    for name, tensor in named_tensors:
-        spec = TensorSpec(name, tensor.dtype, tuple(tensor.shape))
+    for spec in specs:
         size = aligned(spec.num_bytes)
-        if buffer is not None and used + size > bucket_bytes:
-            yield Bucket(tuple(specs), buffer[:used])
-            buffer = None
-        if buffer is None:
-            buffer, specs, used = allocate(max(size, bucket_bytes)), [], 0
-        _copy_into(buffer[used : used + size], tensor, spec)
-        specs.append(spec)
+        if waiting and used + size > bucket_bytes:
+            buckets.append(BucketPlan(tuple(waiting), used))
+            waiting, used = [], 0
+        waiting.append(spec)
         used += size
-    if buffer is not None:
-        yield Bucket(tuple(specs), buffer[:used])
+    if waiting:
+        buckets.append(BucketPlan(tuple(waiting), used))
+    return buckets
+
+
+def fill(plan: BucketPlan, named_tensors: Iterator[tuple[str, Tensor]], buffer: Tensor) -> Bucket:
+    """Copy the next tensors of an iterator into a bucket.
+
+    A tensor is copied before the next one is asked for, so the source may overwrite it then.
+
+    Args: buffer [at least plan.num_bytes] uint8; it decides the device.
+    Raises: WeightSyncError if a tensor is not what the plan announces.
+    """
+    start = 0
+    for spec in plan.specs:
+        name, tensor = next(named_tensors, ("nothing more", None))
+        if tensor is None or (name, tensor.dtype, tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):
+            found = name if tensor is None else f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+            raise WeightSyncError(
+                f"the trainer announced {spec.name} {spec.dtype} {spec.shape} and then exports {found}"
+            )
+        size = aligned(spec.num_bytes)
+        _copy_into(buffer[start : start + size], tensor, spec)
+        start += size
+    return Bucket(plan.specs, buffer[: plan.num_bytes])
 
 
 def _copy_into(room: Tensor, tensor: Tensor, spec: TensorSpec) -> None:

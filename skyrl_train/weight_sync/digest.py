@@ -17,7 +17,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, offsets, pack
+from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, offsets
+from skyrl_train.weight_sync.errors import WeightSyncError
 
 WORDS_PER_ROW = ALIGNMENT // 8
 ROWS_PER_CHUNK = 1024
@@ -25,10 +26,6 @@ ROWS_PER_CHUNK = 1024
 ROWS_PER_CHUNK_ON_DEVICE = 16 * 1024
 MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-
-
-class WeightSyncError(RuntimeError):
-    """The engine did not get the trainer's weights; it must not draw samples."""
 
 
 def _signed(value: int) -> int:
@@ -101,16 +98,6 @@ def _header(spec: TensorSpec) -> int:
 
 def bucket_digests(bucket: Bucket) -> dict[str, int]:
     return name_digests(bucket.specs, digest_sums(bucket))
-
-
-def tensor_digest(tensor: Tensor) -> int:
-    """The digest of one tensor outside any bucket."""
-
-    def allocate(num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=tensor.device)
-
-    (bucket,) = pack([("", tensor)], ALIGNMENT, allocate)
-    return bucket_digests(bucket)[""]
 
 
 def compare(sent: Mapping[str, int], received: Mapping[str, int]) -> None:

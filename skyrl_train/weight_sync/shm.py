@@ -1,8 +1,9 @@
-"""Transport between processes of one host: packed buckets in shared memory files, mapped by the receivers.
+"""Channel between processes of one host: buckets in shared memory files, mapped by the receivers.
 
-Two files are in flight, so that packing the next bucket overlaps with loading the last. A sender holds a lock on its
-files for as long as it lives, which tells `sweep` a dead sender's files from a living one's (also across containers
-that share /dev/shm, where process ids lie).
+Two files are in flight, so that packing the next bucket overlaps with loading the last. They stay for the next update:
+the first touch of a fresh page costs more than copying into a warm one. A sender holds a lock on its files for as long
+as it lives, which tells `sweep` a dead sender's files from a living one's (also across containers that share /dev/shm,
+where process ids lie).
 """
 
 from __future__ import annotations
@@ -16,32 +17,22 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.bucket import Bucket, pack, unpack
-from skyrl_train.weight_sync.digest import WeightSyncError, bucket_digests
-from skyrl_train.weight_sync.transport import (
-    ControlMessage,
-    Load,
-    NamedTensors,
-    Post,
-    SendClock,
-    SendReport,
-    bucket_message,
-    check_index,
-    specs_of,
-)
+from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.signals import ABORTED, SignalHub, SignalPeer
+from skyrl_train.weight_sync.transport import Check, ControlMessage
 
 FOLDER = Path("/dev/shm")
 PREFIX = "skyrl_sync_"
 SLOTS = 2
 MAX_BUCKET_BYTES = 32 << 20
-"""The first touch of a fresh page costs more than copying into a warm one: 290 MB took 0.08 s in buckets of 16 MiB,
-0.09 s of 32, 0.12 s of 64 and 0.45 s in one piece (two cores, digests included)."""
+"""Packing, loading and the core's cache like small buckets: 290 MB took 0.08 s in buckets of 16 MiB, 0.09 s of 32,
+0.12 s of 64 and 0.45 s in one piece (two cores, fresh pages, digests included)."""
 
 
 class _Mapping:
@@ -69,80 +60,59 @@ class _Mapping:
         os.close(self._descriptor)
 
 
-class ShmSender:
-    """Sends from one process to any number of receivers on the same host."""
+class ShmSendChannel:
+    """The sender's end."""
 
-    def __init__(self, bucket_bytes: int, post: Post) -> None:
-        self._bucket_bytes = min(bucket_bytes, MAX_BUCKET_BYTES)
-        self._post = post
+    max_bucket_bytes = MAX_BUCKET_BYTES
+
+    def __init__(self, num_receivers: int, timeout_s: float) -> None:
         sweep()
+        self._hub = SignalHub(num_receivers, timeout_s)
+        self._slots: list[_Mapping | None] = [None] * SLOTS
+        self._index = -1
 
     @property
     def init_info(self) -> ControlMessage:
-        return {"transport": "shm"}
+        return {"transport": "shm", "address": self._hub.address}
 
-    def send(self, named_tensors: NamedTensors) -> SendReport:
-        """Blocks until every receiver has taken in every tensor. Raises what `post` raises."""
-        clock = SendClock()
-        slots = _Slots(clock)
-        try:
-            for index, bucket in enumerate(pack(clock.source(named_tensors), self._bucket_bytes, slots.allocate)):
-                message = bucket_message("shm", index, bucket) | {"path": str(slots.path)}
-                slots.in_flight(self._post(message))
-                clock.digest(bucket)
-            slots.drain()
-            return clock.report()
-        finally:
-            slots.close()
+    def connect(self) -> None:
+        self._hub.connect()
 
-    def close(self) -> None:
-        """Nothing outlives a `send`."""
+    def begin(self, update: int) -> None:
+        self._hub.begin(update)
+        self._index = -1
 
-
-class _Slots:
-    """The files of one send, handed out in turn."""
-
-    def __init__(self, clock: SendClock) -> None:
-        self._clock = clock
-        self._mappings: list[_Mapping | None] = [None] * SLOTS
-        self._waits: list[Callable[[], object] | None] = [None] * SLOTS
-        self._current = -1
-
-    @property
-    def path(self) -> Path:
-        mapping = self._mappings[self._current]
-        assert mapping is not None
-        return mapping.path
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        self._current = (self._current + 1) % SLOTS
-        self._wait(self._current)
-        mapping = self._mappings[self._current]
+    def buffer(self, num_bytes: int, check: Check) -> Tensor:
+        self._index += 1
+        self._hub.wait_taken(self._index + 1 - SLOTS, check)
+        slot = self._index % SLOTS
+        mapping = self._slots[slot]
         if mapping is None or mapping.num_bytes < num_bytes:
-            self._drop(self._current)
+            self._drop(slot)
             path = FOLDER / f"{PREFIX}{os.getpid()}_{secrets.token_hex(6)}"
-            mapping = self._mappings[self._current] = _create(path, num_bytes)
+            mapping = self._slots[slot] = _create(path, num_bytes)
         return mapping.tensor()[0]
 
-    def in_flight(self, until_taken: Callable[[], object]) -> None:
-        self._waits[self._current] = until_taken
+    def publish(self, num_bytes: int) -> None:
+        mapping = self._slots[self._index % SLOTS]
+        assert mapping is not None
+        self._hub.tell(self._index, str(mapping.path))
 
-    def drain(self) -> None:
-        for step in range(1, SLOTS + 1):
-            self._wait((self._current + step) % SLOTS)
+    def drain(self, check: Check) -> None:
+        self._hub.wait_taken(self._index + 1, check)
 
-    def _wait(self, slot: int) -> None:
-        until_taken, self._waits[slot] = self._waits[slot], None
-        if until_taken is not None:
-            self._clock.wait(until_taken)
+    def abort(self) -> None:
+        with contextlib.suppress(WeightSyncError):
+            self._hub.tell(ABORTED)
 
     def _drop(self, slot: int) -> None:
-        mapping, self._mappings[slot] = self._mappings[slot], None
+        mapping, self._slots[slot] = self._slots[slot], None
         if mapping is not None:
             mapping.path.unlink(missing_ok=True)
             mapping.close()
 
     def close(self) -> None:
+        self._hub.close()
         for slot in range(SLOTS):
             self._drop(slot)
 
@@ -158,57 +128,64 @@ def _create(path: Path, num_bytes: int) -> _Mapping:
         ) from error
 
 
-class ShmReceiver:
-    """Maps the sender's files; `receive` is called once per bucket, in order."""
+class ShmReceiveChannel:
+    """A receiver's end."""
 
-    def __init__(self) -> None:
+    def __init__(self, init_info: ControlMessage, timeout_s: float) -> None:
+        self._peer = SignalPeer(init_info["address"], timeout_s)
+        self._mappings: dict[int, _Mapping] = {}
+        self._sizes: list[int] = []
         self._next = 0
-        self._mappings: dict[str, _Mapping] = {}
+        self._is_viewed: Callable[[], bool] = lambda: False
 
-    def begin(self) -> None:
-        self.close()
-        self._next = 0
+    def begin(self, update: int, sizes: Sequence[int]) -> None:
+        self._peer.begin(update)
+        self._sizes, self._next = list(sizes), 0
 
-    def receive(self, message: ControlMessage, load: Load) -> dict[str, int]:
-        """Hands the bucket's tensors to `load`.
+    def next(self) -> Tensor:
+        path = self._peer.next(self._next)
+        buffer, self._is_viewed = self._map(self._next % SLOTS, path).tensor()
+        return buffer[: self._sizes[self._next]]
 
-        Returns: name -> digest of the bytes that `load` was given.
-        Raises: WeightSyncError if a bucket is missing, or if `load` keeps a view (the sender overwrites it).
-        """
-        check_index(message, self._next)
-        self._next += 1
-        buffer, is_alive = self._map(message["path"]).tensor()
-        bucket = Bucket(specs_of(message), buffer[: message["num_bytes"]])
-        digests = bucket_digests(bucket)
-        load(list(unpack(bucket)))
-        del buffer, bucket
-        if is_alive():
+    def release(self) -> None:
+        """Raises: WeightSyncError if somebody kept a view of the bucket, which the sender is about to overwrite."""
+        if self._is_viewed():
             gc.collect()  # a view in a reference cycle is nobody's
-        if is_alive():
+        if self._is_viewed():
             raise WeightSyncError(
-                f"the engine's loader keeps views of bucket {message['index']} after loading it "
-                f"(tensors {message['specs'][0][0]} to {message['specs'][-1][0]}); it must clone what it keeps"
+                f"the engine's loader keeps views of bucket {self._next} after loading it; it must clone what it keeps"
             )
-        return digests
+        self._peer.taken(self._next)
+        self._next += 1
 
-    def _map(self, path: str) -> _Mapping:
-        if path not in self._mappings:
+    def end(self) -> None:
+        """Loading is over when `release` was called."""
+
+    def _map(self, slot: int, path: str) -> _Mapping:
+        mapping = self._mappings.get(slot)
+        if mapping is None or str(mapping.path) != path:
             if not path.startswith(f"{FOLDER}/{PREFIX}"):
                 raise WeightSyncError(f"{path!r} is no weight bucket; their names start with {FOLDER}/{PREFIX}")
-            try:
-                size = os.stat(path).st_size
-            except FileNotFoundError as error:
-                raise WeightSyncError(
-                    f"weight bucket {path} is not there: the sender ended, or it runs on another host "
-                    "(then set generator.weight_sync_backend=broadcast)"
-                ) from error
-            self._mappings[path] = _Mapping(Path(path), size, create=False)
-        return self._mappings[path]
+            if mapping is not None:
+                mapping.close()
+            mapping = self._mappings[slot] = _open(Path(path))
+        return mapping
 
     def close(self) -> None:
+        self._peer.close()
         for mapping in self._mappings.values():
             mapping.close()
         self._mappings.clear()
+
+
+def _open(path: Path) -> _Mapping:
+    try:
+        return _Mapping(path, os.stat(path).st_size, create=False)
+    except FileNotFoundError as error:
+        raise WeightSyncError(
+            f"weight bucket {path} is not there: the sender ended, or it runs in a container with another {FOLDER} "
+            "(then set generator.weight_sync_backend=broadcast)"
+        ) from error
 
 
 def sweep(min_age_s: float = 10.0) -> list[str]:

@@ -1,32 +1,97 @@
-"""What every transport offers, so that neither the trainer nor the engine knows which one is used.
+"""One sender, many receivers, and the way between them, which neither end looks into.
 
-Sender: `init_info` (what the receivers are told once), `send(named_tensors)`, `close()`.
-Receiver: `begin()` before each update, `receive(message, load)` per bucket, `close()`.
-The bytes take the transport's way; the control messages (which bucket, which tensors) go through `post`, that is
-through the engine's own update calls, and hold JSON-like values only.
+    Sender.send(specs, tensors) -- control message (the plan) --> Receiver.receive(message, load)
+              bucket, bucket, ... -- a Channel (shared memory, CUDA IPC, broadcast) --> load
+
+Both ends cut the same specs into the same buckets, so one message per sender and update says everything. It goes
+through `post`, that is through the engine's own update call, and holds JSON-like values only.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from skyrl_train.weight_sync.bucket import Bucket, TensorSpec
-from skyrl_train.weight_sync.digest import WeightSyncError, digest_sums, name_digests
+from skyrl_train.weight_sync.bucket import Bucket, BucketPlan, TensorSpec, cut, fill, unpack
+from skyrl_train.weight_sync.digest import digest_sums, name_digests
+from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
 
+T = TypeVar("T")
 ControlMessage = dict[str, Any]
 NamedTensors = Iterable[tuple[str, Tensor]]
-
-Post = Callable[[ControlMessage], Callable[[], object]]
-"""Hands a message to all receivers without waiting; the returned call waits until all have taken the bucket in and
-raises if one has failed or a deadline has passed."""
-
 Load = Callable[[list[tuple[str, Tensor]]], None]
 """Takes the tensors of one bucket. They are views: it keeps none of them beyond the call."""
+Check = Callable[[], None]
+"""Raises what a receiver has raised; called now and then by whoever waits."""
+FIRST_CAUSE_S = 2.0
+"""How long a sender whose channel broke waits for a receiver's own word of what happened."""
+
+
+class Pending(Protocol):
+    """A message that all receivers are working on."""
+
+    def check(self) -> None:
+        """Raise what one of them has raised; never waits."""
+
+    def wait(self) -> None:
+        """Return when all are done. Raises what one raised, or TimeoutError."""
+
+
+Post = Callable[[ControlMessage], Pending]
+"""Hands a message to all receivers without waiting."""
+
+
+class SendChannel(Protocol):
+    """Carries the buckets of one sender to all receivers, in order, at most two at a time."""
+
+    max_bucket_bytes: int
+    """Larger buckets than this are slower."""
+
+    @property
+    def init_info(self) -> ControlMessage:
+        """What the receivers are told once to join."""
+
+    def connect(self) -> None:
+        """Wait until all receivers have joined; they must be told `init_info` without waiting for them first."""
+
+    def begin(self, update: int) -> None: ...
+
+    def buffer(self, num_bytes: int, check: Check) -> Tensor:
+        """[at least num_bytes] uint8 that nobody reads any more, to be filled; waits for one."""
+
+    def publish(self, num_bytes: int) -> None:
+        """Hand over the start of the last buffer. It may be read, but not written, until it comes back."""
+
+    def drain(self, check: Check) -> None:
+        """Wait until every receiver has taken in everything."""
+
+    def abort(self) -> None:
+        """Tell the receivers, where that is possible, that no more comes."""
+
+    def close(self) -> None: ...
+
+
+class ReceiveChannel(Protocol):
+    """The other end, in one worker of an engine."""
+
+    def begin(self, update: int, sizes: Sequence[int]) -> None:
+        """Expect buckets of these many bytes."""
+
+    def next(self) -> Tensor:
+        """[its bytes] uint8, the next bucket, valid until `release`."""
+
+    def release(self) -> None:
+        """The last bucket may be overwritten."""
+
+    def end(self) -> None:
+        """Wait until the device has done everything; all buckets have been taken."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +111,126 @@ class SendReport:
     """name -> digest of what was sent."""
 
 
-class Sender(Protocol):
+class Sender:
+    """Sends named tensors over a channel. After a failed `send` the next one starts from the beginning."""
+
+    def __init__(self, channel: SendChannel, bucket_bytes: int, post: Post) -> None:
+        self._channel, self._post = channel, post
+        self._bucket_bytes = min(bucket_bytes, channel.max_bucket_bytes)
+        self._updates = 0
+        self._known_plan = ""
+
     @property
-    def init_info(self) -> ControlMessage: ...
-    def send(self, named_tensors: NamedTensors) -> SendReport: ...
-    def close(self) -> None: ...
+    def init_info(self) -> ControlMessage:
+        return self._channel.init_info
+
+    def connect(self) -> None:
+        self._known_plan = ""
+        self._channel.connect()
+
+    def send(self, specs: Sequence[TensorSpec], named_tensors: NamedTensors) -> SendReport:
+        """Returns when every receiver has loaded every tensor.
+
+        Args: specs say what `named_tensors` will yield, in order. Each tensor is copied before the next is asked for.
+        Raises: WeightSyncError if the tensors are not those, or the channel breaks; whatever a receiver raised.
+        """
+        plan_id = _plan_id(specs)
+        self._updates += 1
+        message: ControlMessage = {"update": self._updates, "bucket_bytes": self._bucket_bytes, "plan": plan_id}
+        if plan_id != self._known_plan:
+            message["specs"] = [spec.to_message() for spec in specs]
+        self._known_plan = ""
+        clock = SendClock()
+        pending = self._post(message)
+        try:
+            self._send_buckets(clock, cut(specs, self._bucket_bytes), named_tensors, pending.check)
+            clock.wait(pending.wait)
+            clock.is_running = False
+        except PeerLostError:
+            _raise_first_cause(pending)
+            raise
+        finally:
+            if clock.is_running:
+                self._channel.abort()
+        self._known_plan = plan_id
+        return clock.report()
+
+    def _send_buckets(
+        self, clock: SendClock, plans: Sequence[BucketPlan], named_tensors: NamedTensors, check: Check
+    ) -> None:
+        self._channel.begin(self._updates)
+        tensors = clock.source(named_tensors)
+        for plan in plans:
+            buffer = clock.wait(lambda num_bytes=plan.num_bytes: self._channel.buffer(num_bytes, check))  # type: ignore[misc]
+            bucket = fill(plan, tensors, buffer)
+            self._channel.publish(plan.num_bytes)
+            clock.digest(bucket)
+        left_over = next(tensors, None)
+        if left_over is not None:
+            raise WeightSyncError(f"the trainer exports {left_over[0]}, which it did not announce")
+        clock.wait(lambda: self._channel.drain(check))
+
+    def close(self) -> None:
+        self._channel.close()
 
 
-class Receiver(Protocol):
-    def begin(self) -> None: ...
-    def receive(self, message: ControlMessage, load: Load) -> dict[str, int]: ...
-    def close(self) -> None: ...
+def _plan_id(specs: Sequence[TensorSpec]) -> str:
+    names = [spec.name for spec in specs]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise WeightSyncError(f"the trainer exports tensor {twice!r} twice; each name is sent once")
+    text = "\n".join(f"{spec.name} {spec.dtype} {spec.shape}" for spec in specs)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _raise_first_cause(pending: Pending) -> None:
+    """A channel that broke knows only that; the receiver that broke it says why a little later."""
+    deadline = time.monotonic() + FIRST_CAUSE_S
+    while time.monotonic() < deadline:
+        pending.check()
+        time.sleep(0.02)
+
+
+class Receiver:
+    """Takes in one sender's updates, in one worker of an engine."""
+
+    def __init__(self, channel: ReceiveChannel) -> None:
+        self._channel = channel
+        self._plan_id = ""
+        self._specs: tuple[TensorSpec, ...] = ()
+
+    def receive(self, message: ControlMessage, load: Load) -> dict[str, int]:
+        """Hand all tensors of an update to `load`, bucket by bucket.
+
+        Returns: name -> digest of the bytes that `load` was given.
+        Raises: WeightSyncError if a bucket does not come within the deadline; whatever `load` raises.
+        """
+        if "specs" in message:
+            self._specs = tuple(TensorSpec.from_message(spec) for spec in message["specs"])
+            self._plan_id = message["plan"]
+        elif message["plan"] != self._plan_id:
+            raise WeightSyncError("the sender refers to a plan that this engine was never told; connect it anew")
+        plans = cut(self._specs, message["bucket_bytes"])
+        sums: list[Tensor] = []
+        self._channel.begin(message["update"], [plan.num_bytes for plan in plans])
+        for plan in plans:
+            sums.append(self._load_next(plan, load))
+            self._channel.release()
+        self._channel.end()
+        digests: dict[str, int] = {}
+        for plan, values in zip(plans, sums, strict=True):
+            digests |= name_digests(plan.specs, values)
+        return digests
+
+    def _load_next(self, plan: BucketPlan, load: Load) -> Tensor:
+        """No reference to the bucket is left when this returns, unless `load` keeps one."""
+        bucket = Bucket(plan.specs, self._channel.next())
+        sums = digest_sums(bucket)
+        load(list(unpack(bucket)))
+        return sums
+
+    def close(self) -> None:
+        self._channel.close()
 
 
 @dataclass(slots=True)
@@ -68,11 +242,11 @@ class SendClock:
     digest_s: float = 0.0
     wait_s: float = 0.0
     num_bytes: int = 0
+    is_running: bool = True
     _sums: list[tuple[tuple[TensorSpec, ...], Tensor]] = field(default_factory=list)
 
     def source(self, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, once each, with the time that making them takes."""
-        seen: set[str] = set()
+        """The tensors, with the time that making them takes."""
         iterator = iter(named_tensors)
         while True:
             before = time.perf_counter()
@@ -80,15 +254,13 @@ class SendClock:
             self.convert_s += time.perf_counter() - before
             if item is None:
                 return
-            if item[0] in seen:
-                raise WeightSyncError(f"the trainer exports tensor {item[0]!r} twice; each name is sent once")
-            seen.add(item[0])
             yield item
 
-    def wait(self, until_taken: Callable[[], object]) -> None:
+    def wait(self, until: Callable[[], T]) -> T:
         before = time.perf_counter()
-        until_taken()
+        result = until()
         self.wait_s += time.perf_counter() - before
+        return result
 
     def digest(self, bucket: Bucket) -> None:
         before = time.perf_counter()
@@ -111,21 +283,3 @@ class SendClock:
             wait_s=self.wait_s,
             digests=digests,
         )
-
-
-def bucket_message(transport: str, index: int, bucket: Bucket) -> ControlMessage:
-    return {
-        "transport": transport,
-        "index": index,
-        "num_bytes": len(bucket.data),
-        "specs": [spec.to_message() for spec in bucket.specs],
-    }
-
-
-def specs_of(message: ControlMessage) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec.from_message(spec) for spec in message["specs"])
-
-
-def check_index(message: ControlMessage, expected: int) -> None:
-    if message["index"] != expected:
-        raise WeightSyncError(f"bucket {message['index']} arrived where bucket {expected} was due: one was lost")

@@ -3,52 +3,57 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from skyrl_train.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
-from skyrl_train.weight_sync.digest import WeightSyncError
+from skyrl_train.weight_sync.broadcast import BroadcastReceiveChannel, BroadcastSendChannel
+from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.transport import Receiver, Sender
+from tests.cpu.sending import specs_of
 
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 CONTEXT = multiprocessing.get_context("spawn")
 
 
 def _worker(init_info, worker_rank, messages, answers, die_at):
     torch.set_num_threads(1)
-    receiver = BroadcastReceiver(init_info, worker_rank, CPU)
-    received, sums = {}, {}
+    receiver = Receiver(BroadcastReceiveChannel(init_info, worker_rank, CPU, 20))
+    sums: dict[str, float] = {}
 
     def load(named_tensors):
-        sums.update({name: tensor.double().sum().item() for name, tensor in named_tensors})
+        for name, tensor in named_tensors:
+            if name == die_at:
+                os._exit(1)
+            if tensor.isnan().any():
+                raise RuntimeError(f"{name} is not a number")
+            sums[name] = tensor.double().sum().item()
 
-    receiver.begin()
     while (message := messages.get()) is not None:
-        if message == "again":
-            receiver.begin()
-            received.clear()
-            continue
-        if message["index"] == die_at:
-            return
-        received |= receiver.receive(message, load)
-        answers.put(message["index"])
-    answers.put((dict(received), sums))
+        try:
+            answers.put((receiver.receive(message, load), dict(sums)))
+        except Exception as error:
+            answers.put(error)
     receiver.close()
 
 
 class Workers:
-    def __init__(self, count: int, die_at: int = -1) -> None:
+    def __init__(self, count: int, die_at: str = "") -> None:
         self.count, self.die_at = count, die_at
         self.messages = [CONTEXT.Queue() for _ in range(count)]
         self.answers = [CONTEXT.Queue() for _ in range(count)]
-        self.processes = []
+        self.processes: list[Any] = []
+        self.results: list[Any] = []
 
     def start(self, init_info) -> None:
         for rank in range(self.count):
             arguments = (init_info, rank, self.messages[rank], self.answers[rank], self.die_at)
-            self.processes.append(CONTEXT.Process(target=_worker, args=arguments))
+            self.processes.append(CONTEXT.Process(target=_worker, args=arguments, daemon=True))
             self.processes[-1].start()
 
     def tell(self, message) -> None:
@@ -57,54 +62,66 @@ class Workers:
 
     def post(self, message):
         self.tell(message)
-        return lambda: [queue.get(timeout=5) for queue in self.answers]
+        self.results = []
+        return self
 
-    def results(self):
+    def check(self) -> None:
+        for queue in self.answers:
+            if not queue.empty():
+                self.results.append(queue.get())
+        for result in self.results:
+            if isinstance(result, Exception):
+                raise result
+
+    def wait(self) -> None:
+        while len(self.results) < self.count:
+            time.sleep(0.01)
+            self.check()
+
+    def end(self):
         self.tell(None)
-        results = [queue.get(timeout=30) for queue in self.answers]
         for process in self.processes:
             process.join(timeout=30)
-        return results
+            process.kill()
 
 
-@pytest.mark.slow
 def test_every_worker_of_every_engine_receives_every_update():
     workers = Workers(3)
-    sender = BroadcastSender(100_000, workers.post, world_size=4, device=CPU, timeout_s=20)
+    channel = BroadcastSendChannel(3, CPU, timeout_s=20)
+    sender = Sender(channel, 100_000, workers.post)
     workers.start(sender.init_info | {"rank_offset": 1})
     sender.connect()
     assert not dist.is_initialized()
     scratch = torch.empty(10_000)
+    specs = specs_of([(f"t{n}", scratch) for n in range(30)])
     for update in (1, 2):
-        report = sender.send((f"t{n}", scratch.fill_(n * update)) for n in range(30))
+        report = sender.send(specs, ((f"t{n}", scratch.fill_(n * update)) for n in range(30)))
         assert report.num_buckets == 15
-        if update == 1:
-            workers.tell("again")
-    for received, sums in workers.results():
-        assert received == report.digests
-        assert sums == {f"t{n}": 20_000.0 * n for n in range(30)}
+        for digests, sums in workers.results:
+            assert digests == report.digests
+            assert sums == {f"t{n}": 10_000.0 * update * n for n in range(30)}
+    workers.end()
     sender.close()
 
 
-@pytest.mark.slow
-def test_a_receiver_that_died_fails_the_send_within_the_deadline():
-    workers = Workers(1, die_at=2)
-    sender = BroadcastSender(1024, workers.post, world_size=2, device=CPU, timeout_s=5)
+@pytest.mark.parametrize(("die_at", "value"), [("t5", 0.0), ("", float("nan"))])
+def test_a_receiver_that_dies_or_fails_fails_the_send_soon(die_at: str, value: float):
+    workers = Workers(1, die_at)
+    sender = Sender(BroadcastSendChannel(1, CPU, timeout_s=20), 1024, workers.post)
     workers.start(sender.init_info | {"rank_offset": 1})
     sender.connect()
     started = time.monotonic()
-    with pytest.raises(Exception):  # noqa: B017  the queue's timeout or gloo's, whichever is first
-        sender.send((f"t{n}", torch.zeros(256)) for n in range(10))
-    assert time.monotonic() - started < 15
+    tensors = [(f"t{n}", torch.full((256,), value)) for n in range(10)]
+    with pytest.raises(RuntimeError, match="a broadcast of weights failed" if die_at else "is not a number"):
+        sender.send(specs_of(tensors), tensors)
+    assert time.monotonic() - started < 8
     with pytest.raises(WeightSyncError, match="build a new one"):
-        sender.send([])
-    for process in workers.processes:
-        process.join(timeout=30)
+        sender.send([], [])
+    workers.end()
 
 
-@pytest.mark.slow
 def test_connecting_without_receivers_fails_within_the_deadline():
-    sender = BroadcastSender(1024, lambda message: lambda: None, world_size=2, device=CPU, timeout_s=2)
+    sender = Sender(BroadcastSendChannel(1, CPU, timeout_s=2), 1024, lambda message: Workers(0))
     started = time.monotonic()
     with pytest.raises(Exception, match="(?i)time"):
         sender.connect()

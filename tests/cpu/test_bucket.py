@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, offsets, pack, unpack
+from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, cut, fill, offsets, unpack
+from skyrl_train.weight_sync.errors import WeightSyncError
+from tests.cpu.sending import pack, specs_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
 
@@ -63,14 +65,25 @@ def test_each_tensor_starts_at_a_multiple_of_the_alignment():
 
 def test_the_source_may_be_overwritten_at_once():
     scratch = torch.empty(100)
-
-    def source():
-        for value in range(5):
-            yield f"t{value}", scratch.fill_(value)
-
-    for bucket in pack(source(), 2 * ALIGNMENT):
-        for name, tensor in unpack(bucket):
+    source = ((f"t{value}", scratch.fill_(value)) for value in range(5))
+    for plan in cut(specs_of([(f"t{n}", scratch) for n in range(5)]), 2 * ALIGNMENT):
+        for name, tensor in unpack(fill(plan, source, torch.empty(plan.num_bytes, dtype=torch.uint8))):
             assert torch.equal(tensor, torch.full((100,), float(name[1:])))
+
+
+@pytest.mark.parametrize(
+    ("exported", "message"),
+    [
+        ([("b", torch.zeros(3))], "announced a .*then exports b"),
+        ([("a", torch.zeros(4))], r"exports a torch.float32 \(4,\)"),
+        ([("a", torch.zeros(3, dtype=torch.bfloat16))], "exports a torch.bfloat16"),
+        ([], "exports nothing more"),
+    ],
+)
+def test_a_tensor_that_was_not_announced_is_refused(exported, message):
+    (plan,) = cut([TensorSpec("a", torch.float32, (3,))], ALIGNMENT)
+    with pytest.raises(WeightSyncError, match=message):
+        fill(plan, iter(exported), torch.empty(ALIGNMENT, dtype=torch.uint8))
 
 
 def test_a_transposed_view_arrives_as_it_reads():
@@ -80,21 +93,9 @@ def test_a_transposed_view_arrives_as_it_reads():
 
 
 def test_the_bytes_between_tensors_are_zero_in_a_reused_buffer():
-    dirty = torch.full((4 * ALIGNMENT,), 255, dtype=torch.uint8)
-    (bucket,) = pack([("a", torch.zeros(3)), ("b", torch.zeros(300))], 4 * ALIGNMENT, lambda num_bytes: dirty)
+    (bucket,) = pack([("a", torch.zeros(3)), ("b", torch.zeros(300))], 4 * ALIGNMENT)
     assert bucket.data.sum() == 0
     assert len(bucket.data) == 3 * ALIGNMENT
-
-
-def test_an_allocator_is_asked_for_the_bucket_size_or_the_large_tensor():
-    asked = []
-
-    def allocate(num_bytes):
-        asked.append(num_bytes)
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    list(pack([("a", torch.zeros(1)), ("large", torch.zeros(2048)), ("b", torch.zeros(1))], 2048, allocate))
-    assert asked == [2048, 8192, 2048]
 
 
 def test_a_spec_survives_its_message():
@@ -112,7 +113,7 @@ def test_an_unknown_dtype_is_refused(name):
 
 def test_a_bucket_size_below_the_alignment_is_refused():
     with pytest.raises(ValueError, match="bucket_bytes is 100"):
-        list(pack([("a", torch.zeros(1))], 100))
+        cut([], 100)
 
 
 def test_nothing_gives_no_bucket():

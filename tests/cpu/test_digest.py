@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.weight_sync.bucket import pack
-from skyrl_train.weight_sync.digest import WeightSyncError, bucket_digests, compare, tensor_digest
+from skyrl_train.weight_sync.digest import bucket_digests, compare
+from skyrl_train.weight_sync.errors import WeightSyncError
+from tests.cpu.sending import pack, tensor_digest
 
 
 def weights(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,37 @@ import torch
 from skyrl_train.inference.engine import Engine, EngineDeadError
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.types import Generation, SamplingParams
-from skyrl_train.weight_sync.broadcast import BroadcastSender
-from skyrl_train.weight_sync.digest import WeightSyncError
-from skyrl_train.weight_sync.shm import ShmSender
-from skyrl_train.weight_sync.transport import SendReport
+from skyrl_train.weight_sync.broadcast import BroadcastSendChannel
+from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.shm import ShmSendChannel
+from skyrl_train.weight_sync.transport import SendChannel, Sender, SendReport
+from tests.cpu.sending import specs_of
 from tests.cpu.tiny import tiny_tokenizer, write_tiny_model
 
 pytestmark = pytest.mark.slow
 LOOP = asyncio.new_event_loop()
 GREEDY = SamplingParams(max_generate_length=8, temperature=0.0)
 PROMPTS = [[4 + (7 * n + k) % 50 for k in range(3 + n)] for n in range(4)]
-SENDER = {"sender": "trainer"}
+TIMEOUT_S = 20.0
 Named = list[tuple[str, torch.Tensor]]
 
 
 def run(awaitable: Any) -> Any:
     return LOOP.run_until_complete(asyncio.wait_for(awaitable, timeout=120))
+
+
+class Posted:
+    """A call to the engine that runs in its loop, as a sender in another thread waits for it."""
+
+    def __init__(self, call: Coroutine[Any, Any, None]) -> None:
+        self._future = asyncio.run_coroutine_threadsafe(call, LOOP)
+
+    def check(self) -> None:
+        if self._future.done():
+            self._future.result()
+
+    def wait(self) -> None:
+        self._future.result(timeout=60)
 
 
 class World:
@@ -65,16 +80,22 @@ class World:
             found |= dict(finished)
         return [found[n] for n in range(len(prompts))]
 
-    def post(self, message: dict[str, Any]) -> Callable[[], object]:
-        future = asyncio.run_coroutine_threadsafe(self.engine.update_weights(message | SENDER), LOOP)
-        return lambda: future.result(timeout=60)
+    async def connect(self, channel: SendChannel, bucket_bytes: int, name: str = "trainer") -> Sender:
+        sender = Sender(
+            channel, bucket_bytes, lambda message: Posted(self.engine.update_weights(message | {"sender": name}))
+        )
+        info = sender.init_info | {"sender": name, "timeout_s": TIMEOUT_S, "rank_offset": 1}
+        await asyncio.gather(asyncio.to_thread(sender.connect), self.engine.init_weight_sync(info))
+        return sender
 
-    async def send(self, named_tensors: Named, bucket_bytes: int) -> SendReport:
+    async def send(self, named_tensors: Named, bucket_bytes: int, channel: SendChannel | None = None) -> SendReport:
         await self.engine.pause()
-        sender = ShmSender(bucket_bytes, self.post)
-        await self.engine.init_weight_sync(sender.init_info | SENDER)
+        sender = await self.connect(channel or ShmSendChannel(1, TIMEOUT_S), bucket_bytes)
         await self.engine.start_weight_update()
-        return await asyncio.to_thread(sender.send, named_tensors)
+        try:
+            return await asyncio.to_thread(sender.send, specs_of(named_tensors), named_tensors)
+        finally:
+            sender.close()
 
     async def sync(self, named_tensors: Named, bucket_bytes: int = 1 << 20) -> None:
         report = await self.send(named_tensors, bucket_bytes)
@@ -201,15 +222,10 @@ def unfused(named_tensors: Named) -> Named:
 
 def test_a_broadcast_updates_the_engine_as_shared_memory_does(world: World):
     async def update() -> None:
-        sender = BroadcastSender(50_000, world.post, world_size=2, device=torch.device("cpu"), timeout_s=20)
-        await world.engine.pause()
-        joined = asyncio.to_thread(sender.connect)
-        await asyncio.gather(joined, world.engine.init_weight_sync(sender.init_info | SENDER | {"rank_offset": 1}))
-        await world.engine.start_weight_update()
-        report = await asyncio.to_thread(sender.send, world.weights(1))
+        channel = BroadcastSendChannel(1, torch.device("cpu"), TIMEOUT_S)
+        report = await world.send(world.weights(1), 50_000, channel)
         await world.engine.finish_weight_update(7, report.digests)
         await world.engine.resume()
-        sender.close()
 
     run(world.sync(world.weights(0)))
     run(update())
@@ -286,22 +302,15 @@ def test_a_digest_that_differs_stops_the_sync(world: World, change: Callable[[di
 def test_a_name_that_arrives_twice_fails_the_update(world: World):
     async def twice() -> None:
         await world.engine.pause()
-        sender = ShmSender(1 << 20, world.post)
-        await world.engine.init_weight_sync(sender.init_info | SENDER)
+        senders = [await world.connect(ShmSendChannel(1, TIMEOUT_S), 1 << 20, name) for name in ("one", "two")]
         await world.engine.start_weight_update()
-
-        def both() -> None:
-            index = 0
-
-            def renumbered(message: dict[str, Any]) -> Callable[[], object]:
-                nonlocal index
-                index += 1
-                return world.post(message | {"index": index - 1})
-
-            for _ in range(2):
-                ShmSender(1 << 20, renumbered).send(world.weights(1)[:3])
-
-        await asyncio.to_thread(both)
+        part = world.weights(1)[:3]
+        try:
+            for sender in senders:
+                await asyncio.to_thread(sender.send, specs_of(part), part)
+        finally:
+            for sender in senders:
+                sender.close()
 
     with pytest.raises(Exception, match="arrived twice"):
         run(twice())

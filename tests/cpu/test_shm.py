@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from skyrl_train.weight_sync import shm
-from skyrl_train.weight_sync.digest import WeightSyncError, tensor_digest
-from skyrl_train.weight_sync.shm import FOLDER, PREFIX, ShmReceiver, ShmSender
+from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.shm import FOLDER, PREFIX, ShmReceiveChannel, ShmSendChannel
+from skyrl_train.weight_sync.transport import Receiver, Sender
+from tests.cpu.sending import InThread, Named, ReceivingEnd, specs_of, tensor_digest
+
+TIMEOUT_S = 5.0
 
 
 def files() -> list[str]:
@@ -37,138 +44,231 @@ class Loader:
         self.tensors |= {name: tensor.clone() for name, tensor in named_tensors}
 
 
-def directly_to(receiver: ShmReceiver, load: Callable, digests: dict[str, int]) -> Callable:
-    def post(message):
-        digests.update(receiver.receive(message, load))
-        return lambda: None
+class Pair:
+    """A sender and a receiver of this process."""
 
-    return post
+    def __init__(self, bucket_bytes: int, load) -> None:
+        self.end = ReceivingEnd(load)
+        self.channel = ShmSendChannel(1, TIMEOUT_S)
+        self.sender = Sender(self.channel, bucket_bytes, self.end.post)
+        joined = InThread(self.sender.connect)
+        self.end.receiver = Receiver(ShmReceiveChannel(self.sender.init_info, TIMEOUT_S))
+        joined.wait()
+
+    def send(self, named_tensors: Named):
+        return self.sender.send(specs_of(named_tensors), named_tensors)
+
+    def close(self) -> None:
+        self.sender.close()
+        assert self.end.receiver is not None
+        self.end.receiver.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert files() == []
+    assert not list(Path("/tmp").glob("skyrl_sync_*/socket"))
 
 
 @pytest.mark.parametrize("bucket_bytes", [1024, 5000, 1 << 20])
 def test_every_tensor_arrives_with_the_digest_it_was_sent_with(bucket_bytes):
-    receiver, load, received = ShmReceiver(), Loader(), {}
-    sender = ShmSender(bucket_bytes, directly_to(receiver, load, received))
-    for seed in (0, 1):
-        received.clear()
-        receiver.begin()
-        report = sender.send(some_weights(seed))
-        assert report.digests == received == {name: tensor_digest(tensor) for name, tensor in some_weights(seed)}
+    load = Loader()
+    pair = Pair(bucket_bytes, load)
+    for seed in (0, 1, 2):
+        report = pair.send(some_weights(seed))
+        assert report.digests == pair.end.digests == {n: tensor_digest(tensor) for n, tensor in some_weights(seed)}
         assert all(torch.equal(load.tensors[name], tensor) for name, tensor in some_weights(seed))
         assert report.num_bytes == sum(tensor.numel() * 4 for _, tensor in some_weights())
-    receiver.close()
-    assert files() == []
+    assert ["specs" in message for message in pair.end.messages] == [True, False, False]
+    pair.close()
 
 
-def _receive(messages, answers):
+def test_tensors_of_another_plan_are_announced_anew():
+    load = Loader()
+    pair = Pair(4096, load)
+    pair.send(some_weights())
+    pair.send(some_weights()[1:])
+    large = [("large", torch.arange(50_000.0))]
+    pair.send(large)
+    assert torch.equal(load.tensors["large"], large[0][1])
+    assert all("specs" in message for message in pair.end.messages)
+    pair.close()
+
+
+def _receive(init_info, messages, answers):
     torch.set_num_threads(1)
-    receiver, load, received = ShmReceiver(), Loader(), {}
-    receiver.begin()
+    load = Loader()
+    receiver = Receiver(ShmReceiveChannel(init_info, 30))
     while (message := messages.get()) is not None:
-        received |= receiver.receive(message, load)
-        answers.put(message["index"])
-    answers.put((received, {name: tensor.sum().item() for name, tensor in load.tensors.items()}))
+        digests = receiver.receive(message, load)
+        answers.put((digests, {name: tensor.sum().item() for name, tensor in load.tensors.items()}))
+
+
+class Process:
+    """A receiver in another process."""
+
+    def __init__(self, init_info) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.messages, self.answers = context.Queue(), context.Queue()
+        self.process = context.Process(target=_receive, args=(init_info, self.messages, self.answers), daemon=True)
+        self.process.start()
+        self.answer = None
+
+    def post(self, message):
+        self.messages.put(message)
+        return self
+
+    def check(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        self.answer = self.answers.get(timeout=30)
 
 
 def test_another_process_receives_while_the_sender_overwrites_its_source():
-    context = multiprocessing.get_context("spawn")
-    messages, answers = context.Queue(), context.Queue()
-    process = context.Process(target=_receive, args=(messages, answers))
-    process.start()
-    in_flight = []
-
-    def post(message):
-        messages.put(message)
-        in_flight.append(message["index"])
-        return lambda: in_flight.remove(answers.get(timeout=30))
-
+    channel = ShmSendChannel(1, 30)
+    process = Process(channel.init_info)
+    sender = Sender(channel, 1 << 20, process.post)
+    sender.connect()
     scratch = torch.empty(100_000)
-    source = ((f"t{n}", scratch.fill_(n)) for n in range(40))
-    report = ShmSender(1 << 20, post).send(source)
-    assert in_flight == [] and report.num_buckets == 20
-    messages.put(None)
-    received, sums = answers.get(timeout=30)
-    process.join(timeout=30)
-    assert received == report.digests
-    assert sums == {f"t{n}": n * 100_000 for n in range(40)}
-    assert files() == []
+    for update in (1, 2):
+        source = ((f"t{n}", scratch.fill_(n * update)) for n in range(40))
+        report = sender.send(specs_of([(f"t{n}", scratch) for n in range(40)]), source)
+        assert report.num_buckets == 20
+        digests, sums = process.answer
+        assert digests == report.digests
+        assert sums == {f"t{n}": n * update * 100_000 for n in range(40)}
+    process.messages.put(None)
+    process.process.join(timeout=30)
+    sender.close()
+
+
+@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, 2.5), (signal.SIGSTOP, 8)])
+def test_a_receiver_that_dies_or_hangs_fails_the_send(number, within_s):
+    channel = ShmSendChannel(1, TIMEOUT_S)
+    process = Process(channel.init_info)
+    sender = Sender(channel, 4096, process.post)
+    sender.connect()
+
+    def source():
+        for n in range(100):
+            if n == 20:
+                os.kill(process.process.pid, number)
+            yield f"t{n}", torch.zeros(1024)
+
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="ended in the middle|not taken in within 5 s"):
+        sender.send(specs_of([(f"t{n}", torch.zeros(1024)) for n in range(100)]), source())
+    assert time.monotonic() - started < within_s + 2
+    sender.close()
+    process.process.kill()
 
 
 def test_two_buckets_are_in_flight_and_no_more():
-    open_buckets: set[int] = set()
-    most = 0
+    loading, produced = threading.Event(), []
 
-    def post(message):
-        nonlocal most
-        open_buckets.add(message["index"])
-        most = max(most, len(open_buckets))
-        return lambda: open_buckets.remove(message["index"])
+    def load(named_tensors):
+        loading.wait(timeout=10)
 
-    ShmSender(1024, post).send([(f"t{n}", torch.zeros(256)) for n in range(7)])
-    assert most == 2 and not open_buckets
+    def source():
+        for n in range(7):
+            produced.append(n)
+            yield f"t{n}", torch.zeros(256)
 
-
-def test_files_go_when_the_receiver_fails():
-    def post(message):
-        def fail():
-            raise RuntimeError("the engine died")
-
-        return fail
-
-    with pytest.raises(RuntimeError, match="the engine died"):
-        ShmSender(1024, post).send(some_weights())
-    assert files() == []
+    pair = Pair(1024, load)
+    sending = InThread(lambda: pair.sender.send(specs_of([(f"t{n}", torch.zeros(256)) for n in range(7)]), source()))
+    time.sleep(0.3)
+    assert produced == [0, 1]
+    loading.set()
+    sending.wait()
+    assert len(produced) == 7
+    pair.close()
 
 
-def test_files_go_when_the_source_fails():
+def test_a_failing_receiver_says_why_and_the_next_update_works():
+    fail = True
+
+    def load(named_tensors):
+        if fail:
+            raise RuntimeError("no such parameter")
+
+    pair = Pair(1024, load)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="no such parameter"):
+        pair.send(some_weights())
+    assert time.monotonic() - started < 2
+    fail = False
+    assert pair.send(some_weights(1)).digests == pair.end.digests
+    pair.close()
+
+
+def test_a_failing_source_ends_the_receiver_and_the_next_update_works():
     def source():
         yield "a", torch.zeros(3)
         raise RuntimeError("conversion failed")
 
+    pair = Pair(1024, Loader())
     with pytest.raises(RuntimeError, match="conversion failed"):
-        ShmSender(1024, lambda message: lambda: None).send(source())
-    assert files() == []
+        pair.sender.send(specs_of([("a", torch.zeros(3)), ("b", torch.zeros(3))]), source())
+    assert pair.send(some_weights(1)).digests == pair.end.digests
+    pair.close()
+
+
+def test_a_tensor_that_was_not_announced_is_refused():
+    pair = Pair(1024, Loader())
+    with pytest.raises(WeightSyncError, match="exports b, which it did not announce"):
+        pair.sender.send(specs_of([("a", torch.zeros(3))]), [("a", torch.zeros(3)), ("b", torch.zeros(3))])
+    pair.close()
 
 
 def test_a_name_that_is_exported_twice_is_refused():
+    pair = Pair(1024, Loader())
     with pytest.raises(WeightSyncError, match="'a' twice"):
-        ShmSender(1024, lambda message: lambda: None).send([("a", torch.zeros(1)), ("a", torch.zeros(1))])
+        pair.send([("a", torch.zeros(1)), ("a", torch.zeros(1))])
+    pair.close()
 
 
-def test_a_lost_bucket_is_noticed_at_the_next_one():
-    receiver, load, received = ShmReceiver(), Loader(), {}
-    post = directly_to(receiver, load, received)
-
-    def lossy(message):
-        return post(message) if message["index"] != 1 else (lambda: None)
-
+def test_a_lost_bucket_is_noticed_at_the_next_one(monkeypatch):
+    pair = Pair(1024, Loader())
+    tell = pair.channel._hub.tell
+    monkeypatch.setattr(pair.channel._hub, "tell", lambda index, content=None: index == 1 or tell(index, content))
     with pytest.raises(WeightSyncError, match="bucket 2 arrived where bucket 1 was due"):
-        ShmSender(1024, lossy).send(some_weights())
-    receiver.close()
+        pair.send([(f"t{n}", torch.zeros(256)) for n in range(7)])
+    pair.close()
 
 
 def test_a_loader_that_keeps_a_view_is_refused():
-    receiver, kept = ShmReceiver(), []
-
-    def keep(named_tensors):
-        kept.append(named_tensors[0][1][:2])
-
+    kept = []
+    pair = Pair(1 << 20, lambda named_tensors: kept.append(named_tensors[0][1][:2]))
     with pytest.raises(WeightSyncError, match="must clone"):
-        ShmSender(1 << 20, directly_to(receiver, keep, {})).send(some_weights())
-    receiver.close()
+        pair.send(some_weights())
+    pair.close()
     assert torch.isfinite(kept[0]).all()  # the kept view stays readable
 
 
-def test_a_receiver_opens_nothing_but_buckets():
-    message = {"transport": "shm", "index": 0, "num_bytes": 1024, "specs": [], "path": "/etc/passwd"}
-    with pytest.raises(WeightSyncError, match="no weight bucket"):
-        ShmReceiver().receive(message, Loader())
+@pytest.mark.parametrize(
+    ("path", "message"), [("/etc/passwd", "no weight bucket"), (f"{FOLDER}/{PREFIX}1_ab", "weight_sync_backend=broad")]
+)
+def test_a_receiver_opens_nothing_but_buckets_that_are_there(path, message, monkeypatch):
+    pair = Pair(1024, Loader())
+    tell = pair.channel._hub.tell
+    monkeypatch.setattr(pair.channel._hub, "tell", lambda index, content=None: tell(index, path))
+    with pytest.raises(WeightSyncError, match=message):
+        pair.send(some_weights())
+    pair.close()
 
 
-def test_a_bucket_on_another_host_is_an_error_that_says_what_to_do():
-    message = {"transport": "shm", "index": 0, "num_bytes": 1024, "specs": [], "path": f"{FOLDER}/{PREFIX}1_ab"}
+def test_a_sender_on_another_host_is_an_error_that_says_what_to_do():
     with pytest.raises(WeightSyncError, match="weight_sync_backend=broadcast"):
-        ShmReceiver().receive(message, Loader())
+        ShmReceiveChannel({"address": "/tmp/skyrl_sync_nobody/socket"}, 1)
+
+
+def test_receivers_that_do_not_connect_are_counted():
+    channel = ShmSendChannel(2, 0.2)
+    with pytest.raises(WeightSyncError, match="2 of 2 workers"):
+        channel.connect()
+    channel.close()
 
 
 def test_no_room_in_shared_memory_is_an_error_that_says_what_to_do(monkeypatch):
@@ -176,18 +276,20 @@ def test_no_room_in_shared_memory_is_an_error_that_says_what_to_do(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
+    pair = Pair(1024, Loader())
     with pytest.raises(WeightSyncError, match="weight_sync_bucket_mb"):
-        ShmSender(1024, lambda message: lambda: None).send(some_weights())
-    assert files() == []
+        pair.send(some_weights())
+    pair.close()
 
 
 HELD = """
-import sys, time, torch
-from skyrl_train.weight_sync import shm
-def post(message):
-    print(message["path"], flush=True)
-    time.sleep(60)
-shm.ShmSender(1024, post).send([("a", torch.zeros(3))])
+import time, torch
+from skyrl_train.weight_sync.shm import ShmSendChannel
+channel = ShmSendChannel(1, 5)
+channel.begin(1)
+channel.buffer(1024, lambda: None)
+print(channel._slots[0].path, flush=True)
+time.sleep(60)
 """
 
 
@@ -201,6 +303,10 @@ def test_sweeping_removes_the_files_of_killed_senders_only():
     process.kill()
     process.wait()
     process.stdout.close()
+    for folder in Path("/tmp").glob("skyrl_sync_*"):
+        if (folder / "socket").exists():
+            (folder / "socket").unlink()
+            folder.rmdir()
     assert os.path.exists(path)
     assert name not in shm.sweep(min_age_s=3600)
     assert name in shm.sweep(min_age_s=0)
@@ -209,12 +315,7 @@ def test_sweeping_removes_the_files_of_killed_senders_only():
 
 def test_buckets_are_capped_so_that_packing_and_loading_overlap():
     sizes = []
-
-    def post(message):
-        sizes.append(message["num_bytes"])
-        return lambda: None
-
-    started = time.perf_counter()
-    ShmSender(1 << 30, post).send([(f"t{n}", torch.zeros(4 << 20, dtype=torch.uint8)) for n in range(10)])
+    pair = Pair(1 << 30, lambda named_tensors: sizes.append(sum(t.nbytes for _, t in named_tensors)))
+    pair.send([(f"t{n}", torch.zeros(4 << 20, dtype=torch.uint8)) for n in range(10)])
     assert sizes == [32 << 20, 8 << 20]
-    assert time.perf_counter() - started < 10
+    pair.close()

@@ -1,0 +1,144 @@
+"""Short messages between a sender and the receivers on its host: which bucket is ready, which was taken in.
+
+A Unix socket per receiver, so that the death of either end is seen at once and nothing has to be polled. Frames carry
+the number of their update; those of an update that broke off are passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
+
+CHECK_EVERY_S = 0.05
+ABORTED = -1
+"""Instead of a bucket's number: the rest of the update will not come."""
+
+
+class SignalHub:
+    """The sender's end."""
+
+    def __init__(self, num_receivers: int, timeout_s: float) -> None:
+        self._num_receivers, self._timeout_s = num_receivers, timeout_s
+        # A socket's path has at most 107 bytes, which the folder of TMPDIR may exceed.
+        self._folder = tempfile.mkdtemp(prefix="skyrl_sync_", dir="/tmp")
+        self.address = f"{self._folder}/socket"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.address)
+        self._listener.listen(num_receivers)
+        self._receivers: list[Connection] = []
+        self._taken: list[int] = []
+        self._update = 0
+
+    def connect(self) -> None:
+        """Wait for all receivers."""
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            while len(self._receivers) < self._num_receivers:
+                self._listener.settimeout(max(0.001, deadline - time.monotonic()))
+                self._receivers.append(Connection(self._listener.accept()[0].detach()))
+        except TimeoutError as error:
+            raise WeightSyncError(
+                f"{self._num_receivers - len(self._receivers)} of {self._num_receivers} workers of the engines did not "
+                f"connect within {self._timeout_s:g} s"
+            ) from error
+        finally:
+            self._stop_listening()
+
+    def begin(self, update: int) -> None:
+        self._update = update
+        self._taken = [0] * len(self._receivers)
+
+    def tell(self, index: int, content: Any = None) -> None:
+        try:
+            for receiver in self._receivers:
+                receiver.send((self._update, index, content))
+        except OSError as error:
+            raise PeerLostError("an engine's worker has ended in the middle of a weight update") from error
+
+    def wait_taken(self, count: int, check: Callable[[], None]) -> None:
+        """Return when every receiver has taken in the first `count` buckets of this update."""
+        deadline = time.monotonic() + self._timeout_s
+        while any(taken < count for taken in self._taken):
+            for connection in wait(self._receivers, timeout=CHECK_EVERY_S):
+                number = self._receivers.index(connection)  # type: ignore[arg-type]
+                self._read(number)
+            if any(taken < count for taken in self._taken):
+                check()
+                if time.monotonic() > deadline:
+                    raise PeerLostError(f"a bucket of weights was not taken in within {self._timeout_s:g} s")
+
+    def _read(self, number: int) -> None:
+        try:
+            update, index = self._receivers[number].recv()
+        except (EOFError, OSError) as error:
+            raise PeerLostError("an engine's worker has ended in the middle of a weight update") from error
+        if update == self._update:
+            self._taken[number] = index + 1
+
+    def _stop_listening(self) -> None:
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        self._stop_listening()
+        for receiver in self._receivers:
+            receiver.close()
+        self._receivers = []
+
+
+class SignalPeer:
+    """A receiver's end."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(address)
+        except OSError as error:
+            raise WeightSyncError(
+                f"no sender of weights listens at {address} ({error}): it ended, or it runs on another host (then set "
+                "generator.weight_sync_backend=broadcast)"
+            ) from error
+        connection.settimeout(None)
+        self._connection = Connection(connection.detach())
+        self._update = 0
+
+    def begin(self, update: int) -> None:
+        self._update = update
+
+    def next(self, expected: int) -> Any:
+        """The content of the signal for bucket `expected`.
+
+        Raises: WeightSyncError if another one comes, none comes within the deadline, or the sender gives up or dies.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+                raise WeightSyncError(f"bucket {expected} of the weights did not come within {self._timeout_s:g} s")
+            try:
+                update, index, content = self._connection.recv()
+            except (EOFError, OSError) as error:
+                raise WeightSyncError("the sender of the weights has ended in the middle of an update") from error
+            if update != self._update:
+                continue
+            if index == ABORTED:
+                raise WeightSyncError("the sender gave up this weight update")
+            if index != expected:
+                raise WeightSyncError(f"bucket {index} arrived where bucket {expected} was due: one was lost")
+            return content
+
+    def taken(self, index: int) -> None:
+        with contextlib.suppress(OSError):  # the sender is gone: the next wait for it says so
+            self._connection.send((self._update, index))
+
+    def close(self) -> None:
+        self._connection.close()
