@@ -279,6 +279,12 @@ class SamplingConfig:
 class GeneratorConfig:
     """The vLLM engines and what they are asked for."""
 
+    run_engines_locally: bool
+    """Start the engines; false connects to the vLLM servers of remote_inference_engine_urls."""
+    remote_inference_engine_urls: tuple[str, ...]
+    """Servers that run already, as http://host:port; with run_engines_locally=false."""
+    remote_api_key_env: Text | None
+    """Environment variable with the API key of those servers; null means that they have none."""
     num_inference_engines: Count
     """Engines side by side."""
     inference_engine_tensor_parallel_size: Count

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import importlib.util
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ REF = "trainer.ref.megatron_config"
 POLICY_RANKS = "trainer.placement.policy_num_nodes * policy_num_gpus_per_node"
 DATA_FILE = re.compile(r"\.(?P<format>parquet|jsonl|json)(\.(gz|bz2|xz|zst))?$")
 HUB_SPLIT = re.compile(r"^(?P<name>[^:]+):(?P<split>[^:/]+)$")
+SERVER_URL = re.compile(r"^https?://[^/\s]+/?$")
 GROUP_ESTIMATORS = ("grpo", "rloo")
 """Estimators for which a group of one sample has no advantage."""
 
@@ -38,6 +40,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         *_batches(config, num_train_prompts),
         *_algorithm(config),
         *_lengths(config),
+        *_remote_engines(config),
     ]
     problems += _layouts(config)
     if files:
@@ -99,6 +102,36 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield (
             f"generator.n_samples_per_prompt is {samples}: {algorithm.advantage_estimator} compares the samples of a "
             "prompt with each other, set it to at least 2"
+        )
+
+
+def _remote_engines(config: Config) -> Iterator[str]:
+    generator = config.generator
+    urls, key = generator.remote_inference_engine_urls, "generator.remote_inference_engine_urls"
+    stock = generator.weight_sync_backend == "vllm_nccl"
+    if generator.run_engines_locally:
+        if urls:
+            yield f"{key} names {len(urls)} servers: set generator.run_engines_locally=false to use them"
+        if stock:
+            yield (
+                "generator.weight_sync_backend is vllm_nccl, which is for stock vLLM servers "
+                "(generator.run_engines_locally=false): use auto"
+            )
+        return
+    if not urls:
+        yield f"generator.run_engines_locally is false and {key} is empty: name the servers, as [http://host:8000]"
+    for url in urls:
+        if not SERVER_URL.match(url):
+            yield f"{key} names {url!r}: write http://host:port, without /v1 or another path"
+    for url in sorted({url for url in urls if urls.count(url) > 1}):
+        yield f"{key} names {url} twice: each server is one engine"
+    variable = generator.remote_api_key_env
+    if variable is not None and not os.environ.get(variable):
+        yield f"generator.remote_api_key_env is {variable}: no such environment variable is set, export it first"
+    if stock and config.trainer.verify_sync_every == 0:
+        yield (
+            "trainer.verify_sync_every is 0 and generator.weight_sync_backend vllm_nccl: a stock server tells no "
+            "digests of what it received, so comparing logprobs is the only proof; set it to at least 1, such as 10"
         )
 
 

@@ -16,8 +16,9 @@ from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.process import log_to, talk_through_node_address
 from skyrl_train.hub import local_folder
 from skyrl_train.inference.engine import Engine
+from skyrl_train.inference.remote import RemoteEngine
 from skyrl_train.inference.router import Router
-from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.inference.settings import EngineSettings, RemoteEngineSettings
 from skyrl_train.types import Generate, Generation, SamplingParams
 from skyrl_train.weight_sync.transport import ControlMessage
 
@@ -37,33 +38,52 @@ class EngineActor(Engine):
         log_to(log_path)
         talk_through_node_address()
 
-    async def start(self, settings: EngineSettings) -> None:
-        """A hub model is downloaded to this node first."""
+    async def start(self, settings: EngineSettings) -> int:
+        """A hub model is downloaded to this node first. Returns: the number of workers."""
         super().__init__(replace(settings, model_path=local_folder(settings.model_path)))
-        await self.ready()
+        return (await self.ready())["num_workers"]
+
+
+class RemoteEngineActor(RemoteEngine):
+    """As EngineActor, for a server that runs already; it needs no GPU and next to no CPU."""
+
+    def __init__(self, log_path: str) -> None:
+        log_to(log_path)
+
+    async def start(self, settings: RemoteEngineSettings) -> int:
+        super().__init__(replace(settings, model_path=local_folder(settings.model_path)))
+        return (await self.ready())["num_workers"]
+
+
+def _actor_class(settings: EngineSettings | RemoteEngineSettings) -> Any:
+    return ray.remote(RemoteEngineActor if isinstance(settings, RemoteEngineSettings) else EngineActor)
 
 
 class EngineGroup:
     """All engines, each of them holding the same weights."""
 
     def __init__(
-        self, slots: Sequence[Slot], settings: Sequence[EngineSettings], log_folder: str, timeout_s: float
+        self,
+        slots: Sequence[Slot],
+        settings: Sequence[EngineSettings | RemoteEngineSettings],
+        log_folder: str,
+        timeout_s: float,
     ) -> None:
         """Asks Ray to start the engines' processes and returns at once; `start` has them load their models."""
         names = tuple(f"engine-{index}" for index in range(len(settings)))
         self._calls = Calls(names, timeout_s, log_folder)
         self._settings = tuple(settings)
-        self.num_workers = sum(one.tensor_parallel_size for one in settings)
-        self._worker_offsets = [sum(s.tensor_parallel_size for s in settings[:index]) for index in range(len(settings))]
-        actor = ray.remote(EngineActor)
+        self._num_workers: list[int] = []
         self.actors = [
-            actor.options(  # type: ignore[attr-defined]
+            _actor_class(one)
+            .options(
                 num_cpus=slot.num_cpus,
                 num_gpus=slot.num_gpus,
                 scheduling_strategy=slot.strategy,
                 max_concurrency=MAX_CONCURRENCY,
-            ).remote(f"{log_folder}/{name}.log")
-            for slot, name in zip(slots, names, strict=True)
+            )
+            .remote(f"{log_folder}/{name}.log")
+            for slot, name, one in zip(slots, names, settings, strict=True)
         ]
         self._router = Router([self._stream(index) for index in range(len(settings))])
 
@@ -94,12 +114,18 @@ class EngineGroup:
         return stream
 
     async def start(self) -> None:
-        """Returns when every engine has loaded its model."""
+        """Returns when every engine has loaded its model, and every server was found fit."""
         starts = [actor.start.remote(one) for actor, one in zip(self.actors, self._settings, strict=True)]
-        await self._calls.gather("start", starts)
+        self._num_workers = await self._calls.gather("start", starts)
+
+    @property
+    def num_workers(self) -> int:
+        """Of all engines that have started."""
+        return sum(self._num_workers)
 
     async def init_weight_sync(self, info: ControlMessage) -> None:
-        infos = [info | {"rank_offset": 1 + offset} for offset in self._worker_offsets]
+        offsets = [1 + sum(self._num_workers[:index]) for index in range(len(self.actors))]
+        infos = [info | {"rank_offset": offset} for offset in offsets]
         calls = [actor.init_weight_sync.remote(one) for actor, one in zip(self.actors, infos, strict=True)]
         await self._calls.gather("connect the weight sync", calls)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.worker_group import WorkerGroup
 from skyrl_train.config import Config
-from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.inference.settings import EngineSettings, RemoteEngineSettings
 
 POLICY, REFERENCE, ENGINES = "policy ranks", "reference ranks", "engines"
 
@@ -59,11 +60,10 @@ async def launch(
         strategy=trainer.placement.strategy,
         timeout_s=trainer.placement.timeout_s,
     )
-    settings = [
-        _engine_settings(config, max_model_len, trainer.seed + index)
-        for index in range(generator.num_inference_engines)
-    ]
-    engines = EngineGroup(placement.slots[ENGINES], settings, logs, trainer.timeout_s)
+    backend = _sync_backend(config, cluster)
+    engines = EngineGroup(
+        placement.slots[ENGINES], _all_engine_settings(config, max_model_len, backend), logs, trainer.timeout_s
+    )
     policy_group = WorkerGroup("policy", placement.slots[POLICY], logs, trainer.timeout_s)
     groups = [policy_group]
     policy, reference = PolicyGroup(policy_group), None
@@ -75,12 +75,10 @@ async def launch(
     processes = Processes(cluster, placement, policy, reference, engines, tuple(groups))
     try:
         await asyncio.gather(*starts)
-        await policy.connect_engines(
-            engines,
-            _sync_backend(generator.weight_sync_backend, cluster),
-            generator.weight_sync_bucket_mb << 20,
-            trainer.timeout_s,
-        )
+        await policy.connect_engines(engines, backend, generator.weight_sync_bucket_mb << 20, trainer.timeout_s)
+        if not generator.run_engines_locally:
+            # The servers may hold anything: what they loaded, or what an earlier run left in them.
+            await policy.send_weights(engines, generator.model_dtype)
     except BaseException:
         await processes.stop()
         raise
@@ -92,7 +90,9 @@ def _demands(config: Config) -> list[Demand]:
     place = trainer.placement
     demands = [
         Demand(POLICY, place.policy_num_nodes * place.policy_num_gpus_per_node, 1),
-        Demand(ENGINES, generator.num_inference_engines, generator.inference_engine_tensor_parallel_size),
+        Demand(ENGINES, generator.num_inference_engines, generator.inference_engine_tensor_parallel_size)
+        if generator.run_engines_locally
+        else Demand(ENGINES, len(generator.remote_inference_engine_urls), 0),
     ]
     if trainer.algorithm.needs_reference:
         demands.insert(1, Demand(REFERENCE, place.ref_num_nodes * place.ref_num_gpus_per_node, 1))
@@ -123,6 +123,28 @@ def _reference_arguments(config: Config) -> dict[str, Any]:
     }
 
 
+def _all_engine_settings(
+    config: Config, max_model_len: int, backend: str
+) -> list[EngineSettings | RemoteEngineSettings]:
+    generator = config.generator
+    if generator.run_engines_locally:
+        seeds = range(config.trainer.seed, config.trainer.seed + generator.num_inference_engines)
+        return [_engine_settings(config, max_model_len, seed) for seed in seeds]
+    variable = generator.remote_api_key_env
+    return [
+        RemoteEngineSettings(
+            url=url,
+            api_key=None if variable is None else os.environ[variable],
+            model_path=_seen_from_anywhere(config.trainer.policy.model.path),
+            model_dtype=generator.model_dtype,
+            max_model_len=max_model_len,
+            weight_sync_backend=backend,
+            rpc_timeout_s=config.trainer.timeout_s,
+        )
+        for url in generator.remote_inference_engine_urls
+    ]
+
+
 def _engine_settings(config: Config, max_model_len: int, seed: int) -> EngineSettings:
     generator = config.generator
     cache_gb = generator.kv_cache_memory_gb
@@ -151,8 +173,11 @@ def _seen_from_anywhere(path: str) -> str:
     return str(folder.resolve()) if folder.is_dir() else path
 
 
-def _sync_backend(name: str, cluster: Cluster) -> str:
+def _sync_backend(config: Config, cluster: Cluster) -> str:
     """auto: shared memory where all processes are CPU processes of one host, a broadcast elsewhere."""
-    if name != "auto":
-        return name
+    generator = config.generator
+    if generator.weight_sync_backend != "auto":
+        return generator.weight_sync_backend
+    if not generator.run_engines_locally:
+        return "broadcast"
     return "shm" if cluster.is_local and not cluster.has_gpus else "broadcast"

@@ -45,6 +45,25 @@ class EngineSettings:
             raise ValueError(f"model_dtype is {self.model_dtype!r}; it is float32, bfloat16 or float16")
 
 
+@dataclass(frozen=True)
+class RemoteEngineSettings:
+    """One vLLM server that runs already."""
+
+    url: str
+    """"http://host:port", without a path."""
+    api_key: str | None = field(repr=False)
+    model_path: str
+    """Folder of the policy's checkpoint; the server's tokenizer must be the same."""
+    model_dtype: str
+    """dtype of the weights that will be sent."""
+    max_model_len: int
+    """Most tokens of prompt and response together; the server may have more."""
+    weight_sync_backend: str
+    """"shm", "broadcast" or "vllm_nccl"."""
+    rpc_timeout_s: float = 600.0
+    """Deadline of every call except generation."""
+
+
 def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, Any]:
     """Keyword arguments of vLLM's AsyncEngineArgs.
 

@@ -15,6 +15,8 @@ from skyrl_train.config_checks import check
 from skyrl_train.model_checks import looks_local
 
 MEGATRON = "trainer.policy.megatron_config"
+URLS = "generator.remote_inference_engine_urls"
+REMOTE = ["generator.run_engines_locally=false", f"{URLS}=[http://h:8000]"]
 SMALL = ["trainer.train_batch_size=8", "trainer.policy_mini_batch_size=4"]
 
 
@@ -76,11 +78,22 @@ def test_the_base_and_the_quickstart_pass():
             "recompute_modules empty: name modules",
         ),
         (["trainer.ref.megatron_config.context_parallel_size=2"], "trainer.placement.ref_num_nodes .* is 1 ranks"),
+        (["generator.run_engines_locally=false"], "remote_inference_engine_urls is empty: name the servers"),
+        ([f"{URLS}=[http://h:8000]"], "names 1 servers: set generator.run_engines_locally=false"),
+        ([*REMOTE, f"{URLS}=[http://h:8000/v1]"], "names 'http://h:8000/v1': write http://host:port, without /v1"),
+        ([*REMOTE, f"{URLS}=[http://h:1,http://h:2,http://h:1]"], "names http://h:1 twice"),
+        ([*REMOTE, "generator.remote_api_key_env=NOT_SET"], "NOT_SET: no such environment variable is set"),
     ],
 )
 def test_values_that_do_not_fit_are_one_sentence_with_the_cure(overrides: list[str], expected: str):
     (problem,) = problems(*overrides)
     assert re.search(expected, problem), problem
+
+
+def test_remote_engines_pass_with_servers_and_the_key_of_a_variable(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KEY_OF_A_TEST", "secret")
+    assert problems(*REMOTE, "generator.remote_api_key_env=KEY_OF_A_TEST") == ()
+    assert problems(REMOTE[0], f"{URLS}=[http://10.0.0.1:8000,https://engine.example/]") == ()
 
 
 def test_all_failures_come_at_once():

@@ -1,0 +1,98 @@
+"""JSON over HTTP to one vLLM server: deadlines, and errors that say which server, what was asked and what it said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+
+CONNECT_ATTEMPTS = 3
+CONNECT_S = 10.0
+"""Deadline of each attempt to connect."""
+KEEPALIVE_S = 2.0
+"""An idle connection is closed after this: uvicorn closes it after 5 s, and a request sent just then would be lost."""
+MAX_ERROR_TEXT = 600
+
+
+class ServerUnreachableError(ConnectionError):
+    """No connection to the server, or it was lost before the answer."""
+
+
+class ServerError(RuntimeError):
+    """The server answered with an error."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServerClient:
+    """Keeps connections open between calls; to be used in one event loop."""
+
+    def __init__(self, url: str, api_key: str | None, max_connections: int) -> None:
+        """Args: url has no path ("http://host:8000"); max_connections: further calls wait for one to be free."""
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._max_connections = max_connections
+        self._session: aiohttp.ClientSession | None = None
+
+    async def get(self, path: str, timeout_s: float | None, **query: str) -> Any:
+        """As `post`."""
+        return await self._request("GET", path, None, timeout_s, query)
+
+    async def post(self, path: str, body: Any, timeout_s: float | None, **query: str) -> Any:
+        """The decoded answer, None where it is empty.
+
+        Args: body is JSON-like, None for no body; timeout_s None waits as long as it takes.
+        Raises: ServerUnreachableError, ServerError, TimeoutError.
+        """
+        return await self._request("POST", path, body, timeout_s, query)
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _request(self, method: str, path: str, body: Any, timeout_s: float | None, query: dict[str, str]) -> Any:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=KEEPALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
+        for attempt in range(1, CONNECT_ATTEMPTS + 1):
+            try:
+                async with self._session.request(
+                    method, self.url + path, json=body, params=query, timeout=timeout
+                ) as response:
+                    text = await response.text()
+                    if response.status >= 400:
+                        reason = _reason(text) or response.reason
+                        raise ServerError(f"{method} {self.url}{path}: {response.status} {reason}", response.status)
+                    return json.loads(text) if text.strip() else None
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                # Nothing was sent, so asking again does nothing twice.
+                if attempt == CONNECT_ATTEMPTS:
+                    raise ServerUnreachableError(f"no connection to the vLLM server {self.url}: {error}") from error
+                await asyncio.sleep(0.2 * attempt)
+            except TimeoutError as error:
+                raise TimeoutError(f"{method} {self.url}{path} had no answer within {timeout_s:g} s") from error
+            except aiohttp.ClientError as error:
+                what = f"{type(error).__name__} {error}".strip()
+                raise ServerUnreachableError(f"the connection to {self.url} was lost in {path} ({what})") from error
+            except json.JSONDecodeError as error:
+                raise ServerError(f"{method} {self.url}{path}: the answer is no JSON: {text[:100]!r}") from error
+        raise AssertionError("unreachable")
+
+
+def _reason(text: str) -> str:
+    """What is readable of an error's body: vLLM puts it under "error", FastAPI under "detail"."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text[:MAX_ERROR_TEXT]
+    if isinstance(found, dict):
+        found = found.get("error", found.get("detail", found))
+    if isinstance(found, dict):
+        found = found.get("message", found)
+    return str(found)[:MAX_ERROR_TEXT]

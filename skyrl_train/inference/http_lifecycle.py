@@ -1,0 +1,210 @@
+"""vLLM's weight updates and pauses over HTTP, and what differs between servers of 0.26 to 0.33.
+
+    version  what changed for a client
+    < 0.21   no start/finish: every update was a whole one                                        refused
+    0.21+    the bracket start, update ..., finish; until 0.24 start takes `is_checkpoint_format`  refused below 0.26
+    0.26     the first that the engines of this project support too
+    0.27     /update_weight_version, /weight_info
+    0.28     the backend `nccl` is told once, at init, how tensors are packed; before that at each update
+    0.32     /shutdown_weight_transfer_engine
+
+Routes are probed in the server's openapi.json; where it is hidden (--disable-fastapi-docs) the version decides. All of
+them but /v1, /health and /version need VLLM_SERVER_DEV_MODE=1.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_train.inference.http_client import ServerClient, ServerError
+from skyrl_train.inference.settings import EXTENSION
+from skyrl_train.weight_sync.transport import ControlMessage
+
+OLDEST = (0, 26)
+ROUTES_SINCE = {"/update_weight_version": (0, 27), "/shutdown_weight_transfer_engine": (0, 32)}
+PACKED_AT_INIT_SINCE = (0, 28)
+PACKED_BUFFERS = 2
+"""Receive buffers of the server; vLLM's default."""
+
+
+class ServerUnsuitableError(ValueError):
+    """The server runs, but not in a way that this run can use; the message says how to start it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says of itself."""
+
+    version: str
+    routes: frozenset[str]
+    """Of ROUTES_SINCE, those that it has."""
+    model: str
+    """Name under which it serves its model."""
+    max_model_len: int
+    dtype: str
+    """"float32", "bfloat16", ..."""
+    logprobs_mode: str
+    backend: str | None
+    """Of its --weight-transfer-config; None without one."""
+    has_extension: bool
+    """Whether it was started with this project's --worker-extension-cls."""
+    num_workers: int
+    """Ranks that receive weights: tensor times pipeline parallel size."""
+    data_parallel_size: int
+
+
+class HttpLifecycle:
+    """The calls of one server, in the form that its version understands."""
+
+    def __init__(self, client: ServerClient, facts: ServerFacts, timeout_s: float) -> None:
+        self._client, self._facts, self._timeout_s = client, facts, timeout_s
+        self._packing: dict[str, Any] = {}
+        self._released = False
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether the server receives weights through vLLM's own NCCL backend."""
+        return self._facts.backend == "nccl"
+
+    async def pause(self, mode: str) -> None:
+        await self._post("/pause", mode=mode, clear_cache="true")
+
+    async def resume(self) -> None:
+        await self._post("/resume")
+
+    async def reset_prefix_cache(self) -> bool:
+        answer = await self._post("/reset_prefix_cache")
+        return bool(answer["success"])
+
+    async def init(self, info: ControlMessage) -> None:
+        """Connect the server's workers to a sender; returns when all have joined."""
+        if not self._released and "/shutdown_weight_transfer_engine" in self._facts.routes:
+            await self._post("/shutdown_weight_transfer_engine")  # what an earlier run left connected
+        self._released = True
+        await self._post("/init_weight_transfer_engine", {"init_info": self._init_info(info)})
+
+    async def start(self) -> None:
+        # No body: before 0.25 it had one, and from then on it is not read.
+        await self._post("/start_weight_update")
+
+    async def update(self, message: ControlMessage) -> None:
+        """Returns when all workers have taken in what the message announces."""
+        await self._post("/update_weights", {"update_info": self._update_info(message)})
+
+    async def finish(self) -> None:
+        # The body is an optional label since 0.27; {} is valid everywhere, no body is refused by some versions.
+        await self._post("/finish_weight_update", {})
+
+    async def close_broken_update(self) -> None:
+        """End an update that was begun and not finished, by this run or by an earlier one.
+
+        Raises: ServerError where stock vLLM cannot.
+        """
+        if not self.is_stock:
+            await self.rpc("skyrl_close_update")
+            return
+        try:
+            await self.finish()
+        except ServerError as error:
+            if "without a matching start" not in str(error):
+                raise
+
+    async def set_version(self, policy_version: int) -> None:
+        """Label the weights; 0.26 has no such label."""
+        if "/update_weight_version" in self._facts.routes:
+            await self._post("/update_weight_version", {"new_version": str(policy_version)})
+
+    async def rpc(self, method: str) -> list[Any]:
+        """A method of the worker extension, on every worker."""
+        answer = await self._post("/collective_rpc", {"method": method})
+        return [] if answer is None else answer["results"]
+
+    async def _post(self, path: str, body: Any = None, **query: str) -> Any:
+        return await self._client.post(path, body, self._timeout_s, **query)
+
+    def _init_info(self, info: ControlMessage) -> dict[str, Any]:
+        if not self.is_stock:
+            return {"info": info}
+        group = {name: info[name] for name in ("master_address", "master_port", "rank_offset", "world_size")}
+        packing = {
+            "packed": True,
+            "packed_buffer_size_bytes": info["bucket_bytes"],
+            "packed_num_buffers": PACKED_BUFFERS,
+        }
+        if _number(self._facts.version) >= PACKED_AT_INIT_SINCE:
+            return group | packing
+        self._packing = packing
+        return group
+
+    def _update_info(self, message: ControlMessage) -> dict[str, Any]:
+        if not self.is_stock:
+            return {"message": message}
+        return {name: message[name] for name in ("names", "dtype_names", "shapes")} | self._packing
+
+
+async def probe(client: ServerClient, timeout_s: float) -> ServerFacts:
+    """Ask a server what it is.
+
+    Raises: ServerUnreachableError; ServerUnsuitableError for one that is dead, too old, has another API key or no
+    development mode.
+    """
+    try:
+        await client.get("/health", timeout_s)
+        version = str((await client.get("/version", timeout_s))["version"])
+    except ServerError as error:
+        hint = "its engine has died" if error.status == 503 else "is it a vLLM server?"
+        raise ServerUnsuitableError(f"the server {client.url} is not healthy ({error}); {hint}") from error
+    if _number(version) < OLDEST:
+        raise ServerUnsuitableError(
+            f"the server {client.url} runs vLLM {version}; remote engines need vLLM 0.26 or newer "
+            "(before that, weight updates had other calls)"
+        )
+    try:
+        models = (await client.get("/v1/models", timeout_s))["data"]
+        info = (await client.get("/server_info", timeout_s, config_format="json"))["vllm_config"]
+    except ServerError as error:
+        raise ServerUnsuitableError(_cure(client.url, error)) from error
+    model, parallel = info["model_config"], info["parallel_config"]
+    base = next((entry for entry in models if entry.get("parent") is None), {"id": model["model"]})
+    return ServerFacts(
+        version=version,
+        routes=await _routes(client, version, timeout_s),
+        model=base["id"],
+        max_model_len=model["max_model_len"],
+        dtype=str(model["dtype"]).removeprefix("torch."),
+        logprobs_mode=str(model["logprobs_mode"]),
+        backend=(info.get("weight_transfer_config") or {}).get("backend"),
+        has_extension=parallel.get("worker_extension_cls") == EXTENSION,
+        num_workers=parallel["tensor_parallel_size"] * parallel["pipeline_parallel_size"],
+        data_parallel_size=parallel["data_parallel_size"],
+    )
+
+
+def _cure(url: str, error: ServerError) -> str:
+    if error.status == 401:
+        return (
+            f"the server {url} refuses the API key: generator.remote_api_key_env must name an environment variable "
+            "that holds what the server was given as --api-key"
+        )
+    if error.status == 404:
+        return (
+            f"the server {url} has no {'/server_info' if '/server_info' in str(error) else 'model list'} ({error}): "
+            "start it with the environment variable VLLM_SERVER_DEV_MODE=1, which opens the calls of a weight update"
+        )
+    return f"the server {url} does not say what it serves: {error}"
+
+
+async def _routes(client: ServerClient, version: str, timeout_s: float) -> frozenset[str]:
+    try:
+        listed = (await client.get("/openapi.json", timeout_s))["paths"]
+    except ServerError:
+        return frozenset(route for route, since in ROUTES_SINCE.items() if _number(version) >= since)
+    return frozenset(route for route in ROUTES_SINCE if route in listed)
+
+
+def _number(version: str) -> tuple[int, int]:
+    """(major, minor); a build without a number ("dev") counts as newer than all."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (999, 0)
