@@ -1,6 +1,7 @@
 """The nouns of one training step, in the order in which they come to be.
 
     Prompt -> Sample x G -> Group -> ExperienceBatch -> TrainBatch (one per data-parallel rank)
+    Example (supervised fine-tuning) -> ExperienceBatch -> the same
 
 A rank packs its TrainBatch into micro-batches (megatron/packing.py).
 
@@ -102,6 +103,16 @@ class Group:
     prompt: Prompt
     samples: tuple[Sample, ...]
     """[G]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row of supervised fine-tuning."""
+
+    token_ids: Tensor
+    """[L] int64"""
+    loss_mask: Tensor
+    """[L] bool: the token is trained. Never the first, which nothing predicts."""
 
 
 @dataclass(frozen=True, slots=True)

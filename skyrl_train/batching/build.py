@@ -1,4 +1,4 @@
-"""Groups of samples -> one ExperienceBatch: everything end to end, no padding."""
+"""Groups of samples, or examples, -> one ExperienceBatch: everything end to end, no padding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from skyrl_train.types import ExperienceBatch, Group, Metrics, Sample
+from skyrl_train.types import Example, ExperienceBatch, Group, Metrics, Sample
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
 """(rewards [B] float32, group_ids [B] int64) -> advantages [B] float32: an entry of `ADVANTAGES` with its settings."""
@@ -45,6 +45,21 @@ def build_experience(groups: Sequence[Group], advantage: Advantage) -> Experienc
         rewards=rewards,
         advantages=advantage(rewards, group_ids),
         group_ids=group_ids,
+    )
+
+
+def examples_as_experience(examples: Sequence[Example]) -> ExperienceBatch:
+    """Examples end to end, each a group of its own without reward: what is trained is its loss_mask."""
+    bounds = torch.tensor([0] + [len(example.token_ids) for example in examples]).cumsum(0)
+    nothing = torch.zeros(len(examples))
+    return ExperienceBatch(
+        token_ids=torch.cat([example.token_ids for example in examples]),
+        cu_seqlens=bounds.to(torch.int32),
+        loss_mask=torch.cat([example.loss_mask for example in examples]),
+        rollout_logprobs=torch.zeros(int(bounds[-1])),
+        rewards=nothing,
+        advantages=nothing,
+        group_ids=torch.arange(len(examples)),
     )
 
 

@@ -14,7 +14,7 @@ from skyrl_train.cluster.placement import Demand, Placement
 from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.worker_group import WorkerGroup
-from skyrl_train.config import Config
+from skyrl_train.config import Config, TrainingConfig
 from skyrl_train.inference.settings import EngineSettings, RemoteEngineSettings
 
 POLICY, REFERENCE, ENGINES = "policy ranks", "reference ranks", "engines"
@@ -67,7 +67,7 @@ async def launch(
     policy_group = WorkerGroup("policy", placement.slots[POLICY], logs, trainer.timeout_s)
     groups = [policy_group]
     policy, reference = PolicyGroup(policy_group), None
-    starts = [engines.start(), policy.start(_policy_arguments(config, objective, num_optimizer_steps))]
+    starts = [engines.start(), policy.start(_policy_arguments(trainer, objective, num_optimizer_steps))]
     if trainer.algorithm.needs_reference:
         groups.append(WorkerGroup("reference", placement.slots[REFERENCE], logs, trainer.timeout_s))
         reference = ReferenceGroup(groups[-1])
@@ -79,6 +79,42 @@ async def launch(
         if not generator.run_engines_locally:
             # The servers may hold anything: what they loaded, or what an earlier run left in them.
             await policy.send_weights(engines, generator.model_dtype)
+    except BaseException:
+        await processes.stop()
+        raise
+    return processes
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyProcesses:
+    """The policy's ranks alone, as supervised fine-tuning needs them."""
+
+    placement: Placement
+    policy: PolicyGroup
+    group: WorkerGroup
+
+    async def stop(self) -> None:
+        """End every process."""
+        self.group.kill()
+        self.placement.remove()
+
+
+async def launch_policy(
+    trainer: TrainingConfig, cluster: Cluster, objective: Objective, num_optimizer_steps: int, logs: str
+) -> PolicyProcesses:
+    """Place and start the policy. Raises: as `launch`."""
+    place = trainer.placement
+    placement = await Placement.reserve(
+        [Demand(POLICY, place.policy_num_nodes * place.policy_num_gpus_per_node, 1)],
+        use_gpus=cluster.has_gpus,
+        cpus_each=place.cpus_per_worker,
+        strategy=place.strategy,
+        timeout_s=place.timeout_s,
+    )
+    group = WorkerGroup("policy", placement.slots[POLICY], logs, trainer.timeout_s)
+    processes = PolicyProcesses(placement, PolicyGroup(group), group)
+    try:
+        await processes.policy.start(_policy_arguments(trainer, objective, num_optimizer_steps))
     except BaseException:
         await processes.stop()
         raise
@@ -99,8 +135,7 @@ def _demands(config: Config) -> list[Demand]:
     return demands
 
 
-def _policy_arguments(config: Config, objective: Objective, num_optimizer_steps: int) -> dict[str, Any]:
-    trainer = config.trainer
+def _policy_arguments(trainer: TrainingConfig, objective: Objective, num_optimizer_steps: int) -> dict[str, Any]:
     return {
         "model_path": _seen_from_anywhere(trainer.policy.model.path),
         "config": trainer.policy.megatron_config,

@@ -113,6 +113,12 @@ class PolicyGroup:
         results = await self._group.each("logprobs", [(ref,)] * len(self._ranks))
         return next(result for place, result in zip(self._ranks, results, strict=True) if place.reports)
 
+    async def evaluate(self, shards: Shards) -> float:
+        """The objective's policy term over all shards, under the current weights."""
+        args = [(ref,) for ref in self._of_rank(shards.refs)]
+        results = await self._group.each("evaluate", args)
+        return sum(result for place, result in zip(self._ranks, results, strict=True) if place.reports)
+
     async def update(
         self, shards: Shards, ref_logprobs: Sequence[Any] | None, epochs: int
     ) -> tuple[Metrics, UpdateTotals]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from skyrl_train.types import Message
 
@@ -72,7 +75,7 @@ class ChatTemplate:
         """
         lengths = []
         for start in range(0, len(conversations), _TOKENISED_TOGETHER):
-            texts = [self._render(messages) for messages in conversations[start : start + _TOKENISED_TOGETHER]]
+            texts = [self.render(messages) for messages in conversations[start : start + _TOKENISED_TOGETHER]]
             lengths += [len(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
         return lengths
 
@@ -92,7 +95,8 @@ class ChatTemplate:
                 return list(reply[k:])
         return list(reply)
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation. Raises: ValueError if the template refuses the messages."""
         try:
             return self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._kwargs
@@ -100,21 +104,50 @@ class ChatTemplate:
         except Exception as error:  # Jinja raises its own errors and whatever the template's expressions raise
             raise ValueError(f"the chat template refused {_short(messages)}: {error}") from error
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    @property
+    def marks_assistant(self) -> bool:
+        """Whether the template says what the assistant writes (`{% generation %}`)."""
+        return re.search(r"\{%-?\s*generation\s*-?%\}", str(self._tokenizer.chat_template)) is not None
+
+    def marked_tokens(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """[L] token ids of a conversation, and which of them belong to what the template marks as the assistant's.
+
+        Raises: ValueError if the template refuses the messages or the tokenizer cannot tell where its tokens begin.
+        """
+        try:
+            (text,), (spans,) = render_jinja_template(
+                [list(messages)],
+                chat_template=self._tokenizer.chat_template,
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+                **self._kwargs,
+            )
+            encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        except Exception as error:  # as in `render`; a tokenizer without offsets raises NotImplementedError
+            raise ValueError(f"the chat template refused {_short(messages)}: {error}") from error
+        mask = [any(start < last and first < end for first, last in spans) for start, end in encoded["offset_mapping"]]
+        return encoded["input_ids"], mask
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """[L] token ids of a text that the template rendered."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def is_white_space(self, token_id: int) -> bool:
+        """Whether a token is nothing but white space."""
+        return not str(self._tokenizer.decode([token_id])).strip()
+
     def _render_prompt(self, key: _Key) -> tuple[int, ...]:
-        return self._encode(self._render([dict(items) for items in key]))
+        return self.encode(self.render([dict(items) for items in key]))
 
     def _render_reply(self, key: _Key) -> tuple[tuple[int, ...], int]:
         """Returns the reply's ids and how many of the first close the assistant's turn."""
         observations = [dict(items) for items in key]
         for anchor in _ANCHORS:
             stand_in = [{"role": "user", "content": "u"}, {"role": "assistant", "content": anchor}]
-            head = self._encode(anchor)
+            head = self.encode(anchor)
             # Encoded behind the anchor: a SentencePiece tokenizer would put a space before a text that stands alone.
-            full = self._encode(anchor + _after(anchor, self._render([*stand_in, *observations])))
-            closed = self._encode(anchor + _after(anchor, self._render(stand_in, add_generation_prompt=False)))
+            full = self.encode(anchor + _after(anchor, self.render([*stand_in, *observations])))
+            closed = self.encode(anchor + _after(anchor, self.render(stand_in, add_generation_prompt=False)))
             if full[: len(head)] == head and closed[: len(head)] == head:
                 reply, closing = full[len(head) :], closed[len(head) :]
                 return reply, _common_prefix(reply, closing)

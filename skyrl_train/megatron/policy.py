@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.kl import KL_ESTIMATORS
+from skyrl_train.algorithms.losses import LOSSES
 from skyrl_train.algorithms.objective import Objective
+from skyrl_train.algorithms.reductions import weighted_sum
 from skyrl_train.config import MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, peak_flops
 from skyrl_train.megatron.export import export, export_specs, save_hf
@@ -82,6 +84,19 @@ class MegatronPolicy:
         kl = KL_ESTIMATORS[self._objective.kl_estimator](self._old_logprobs, ref_logprobs) * batch.loss_mask
         sample = torch.repeat_interleave(torch.arange(len(batch.advantages)), batch.cu_seqlens.diff().long())
         return torch.zeros(len(batch.advantages)).index_add_(0, sample, kl)
+
+    def evaluate(self, batch: TrainBatch) -> float | None:
+        """The objective's policy term on the rank's shard, `sum(term * loss_weights)`, without touching a gradient.
+
+        Returns: on the reporting rank of the shard; None elsewhere. Old logprobs are the current ones.
+        """
+        goal = self._objective
+        logprobs = batch_logprobs(self.model, self._packer, batch, goal.temperature, goal.logprobs_chunk_size)
+        if logprobs is None or not self.ranks.reports:
+            return None
+        advantages = torch.repeat_interleave(batch.advantages, batch.cu_seqlens.diff().long())
+        terms, _ = LOSSES[goal.loss](logprobs, logprobs, advantages, goal.settings)
+        return float(weighted_sum(terms.double(), batch.loss_weights.double()))
 
     def update(self, batch: TrainBatch, ref_logprobs: Tensor | None = None, epochs: int = 1) -> UpdateReport:
         """One optimizer step per mini-batch and epoch.

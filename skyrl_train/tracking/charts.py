@@ -90,18 +90,31 @@ def draw_reward(axes: Axes, history: History) -> None:
     if passed:
         label = f"training pass@{passed.rsplit('_', 1)[1]}"
         line(axes, history.series(passed), BLUE, label, linewidth=1.2, alpha=0.45, linestyle=(0, (3, 2)))
-    if len(held_out):
-        marker = "o" if len(held_out) <= MAX_MARKED_POINTS else ""
-        style = {
-            "linewidth": 2.4,
-            "marker": marker,
-            "markersize": 6,
-            "markeredgecolor": "white",
-            "markeredgewidth": 0.8,
-        }
-        line(axes, held_out, ORANGE, "held-out prompts", **style)
-        annotate_ends(axes, held_out)
+    draw_held_out(axes, held_out, "held-out prompts")
     legend(axes, "lower right")
+
+
+def draw_loss(axes: Axes, history: History) -> None:
+    """The loss of fine-tuning, with what is held out over it."""
+    line(axes, history.series("sft/loss"), BLUE, "training rows")
+    draw_held_out(axes, history.series("sft/eval_loss"), "held-out rows")
+    legend(axes, "upper right")
+
+
+def draw_held_out(axes: Axes, held_out: Series, label: str) -> None:
+    """Large points with their first and last value."""
+    if not len(held_out):
+        return
+    marker = "o" if len(held_out) <= MAX_MARKED_POINTS else ""
+    style = {
+        "linewidth": 2.4,
+        "marker": marker,
+        "markersize": 6,
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.8,
+    }
+    line(axes, held_out, ORANGE, label, **style)
+    annotate_ends(axes, held_out)
 
 
 def draw_lengths(axes: Axes, history: History) -> None:
@@ -171,6 +184,7 @@ def draw_throughput(axes: Axes, history: History) -> None:
 
 CHARTS = (
     Chart("Reward", draw_reward, ("reward/avg_raw_reward", "eval/all/avg_score"), wide=True),
+    Chart("Loss (nats per token)", draw_loss, ("sft/loss", "sft/eval_loss"), wide=True),
     Chart("Response length (tokens)", draw_lengths, ("generate/avg_num_tokens",)),
     Chart("Entropy (nats per token)", draw_entropy, ("policy/policy_entropy",)),
     Chart("KL from the reference (nats per token)", draw_kl, ("policy/policy_kl",)),
@@ -257,7 +271,7 @@ def annotate_ends(axes: Axes, series: Series) -> None:
         )  # fmt: skip
 
 
-def legend(axes: Axes, location: Literal["best", "lower right"] = "best") -> None:
+def legend(axes: Axes, location: Literal["best", "lower right", "upper right"] = "best") -> None:
     if len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend(loc=location)
 

@@ -51,15 +51,17 @@ def step_block(
 
 
 def reward_cells(metrics: Mapping[str, float]) -> list[Cell]:
-    """Rewards and response length (mean/longest); the held-out score last, because it is not there at every step."""
-    cells = picked(metrics, [("reward", "reward/avg_raw_reward")])
+    """Rewards and response length (mean/longest), or the loss of fine-tuning; what is held out last, because it is
+    not there at every step."""
+    cells = picked(metrics, [("reward", "reward/avg_raw_reward"), ("loss", "sft/loss")])
     prefix = "reward/avg_pass_at_"
     cells += picked(metrics, [(f"pass@{name[len(prefix) :]}", name) for name in metrics if name.startswith(prefix)])
     if "generate/avg_num_tokens" in metrics:
         longest = metrics.get("generate/max_num_tokens")
         tail = "" if longest is None else f"/{compact(longest)}"
         cells.append(("tokens", f"{metrics['generate/avg_num_tokens']:.1f}{tail}"))
-    return cells + picked(metrics, [("held-out", "eval/all/avg_score")])
+    cells += picked(metrics, [("tokens", "sft/num_tokens"), ("trained", "sft/num_trained_tokens")], compact)
+    return cells + picked(metrics, [("held-out", "eval/all/avg_score"), ("held-out", "sft/eval_loss")])
 
 
 def update_cells(metrics: Mapping[str, float]) -> list[Cell]:

@@ -36,7 +36,7 @@ PHASES = (
     Phase("timing/fwd_logprobs_values_reward", "forward", True, "old and reference logprobs"),
     Phase("timing/policy_train", "train", True, "forward, backward and optimizer steps"),
     Phase("timing/sync_weights", "sync", True, "new weights into the engines, with their verification"),
-    Phase("timing/eval", "evaluate", False, "evaluation on held-out prompts"),
+    Phase("timing/eval", "evaluate", False, "evaluation on held-out prompts or rows"),
     Phase("timing/save_hf_model", "save", False, "export of a Hugging Face checkpoint"),
 )
 
@@ -87,6 +87,10 @@ METRICS = (
     ),
     MetricName("policy/rollout_train_logprobs_abs_diff_std", "nats", "the same, standard deviation"),
     MetricName("policy/rollout_train_logprobs_abs_diff_max", "nats", "the same, largest"),
+    MetricName("sft/loss", "nats/token", "cross entropy of the step's trained tokens before its update, mean over all"),
+    MetricName("sft/eval_loss", "nats/token", "the same on the held-out rows"),
+    MetricName("sft/num_tokens", "tokens", "tokens of the step's rows"),
+    MetricName("sft/num_trained_tokens", "tokens", "of these, trained"),
     MetricName("eval/all/avg_score", "reward", "mean reward on all held-out prompts"),
     MetricName("eval/all/pass_at_{n}", "share", "held-out prompts with a positive reward among n samples"),
     MetricName("eval/all/mean_positive_reward", "reward", "mean held-out reward, negative ones counted as 0"),

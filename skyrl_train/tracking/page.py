@@ -78,6 +78,7 @@ def tiles(summary: Summary, history: History) -> str:
     for label, name, formatted in (
         ("mean time per step", STEP_TIME, seconds),
         ("tokens/s generated, mean", "perf/generate_tokens_per_s", compact),
+        ("tokens/s trained, mean", "perf/train_tokens_per_s", compact),
         ("weight sync GB/s, mean", "perf/sync_gb_per_s", number),
         ("MFU, mean", "perf/mfu", percent),
         ("driver share, mean", "perf/driver_share", percent),

@@ -11,7 +11,13 @@ from skyrl_train.tracking.format import duration, number
 from skyrl_train.tracking.history import History, Series
 from skyrl_train.tracking.run_dir import read_record
 
-HELD_OUT, TRAINING = "eval/all/avg_score", "reward/avg_raw_reward"
+SCORES = {
+    "eval/all/avg_score": "held-out score",
+    "sft/eval_loss": "held-out loss",
+    "reward/avg_raw_reward": "training reward",
+    "sft/loss": "training loss",
+}
+"""Metric -> its name in the summary; the first that a run has is the run's score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +31,7 @@ class Summary:
     wall_s: float
     """From the run's start to its end, or to its last line of metrics."""
     score_name: str
-    """"held-out score", or "training reward" for a run without evaluation."""
+    """One of SCORES."""
     score: Series
     """Empty where the run has neither."""
     changes: Mapping[str, Any]
@@ -51,15 +57,15 @@ def summarize(run_dir: Path, history: History) -> Summary:
     record = read_record(run_dir)
     times = history.series("trainer/unix_time_s").values or (0.0,)
     end = record.get("ended_unix_s", max(times))
-    held_out = history.series(HELD_OUT)
+    score = history.first_of(list(SCORES)) or "reward/avg_raw_reward"
     status = record.get("status", "running")
     return Summary(
         run_name=record.get("run_name", run_dir.name),
         status="unfinished" if status == "running" else status,
         num_steps=history.num_steps,
         wall_s=max(0.0, end - record.get("started_unix_s", min(times))),
-        score_name="held-out score" if len(held_out) else "training reward",
-        score=held_out if len(held_out) else history.series(TRAINING),
+        score_name=SCORES[score],
+        score=history.series(score),
         changes=record.get("changes", {}),
         versions=record.get("versions", {}),
     )

@@ -52,6 +52,21 @@ def objective(algorithm: AlgorithmConfig, sampling: SamplingConfig, logprobs_chu
     )
 
 
+def cross_entropy_objective(logprobs_chunk_size: int) -> Objective:
+    """The loss of supervised fine-tuning; no ratio, so no bound of one is read."""
+    return Objective(
+        loss="cross_entropy",
+        settings=LossSettings(
+            eps_clip_low=0.0, eps_clip_high=0.0, clip_ratio_c=1.0, cispo_eps_clip_low=0.0, cispo_eps_clip_high=0.0
+        ),
+        kl_coef=0.0,
+        kl_estimator="k3",
+        entropy_coef=0.0,
+        temperature=1.0,
+        logprobs_chunk_size=logprobs_chunk_size,
+    )
+
+
 def advantage(algorithm: AlgorithmConfig) -> Advantage:
     """The advantage estimator with its settings."""
     return partial(ADVANTAGES[algorithm.advantage_estimator], norm_by_std=algorithm.grpo_norm_by_std)

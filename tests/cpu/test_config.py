@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from skyrl_train.config import Config, ConfigError, config_dir, from_hydra, load_config, main_config, to_yaml
 from skyrl_train.config_schema import key_types, rules
+from skyrl_train.config_sft import SFT, SftConfig, load_sft_config
 from skyrl_train.config_values import _names_in_source, table_names
 
 TABLES = {rule.table for kind in key_types(Config).values() for rule in rules(kind) if getattr(rule, "table", None)}
@@ -228,7 +229,7 @@ def test_names_of_algorithms_are_those_of_their_tables_imported_or_not():
 def test_an_unknown_experiment_names_the_ones_there_are(project: Path):
     experiment(project / "mine", "big", "trainer: {seed: 1}")
     text = message(["--config-dir", "mine", "+experiment=quikstart"])
-    assert text.startswith("there is no experiment 'quikstart': did you mean quickstart? There are big, quickstart;")
+    assert text.startswith("there is no experiment 'quikstart': did you mean quickstart? There are big, quickstart, ")
 
 
 def test_experiments_are_found_in_the_configs_folder_here_and_through_hydra_searchpath(project: Path):
@@ -319,3 +320,41 @@ def test_every_key_is_read_by_the_code():
     attributes = set(re.findall(r"\.(\w+)", "\n".join(path.read_text() for path in readers)))
     keys = [key for key, kind in key_types(Config).items() if not dataclasses.is_dataclass(kind)]
     assert [key for key in keys if key.rpartition(".")[2] not in attributes] == []
+
+
+def test_the_base_of_fine_tuning_has_the_keys_of_its_dataclasses_and_builds_on_the_other_base():
+    base = yaml.safe_load(SFT.base_yaml())
+    kinds = key_types(SftConfig)
+    assert sorted(yaml_keys(base, kinds)) == sorted(kinds)
+    config, other = load_sft_config(), load_config()
+    assert config.trainer.policy.megatron_config == other.trainer.policy.megatron_config
+    assert config.trainer.train_batch_size != other.trainer.train_batch_size
+
+
+def test_fine_tuning_refuses_keys_and_experiments_of_reinforcement_learning():
+    for override in ("generator.n_samples_per_prompt=1", "trainer.algorithm.use_kl_loss=false"):
+        with pytest.raises(ConfigError, match=r"^unknown key .* \(on the command line\)$"):
+            load_sft_config([override])
+    with pytest.raises(ConfigError, match=r"unknown key generator: .* \(in .*experiment/quickstart.yaml\)"):
+        load_sft_config(["+experiment=quickstart"])
+
+
+def test_a_written_config_of_fine_tuning_reads_back_as_the_same(project: Path):
+    config = load_sft_config(["+experiment=sft_quickstart", "data.max_length=99"])
+    (project / "config.yaml").write_text(to_yaml(config))
+    assert SFT.read(["--config-file", "config.yaml"]) == config
+
+
+def test_every_key_of_fine_tuning_is_read_by_the_code():
+    package = Path(__file__).parents[2] / "skyrl_train"
+    readers = [path for path in package.rglob("*.py") if not path.name.startswith(("config", "model_checks"))]
+    attributes = set(re.findall(r"\.(\w+)", "\n".join(path.read_text() for path in readers)))
+    keys = [key for key, kind in key_types(SftConfig).items() if not dataclasses.is_dataclass(kind)]
+    assert [key for key in keys if key.rpartition(".")[2] not in attributes] == []
+
+
+def test_help_of_fine_tuning_names_its_own_program(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as done:
+        SFT.read(["--help"])
+    printed = capsys.readouterr().out
+    assert done.value.code == 0 and "skyrl_train.entrypoints.main_sft" in printed and "sft_quickstart" in printed

@@ -23,7 +23,7 @@ ROWS = """
     inference
     cluster
     trainer
-    quickstart quickstart_task
+    quickstart quickstart_task sft_quickstart
     entrypoints
 """
 LAYER = {name: number for number, row in enumerate(ROWS.split("\n")) for name in row.split()}

@@ -1,0 +1,174 @@
+"""Data set rows -> Examples of supervised fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from skyrl_train.data.chat import ChatTemplate, check_messages
+from skyrl_train.data.conversation import Conversations
+from skyrl_train.data.rows import read_rows, without_empty_fields
+from skyrl_train.types import Example, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100
+"""Label of a token that is not trained, as transformers and others write it."""
+FORMATS = "`messages`, or `prompt` and `response`, or `input_ids` with `labels` or `loss_mask`"
+Tokens = tuple[list[int], list[bool]]
+"""[L] token ids, and which of them are trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedExamples:
+    """The rows of a data set that can be trained on."""
+
+    examples: list[Example]
+    num_dropped: int
+    """Rows left out because of their length."""
+    num_truncated: int
+    """Rows of which only the beginning is left."""
+    num_ended: int
+    """Rows with a trained end-of-sequence token: the model can learn from them where to stop."""
+
+
+def load_examples(
+    sources: Sequence[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    max_length: int,
+    truncate: bool,
+    assistant_turns: str,
+    chat_template_kwargs: Mapping[str, Any],
+) -> LoadedExamples:
+    """The rows of all sources in order; those of more than `max_length` tokens are dropped or cut.
+
+    A row that was cut until no trained token was left counts as dropped.
+
+    Args: sources as in `read_rows`; vocab_size is the model's; assistant_turns: "all" or "last".
+    Raises: ValueError naming source and row if a source is missing or unreadable or a row is malformed or trains
+        nothing; ValueError if no row is left.
+    """
+    reader = _Reader(tokenizer, assistant_turns, chat_template_kwargs)
+    examples: list[Example] = []
+    lengths: list[int] = []
+    num_truncated = num_ended = 0
+    for where, row in read_rows(sources):
+        try:
+            ids, mask = reader.tokens(row)
+            _check_tokens(ids, mask, vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        lengths.append(len(ids))
+        # The first token is the only one that nothing predicts.
+        mask[0] = False
+        if len(ids) > max_length:
+            if not truncate or not any(mask[:max_length]):
+                continue
+            ids, mask = ids[:max_length], mask[:max_length]
+            num_truncated += 1
+        num_ended += any(trained and token == tokenizer.eos_token_id for token, trained in zip(ids, mask, strict=True))
+        examples.append(Example(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask)))
+    if not examples:
+        raise ValueError(f"{', '.join(sources)}: {_why_none_is_left(lengths, max_length, truncate)}")
+    return LoadedExamples(examples, len(lengths) - len(examples), num_truncated, num_ended)
+
+
+def _why_none_is_left(lengths: list[int], max_length: int, truncate: bool) -> str:
+    if not lengths:
+        return "there are no rows"
+    if truncate:
+        return f"no row has a trained token among its first data.max_length={max_length} tokens; raise it"
+    return (
+        f"no row has at most data.max_length={max_length} tokens (the shortest has {min(lengths)}); raise it, or set "
+        "data.too_long=truncate"
+    )
+
+
+class _Reader:
+    """Rows of any format -> tokens. A tokenizer without chat template is no error until a conversation comes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: str, chat_template_kwargs: Mapping[str, Any]) -> None:
+        self._tokenizer, self._turns, self._kwargs = tokenizer, turns, chat_template_kwargs
+        self._conversations: dict[str, Conversations] = {}
+
+    def tokens(self, row: dict[str, Any]) -> Tokens:
+        """Raises: ValueError without the row's place."""
+        if row.get("messages") is not None:
+            return self._conversation(row["messages"], "messages", self._turns)
+        if row.get("input_ids") is not None:
+            return _given_tokens(row)
+        if row.get("prompt") is not None and row.get("response") is not None:
+            return self._prompt_and_response(row["prompt"], row["response"])
+        raise ValueError(f"a row needs {FORMATS}; its columns are {', '.join(map(str, row)) or 'none'}")
+
+    def _conversation(self, value: Any, column: str, turns: str) -> Tokens:
+        try:
+            messages: list[Message] = check_messages(without_empty_fields(value))
+        except ValueError as error:
+            raise ValueError(f"bad `{column}`: {error}") from error
+        if turns not in self._conversations:
+            chat = ChatTemplate(self._tokenizer, self._kwargs)
+            self._conversations[turns] = Conversations(chat, self._tokenizer.eos_token_id, turns)
+        return self._conversations[turns].tokens(messages)
+
+    def _prompt_and_response(self, prompt: Any, response: Any) -> Tokens:
+        """Only the response is trained. A prompt of messages goes through the chat template; a text stands as it is,
+        and the end-of-sequence token follows the response."""
+        if not isinstance(response, str):
+            raise ValueError(f"`response` must be text, got {type(response).__name__}")
+        if not isinstance(prompt, str):
+            answer = {"role": "assistant", "content": response}
+            return self._conversation([*prompt, answer] if isinstance(prompt, list) else prompt, "prompt", "last")
+        eos = self._tokenizer.eos_token_id
+        if eos is None:
+            raise ValueError(
+                "the tokenizer has no end-of-sequence token, which must end a response to a prompt of text"
+            )
+        asked = self._tokenizer.encode(prompt)
+        if asked and asked[-1] == eos:  # some tokenizers end every text with it
+            asked = asked[:-1]
+        answered = [*self._tokenizer.encode(response, add_special_tokens=False), eos]
+        return [*asked, *answered], [False] * len(asked) + [True] * len(answered)
+
+
+def _given_tokens(row: dict[str, Any]) -> Tokens:
+    ids, labels, mask = _numbers(row, "input_ids"), _numbers(row, "labels"), _numbers(row, "loss_mask")
+    if ids is None or (labels is None) == (mask is None):
+        raise ValueError("a row with `input_ids` needs `labels` or `loss_mask`, one of them")
+    name, given = ("labels", labels) if labels is not None else ("loss_mask", mask)
+    assert given is not None
+    if len(given) != len(ids):
+        raise ValueError(f"`input_ids` has {len(ids)} entries and `{name}` {len(given)}: they must be equally many")
+    if name == "loss_mask":
+        if wrong := [value for value in given if value not in (0, 1)]:
+            raise ValueError(f"`loss_mask` holds {wrong[0]!r}: 1 marks a token that is trained, 0 one that is not")
+        return ids, [bool(value) for value in given]
+    for index, (token, label) in enumerate(zip(ids, given, strict=True)):
+        if label not in (token, IGNORED):
+            raise ValueError(
+                f"`labels` has {label} where `input_ids` has {token} (entry {index}): a label is the token of its own "
+                f"position, not of the next one, or {IGNORED}"
+            )
+    return ids, [label != IGNORED for label in given]
+
+
+def _numbers(row: dict[str, Any], column: str) -> list[int] | None:
+    value = row.get(column)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+        raise ValueError(f"`{column}` must be a list of whole numbers")
+    return value
+
+
+def _check_tokens(ids: list[int], mask: list[bool], vocab_size: int) -> None:
+    if outside := [token for token in ids if not 0 <= token < vocab_size]:
+        raise ValueError(f"token {outside[0]} is outside the model's vocabulary of {vocab_size}")
+    if not any(mask[1:]):
+        raise ValueError("no token of it would be trained (the first of a row cannot be: nothing predicts it)")

@@ -1,0 +1,26 @@
+"""Fine-tune on examples: `python -m skyrl_train.entrypoints.main_sft +experiment=NAME [key=value ...]`.
+
+Exit codes: 0 finished, 1 the run failed, 2 the configuration cannot work, 130 ended by SIGINT, 143 by SIGTERM.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from skyrl_train.config_checks_sft import check_sft
+from skyrl_train.config_sft import SFT
+from skyrl_train.entrypoints.command import Command, execute
+
+__all__ = ["COMMAND", "main"]
+
+COMMAND = Command(program=SFT, check=check_sft, run="skyrl_train.entrypoints.sft_run:SftRun")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what the command line asks for and return the exit code."""
+    return execute(COMMAND, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""One run of supervised fine-tuning: the policy's ranks and no engines. Subclass it to change a part."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+
+from rich.console import Console
+
+from skyrl_train.cluster.launch import PolicyProcesses, launch_policy
+from skyrl_train.cluster.session import Cluster
+from skyrl_train.config_sft import SftConfig
+from skyrl_train.data.order import Order
+from skyrl_train.data.sft import load_examples
+from skyrl_train.entrypoints.run import Run
+from skyrl_train.tracking.run_dir import RunDir
+from skyrl_train.tracking.sinks import Tracker
+from skyrl_train.tracking.timers import Timers
+from skyrl_train.trainer.rules import cross_entropy_objective, micro_batch_rules
+from skyrl_train.trainer.sft import SftParts, SftTrainer, num_trained
+from skyrl_train.types import Example
+
+log = logging.getLogger(__name__)
+
+
+class SftRun(Run[SftConfig, PolicyProcesses]):
+    """Builds the parts of a run and runs it. `get_*` are the parts that users replace."""
+
+    started_line = "policy is up"
+
+    def __init__(self, config: SftConfig, console: Console) -> None:
+        """Loads the tokenizer and the rows.
+
+        Raises: ValueError for a bad row, rows longer than the model can take, or a model that cannot be had.
+        """
+        super().__init__(config, console)
+        positions = self.model_config.max_position_embeddings
+        if config.data.max_length > positions:
+            raise ValueError(
+                f"data.max_length is {config.data.max_length}, more than the model's {positions} positions: set it to "
+                f"at most {positions}"
+            )
+        self.train_examples = self.get_train_examples()
+        self.val_examples = self.get_val_examples()
+
+    def get_train_examples(self) -> list[Example]:
+        return self._load(self.config.data.train_data)
+
+    def get_val_examples(self) -> list[Example]:
+        return self._load(self.config.data.val_data) if self.config.data.val_data else []
+
+    def _load(self, sources: tuple[str, ...]) -> list[Example]:
+        data, names = self.config.data, ", ".join(sources)
+        loaded = load_examples(
+            sources,
+            tokenizer=self.tokenizer,
+            vocab_size=self.model_config.vocab_size,
+            max_length=data.max_length,
+            truncate=data.too_long == "truncate",
+            assistant_turns=data.assistant_turns,
+            chat_template_kwargs=data.chat_template_kwargs,
+        )
+        num_rows = len(loaded.examples) + loaded.num_dropped
+        for num, verb in ((loaded.num_dropped, "dropped"), (loaded.num_truncated, "truncated")):
+            if num:
+                log.warning(
+                    "%s: %s %d of %d rows, which have more than data.max_length=%d tokens",
+                    names, verb, num, num_rows, data.max_length,
+                )  # fmt: skip
+        if not loaded.num_ended:
+            log.warning(
+                "%s: no row trains the end-of-sequence token %r, so the model will not learn where to stop; the chat "
+                "template should write it behind the assistant's words",
+                names,
+                self.tokenizer.eos_token,
+            )
+        return loaded.examples
+
+    @property
+    def num_train_rows(self) -> int:
+        return len(self.train_examples)
+
+    async def launch(self, cluster: Cluster, logs: str) -> PolicyProcesses:
+        trainer = self.config.trainer
+        goal = cross_entropy_objective(trainer.policy.megatron_config.logprobs_chunk_size)
+        return await launch_policy(trainer, cluster, goal, self.num_steps, logs)
+
+    def build_loop(
+        self, processes: PolicyProcesses, run_dir: RunDir, tracker: Tracker, at_end: ExitStack
+    ) -> SftTrainer:
+        trainer = self.config.trainer
+        parts = SftParts(
+            order=Order(self.train_examples, batch_size=trainer.train_batch_size, seed=trainer.seed),
+            held_out=self.val_examples,
+            rules=micro_batch_rules(trainer, self.model_config, processes.policy.dp_size),
+            policy=processes.policy,
+            tracker=tracker,
+            timers=Timers(),
+        )
+        return SftTrainer(self.config, parts, self.num_steps)
+
+    def introduction(self, layout: str) -> dict[str, str]:
+        tokens = sum(len(example.token_ids) for example in self.train_examples)
+        trained = num_trained(self.train_examples)
+        return {
+            "model": f"{self.config.trainer.policy.model.path}, {layout}",
+            "data": f"{len(self.train_examples)} rows of {tokens:,} tokens ({trained:,} trained), "
+            f"{len(self.val_examples)} held out",
+            "steps": f"{self.num_steps} of {self.config.trainer.train_batch_size} rows",
+        }
