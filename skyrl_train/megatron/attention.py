@@ -8,6 +8,7 @@ work).
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -162,13 +163,21 @@ def _take(tensor: Tensor, rows: Tensor) -> Tensor:
     return padded[rows].transpose(1, 2)
 
 
+@functools.cache
+def _grouped_queries() -> dict[str, Any]:
+    """torch 2.11 takes fewer key than query heads as they are; later versions want to be told."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
 def _flash_varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSamples, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     bounds, longest = packed.cu_seqlens_q_padded, packed.max_seqlen_q
-    # torch 2.11 takes fewer key than query heads as they are; later versions want to be told.
-    told: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    out = varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **told)
+    out = varlen_attn(
+        query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **_grouped_queries()
+    )
     assert isinstance(out, Tensor)  # the log-sum-exp comes only where it is asked for
     return out
 

@@ -69,7 +69,7 @@ def _common_fields(megatron: MegatronConfig, *, torch_layers: bool) -> dict[str,
         "sequence_parallel": megatron.sequence_parallel and tp > 1,
         # Every loss term is a plain sum over the mini-batch; see megatron/step.py.
         "calculate_per_token_loss": True,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": True,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "recompute_granularity": megatron.recompute_granularity,
@@ -85,7 +85,7 @@ def _common_fields(megatron: MegatronConfig, *, torch_layers: bool) -> dict[str,
             "masked_softmax_fusion": False,
             "apply_rope_fusion": False,
             "bias_dropout_fusion": False,
-            "bias_activation_fusion": False,
+            "bias_activation_fusion": True,
         }
     return fields
 

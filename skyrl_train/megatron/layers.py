@@ -28,8 +28,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
 from torch import Tensor
 
-from skyrl_train.megatron import rope
+from skyrl_train.megatron import rope, swiglu
 from skyrl_train.megatron.attention import packed_attention
+from skyrl_train.megatron.norm import rms_norm
 
 
 def _known(cls: type, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +51,7 @@ class Norm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -77,7 +78,7 @@ class NormColumnLinear(ColumnLinear):
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        normed = F.rms_norm(input_, (input_.shape[-1],), self.layer_norm_weight, self.eps)
+        normed = rms_norm(input_, self.layer_norm_weight, self.eps)
         return super().forward(normed, *args, **kwargs)
 
 
@@ -257,6 +258,7 @@ def install() -> None:
     from megatron.core.transformer import multi_latent_attention, transformer_block
 
     rope.install()
+    swiglu.install()
     gpt_layer_specs.TESpecProvider = moe_module_specs.TESpecProvider = TorchSpecProvider
     gpt_layer_specs.TENorm = transformer_block.LayerNormImpl = Norm
     # MLA passes parallel_mode="duplicated" to this class and gather_output to others.

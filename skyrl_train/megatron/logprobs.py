@@ -1,8 +1,8 @@
 """Logprobs and entropy of logits that are split over the vocabulary.
 
-Float32 copies of the logits exist for one chunk of positions at a time, in forward and in backward; what is kept
-between them is the logits themselves and two floats per position. The backward pass writes a new gradient tensor: the
-logits saved for backward are never modified.
+On a GPU one Triton kernel reads the logits once in each direction. Elsewhere float32 copies of the logits exist for one
+chunk of positions at a time. What is kept for backward is the logits themselves and two floats per position. The
+backward pass writes a new gradient tensor: the logits saved for backward are never modified.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from skyrl_train import kernels
 
 
 def _reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
@@ -36,10 +38,8 @@ class _VocabParallel(torch.autograd.Function):
         with_entropy: bool,
         vocab_size: int,
     ) -> tuple[Tensor, Tensor]:
-        num, shard = logits.shape
-        first = group.rank() * shard
-        width = min(shard, vocab_size - first)
-        assert width > 0, f"tensor-parallel rank {group.rank()} holds nothing but padding of {vocab_size} words"
+        num = len(logits)
+        first, width = _columns(logits, group, vocab_size)
         local = labels - first
         here = (local >= 0) & (local < width)
         local = local.clamp(0, width - 1)
@@ -90,6 +90,70 @@ class _VocabParallel(torch.autograd.Function):
         return out, None, None, None, None, None, None
 
 
+class _FusedVocabParallel(torch.autograd.Function):
+    """The same with one kernel in each direction."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        group: dist.ProcessGroup,
+        temperature: float,
+        with_entropy: bool,
+        vocab_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        from skyrl_train.kernels.vocabulary import statistics
+
+        first, width = _columns(logits, group, vocab_size)
+        local = labels - first
+        peak, total, product, target = statistics(logits, local, width, temperature, with_entropy=with_entropy)
+        if group.size() > 1:
+            highest = peak.clone()
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+            fall = peak - highest
+            scale = fall.exp()
+            here = (local >= 0) & (local < width)
+            sums = torch.stack([total * scale, (product + fall * total) * scale, torch.where(here, target + fall, 0.0)])
+            dist.all_reduce(sums, group=group)
+            (total, product, target), peak = sums.unbind(), highest
+        log_sum = total.log()
+        logprobs, log_z = target - log_sum, log_sum + peak
+        entropy = log_sum - product / total if with_entropy else torch.zeros_like(log_sum)
+        ctx.save_for_backward(logits, local, log_z, entropy)
+        ctx.temperature, ctx.with_entropy, ctx.width = temperature, with_entropy, width
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from skyrl_train.kernels.vocabulary import gradient
+
+        logits, local, log_z, entropy = ctx.saved_tensors
+        # an expanded gradient (of a sum) has stride 0
+        up, up_entropy = (grad.contiguous() for grad in grads)
+        out = gradient(
+            logits,
+            local,
+            log_z,
+            entropy,
+            up,
+            up_entropy,
+            ctx.width,
+            ctx.temperature,
+            with_entropy=ctx.with_entropy,
+        )
+        return out, None, None, None, None, None
+
+
+def _columns(logits: Tensor, group: dist.ProcessGroup, vocab_size: int) -> tuple[int, int]:
+    """Word of the first column, and columns that are words."""
+    shard = logits.shape[1]
+    first = group.rank() * shard
+    width = min(shard, vocab_size - first)
+    assert width > 0, f"tensor-parallel rank {group.rank()} holds nothing but padding of {vocab_size} words"
+    return first, width
+
+
 def vocab_parallel_logprobs(
     logits: Tensor,
     labels: Tensor,
@@ -103,9 +167,11 @@ def vocab_parallel_logprobs(
     """Logprob of each label and entropy of each position's distribution softmax(logits / temperature).
 
     Args: logits [N, V / tp] of this rank, any float dtype; labels [N] int64 in the whole vocabulary; group: the
-    tensor-parallel group; chunk: positions whose float32 copies exist at a time; vocab_size: words of the
+    tensor-parallel group; chunk: positions whose float32 copies exist at a time on the CPU; vocab_size: words of the
     model, the columns after them only make the shards equal and are not part of the distribution.
     Returns: logprobs [N] float32 and entropy [N] float32 in nats (0 and without gradient unless with_entropy), the
     same on every rank of the group.
     """
+    if kernels.serve(logits):
+        return _FusedVocabParallel.apply(logits, labels, group, temperature, with_entropy, vocab_size)
     return _VocabParallel.apply(logits, labels, group, temperature, chunk, with_entropy, vocab_size)

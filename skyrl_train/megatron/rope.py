@@ -1,7 +1,7 @@
 """Rotary embedding of packed samples without a loop over them and without waiting for the device.
 
 Megatron's own unfused version reads the sample bounds on the host and, in 0.19, rotates sample by sample: a
-micro-batch of 64 short samples took 100 ms on an H200, most of it here. The rotation itself stays Megatron's.
+micro-batch of 64 short samples took 100 ms on an H200, most of it here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
+
+from skyrl_train import kernels
 
 
 def packed_positions(cu_seqlens: Tensor, num_local: int, cp_rank: int, cp_size: int) -> Tensor:
@@ -31,16 +33,75 @@ def packed_positions(cu_seqlens: Tensor, num_local: int, cp_rank: int, cp_size: 
     return torch.where(within < chunk, cp_rank * chunk + within, last * chunk + within - chunk)
 
 
+class _Angles:
+    """Cosine and sine of the tokens of a micro-batch: made by its first layer, read by queries and keys of all."""
+
+    def __init__(self) -> None:
+        # The tensors themselves are kept, so that none is freed and its place taken by another.
+        self._tensors: tuple[Tensor, Tensor] | None = None
+        self._settings: tuple[Any, ...] = ()
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def of(
+        self, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, group: dist.ProcessGroup, mscale: float, interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
+        """[T, P] each, rounded to t's dtype as Hugging Face rounds them."""
+        settings = (t.shape[0], t.dtype, group.rank(), group.size(), mscale, interleaved)
+        same = self._tensors is not None and self._tensors[0] is cu_seqlens and self._tensors[1] is freqs
+        if self._table is None or not same or self._settings != settings:
+            positions = packed_positions(cu_seqlens, t.shape[0], group.rank(), group.size())
+            half = freqs.shape[-1] // 2
+            angle = (freqs[..., 0::2] if interleaved else freqs[..., :half]).reshape(-1, half)[positions]
+            self._tensors, self._settings = (cu_seqlens, freqs), settings
+            self._table = (angle.cos() * mscale).to(t.dtype), (angle.sin() * mscale).to(t.dtype)
+        return self._table
+
+
+_angles = _Angles()
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, paired_in: bool, paired_out: bool) -> Tensor:
+        from skyrl_train.kernels.rotary import rotate
+
+        ctx.save_for_backward(cos, sin)
+        ctx.paired = paired_in, paired_out
+        return rotate(t, cos, sin, paired_in=paired_in, paired_out=paired_out, inverse=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        from skyrl_train.kernels.rotary import rotate
+
+        cos, sin = ctx.saved_tensors
+        paired_in, paired_out = ctx.paired
+        grad = rotate(grads[0], cos, sin, paired_in=paired_out, paired_out=paired_in, inverse=True)
+        return grad, None, None, None, None
+
+
 def rotate_packed(
-    t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_group: dist.ProcessGroup | None = None, **settings: Any
+    t: Tensor,
+    cu_seqlens: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    mla_rotary_interleaved: bool = False,
+    mscale: float = 1.0,
+    cp_group: dist.ProcessGroup | None = None,
+    multi_latent_attention: bool | None = None,
 ) -> Tensor:
     """Rotate t [T / C, heads, head size] by freqs [longest sample, 1, 1, rotary size] -> the same shape.
 
-    Stands for `_apply_rotary_pos_emb_thd` of megatron-core 0.16 to 0.19; settings are passed to its unpacked sibling.
+    Stands for `_apply_rotary_pos_emb_thd` of megatron-core 0.16 to 0.19: one Triton kernel on a GPU, elsewhere its
+    unpacked sibling. `multi_latent_attention` is 0.16's name of `mla_rotary_interleaved`.
     """
     assert cp_group is not None
+    paired = bool(mla_rotary_interleaved or multi_latent_attention)
+    if kernels.serve(t) and not (paired and rotary_interleaved):
+        cos, sin = _angles.of(t, cu_seqlens, freqs, cp_group, mscale, rotary_interleaved)
+        return _Rotate.apply(t, cos, sin, paired or rotary_interleaved, rotary_interleaved)
     positions = packed_positions(cu_seqlens, t.shape[0], cp_group.rank(), cp_group.size())
-    return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], **settings).squeeze(1)
+    unpacked = rope_utils._apply_rotary_pos_emb_bshd
+    return unpacked(t.unsqueeze(1), freqs[positions], rotary_interleaved, paired, mscale).squeeze(1)
 
 
 def install() -> None:

@@ -173,6 +173,7 @@ def _run(
             position_ids=micro_batch.position_ids,
             attention_mask=None,
             packed_seq_params=micro_batch.packed,
+            **keep_dtype,
         )
 
         def finish(logits: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -181,6 +182,8 @@ def _run(
 
         return output, finish
 
+    # Megatron's half-precision wrapper would copy the logits to float32; `_logprobs` does so a piece at a time.
+    keep_dtype = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}
     if model.bridge.config.timers is None:
         model.bridge.config.timers = ComputeTimers()
     chunks = model.chunks

@@ -19,6 +19,7 @@ ROWS = """
     rollout
     batching
     weight_sync
+    kernels
     megatron
     inference
     cluster
@@ -30,6 +31,7 @@ LAYER = {name: number for number, row in enumerate(ROWS.split("\n")) for name in
 ONLY_IN = {
     "ray": {"cluster", "entrypoints"},
     "vllm": {"inference"},
+    "triton": {"kernels"},
     "megatron": {"megatron"},
     "mbridge": {"megatron"},
 }

@@ -1,0 +1,22 @@
+"""Triton kernels of the torch-native layers: tensors in, tensors out, without autograd and without Megatron.
+
+Each function launches one kernel over contiguous or strided CUDA tensors of any float dtype up to 32 bits, computes in
+float32 and rounds once. Sizes that change from micro-batch to micro-batch are ordinary arguments, so nothing is
+compiled again when they change; a kernel compiles in about a second, once per machine (Triton's cache).
+`TRITON_INTERPRET=1` runs them on the CPU, as the tests do where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def serve(tensor: Tensor) -> bool:
+    """Whether the kernels of this package work on the tensor; otherwise the caller uses plain torch."""
+    return tensor.is_cuda or INTERPRETED
