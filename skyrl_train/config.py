@@ -74,6 +74,35 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Adapters (arXiv:2106.09685) that are trained instead of the model's weights."""
+
+    rank: CountOrZero
+    """Rank of the adapters; 0 trains the model itself."""
+    alpha: AboveZero
+    """The adapter's output is scaled by alpha / rank."""
+    dropout: Annotated[float, Bounds(low=0, high=1, below=True)]
+    """Share of the adapter's input that training leaves out."""
+    target_modules: tuple[Text, ...]
+    """`all-linear`, or names of modules, ends of names, or regular expressions."""
+    exclude_modules: tuple[Text, ...] | None
+    """The same, for what target_modules should leave out."""
+    init_method: Annotated[str, OneOf(("kaiming", "xavier", "normal"))]
+    """How A starts, kaiming, xavier or normal; B starts at zero."""
+    path: str | None
+    """Folder with an adapter in PEFT's format to start from; null starts from one that changes nothing."""
+    sync: Annotated[str, OneOf(("merged", "adapter"))]
+    """merged sends the engines weights with the adapter folded in, adapter sends the adapter itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyModelConfig(ModelConfig):
+    """The model that is trained, and whether as a whole."""
+
+    lora: LoraConfig
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Adam and its schedule."""
 
@@ -133,7 +162,7 @@ class MegatronConfig:
 class PolicyConfig:
     """The model that is trained."""
 
-    model: ModelConfig
+    model: PolicyModelConfig
     optimizer_config: OptimizerConfig
     megatron_config: MegatronConfig
 

@@ -53,9 +53,14 @@ class ReferenceGroup:
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
         self._ranks: list[ParallelRanks] = []
+        self._method = "logprobs"
 
     async def start(self, kwargs: dict[str, Any]) -> None:
         self._ranks = await self._group.build("skyrl_train.megatron.reference:MegatronReference", kwargs)
+
+    def start_in(self, policy: PolicyGroup) -> None:
+        """Be the policy's own model with its adapters off; no process of its own."""
+        self._ranks, self._method = policy.ranks, "reference_logprobs"
 
     async def logprobs(self, shards: Shards) -> list[Any]:
         """References to the logprobs [T] of each shard. Shards go to the reference's data-parallel ranks in turn."""
@@ -65,7 +70,7 @@ class ReferenceGroup:
             wave = shards.refs[start : start + num]
             # All ranks run when any does: a rank without a shard of its own repeats one, its expert peers may need it.
             args = [(wave[min(place.dp_rank, len(wave) - 1)],) for place in self._ranks]
-            results = await self._group.each_kept("logprobs", args)
+            results = await self._group.each_kept(self._method, args)
             reporting = {
                 place.dp_rank: result for place, result in zip(self._ranks, results, strict=True) if place.reports
             }
@@ -83,6 +88,11 @@ class PolicyGroup:
 
     async def start(self, kwargs: dict[str, Any]) -> None:
         self._ranks = await self._group.build("skyrl_train.megatron.policy:MegatronPolicy", kwargs)
+
+    @property
+    def ranks(self) -> list[ParallelRanks]:
+        """Where each rank stands, once started."""
+        return self._ranks
 
     @property
     def dp_size(self) -> int:

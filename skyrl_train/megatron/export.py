@@ -57,6 +57,8 @@ def export_tasks(model: Model) -> list[ExportTask]:
         for local_name, tensor in named.items():
             if tied and local_name == "output_layer.weight":
                 continue
+            if ".lora." in local_name:  # lora_export.py sends them, or `read` folds them into the weights
+                continue
             is_expert = ".mlp.experts.linear_fc" in local_name
             name = names[local_name]
             mcore_names: tuple[str, ...] = (name,)

@@ -19,10 +19,11 @@ from torch import Tensor
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.batching.split import split
-from skyrl_train.config import MegatronConfig, OptimizerConfig
+from skyrl_train.config import LoraConfig, MegatronConfig, OptimizerConfig
 from skyrl_train.device import device
 from skyrl_train.megatron.export import export, is_stage_owner
 from skyrl_train.megatron.local_ranks import run_on_ranks
+from skyrl_train.megatron.lora_export import export_adapter
 from skyrl_train.megatron.model import Model, build_model, build_optimizer, dtype_of
 from skyrl_train.megatron.packing import Packer
 from skyrl_train.megatron.parallel import join
@@ -60,6 +61,8 @@ class Trial:
     """Name in algorithms.reductions.REDUCTIONS."""
     max_generate_length: int
     bf16: bool = False
+    lora: LoraConfig | None = None
+    """With adapters, whose gradients are then the outcome's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class Outcome:
     """What a mini-batch yields, put together from all ranks. Equal for all layouts up to rounding."""
 
     gradients: dict[str, Tensor]
-    """Hugging Face name -> whole gradient, float32 on the CPU."""
+    """Hugging Face name (of adapters PEFT's) -> whole gradient, float32 on the CPU."""
     logprobs: Tensor
     """[T] float32, in the order of the experience; 0 for the first token of a sample."""
     metrics: Metrics
@@ -215,7 +218,7 @@ def _run_rank(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[s
         reduction=trial.reduction,
         max_generate_length=trial.max_generate_length,
     )[ranks.dp_rank]
-    model = build_model(trial.model_path, layout.megatron, dtype_of(trial.bf16), trainable=True)
+    model = build_model(trial.model_path, layout.megatron, dtype_of(trial.bf16), trainable=True, lora=trial.lora)
     optimizer = build_optimizer(model, OPTIMIZER)
     packer = Packer.of_layout(
         device(), sequence_parallel=model.bridge.config.sequence_parallel, torch_attention=model.torch_layers
@@ -241,7 +244,8 @@ def _run_mini_batch(
     one_pass = forward_backward(model, micro_batches, objective, with_entropy=True)
     _gather_gradients(model)
     gradients = {}
-    for name, gradient in export(model, torch.float32, read=_gradient):
+    trained = export(model, torch.float32, read=_gradient)
+    for name, gradient in trained if model.lora is None else export_adapter(model.lora, read=_gradient):
         if is_stage_owner():
             gradients[name] = gradient.to("cpu", copy=True)
     _, norm, _ = optimizer.step()

@@ -16,12 +16,14 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 
-from skyrl_train.config import MegatronConfig, OptimizerConfig
+from skyrl_train.config import LoraConfig, MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, device_type
 from skyrl_train.hub import local_folder
 from skyrl_train.megatron import adam, gradients, layers
 from skyrl_train.megatron.balance import Balance
 from skyrl_train.megatron.bridge import build_bridge, check_all_weights_are_read, match_hugging_face
+from skyrl_train.megatron.lora import Lora
+from skyrl_train.megatron.lora_attach import attach
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class Model:
     torch_layers: bool
     balance: Balance | None = None
     """The load-balancing loss of its routers, where it is used."""
+    lora: Lora | None = None
+    """Its adapters, where only they are trained."""
 
     @property
     def modules(self) -> list[GPTModel]:
@@ -67,11 +71,22 @@ def uses_torch_layers(transformer_impl: str) -> bool:
     return transformer_impl == "torch" or not present
 
 
-def build_model(path: str, config: MegatronConfig, dtype: torch.dtype, *, trainable: bool) -> Model:
+def build_model(
+    path: str,
+    config: MegatronConfig,
+    dtype: torch.dtype,
+    *,
+    trainable: bool,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
+) -> Model:
     """Load the Hugging Face checkpoint at `path` into this rank's share of a Megatron model.
 
     A hub model is downloaded to this node first. A trainable model is wrapped in Megatron's DistributedDataParallel
-    with float32 gradients; a reference is not.
+    with float32 gradients; a reference is not. With `lora` (of a rank above 0) its adapters are all that is trained;
+    `seed` is theirs.
+
+    Raises: ValueError for a model, or an adapter, that would not be computed as Hugging Face and PEFT do.
     """
     torch_layers = uses_torch_layers(config.transformer_impl)
     gradients.install()
@@ -88,6 +103,7 @@ def build_model(path: str, config: MegatronConfig, dtype: torch.dtype, *, traina
             for name, parameter in chunk.named_parameters():
                 if ".router." in name:
                     parameter.requires_grad = False
+    adapters = attach(bare, bridge, folder, lora, seed) if lora is not None and lora.rank > 0 else None
     chunks = [_in_half_precision(chunk, bridge.config) if dtype == torch.bfloat16 else chunk for chunk in bare]
     if trainable:
         chunks = _wrap_data_parallel(chunks, bridge.config)
@@ -101,6 +117,7 @@ def build_model(path: str, config: MegatronConfig, dtype: torch.dtype, *, traina
         dtype=dtype,
         torch_layers=torch_layers,
         balance=Balance(bare, config.moe_aux_loss_coeff) if balanced else None,
+        lora=adapters,
     )
 
 
@@ -162,7 +179,7 @@ def build_optimizer(model: Model, config: OptimizerConfig) -> Any:
     )
     optimizer = get_megatron_optimizer(settings, model.chunks, use_gloo_process_groups=False)
     mcore = model.bridge.config
-    mcore.finalize_model_grads_func = finalize_model_grads
+    mcore.finalize_model_grads_func = _finalizer(model.lora)
     mcore.grad_scale_func = optimizer.scale_loss
     if model.chunks[0].ddp_config.overlap_grad_reduce:
         sync = [chunk.no_sync for chunk in model.chunks]
@@ -170,6 +187,17 @@ def build_optimizer(model: Model, config: OptimizerConfig) -> Any:
         mcore.no_sync_func = sync if len(sync) > 1 else sync[0]
         mcore.grad_sync_func = start if len(start) > 1 else start[0]
     return optimizer
+
+
+def _finalizer(lora: Lora | None) -> Any:
+    if lora is None:
+        return finalize_model_grads
+
+    def finalize(*args: Any, **kwargs: Any) -> None:
+        finalize_model_grads(*args, **kwargs)
+        lora.reduce_gradients()
+
+    return finalize
 
 
 def set_learning_rate(optimizer: Any, lr: float, weight_decay: float) -> None:

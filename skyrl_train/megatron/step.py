@@ -184,6 +184,8 @@ def _run(
 
     # Megatron's half-precision wrapper would copy the logits to float32; `_logprobs` does so a piece at a time.
     keep_dtype = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}
+    if model.lora is not None:
+        model.lora.switch.dropping = not forward_only
     if model.bridge.config.timers is None:
         model.bridge.config.timers = ComputeTimers()
     chunks = model.chunks

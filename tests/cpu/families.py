@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -179,9 +180,18 @@ def _balance_terms(model: Any, logits: dict[str, list[Tensor]]) -> list[Tensor]:
     return terms
 
 
-def hugging_face(trial: Trial, aux_loss_coeff: float = 0.0) -> HuggingFace:
-    """Loss and gradient by autograd through log_softmax; the metrics that follow from them."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(trial.model_path, dtype=torch.float32)
+def hugging_face(
+    trial: Trial,
+    aux_loss_coeff: float = 0.0,
+    *,
+    model: Any = None,
+    gradients_of: Callable[[Any], dict[str, Tensor]] | None = None,
+) -> HuggingFace:
+    """Loss and gradient by autograd through log_softmax; the metrics that follow from them.
+
+    Args: model and gradients_of: another model than the trial's, such as PEFT's, and its gradients by name.
+    """
+    model = model or transformers.AutoModelForCausalLM.from_pretrained(trial.model_path, dtype=torch.float32)
     choices: dict[str, list[Tensor]] = {}
     if aux_loss_coeff:
         for name, module in model.named_modules():
@@ -216,7 +226,7 @@ def hugging_face(trial: Trial, aux_loss_coeff: float = 0.0) -> HuggingFace:
     balance = aux_loss_coeff * torch.stack(_balance_terms(model, choices)).sum() if choices else torch.zeros(())
     loss = policy + objective.kl_coef * kl - objective.entropy_coef * entropy + balance
     loss.backward()
-    gradients = named_gradients(model)
+    gradients = (gradients_of or named_gradients)(model)
     norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
     metrics = {
         "policy/final_loss": loss.item(),

@@ -1,0 +1,56 @@
+"""Adapters on their way out: folded into the weights, or whole under PEFT's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from skyrl_train import adapter
+from skyrl_train.megatron.export import Read, is_stage_owner
+from skyrl_train.megatron.lora import Lora, base_weights
+
+
+def merged(lora: Lora) -> Read:
+    """What `export` reads of a weight to get W + alpha / r * B A, added in float32 and rounded once.
+
+    The adapters of this rank's part of a weight are all that it takes: no collective.
+    """
+    deltas: dict[int, Callable[[], Tensor]] = {}
+    for layer, one in lora.adapters:
+        for index, weight in enumerate(base_weights(layer)):
+            deltas[id(weight)] = lambda one=one, index=index: one.delta(index)  # type: ignore[misc]
+
+    def read(tensor: Tensor) -> Tensor:
+        weight, delta = tensor.detach(), deltas.get(id(tensor))
+        return weight if delta is None else (weight.float() + delta()).to(weight.dtype)
+
+    return read
+
+
+def export_adapter(
+    lora: Lora, read: Callable[[Tensor], Tensor] = lambda tensor: tensor.detach()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (PEFT's name, whole tensor) of this stage's adapters, on every rank of the stage. A collective over it."""
+    for _, one in lora.adapters:
+        for module, a, b in one.factors(read):
+            yield from zip(adapter.tensor_names(module), (a, b), strict=True)
+
+
+def save_adapter(lora: Lora, target: str, folder: str, base_model: str) -> None:
+    """Write one adapter of all stages in PEFT's format. A collective over all ranks.
+
+    Args: folder has the base model, base_model is its name as the configuration gives it.
+    """
+    owner = is_stage_owner()
+    tensors = {name: tensor.cpu().clone() for name, tensor in export_adapter(lora) if owner}
+    if owner:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        stages: list[dict[str, Tensor]] | None = [{}] * group.size() if group.rank() == 0 else None
+        dist.gather_object(tensors, stages, dst=dist.get_global_rank(group, 0), group=group)
+        if stages is not None:
+            whole = {name: tensor for stage in stages for name, tensor in stage.items()}
+            adapter.save(target, whole, folder, base_model, lora.config)
+    dist.barrier()
