@@ -121,7 +121,7 @@ def is_stage_owner() -> bool:
     )
 
 
-def save_hf(model: Model, source: str, folder: str) -> None:
+def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: tensor.detach()) -> None:
     """Write a Hugging Face checkpoint: one safetensors file per pipeline stage, the index, configuration and tokenizer.
 
     A collective over all ranks. Files appear under their final names only when they are whole.
@@ -134,7 +134,7 @@ def save_hf(model: Model, source: str, folder: str) -> None:
     file = f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
     owner = is_stage_owner()
     tensors = {}
-    for name, tensor in export(model, model.dtype):
+    for name, tensor in export(model, model.dtype, read):
         if owner:
             tensors[name] = tensor.contiguous().cpu()
     if owner:

@@ -231,11 +231,11 @@ class Adapter(torch.nn.Module):
                 yield module, downs[part], rows[part_of_row == part]
 
 
-def base_weights(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
+def base_weights(layer: Any) -> list[Any]:
     """The weight of a layer, or those of its local experts."""
     if getattr(layer, "weight", None) is not None:
-        return [layer.weight]  # type: ignore[list-item]
-    return [getattr(layer, f"weight{index}") for index in range(layer.num_gemms)]  # type: ignore[call-overload]
+        return [layer.weight]
+    return [getattr(layer, f"weight{index}") for index in range(layer.num_gemms)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,12 @@ from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import LOSSES
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.algorithms.reductions import weighted_sum
-from skyrl_train.config import MegatronConfig, OptimizerConfig
+from skyrl_train.config import LoraConfig, MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, peak_flops
+from skyrl_train.hub import local_folder
 from skyrl_train.megatron.export import export, export_specs, save_hf
 from skyrl_train.megatron.flops import model_cost
+from skyrl_train.megatron.lora_export import merged, save_adapter
 from skyrl_train.megatron.memory import OPTIMIZER, WEIGHTS, DeviceMemory
 from skyrl_train.megatron.model import build_model, build_optimizer, dtype_of, set_learning_rate
 from skyrl_train.megatron.packing import Packer
@@ -45,12 +47,14 @@ class MegatronPolicy:
         bf16: bool,
         seed: int,
         num_optimizer_steps: int,
+        lora: LoraConfig | None = None,
     ) -> None:
+        """Args: lora of a rank above 0 trains adapters instead of the model's weights."""
         self.ranks = join(rendezvous, config, seed)
         self.policy_version = 0
         self._model_path, self._objective, self._optimizer_config = model_path, objective, optimizer_config
         self._num_optimizer_steps = num_optimizer_steps
-        self.model = build_model(model_path, config, dtype_of(bf16), trainable=True)
+        self.model = build_model(model_path, config, dtype_of(bf16), trainable=True, lora=lora, seed=seed)
         self._optimizer = build_optimizer(self.model, optimizer_config)
         self._memory = DeviceMemory(self.model.modules, self._optimizer)
         self._packer = Packer.of_layout(
@@ -67,6 +71,17 @@ class MegatronPolicy:
         """
         self._memory.require("logprobs", WEIGHTS)
         logprobs = batch_logprobs(self.model, self._packer, batch, 1.0, self._objective.logprobs_chunk_size)
+        return logprobs if self.ranks.reports else None
+
+    def reference_logprobs(self, batch: TrainBatch) -> Tensor | None:
+        """[T] float32 of the model without its adapters, on the reporting rank of the shard; None elsewhere."""
+        self._memory.require("reference_logprobs", WEIGHTS)
+        assert self.model.lora is not None
+        objective = self._objective
+        with self.model.lora.off():
+            logprobs = batch_logprobs(
+                self.model, self._packer, batch, objective.temperature, objective.logprobs_chunk_size
+            )
         return logprobs if self.ranks.reports else None
 
     def keep_old_logprobs(self, batch: TrainBatch, ref_logprobs: Tensor | None = None) -> Tensor | None:
@@ -137,9 +152,13 @@ class MegatronPolicy:
         )
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of this pipeline stage; all its ranks must drain it. See megatron/export.py."""
+        """Whole tensors of this pipeline stage, with adapters folded in; all its ranks must drain it.
+
+        See megatron/export.py.
+        """
         self._memory.require("export", WEIGHTS)
-        return export(self.model, dtype)
+        lora = self.model.lora
+        return export(self.model, dtype) if lora is None else export(self.model, dtype, merged(lora))
 
     @functools.cache  # noqa: B019  one policy lives as long as its process; its topology never changes
     def export_specs(self, dtype: torch.dtype) -> list[TensorSpec]:
@@ -147,9 +166,14 @@ class MegatronPolicy:
         return export_specs(self.model, dtype)
 
     def save_hf(self, folder: str) -> None:
-        """Write the weights as a Hugging Face checkpoint."""
+        """Write the weights as a Hugging Face checkpoint; with adapters folded in, and these in `folder/adapter`."""
         self._memory.require("save_hf", WEIGHTS)
-        save_hf(self.model, self._model_path, folder)
+        lora = self.model.lora
+        if lora is None:
+            save_hf(self.model, self._model_path, folder)
+            return
+        save_hf(self.model, self._model_path, folder, merged(lora))
+        save_adapter(lora, f"{folder}/adapter", local_folder(self._model_path), self._model_path)
 
     def offload(self, *parts: str) -> Moved:
         """Give device memory back: "weights", "optimizer" (with the gradients), or all; see megatron/memory.py.
