@@ -155,6 +155,14 @@ def save(target: str | Path, tensors: Mapping[str, Tensor], folder: str, base_mo
     (path / "config.tmp").rename(path / CONFIG_FILE)
 
 
+def check(folder: str, lora: LoraConfig) -> None:
+    """Raises: ValueError if targets match nothing in the base model at `folder`, or the adapter does not fit it."""
+    if lora.rank > 0:
+        targets(linear_shapes(folder), lora)
+        if lora.path is not None:
+            AdapterFile(lora.path, folder, lora)
+
+
 class AdapterFile:
     """An adapter on disk that fits the base model and the configuration; tensors are read one by one."""
 

@@ -91,8 +91,6 @@ class LoraConfig:
     """How A starts, kaiming, xavier or normal; B starts at zero."""
     path: str | None
     """Folder with an adapter in PEFT's format to start from; null starts from one that changes nothing."""
-    sync: Annotated[str, OneOf(("merged", "adapter"))]
-    """merged sends the engines weights with the adapter folded in, adapter sends the adapter itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +282,11 @@ class TrainerConfig(TrainingConfig):
     """Compare engine and trainer logprobs of fixed prompts at the first and each Nth sync; 0 means never."""
     ref: RefConfig
     algorithm: AlgorithmConfig
+
+    @property
+    def starts_reference(self) -> bool:
+        """Whether the reference has processes of its own; with adapters it is the policy without them."""
+        return self.algorithm.needs_reference and self.policy.model.lora.rank == 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from skyrl_train.config import Config, ConfigError, DataConfig, MegatronConfig, TrainingConfig
+from skyrl_train.config_checks_lora import lora_problems, lora_reference_problems
 from skyrl_train.model_checks import longest_conversation, model_problems
 
 POLICY = "trainer.policy.megatron_config"
@@ -41,11 +42,13 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         *_algorithm(config),
         *_lengths(config),
         *_remote_engines(config),
+        *lora_reference_problems(config.trainer),
     ]
     problems += _layouts(config)
     if files:
         problems += data_file_problems(config.data)
         problems += model_problems(config)
+        problems += lora_problems(config.trainer.policy.model.lora)
     if problems:
         raise ConfigError(problems)
 
@@ -53,7 +56,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
 def _megatron_configs(config: Config) -> dict[str, MegatronConfig]:
     """Key -> layout of each model that is started; the reference's only where it has one of its own."""
     policy, ref = config.trainer.policy.megatron_config, config.trainer.ref.megatron_config
-    return {POLICY: policy} | ({REF: ref} if config.trainer.algorithm.needs_reference and ref != policy else {})
+    return {POLICY: policy} | ({REF: ref} if config.trainer.starts_reference and ref != policy else {})
 
 
 def package_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, MegatronConfig]) -> Iterator[str]:
@@ -158,7 +161,7 @@ def _layouts(config: Config) -> Iterator[str]:
     ref_ranks = placement.ref_num_nodes * placement.ref_num_gpus_per_node
     yield from layout_problems(policy, POLICY, policy_ranks, POLICY_RANKS)
     # The reference follows the policy unless its keys are given: what is wrong with both is said once.
-    if config.trainer.algorithm.needs_reference and (ref, ref_ranks) != (policy, policy_ranks):
+    if config.trainer.starts_reference and (ref, ref_ranks) != (policy, policy_ranks):
         ref_key = "trainer.placement.ref_num_nodes * ref_num_gpus_per_node"
         yield from layout_problems(ref, REF, ref_ranks, ref_key)
 

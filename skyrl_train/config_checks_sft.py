@@ -13,6 +13,7 @@ from skyrl_train.config_checks import (
     package_problems,
     prepare_problems,
 )
+from skyrl_train.config_checks_lora import lora_problems
 from skyrl_train.config_sft import SftConfig
 from skyrl_train.model_checks import cut_problems
 
@@ -35,6 +36,7 @@ def check_sft(config: SftConfig, num_train_rows: int | None, files: bool = True)
     if files:
         problems += data_file_problems(config.data)
         problems += cut_problems(trainer.policy.model.path, "trainer.policy.model.path", layout, POLICY)
+        problems += lora_problems(trainer.policy.model.lora)
     if problems:
         raise ConfigError(problems)
 

@@ -26,7 +26,7 @@ def model_problems(config: Config) -> Iterator[str]:
     if shape is not None:
         yield from _cut(shape, policy.megatron_config, "trainer.policy.megatron_config")
         yield from _engine(shape, config)
-    if config.trainer.algorithm.needs_reference:
+    if config.trainer.starts_reference:
         ref = config.trainer.ref
         if ref.model.path != policy.model.path:
             shape = yield from _shape(ref.model.path, "trainer.ref.model.path")

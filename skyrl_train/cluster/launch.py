@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from skyrl_train.cluster.placement import Demand, Placement
 from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.worker_group import WorkerGroup
-from skyrl_train.config import Config, TrainingConfig
+from skyrl_train.config import Config, LoraConfig, TrainingConfig
 from skyrl_train.inference.settings import EngineSettings, RemoteEngineSettings
 
 POLICY, REFERENCE, ENGINES = "policy ranks", "reference ranks", "engines"
@@ -68,16 +68,19 @@ async def launch(
     groups = [policy_group]
     policy, reference = PolicyGroup(policy_group), None
     starts = [engines.start(), policy.start(_policy_arguments(trainer, objective, num_optimizer_steps))]
-    if trainer.algorithm.needs_reference:
+    if trainer.starts_reference:
         groups.append(WorkerGroup("reference", placement.slots[REFERENCE], logs, trainer.timeout_s))
         reference = ReferenceGroup(groups[-1])
         starts.append(reference.start(_reference_arguments(config)))
     processes = Processes(cluster, placement, policy, reference, engines, tuple(groups))
     try:
         await asyncio.gather(*starts)
+        if trainer.algorithm.needs_reference and reference is None:
+            processes = replace(processes, reference=ReferenceGroup.of_policy(policy))
         await policy.connect_engines(engines, backend, generator.weight_sync_bucket_mb << 20, trainer.timeout_s)
-        if not generator.run_engines_locally:
-            # The servers may hold anything: what they loaded, or what an earlier run left in them.
+        if not generator.run_engines_locally or trainer.policy.model.lora.path is not None:
+            # Servers may hold anything, what they loaded or what an earlier run left in them; and local engines hold
+            # the base model, from which a policy with an adapter does not start.
             await policy.send_weights(engines, generator.model_dtype)
     except BaseException:
         await processes.stop()
@@ -130,7 +133,7 @@ def _demands(config: Config) -> list[Demand]:
         if generator.run_engines_locally
         else Demand(ENGINES, len(generator.remote_inference_engine_urls), 0),
     ]
-    if trainer.algorithm.needs_reference:
+    if trainer.starts_reference:
         demands.insert(1, Demand(REFERENCE, place.ref_num_nodes * place.ref_num_gpus_per_node, 1))
     return demands
 
@@ -144,6 +147,7 @@ def _policy_arguments(trainer: TrainingConfig, objective: Objective, num_optimiz
         "bf16": trainer.bf16,
         "seed": trainer.seed,
         "num_optimizer_steps": num_optimizer_steps,
+        "lora": lora_arguments(trainer.policy.model.lora),
     }
 
 
@@ -199,6 +203,11 @@ def _engine_settings(config: Config, max_model_len: int, seed: int) -> EngineSet
         rpc_timeout_s=config.trainer.timeout_s,
         engine_init_kwargs=generator.engine_init_kwargs,
     )
+
+
+def lora_arguments(lora: LoraConfig) -> LoraConfig:
+    """The adapters' configuration for processes with other working directories."""
+    return lora if lora.path is None else replace(lora, path=_seen_from_anywhere(lora.path))
 
 
 def _seen_from_anywhere(path: str) -> str:

@@ -58,9 +58,12 @@ class ReferenceGroup:
     async def start(self, kwargs: dict[str, Any]) -> None:
         self._ranks = await self._group.build("skyrl_train.megatron.reference:MegatronReference", kwargs)
 
-    def start_in(self, policy: PolicyGroup) -> None:
-        """Be the policy's own model with its adapters off; no process of its own."""
-        self._ranks, self._method = policy.ranks, "reference_logprobs"
+    @classmethod
+    def of_policy(cls, policy: PolicyGroup) -> ReferenceGroup:
+        """The started policy's own model with its adapters off; it has no process of its own."""
+        reference = cls(policy.group)
+        reference._ranks, reference._method = policy.ranks, "reference_logprobs"
+        return reference
 
     async def logprobs(self, shards: Shards) -> list[Any]:
         """References to the logprobs [T] of each shard. Shards go to the reference's data-parallel ranks in turn."""
@@ -88,6 +91,10 @@ class PolicyGroup:
 
     async def start(self, kwargs: dict[str, Any]) -> None:
         self._ranks = await self._group.build("skyrl_train.megatron.policy:MegatronPolicy", kwargs)
+
+    @property
+    def group(self) -> WorkerGroup:
+        return self._group
 
     @property
     def ranks(self) -> list[ParallelRanks]:

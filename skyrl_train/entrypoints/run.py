@@ -14,6 +14,7 @@ import yaml
 from rich.console import Console
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from skyrl_train import adapter
 from skyrl_train.cluster.session import Cluster, connect
 from skyrl_train.config import RunConfig, to_yaml
 from skyrl_train.hub import local_folder
@@ -45,12 +46,13 @@ class Run(ABC, Generic[C, P]):
     def __init__(self, config: C, console: Console) -> None:
         """Loads the tokenizer.
 
-        Raises: ValueError for a model that cannot be had.
+        Raises: ValueError for a model that cannot be had, or an adapter that does not fit it.
         """
         self.config, self._console = config, console
         self._started = time.perf_counter()
         self.model_folder = local_folder(config.trainer.policy.model.path)
         self.model_config = AutoConfig.from_pretrained(self.model_folder)
+        adapter.check(self.model_folder, config.trainer.policy.model.lora)
         self.tokenizer = self.get_tokenizer()
         self._loop: Loop | None = None
 

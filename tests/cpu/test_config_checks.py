@@ -242,3 +242,19 @@ def test_checking_takes_less_than_half_a_second():
     check(config, num_train_prompts=1000, files=False)
     assert time.perf_counter() - start < 0.5
     assert "vllm" not in sys.modules
+
+
+def test_lora_must_have_something_to_adapt_and_the_adapter_that_is_named(tmp_path: Path):
+    lora = "trainer.policy.model.lora"
+
+    def found(*overrides: str) -> str:
+        return "; ".join(problems(*overrides, files=True))
+
+    assert "rank 0: set rank" in found(f"{lora}.path={tmp_path}")
+    assert "no such folder" in found(f"{lora}.rank=8", f"{lora}.path={tmp_path}/none")
+    assert "target_modules is empty" in found(f"{lora}.rank=8", f"{lora}.target_modules=[]")
+
+
+def test_the_reference_of_adapters_is_their_own_base_model():
+    (problem,) = problems("trainer.policy.model.lora.rank=8", "trainer.ref.model.path=other")
+    assert "leave the key as it is" in problem

@@ -14,7 +14,7 @@ ROWS = """
     adapter
     tracking
     algorithms
-    config_sft model_checks config_checks config_checks_sft
+    config_sft model_checks config_checks config_checks_lora config_checks_sft
     data
     envs
     rollout
