@@ -35,21 +35,13 @@ WRAPPER_NAME = "online_process_loader"
 class LayerwiseReload:
     """One model's updates: begin, load as often as needed, faults, finish; begin again also after a failure."""
 
-    def __init__(self, model: nn.Module, vllm_config: VllmConfig) -> None:
-        self._model = model
-        self._vllm_config = vllm_config
-        self._model_config = vllm_config.model_config
-        self._aliases = _shared_parameters(model)
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig, model_config: Any) -> None:
+        self._model, self._vllm_config, self._model_config = model, vllm_config, model_config
+        self._aliases = shared_parameters(model)
         self._open = False
         self._received: set[str] = set()
         self._consumed: set[str] = set()
         self._views = _Views([])
-
-    def retarget(self, model: nn.Module, model_config: Any) -> None:
-        """Load into another model of this worker from the next update on (vLLM's draft models)."""
-        if model is not self._model:
-            self._model, self._model_config = model, model_config
-            self._aliases = _shared_parameters(model)
 
     def begin(self) -> None:
         """Raises nothing for a model that an interrupted update left half loaded: it is closed first."""
@@ -85,9 +77,6 @@ class LayerwiseReload:
         if missing:
             found.append(f"{len(missing)} layers of the engine did not get all their weights: {name_list(missing)}")
         return found
-
-    def num_parameters(self) -> int:
-        return sum(1 for _ in self._model.parameters())
 
     def finish(self) -> None:
         """Make the model runnable again, with whatever was loaded."""
@@ -133,7 +122,7 @@ class LayerwiseReload:
         open_layers = []
         for name, module in self._model.named_modules():
             info = get_layerwise_info(module)
-            expected = _loadable_elements(module)
+            expected = loadable_elements(module)
             if expected == 0 or isinstance(module, AttentionLayerBase):
                 continue
             if not info.can_load() or info.load_numel >= expected:
@@ -178,7 +167,7 @@ class _Views:
         return found or {self._current}
 
 
-def _shared_parameters(model: nn.Module) -> dict[str, str]:
+def shared_parameters(model: nn.Module) -> dict[str, str]:
     """module name -> name of the earlier module that owns the same parameter (a tied output head)."""
     owners: dict[int, str] = {}
     aliases = {}
@@ -189,7 +178,7 @@ def _shared_parameters(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def _loadable_elements(module: nn.Module) -> int:
+def loadable_elements(module: nn.Module) -> int:
     """Elements that a checkpoint has for this module's own parameters on this rank: rows of vocabulary padding not."""
     parameters = [
         parameter

@@ -20,8 +20,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from skyrl_train.device import memory_in_use
-from skyrl_train.inference.reload import LayerwiseReload
 from skyrl_train.inference.sleeping import Unsynced
+from skyrl_train.inference.update import ModelUpdate
 from skyrl_train.weight_sync.channels import receive_channel
 from skyrl_train.weight_sync.transport import ControlMessage, Receiver
 
@@ -47,7 +47,7 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: VllmConfig, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._reload = LayerwiseReload(model, vllm_config)
+        self._update = ModelUpdate(model, vllm_config)
         self._receivers: dict[str, Receiver] = {}
         """One per sender: each pipeline stage of the trainer sends its own tensors."""
         self._digests: dict[str, int] = {}
@@ -66,22 +66,21 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not self._receivers:
             raise RuntimeError("init_weight_sync was not called on this engine, or its connection was closed")
         self._digests = {}
-        self._reload.retarget(self.model, self.model_config)
-        self._reload.begin()
+        self._update.begin(self.model, self.model_config)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         message = update_info.message
-        self._digests |= self._receivers[message["sender"]].receive(message, self._reload.load)
+        self._digests |= self._receivers[message["sender"]].receive(message, self._update.load)
 
     def finish_weight_update(self) -> None:
-        self._reload.finish()
+        self._update.finish()
 
     def report(self) -> dict[str, Any]:
         """To be asked before `finish_weight_update`, which is too late to see what is missing."""
         return {
             "digests": self._digests,
-            "num_parameters": self._reload.num_parameters(),
-            "faults": self._reload.faults(),
+            "num_parameters": self._update.num_parameters(),
+            "faults": self._update.faults(),
         }
 
     def shutdown(self) -> None:

@@ -89,7 +89,7 @@ class BroadcastGroup:
         """Returns at once, also while a broadcast waits for a peer."""
         if self._device.type == "cuda":
             self._backend.abort()
-        # gloo's destructor (torch 2.13) waits for what is in flight, up to the group's deadline; its abort ends nothing.
+        # gloo's destructor (torch 2.13) waits for what is in flight, up to its deadline; its abort ends nothing.
         last_reference = [self._backend]
         del self._backend
         threading.Thread(target=last_reference.clear, daemon=True).start()

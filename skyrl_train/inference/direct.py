@@ -1,0 +1,232 @@
+"""Copies received tensors straight into the parameters of a running model, where their bytes are what it computes with.
+
+vLLM's layerwise reload (reload.py) is right for every model, at about a millisecond a layer. Where a model's kernels
+read weights as the checkpoint has them (unquantised, on a GPU), all that its loaders do is copy. A `CopyPlan` holds
+those copies. It is found by running the loaders once without letting them write, and used only after an update that
+went the long way has shown, byte for byte, that the parameters then hold what the plan would have written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from skyrl_train.weight_sync.bucket import ALIGNMENT, TensorSpec, cut, fill
+from skyrl_train.weight_sync.digest import bucket_digests, name_list
+from skyrl_train.weight_sync.errors import WeightSyncError
+
+WRITES_NOTHING_NEW = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+"""Loaders set the rows of vocabulary padding to zero, which they are already."""
+
+
+class NoPlanError(RuntimeError):
+    """This model's loaders do more than copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One copy of a loader: a part of a received tensor into a part of a parameter."""
+
+    target: Tensor
+    """A view of the live parameter."""
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Of the part within the received tensor, in elements."""
+
+    def source(self, tensor: Tensor) -> Tensor:
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+class CopyPlan:
+    """Where each tensor of an update goes."""
+
+    def __init__(self, copies: Mapping[str, Sequence[Copy]], model: nn.Module) -> None:
+        self._copies = copies
+        self._storages = _storages(model)
+        self._loaded: set[str] = set()
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether the model's parameters still lie where the plan would write."""
+        return self._storages == _storages(model)
+
+    def begin(self) -> None:
+        self._loaded = set()
+
+    def load(self, named_tensors: list[tuple[str, Tensor]]) -> None:
+        """Copy the tensors of one bucket. None of them is referenced any more when this returns.
+
+        Raises: WeightSyncError for a name that is not in the plan, or came before.
+        """
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for name, tensor in named_tensors:
+            if name in self._loaded or name not in self._copies:
+                what = "arrived twice in one weight update" if name in self._loaded else "was not in the first update"
+                raise WeightSyncError(f"tensor {name!r} {what}")
+            self._loaded.add(name)
+            for copy in self._copies[name]:
+                targets.append(copy.target)
+                sources.append(copy.source(tensor))
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
+
+    def faults(self) -> list[str]:
+        """What keeps the update from being complete, as sentences."""
+        missing = sorted(self._copies.keys() - self._loaded)
+        found = f"{len(missing)} tensors of the first update did not come again: {name_list(missing)}"
+        return [found] if missing else []
+
+    def parts(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """The parts of a tensor that are copied."""
+        return [copy.source(tensor) for copy in self._copies[name]]
+
+    def targets(self, name: str) -> list[Tensor]:
+        """Where those parts go, as they are now."""
+        return [copy.target for copy in self._copies[name]]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._copies)
+
+
+class Trial:
+    """Watches an update that goes the long way, to see whether a plan would have done the same."""
+
+    def __init__(self, plan: CopyPlan) -> None:
+        self._plan = plan
+        self._digests: dict[str, list[int]] = {}
+
+    def watch(self, named_tensors: list[tuple[str, Tensor]]) -> None:
+        """To be called with the tensors of each bucket before they are loaded."""
+        for name, tensor in named_tensors:
+            if name in self._plan.names:
+                self._digests[name] = [_digest(part) for part in self._plan.parts(name, tensor)]
+
+    def passed(self, model: nn.Module) -> bool:
+        """After the update: whether all of the model's parameters hold exactly what was watched."""
+        return (
+            self._plan.is_of(model)
+            and self._digests.keys() == set(self._plan.names)
+            and all(
+                [_digest(target) for target in self._plan.targets(name)] == digests
+                for name, digests in self._digests.items()
+            )
+        )
+
+
+def find_plan(
+    model: nn.Module,
+    specs: Sequence[TensorSpec],
+    expected_elements: Callable[[nn.Module], int],
+    aliases: Mapping[str, str],
+) -> CopyPlan:
+    """The copies by which `model` loads tensors of these specs.
+
+    Args: expected_elements says how many elements a module's own parameters take from a checkpoint; aliases are
+        modules that share the parameters of another.
+    Raises: NoPlanError if a loader does anything but copy, or a parameter is left out or written twice.
+    """
+    copies = _observe(model, specs)
+    unused = [name for name, some in copies.items() if not some]
+    if unused:
+        raise NoPlanError(f"the loaders do not use {name_list(unused)}")
+    _check_coverage(model, copies, expected_elements, aliases)
+    return CopyPlan(copies, model)
+
+
+def _observe(model: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, list[Copy]]:
+    """Run the loaders on tensors without content and note what they would write where."""
+    tensors = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs}
+    observer = _Observer(model, tensors)
+    try:
+        with observer, torch.no_grad():
+            model.load_weights(iter(tensors.items()))  # type: ignore[operator]
+    except NoPlanError:
+        raise
+    except Exception as error:  # whatever a loader raises when its tensors have no content
+        raise NoPlanError(f"the model's loaders look at the content of weights: {error}") from error
+    return observer.copies
+
+
+class _Observer(TorchDispatchMode):
+    """Notes copies into parameters instead of doing them."""
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._parameters = _storages(model)
+        self._names = {_storage(tensor): name for name, tensor in tensors.items()}
+        self.copies: dict[str, list[Copy]] = {name: [] for name in tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args and isinstance(args[0], Tensor) else None
+        writes = func._schema.is_mutable and target is not None and _storage(target) in self._parameters
+        if not writes:
+            return func(*args, **(kwargs or {}))
+        assert target is not None
+        if func in WRITES_NOTHING_NEW:
+            return target
+        if func is not torch.ops.aten.copy_.default:
+            raise NoPlanError(f"a loader changes a parameter by {func}")
+        name = self._names.get(_storage(args[1]))
+        if name is None or target.shape != args[1].shape or target.dtype != args[1].dtype:
+            raise NoPlanError("a loader copies something else than a part of a received tensor")
+        source = args[1]
+        self.copies[name].append(
+            Copy(target.detach(), tuple(source.shape), tuple(source.stride()), source.storage_offset())
+        )
+        return target
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _storages(model: nn.Module) -> set[int]:
+    return {_storage(parameter) for parameter in model.parameters()}
+
+
+def _check_coverage(
+    model: nn.Module,
+    copies: Mapping[str, Sequence[Copy]],
+    expected_elements: Callable[[nn.Module], int],
+    aliases: Mapping[str, str],
+) -> None:
+    """Every element of every parameter that a checkpoint has must be written, and none twice."""
+    by_storage: dict[int, list[Tensor]] = {}
+    for some in copies.values():
+        for copy in some:
+            by_storage.setdefault(_storage(copy.target), []).append(copy.target)
+    for name, module in model.named_modules():
+        written = 0
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            targets = by_storage.get(_storage(parameter), [])
+            if _overlap(targets, parameter):
+                raise NoPlanError(f"the loaders write parts of {name} twice")
+            written += sum(target.numel() for target in targets)
+        if written != expected_elements(module) and name not in aliases:
+            raise NoPlanError(f"the loaders write {written} of {expected_elements(module)} elements of {name}")
+
+
+def _overlap(targets: Sequence[Tensor], parameter: Tensor) -> bool:
+    if len(targets) < 2:
+        return False
+    storage = parameter.untyped_storage()
+    seen = torch.zeros(storage.nbytes() // parameter.element_size(), dtype=torch.uint8, device=parameter.device)
+    for target in targets:
+        seen.as_strided(target.size(), target.stride(), target.storage_offset()).add_(1)
+    return bool((seen > 1).any())
+
+
+def _digest(part: Tensor) -> int:
+    (plan,) = cut([TensorSpec("", part.dtype, tuple(part.shape))], ALIGNMENT)
+    buffer = torch.empty(plan.num_bytes, dtype=torch.uint8, device=part.device)
+    return bucket_digests(fill(plan, iter([("", part)]), buffer))[""]
