@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from skyrl_train.weight_sync.broadcast import BroadcastReceiveChannel, BroadcastSendChannel
+from skyrl_train.weight_sync.cuda_ipc import CudaIpcReceiveChannel, CudaIpcSendChannel
 from skyrl_train.weight_sync.shm import ShmReceiveChannel, ShmSendChannel
 from skyrl_train.weight_sync.transport import ControlMessage, ReceiveChannel, SendChannel
 
@@ -15,7 +16,9 @@ def send_channel(name: str, num_receivers: int, device: torch.device, timeout_s:
         return ShmSendChannel(num_receivers, timeout_s)
     if name == "broadcast":
         return BroadcastSendChannel(num_receivers, device, timeout_s, host)
-    raise ValueError(f"weight channel {name!r} is unknown; it is shm or broadcast")
+    if name == "cuda_ipc":
+        return CudaIpcSendChannel(timeout_s)
+    raise ValueError(f"weight channel {name!r} is unknown; it is shm, broadcast or cuda_ipc")
 
 
 def receive_channel(init_info: ControlMessage, worker_rank: int, device: torch.device) -> ReceiveChannel:
@@ -26,4 +29,6 @@ def receive_channel(init_info: ControlMessage, worker_rank: int, device: torch.d
         return ShmReceiveChannel(init_info, timeout_s)
     if init_info["transport"] == "broadcast":
         return BroadcastReceiveChannel(init_info, worker_rank, device, timeout_s)
-    raise ValueError(f"weight channel {init_info['transport']!r} is unknown; it is shm or broadcast")
+    if init_info["transport"] == "cuda_ipc":
+        return CudaIpcReceiveChannel(init_info, timeout_s)
+    raise ValueError(f"weight channel {init_info['transport']!r} is unknown; it is shm, broadcast or cuda_ipc")

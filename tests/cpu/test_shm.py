@@ -127,7 +127,7 @@ class Process:
 
 
 def test_another_process_receives_while_the_sender_overwrites_its_source():
-    channel = ShmSendChannel(1, 30)
+    channel = ShmSendChannel(1, 60)
     process = Process(channel.init_info)
     sender = Sender(channel, 1 << 20, process.post)
     sender.connect()
@@ -146,10 +146,11 @@ def test_another_process_receives_while_the_sender_overwrites_its_source():
 
 @pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, 2.5), (signal.SIGSTOP, 8)])
 def test_a_receiver_that_dies_or_hangs_fails_the_send(number, within_s):
-    channel = ShmSendChannel(1, TIMEOUT_S)
+    channel = ShmSendChannel(1, 60)
     process = Process(channel.init_info)
     sender = Sender(channel, 4096, process.post)
     sender.connect()
+    channel._hub._timeout_s = TIMEOUT_S
 
     def source():
         for n in range(100):
@@ -197,7 +198,7 @@ def test_a_failing_receiver_says_why_and_the_next_update_works():
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="no such parameter"):
         pair.send(some_weights())
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < TIMEOUT_S
     fail = False
     assert pair.send(some_weights(1)).digests == pair.end.digests
     pair.close()
