@@ -1,4 +1,4 @@
-"""Triton kernels of the torch-native layers: tensors in, tensors out, without autograd and without Megatron.
+"""Triton kernels of the torch-native layers and of the weight digest: tensors in, tensors out, without autograd.
 
 Each function launches one kernel over contiguous or strided CUDA tensors of any float dtype up to 32 bits, computes in
 float32 and rounds once. Sizes that change from micro-batch to micro-batch are ordinary arguments, so nothing is

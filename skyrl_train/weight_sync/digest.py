@@ -55,9 +55,9 @@ def _row_hashes(words: Tensor) -> Tensor:
     """
     weights = _column_weights(words.device)
     if words.is_cuda:
-        from skyrl_train.weight_sync import digest_gpu  # triton is there where a GPU is
+        from skyrl_train.kernels.row_hashes import row_hashes  # triton is there where a GPU is
 
-        return digest_gpu.row_hashes(words, weights)
+        return row_hashes(words, weights)
     hashes = torch.empty(len(words), dtype=torch.int64, device=words.device)
     room = torch.empty_like(words[:ROWS_PER_CHUNK])
     for start in range(0, len(words), ROWS_PER_CHUNK):

@@ -19,8 +19,8 @@ ROWS = """
     envs
     rollout
     batching
-    weight_sync
     kernels
+    weight_sync
     megatron
     inference
     cluster

@@ -1,4 +1,4 @@
-"""The heavy part of the digest as one pass over the bytes on a GPU (digest.py has the definition)."""
+"""The heavy part of the digest as one pass over the bytes on a GPU (weight_sync/digest.py has the definition)."""
 
 from __future__ import annotations
 
