@@ -10,7 +10,7 @@ from typing import Any
 
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.cluster.placement import Demand, Placement
+from skyrl_train.cluster.placement import Demand, Placement, PlacementError
 from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.worker_group import WorkerGroup
@@ -53,6 +53,7 @@ async def launch(
     Raises: PlacementError if the cluster has no room; RemoteFailed if a process cannot start.
     """
     trainer, generator = config.trainer, config.generator
+    backend = _sync_backend(config, cluster)
     placement = await Placement.reserve(
         _demands(config),
         use_gpus=cluster.has_gpus,
@@ -60,7 +61,6 @@ async def launch(
         strategy=trainer.placement.strategy,
         timeout_s=trainer.placement.timeout_s,
     )
-    backend = _sync_backend(config, cluster)
     engines = EngineGroup(
         placement.slots[ENGINES], _all_engine_settings(config, max_model_len, backend), logs, trainer.timeout_s
     )
@@ -220,6 +220,8 @@ def _seen_from_anywhere(path: str) -> str:
 def _sync_backend(config: Config, cluster: Cluster) -> str:
     """auto: shared memory where all processes are CPU processes of one host, a broadcast elsewhere."""
     generator = config.generator
+    if generator.weight_sync_backend == "vllm_nccl" and not cluster.has_gpus:
+        raise PlacementError("generator.weight_sync_backend is vllm_nccl, and the cluster has no GPUs: use broadcast")
     if generator.weight_sync_backend != "auto":
         return generator.weight_sync_backend
     if not generator.run_engines_locally:

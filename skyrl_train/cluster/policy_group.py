@@ -87,6 +87,7 @@ class PolicyGroup:
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
         self._ranks: list[ParallelRanks] = []
+        self._one_sender = False
         self.policy_version = 0
 
     async def start(self, kwargs: dict[str, Any]) -> None:
@@ -154,8 +155,16 @@ class PolicyGroup:
         return metrics, UpdateTotals(bubble=max(0.0, bubble), mfu=mfu)
 
     async def connect_engines(self, engines: EngineGroup, backend: str, bucket_bytes: int, timeout_s: float) -> None:
-        """Open the way for weights: each pipeline stage's owner sends its own tensors to every engine."""
-        owners = [rank for rank, place in enumerate(self._ranks) if place.owns_stage]
+        """Open the way for weights: each pipeline stage's owner sends its own tensors to every engine.
+
+        Stock vLLM knows one sender only: there the first stage's owner sends the tensors of all stages.
+        """
+        self._one_sender = backend == "vllm_nccl"
+        owners = [
+            rank
+            for rank, place in enumerate(self._ranks)
+            if place.owns_stage and (place.pp_rank == 0 or not self._one_sender)
+        ]
         for rank in owners:
             info = await self._group.one(
                 rank, "open_sender", engines.actors, backend, bucket_bytes, engines.num_workers, timeout_s
@@ -173,9 +182,11 @@ class PolicyGroup:
         reports: list[SendReport] = []
         # One stage after another: engines that took two senders' broadcasts in different order would wait for each
         # other. It is also the order of the layers, in which vLLM loads them without holding back parts of one.
-        for stage in range(1 + max(place.pp_rank for place in self._ranks)):
-            ranks = [rank for rank, place in enumerate(self._ranks) if place.pp_rank == stage]
-            refs = [self._group.actors[rank].send_weights.remote(dtype_name) for rank in ranks]
+        for stage in range(1 if self._one_sender else 1 + max(place.pp_rank for place in self._ranks)):
+            ranks = [rank for rank, place in enumerate(self._ranks) if self._one_sender or place.pp_rank == stage]
+            refs = [
+                self._group.actors[rank].send_weights.remote(dtype_name, all_stages=self._one_sender) for rank in ranks
+            ]
             results = await self._group.calls.gather("send weights", refs, ranks)
             reports += [report for report in results if report is not None]
         digests: dict[str, int] = {}

@@ -11,6 +11,7 @@ import ray
 from skyrl_train.cluster.calls import Calls
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.process import host, log_to, talk_through_node_address
+from skyrl_train.inference.stock_nccl import StockNcclSender
 from skyrl_train.ranks import Rendezvous, free_port
 from skyrl_train.weight_sync.transport import ControlMessage, Sender, SendReport
 
@@ -25,7 +26,7 @@ class RankActor:
 
         torch.set_num_threads(1)
         self._name = name
-        self._sender: Sender | None = None
+        self._sender: Sender | StockNcclSender | None = None
         self._worker: Any = None
 
     def find_meeting_place(self) -> tuple[str, int]:
@@ -58,8 +59,11 @@ class RankActor:
             calls = [engine.update_weights.remote(message | {"sender": self._name}) for engine in engines]
             return PostedCalls(calls, timeout_s)
 
-        channel = send_channel(backend, num_workers, device(), timeout_s, host())
-        self._sender = Sender(channel, bucket_bytes, post)
+        if backend == "vllm_nccl":
+            self._sender = StockNcclSender(bucket_bytes, post, num_workers, device(), timeout_s, host())
+        else:
+            channel = send_channel(backend, num_workers, device(), timeout_s, host())
+            self._sender = Sender(channel, bucket_bytes, post)
         return self._sender.init_info | {"sender": self._name, "timeout_s": timeout_s}
 
     def connect_sender(self) -> None:
@@ -67,14 +71,20 @@ class RankActor:
         assert self._sender is not None
         self._sender.connect()
 
-    def send_weights(self, dtype_name: str) -> SendReport | None:
-        """Export this stage's weights; every rank of the stage takes part, its owner sends and reports."""
+    def send_weights(self, dtype_name: str, *, all_stages: bool) -> SendReport | None:
+        """Export this stage's weights; every rank of the stage takes part, its owner sends and reports.
+
+        Args: all_stages: one rank sends the weights of all stages, and all ranks take part.
+        """
         import torch
 
         dtype = getattr(torch, dtype_name)
-        tensors = self._worker.export(dtype)
+        if all_stages:
+            specs, tensors = self._worker.export_to_first_stage(dtype)
+        else:
+            specs, tensors = self._worker.export_specs(dtype), self._worker.export(dtype)
         if self._sender is not None:
-            return self._sender.send(self._worker.export_specs(dtype), tensors)
+            return self._sender.send(specs, tensors)
         for _ in tensors:
             pass
         return None

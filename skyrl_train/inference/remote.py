@@ -15,7 +15,8 @@ from skyrl_train.inference.http_client import ServerClient, ServerError, ServerU
 from skyrl_train.inference.http_lifecycle import HttpLifecycle, ServerFacts, ServerUnsuitableError, probe
 from skyrl_train.inference.settings import EXTENSION, RemoteEngineSettings
 from skyrl_train.types import Generation, SamplingParams
-from skyrl_train.weight_sync.digest import WeightSyncError, compare
+from skyrl_train.weight_sync.digest import compare
+from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.transport import ControlMessage
 
 MAX_CONNECTIONS = 512

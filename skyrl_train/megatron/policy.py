@@ -20,6 +20,7 @@ from skyrl_train.device import device, peak_flops
 from skyrl_train.hub import local_folder
 from skyrl_train.megatron.export import export, export_specs, save_hf
 from skyrl_train.megatron.flops import model_cost
+from skyrl_train.megatron.gather import to_first_stage
 from skyrl_train.megatron.lora_export import merged, save_adapter
 from skyrl_train.megatron.memory import OPTIMIZER, WEIGHTS, DeviceMemory
 from skyrl_train.megatron.model import build_model, build_optimizer, dtype_of, set_learning_rate
@@ -164,6 +165,10 @@ class MegatronPolicy:
     def export_specs(self, dtype: torch.dtype) -> list[TensorSpec]:
         """What `export` will yield on this rank, in order, without materialising a weight."""
         return export_specs(self.model, dtype)
+
+    def export_to_first_stage(self, dtype: torch.dtype) -> tuple[list[TensorSpec], Iterator[tuple[str, Tensor]]]:
+        """Specs and tensors of all stages, for one sender; all ranks must drain the tensors. See megatron/gather.py."""
+        return to_first_stage(self.export_specs(dtype), self.export(dtype))
 
     def save_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face checkpoint; with adapters folded in, and these in `folder/adapter`."""

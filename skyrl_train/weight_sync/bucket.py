@@ -107,16 +107,19 @@ def fill(plan: BucketPlan, named_tensors: Iterator[tuple[str, Tensor]], buffer: 
     """
     start = 0
     for spec in plan.specs:
-        name, tensor = next(named_tensors, ("nothing more", None))
-        if tensor is None or (name, tensor.dtype, tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):
-            found = name if tensor is None else f"{name} {tensor.dtype} {tuple(tensor.shape)}"
-            raise WeightSyncError(
-                f"the trainer announced {spec.name} {spec.dtype} {spec.shape} and then exports {found}"
-            )
         size = aligned(spec.num_bytes)
-        _copy_into(buffer[start : start + size], tensor, spec)
+        _copy_into(buffer[start : start + size], take(spec, named_tensors), spec)
         start += size
     return Bucket(plan.specs, buffer[: plan.num_bytes])
+
+
+def take(spec: TensorSpec, named_tensors: Iterator[tuple[str, Tensor]]) -> Tensor:
+    """The next tensor. Raises: WeightSyncError if it is not the one that was announced."""
+    name, tensor = next(named_tensors, ("nothing more", None))
+    if tensor is None or (name, tensor.dtype, tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):
+        found = name if tensor is None else f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+        raise WeightSyncError(f"the trainer announced {spec.name} {spec.dtype} {spec.shape} and then exports {found}")
+    return tensor
 
 
 def _copy_into(room: Tensor, tensor: Tensor, spec: TensorSpec) -> None:

@@ -17,6 +17,7 @@ from skyrl_train.model_checks import looks_local
 MEGATRON = "trainer.policy.megatron_config"
 URLS = "generator.remote_inference_engine_urls"
 REMOTE = ["generator.run_engines_locally=false", f"{URLS}=[http://h:8000]"]
+STOCK = "generator.weight_sync_backend=vllm_nccl"
 SMALL = ["trainer.train_batch_size=8", "trainer.policy_mini_batch_size=4"]
 
 
@@ -82,6 +83,8 @@ def test_the_base_and_the_quickstart_pass():
         ([f"{URLS}=[http://h:8000]"], "names 1 servers: set generator.run_engines_locally=false"),
         ([*REMOTE, f"{URLS}=[http://h:8000/v1]"], "names 'http://h:8000/v1': write http://host:port, without /v1"),
         ([*REMOTE, f"{URLS}=[http://h:1,http://h:2,http://h:1]"], "names http://h:1 twice"),
+        ([STOCK], "vllm_nccl, which is for stock vLLM servers .*: use auto"),
+        ([*REMOTE, STOCK, "trainer.verify_sync_every=0"], "comparing logprobs is the only proof; set it to at least 1"),
         ([*REMOTE, "generator.remote_api_key_env=NOT_SET"], "NOT_SET: no such environment variable is set"),
     ],
 )
@@ -93,6 +96,7 @@ def test_values_that_do_not_fit_are_one_sentence_with_the_cure(overrides: list[s
 def test_remote_engines_pass_with_servers_and_the_key_of_a_variable(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KEY_OF_A_TEST", "secret")
     assert problems(*REMOTE, "generator.remote_api_key_env=KEY_OF_A_TEST") == ()
+    assert problems(*REMOTE, STOCK) == ()
     assert problems(REMOTE[0], f"{URLS}=[http://10.0.0.1:8000,https://engine.example/]") == ()
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from skyrl_train.config import MegatronConfig
 from skyrl_train.megatron.export import export, export_specs, save_hf
+from skyrl_train.megatron.gather import to_first_stage
 from skyrl_train.megatron.layout_check import OPTIMIZER
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.model import build_model, build_optimizer
@@ -54,8 +55,17 @@ def _export(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, str, t
     build_optimizer(model, OPTIMIZER)
     specs = [(spec.name, spec.dtype, tuple(spec.shape)) for spec in export_specs(model, dtype)]
     stream = [(name, tensor.clone()) for name, tensor in export(model, dtype)]
+    all_specs, all_tensors = to_first_stage(export_specs(model, dtype), export(model, dtype))
+    gathered = [(name, tensor.clone()) for name, tensor in all_tensors]
     save_hf(model, path, target)
-    return {"specs": specs, "stream": stream, "owner": ranks.owns_stage}
+    return {
+        "specs": specs,
+        "stream": stream,
+        "owner": ranks.owns_stage,
+        "stage": ranks.pp_rank,
+        "all specs": [(spec.name, spec.dtype, tuple(spec.shape)) for spec in all_specs],
+        "gathered": gathered,
+    }
 
 
 def run(family: str, processes: int, sizes: dict[str, Any], folder: Path, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -75,6 +85,12 @@ def test_every_weight_leaves_once_as_it_came(family: str, processes: int, sizes:
         assert torch.equal(tensor, source[name]), name
     for part in parts:
         assert part["specs"] == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part["stream"]]
+
+    # For receivers with one sender: all of it, in the same order, on the first stage's owner.
+    (first,) = (part for part in parts if part["owner"] and part["stage"] == 0)
+    assert [name for name, _ in first["gathered"]] == names
+    assert all(torch.equal(tensor, source[name]) for name, tensor in first["gathered"])
+    assert first["all specs"] == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in first["gathered"]]
 
     saved = tensors_of(tmp_path / "saved")
     assert saved.keys() == source.keys()

@@ -15,7 +15,7 @@ from skyrl_train.inference.http_lifecycle import ServerUnsuitableError
 from skyrl_train.inference.remote import RemoteEngine
 from skyrl_train.inference.settings import RemoteEngineSettings
 from skyrl_train.types import Generation, SamplingParams
-from skyrl_train.weight_sync.digest import WeightSyncError
+from skyrl_train.weight_sync.errors import WeightSyncError
 from tests.cpu.fake_servers import PACKED, FakeServer, serving
 from tests.cpu.tiny import chatml_tokenizer, tiny_tokenizer
 

@@ -1,0 +1,238 @@
+"""Sends weights to servers of stock vLLM, through its own weight transfer backend `nccl`.
+
+One sender is rank 0 of an NCCL group, the workers of all servers are the others. What travels is the servers' format:
+tensors end to end without gaps (`packed`), a chunk being closed by the tensor with which it exceeds the agreed size.
+vLLM views the bytes as they lie, so a tensor must start at a multiple of its element size; where it would not (float32
+after an odd number of bfloat16), the update goes on in another call, which begins a chunk.
+
+There are no digests: nothing on the other side could compare them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from skyrl_train.ranks import free_port
+from skyrl_train.weight_sync.bucket import TensorSpec, take
+from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
+from skyrl_train.weight_sync.transport import Check, ControlMessage, NamedTensors, Post, SendClock, SendReport
+
+BUFFERS = 2
+POLL_S = 0.0002
+CHECK_EVERY_S = 0.2
+
+Chunk = tuple[TensorSpec, ...]
+
+
+class Group(Protocol):
+    """The NCCL group, seen from rank 0."""
+
+    def broadcast(self, buffer: Tensor) -> Callable[[], bool]:
+        """Start to send; the returned call says whether the buffer has been sent."""
+
+    def close(self) -> None:
+        """Returns soon, also while a broadcast waits for a peer."""
+
+
+class NcclGroup:
+    """vLLM's communicator, which is what its workers join."""
+
+    def __init__(self, host: str, port: int, world_size: int, device: torch.device) -> None:
+        """Blocks until all workers have joined; opens `port`."""
+        # Only here: a run without stock servers needs no vLLM in its trainer's processes.
+        from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
+
+        torch.cuda.set_device(device)
+        index = torch.cuda.current_device()
+        self._communicator = stateless_init_process_group(host, port, 0, world_size, index)
+        if self._communicator.disabled:
+            raise WeightSyncError("vLLM finds no NCCL library in the trainer's process: install the CUDA build of vLLM")
+        self._stream = torch.cuda.Stream(index)
+
+    def broadcast(self, buffer: Tensor) -> Callable[[], bool]:
+        self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        self._communicator.broadcast(buffer, src=0, stream=self._stream)
+        return self._stream.record_event().query
+
+    def close(self) -> None:
+        self._communicator.destroy()
+
+
+class StockNcclSender:
+    """Rank 0. After a failed `send` neither the group nor a server that was receiving is of any use."""
+
+    def __init__(
+        self,
+        bucket_bytes: int,
+        post: Post,
+        num_receivers: int,
+        device: torch.device,
+        timeout_s: float,
+        host: str,
+        open_group: Callable[[str, int, int, torch.device], Group] = NcclGroup,
+    ) -> None:
+        """Args: num_receivers counts every worker of every server; host is this machine's address as they see it."""
+        self._bucket_bytes, self._post, self._device, self._timeout_s = bucket_bytes, post, device, timeout_s
+        self._host, self._port, self._world_size = host, free_port(), 1 + num_receivers
+        self._open_group = open_group
+        self._group: Group | None = None
+
+    @property
+    def init_info(self) -> ControlMessage:
+        """For every server, with a `rank_offset` added: 1 plus the workers of the servers before it."""
+        return {
+            "transport": "vllm_nccl",
+            "master_address": self._host,
+            "master_port": self._port,
+            "world_size": self._world_size,
+            "bucket_bytes": self._bucket_bytes,
+        }
+
+    def connect(self) -> None:
+        """Blocks until all workers have joined, so they must be told `init_info` without waiting for them first."""
+        self._group = self._open_group(self._host, self._port, self._world_size, self._device)
+
+    def send(self, specs: Sequence[TensorSpec], named_tensors: NamedTensors) -> SendReport:
+        """Returns when every server has loaded every tensor. The report has no digests.
+
+        Args: as `Sender.send`.
+        Raises: WeightSyncError if the tensors are not those, or a broadcast does not end; whatever a server raised.
+        """
+        group, self._group = self._group, None
+        if group is None:
+            raise WeightSyncError("the NCCL group is not connected, or broke in the last update: start the run anew")
+        clock = SendClock()
+        tensors = clock.source(named_tensors)
+        flight = _Flight(group, self._device, self._timeout_s)
+        try:
+            for update in cut_updates(specs, self._bucket_bytes):
+                pending = self._post(_message(update))
+                for chunk in update:
+                    size = sum(spec.num_bytes for spec in chunk)
+                    buffer = clock.wait(partial(flight.buffer, size, pending.check))
+                    fill(chunk, tensors, buffer)
+                    flight.send(buffer)
+                    clock.num_bytes += size
+                clock.wait(partial(flight.land, pending.check))
+                clock.wait(pending.wait)
+            left_over = next(tensors, None)
+            if left_over is not None:
+                raise WeightSyncError(f"the trainer exports {left_over[0]}, which it did not announce")
+            self._group = group
+        finally:
+            if self._group is None:
+                group.close()
+        seconds = time.perf_counter() - clock.started
+        return SendReport(
+            num_bytes=clock.num_bytes,
+            num_buckets=flight.num_sent,
+            seconds=seconds,
+            convert_s=clock.convert_s,
+            pack_s=seconds - clock.convert_s - clock.wait_s,
+            digest_s=0.0,
+            wait_s=clock.wait_s,
+            digests={},
+        )
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+
+class _Flight:
+    """The buffers of one send, two of them under way at most."""
+
+    def __init__(self, group: Group, device: torch.device, timeout_s: float) -> None:
+        self._group, self._device, self._timeout_s = group, device, timeout_s
+        self._rooms: list[Tensor | None] = [None] * BUFFERS
+        self._is_sent: list[Callable[[], bool]] = [lambda: True] * BUFFERS
+        self.num_sent = 0
+
+    def buffer(self, num_bytes: int, check: Check) -> Tensor:
+        """[num_bytes] uint8 that is not being sent."""
+        slot = self.num_sent % BUFFERS
+        self._wait(slot, check)
+        room = self._rooms[slot]
+        if room is None or len(room) < num_bytes:
+            self._rooms[slot] = room = None  # freed before the larger one is made
+            room = self._rooms[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return room[:num_bytes]
+
+    def send(self, buffer: Tensor) -> None:
+        self._is_sent[self.num_sent % BUFFERS] = self._group.broadcast(buffer)
+        self.num_sent += 1
+
+    def land(self, check: Check) -> None:
+        """Wait for all that was sent."""
+        for slot in range(BUFFERS):
+            self._wait(slot, check)
+
+    def _wait(self, slot: int, check: Check) -> None:
+        """NCCL only enqueues, and a peer that failed never comes: so look at both."""
+        deadline = time.monotonic() + self._timeout_s
+        next_check = time.monotonic()
+        while not self._is_sent[slot]():
+            if time.monotonic() > next_check:
+                check()
+                next_check = time.monotonic() + CHECK_EVERY_S
+            if time.monotonic() > deadline:
+                raise PeerLostError(f"a broadcast to the vLLM servers did not end within {self._timeout_s:g} s")
+            time.sleep(POLL_S)
+
+
+def cut_updates(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[Chunk]]:
+    """Calls of update_weights, each with its chunks, in the order of the specs.
+
+    vLLM's rule: a chunk ends with the tensor that takes it above `bucket_bytes`, or with the call.
+    """
+    updates: list[list[Chunk]] = []
+    chunks: list[Chunk] = []
+    waiting: list[TensorSpec] = []
+    used = 0
+
+    def close_chunk() -> None:
+        nonlocal used
+        if waiting:
+            chunks.append(tuple(waiting))
+            waiting.clear()
+            used = 0
+
+    for spec in specs:
+        if used % spec.dtype.itemsize:
+            close_chunk()
+            updates.append(list(chunks))
+            chunks.clear()
+        waiting.append(spec)
+        used += spec.num_bytes
+        if used > bucket_bytes:
+            close_chunk()
+    close_chunk()
+    return [*updates, chunks] if chunks else updates
+
+
+def fill(chunk: Chunk, tensors: Iterator[tuple[str, Tensor]], buffer: Tensor) -> None:
+    """Copy the chunk's tensors end to end into a buffer of just their size; each before the next is asked for.
+
+    Raises: WeightSyncError if a tensor is not what was announced.
+    """
+    start = 0
+    for spec in chunk:
+        room = buffer[start : start + spec.num_bytes]
+        room.view(spec.dtype).view(spec.shape).copy_(take(spec, tensors).detach())
+        start += spec.num_bytes
+
+
+def _message(update: Sequence[Chunk]) -> ControlMessage:
+    specs = [spec.to_message() for chunk in update for spec in chunk]
+    return {
+        "names": [name for name, _, _ in specs],
+        "dtype_names": [dtype for _, dtype, _ in specs],
+        "shapes": [shape for _, _, shape in specs],
+    }
