@@ -12,8 +12,9 @@ from typing import Any
 
 from skyrl_train.inference.engine import EngineDeadError, PauseMode, SyncReport
 from skyrl_train.inference.http_client import ServerClient, ServerError, ServerUnreachableError
-from skyrl_train.inference.http_lifecycle import HttpLifecycle, ServerFacts, ServerUnsuitableError, probe
-from skyrl_train.inference.settings import EXTENSION, RemoteEngineSettings
+from skyrl_train.inference.http_lifecycle import HttpLifecycle
+from skyrl_train.inference.server_facts import ServerFacts, ServerUnsuitableError, check_server, probe
+from skyrl_train.inference.settings import RemoteEngineSettings
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.digest import compare
 from skyrl_train.weight_sync.errors import WeightSyncError
@@ -260,46 +261,3 @@ class RemoteEngine:
                 f"the server {self._settings.url} has another vocabulary than {self._settings.model_path}: it reads a "
                 f"probe text as {found[:8]}..., the policy's tokenizer as {expected[:8]}...; serve the policy's model"
             )
-
-
-def check_server(facts: ServerFacts, settings: RemoteEngineSettings) -> None:
-    """Raises: ServerUnsuitableError with everything in which the server does not suit the run."""
-    problems = []
-    if facts.max_model_len < settings.max_model_len:
-        problems.append(
-            f"its --max-model-len is {facts.max_model_len}, and prompt and response may have {settings.max_model_len} "
-            "tokens: start it with more, or lower generator.max_input_length or max_generate_length"
-        )
-    if facts.dtype != settings.model_dtype:
-        problems.append(
-            f"its --dtype is {facts.dtype} and generator.model_dtype is {settings.model_dtype}: make them equal"
-        )
-    if facts.logprobs_mode != "processed_logprobs":
-        problems.append(
-            f"its logprobs are {facts.logprobs_mode}, which are not those of the distribution that it draws from: "
-            "start it with --logprobs-mode processed_logprobs"
-        )
-    if facts.data_parallel_size > 1:
-        problems.append(
-            f"its data parallel size is {facts.data_parallel_size}: start one server per replica and name them all in "
-            "generator.remote_inference_engine_urls"
-        )
-    wants_stock = settings.weight_sync_backend == "vllm_nccl"
-    if wants_stock and facts.backend != "nccl":
-        problems.append(
-            f"its weight transfer backend is {facts.backend} and generator.weight_sync_backend is vllm_nccl: start it "
-            """with --weight-transfer-config '{"backend": "nccl"}'"""
-        )
-    elif not wants_stock and facts.backend == "nccl":
-        problems.append(
-            "its weight transfer backend is vLLM's own: set generator.weight_sync_backend=vllm_nccl, or start it with "
-            + _own_backend()
-        )
-    elif not wants_stock and (facts.backend != "skyrl" or not facts.has_extension):
-        problems.append(f"its weight transfer backend is {facts.backend}: start it with {_own_backend()}")
-    if problems:
-        raise ServerUnsuitableError(f"the server {settings.url} (vLLM {facts.version}): " + "; ".join(problems))
-
-
-def _own_backend() -> str:
-    return f"""--weight-transfer-config '{{"backend": "skyrl"}}' --worker-extension-cls {EXTENSION}"""

@@ -11,8 +11,8 @@ import pytest
 
 from skyrl_train.inference.engine import EngineDeadError
 from skyrl_train.inference.http_client import ServerError, ServerUnreachableError
-from skyrl_train.inference.http_lifecycle import ServerUnsuitableError
 from skyrl_train.inference.remote import RemoteEngine
+from skyrl_train.inference.server_facts import ServerUnsuitableError
 from skyrl_train.inference.settings import RemoteEngineSettings
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.errors import WeightSyncError
