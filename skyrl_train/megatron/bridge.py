@@ -70,6 +70,9 @@ def _common_fields(megatron: MegatronConfig, *, torch_layers: bool) -> dict[str,
         # Every loss term is a plain sum over the mini-batch; see megatron/step.py.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": True,
+        # The functions that Megatron calls then are those of swiglu.py and rope.py, for both kinds of layers.
+        "bias_activation_fusion": True,
+        "apply_rope_fusion": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "recompute_granularity": megatron.recompute_granularity,
@@ -83,9 +86,7 @@ def _common_fields(megatron: MegatronConfig, *, torch_layers: bool) -> dict[str,
             "use_cpu_initialization": not torch.cuda.is_available(),
             "persist_layer_norm": False,
             "masked_softmax_fusion": False,
-            "apply_rope_fusion": False,
             "bias_dropout_fusion": False,
-            "bias_activation_fusion": True,
         }
     return fields
 

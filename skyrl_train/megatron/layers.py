@@ -28,7 +28,6 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
 from torch import Tensor
 
-from skyrl_train.megatron import rope, swiglu
 from skyrl_train.megatron.attention import packed_attention
 from skyrl_train.megatron.norm import rms_norm
 
@@ -257,8 +256,6 @@ def install() -> None:
     from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
     from megatron.core.transformer import multi_latent_attention, transformer_block
 
-    rope.install()
-    swiglu.install()
     gpt_layer_specs.TESpecProvider = moe_module_specs.TESpecProvider = TorchSpecProvider
     gpt_layer_specs.TENorm = transformer_block.LayerNormImpl = Norm
     # MLA passes parallel_mode="duplicated" to this class and gather_output to others.

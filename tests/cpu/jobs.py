@@ -191,7 +191,9 @@ def start(folder: Path, *overrides: str, experiment: str = "tiny", environment: 
 def start_command(command: Sequence[str], folder: Path, run_name: str, mark: str, environment: dict[str, str]) -> Job:
     output = folder / f"{run_name}.{mark[:6]}.out"
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    variables |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", MARK: mark, "COLUMNS": "300", **environment}
+    # After these two: where a machine without pip keeps its packages.
+    paths = [str(ROOT), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables |= {"PYTHONPATH": os.pathsep.join(paths), MARK: mark, "COLUMNS": "300", **environment}
     with output.open("wb") as file:
         process = subprocess.Popen(
             command, cwd=folder, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

@@ -1,0 +1,243 @@
+"""Speed of a training step of a real model shape with random weights, on the GPUs of this machine.
+
+    python benchmarks/gpu_step.py --update-only --shape qwen3-4b
+    python benchmarks/gpu_step.py --update-only --shape qwen3-4b --pp 2 --gpus 2 --samples 128
+    python benchmarks/gpu_step.py --shape qwen3-0.6b --gpus 1 --colocate
+    python benchmarks/gpu_step.py --shape qwen3-0.6b --gpus 2
+
+With --update-only: MegatronPolicy.update on local ranks, without engines, and in the same processes a bare Megatron
+loop over the same micro-batches; samples of --sample-tokens, micro-batches of --max-tokens. Otherwise whole GRPO steps
+through the main job: 64 prompts of 128 tokens x 8 samples x 512 new tokens (every response has exactly that length: the
+end-of-text token has an id that the model cannot draw), no KL term unless --kl; --gpus are the policy's ranks and, on
+as many more GPUs, --engines, unless --colocate shares them.
+
+MFU: FLOPs of the model (6 per weight and token and the causal half of attention; recomputation not counted) over time
+and the device's dense bfloat16 peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from main_job import REPOSITORY, run_main_job
+from random_model import SHAPES, model_config, write_checkpoint, write_prompts
+from rich.console import Console
+from rich.table import Table
+
+from skyrl_train.config import MegatronConfig, load_config
+
+GIB = 2**30
+WARM_UP = 2
+PHASES = ("generate", "fwd_logprobs_values_reward", "policy_train", "sync_weights")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-4b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--gpus", type=int, default=1, help="policy ranks")
+    for name in ("tp", "pp", "cp", "ep"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--vpp", type=int, help="model chunks per pipeline rank")
+    parser.add_argument("--impl", choices=("auto", "torch", "transformer_engine"), default="auto")
+    parser.add_argument("--recompute", choices=("selective", "full"))
+    parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of a micro-batch")
+    parser.add_argument("--steps", type=int, default=4, help=f"measured steps, after {WARM_UP} of warm-up")
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--model", type=Path, help="keep the checkpoint in this folder, or take it from there")
+    update = parser.add_argument_group("--update-only")
+    update.add_argument("--update-only", action="store_true")
+    update.add_argument("--samples", type=int, default=64)
+    update.add_argument("--sample-tokens", type=int, default=1024)
+    update.add_argument("--spread", action="store_true", help="lengths from an eighth of --sample-tokens to all of it")
+    update.add_argument("--float32", action="store_true")
+    update.add_argument("--trace", help="write a table of the kernels of one update to this file")
+    whole = parser.add_argument_group("whole steps")
+    whole.add_argument("--engines", type=int, default=1)
+    whole.add_argument("--colocate", action="store_true", help="engines on the policy's GPUs")
+    whole.add_argument("--prompts", type=int, default=64)
+    whole.add_argument("--prompt-tokens", type=int, default=128)
+    whole.add_argument("--samples-per-prompt", type=int, default=8)
+    whole.add_argument("--new-tokens", type=int, default=512)
+    whole.add_argument("--kl", action="store_true", help="with a reference model and a KL term")
+    whole.add_argument("overrides", nargs="*", help="more overrides of the configuration")
+    return parser.parse_args()
+
+
+def layout(args: argparse.Namespace) -> MegatronConfig:
+    return replace(
+        load_config().trainer.policy.megatron_config,
+        transformer_impl=args.impl,
+        tensor_model_parallel_size=args.tp,
+        pipeline_model_parallel_size=args.pp,
+        virtual_pipeline_model_parallel_size=args.vpp,
+        context_parallel_size=args.cp,
+        expert_model_parallel_size=args.ep,
+        recompute_granularity=args.recompute,
+    )
+
+
+def _write_model(rendezvous: Any, job: tuple[str, str, int | None]) -> None:
+    folder, shape, num_layers = job
+    write_checkpoint(Path(folder), shape, num_layers)
+
+
+def make_model(folder: Path, args: argparse.Namespace) -> None:
+    """In a process of its own, so that this one never uses the GPU."""
+    from skyrl_train.megatron.local_ranks import run_on_ranks
+
+    if not (folder / "model.safetensors.index.json").exists():
+        run_on_ranks(_write_model, (str(folder), args.shape, args.layers), 1, timeout_s=600)
+
+
+def measure_update(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    from update_ranks import Job, run
+
+    from skyrl_train.megatron.local_ranks import run_on_ranks
+
+    job = Job(
+        model_path=str(folder),
+        megatron=layout(args),
+        optimizer=replace(load_config().trainer.policy.optimizer_config, lr=1e-6),
+        num_samples=args.samples,
+        sample_tokens=args.sample_tokens,
+        spread=args.spread,
+        max_tokens=args.max_tokens,
+        warm_up=WARM_UP,
+        steps=args.steps,
+        bf16=not args.float32,
+        trace=args.trace,
+    )
+    ranks = run_on_ranks(run, job, args.gpus, timeout_s=900)
+    first = ranks[0]
+    seconds, bare = statistics.median(first["update_s"]), statistics.median(first["bare_s"])
+    flops, tokens = sum(rank["flops"] for rank in ranks), sum(rank["tokens"] for rank in ranks)
+    peak = first["peak_flops"]
+    schedule = statistics.median(first["schedule_s"])
+    idle = [1 - b / s for rank in ranks for b, s in zip(rank["busy_s"], rank["schedule_s"], strict=True)]
+    num = first["micro_batches"] * (args.vpp or 1)
+
+    def mfu(time_s: float) -> float | None:
+        return None if peak is None else flops / (time_s * peak * args.gpus)
+
+    return {
+        "update_s": seconds,
+        "all_update_s": first["update_s"],
+        "first_update_s": first["first_update_s"],
+        "bare_s": bare,
+        "overhead": seconds / bare - 1,
+        "schedule_s": schedule,
+        "rest_s": seconds - schedule,
+        "logprob_s": first["logprob_s"],
+        "tokens_per_s": tokens / seconds,
+        "mfu": mfu(seconds),
+        "mfu_of_schedule": mfu(schedule),
+        "bare_mfu": mfu(bare),
+        "idle": statistics.mean(idle),
+        "idle_in_theory": (args.pp - 1) / (num + args.pp - 1),
+        "micro_batches": first["micro_batches"],
+        "peak_gib": max(rank["peak_bytes"] for rank in ranks) / GIB,
+        "layers": "torch" if first["torch_layers"] else "transformer_engine",
+        "grad_norm": next(rank["metrics"]["policy/grad_norm"] for rank in ranks if rank["metrics"]),
+    }
+
+
+def measure_steps(folder: Path, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    data = scratch / "prompts.jsonl"
+    vocab_size = model_config(args.shape, args.layers).vocab_size
+    total = WARM_UP + args.steps
+    write_prompts(data, args.prompts * total, args.prompt_tokens, vocab_size)
+    megatron = "trainer.policy.megatron_config"
+    overrides = [
+        f"data.train_data=[{data}]",
+        "data.val_data=[]",
+        f"trainer.policy.model.path={folder}",
+        f"trainer.max_training_steps={total}",
+        f"trainer.train_batch_size={args.prompts}",
+        f"trainer.policy_mini_batch_size={args.prompts}",
+        f"trainer.max_tokens_per_microbatch={args.max_tokens}",
+        f"trainer.max_prompt_length={args.prompt_tokens}",
+        "trainer.log_samples_interval=-1",
+        "trainer.logger=[console,jsonl]",
+        f"trainer.algorithm.use_kl_loss={str(args.kl).lower()}",
+        f"trainer.placement.policy_num_gpus_per_node={args.gpus}",
+        f"{megatron}.transformer_impl={args.impl}",
+        f"{megatron}.tensor_model_parallel_size={args.tp}",
+        f"{megatron}.pipeline_model_parallel_size={args.pp}",
+        f"{megatron}.virtual_pipeline_model_parallel_size={'null' if args.vpp is None else args.vpp}",
+        f"{megatron}.context_parallel_size={args.cp}",
+        f"{megatron}.expert_model_parallel_size={args.ep}",
+        f"{megatron}.recompute_granularity={args.recompute or 'null'}",
+        f"generator.num_inference_engines={args.engines}",
+        "generator.enforce_eager=false",
+        f"generator.n_samples_per_prompt={args.samples_per_prompt}",
+        f"generator.sampling_params.max_generate_length={args.new_tokens}",
+        *(["trainer.placement.colocate_all=true"] if args.colocate else []),
+        *args.overrides,
+    ]
+    job = run_main_job(scratch / "job", overrides, module_paths=[REPOSITORY / "benchmarks"])
+    first = WARM_UP + 1
+    walls = job.step_walls_s(first)
+    rows = job.steps(first)
+    step_s = statistics.median(walls)
+    phases = job.median_phases_s(first)
+    work = sum(phases.get(name, 0.0) for name in ("generate", "policy_train"))
+    kept = [name for name in rows[0] if name.startswith(("perf/", "memory/", "trainer/driver"))]
+    return {
+        "ready_s": job.ready_s,
+        "step_s": step_s,
+        "all_step_s": walls,
+        "phases_s": phases,
+        "neither_generate_nor_update": 1 - work / step_s,
+        "mean_response_tokens": statistics.mean(row["generate/avg_num_tokens"] for row in rows),
+        "metrics": {name: statistics.median(row[name] for row in rows) for name in kept},
+    }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    table = Table("", "", title=result["title"])
+    for name, value in result.items():
+        if isinstance(value, dict):
+            for inner, number in value.items():
+                table.add_row(f"{name}: {inner}", f"{number:.4g}")
+        elif isinstance(value, float):
+            share = name in ("overhead", "mfu", "mfu_of_schedule", "bare_mfu", "idle", "idle_in_theory")
+            table.add_row(name, f"{value:.1%}" if share or name.startswith("neither") else f"{value:.4g}")
+        elif isinstance(value, list):
+            table.add_row(name, " ".join(f"{one:.3g}" for one in value))
+        elif name != "title":
+            table.add_row(name, str(value))
+    console.print(table)
+
+
+def title(args: argparse.Namespace) -> str:
+    sizes = [f"{name.upper()}={getattr(args, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(args, name) > 1]
+    what = "update" if args.update_only else "GRPO step, colocated" if args.colocate else "GRPO step"
+    layers = "" if args.layers is None else f" with {args.layers} layers"
+    return f"{what}, {args.shape}{layers}, {args.gpus} policy rank(s) {' '.join(sizes)}"
+
+
+def main() -> int:
+    args, console = arguments(), Console(width=120)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.model or Path(scratch, "model")
+        make_model(folder, args)
+        measured = measure_update(folder, args) if args.update_only else measure_steps(folder, args, Path(scratch))
+    given = {name: str(value) for name, value in vars(args).items() if value is not None}
+    result = {"title": title(args)} | measured
+    show(result, console)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"arguments": given} | result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

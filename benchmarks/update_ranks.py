@@ -1,0 +1,217 @@
+"""One rank of gpu_step.py's update: MegatronPolicy.update, then the same work in a bare Megatron loop.
+
+The bare loop knows micro-batches that lie on the device already, Megatron's schedule, a mean of logprobs as its loss,
+and the optimizer; no packing, no metrics, no timers. What the framework adds is the difference.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from skyrl_train.algorithms.losses import LossSettings
+from skyrl_train.algorithms.objective import Objective
+from skyrl_train.batching.rules import MicroBatchRules
+from skyrl_train.batching.split import split
+from skyrl_train.config import MegatronConfig, OptimizerConfig
+from skyrl_train.device import device, peak_flops, synchronize
+from skyrl_train.megatron.logprobs import vocab_parallel_logprobs
+from skyrl_train.megatron.policy import MegatronPolicy
+from skyrl_train.ranks import Rendezvous, pad_multiple
+from skyrl_train.types import ExperienceBatch, TrainBatch
+
+OBJECTIVE = Objective("regular", LossSettings(0.2, 0.2, 3.0, 1.0, 5.0), 0.0, "k3", 0.0, 1.0, logprobs_chunk_size=1024)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank is given."""
+
+    model_path: str
+    megatron: MegatronConfig
+    optimizer: OptimizerConfig
+    num_samples: int
+    sample_tokens: int
+    """Tokens of a sample; with `spread`, of the longest."""
+    spread: bool
+    """Lengths between an eighth of sample_tokens and all of it, instead of all the same."""
+    max_tokens: int
+    warm_up: int
+    steps: int
+    bf16: bool
+    trace: str | None
+    """File to write a trace of one update of rank 0 to."""
+
+
+def experience(job: Job, vocab_size: int) -> ExperienceBatch:
+    """Random tokens in groups of eight; the first eighth of each sample is its prompt."""
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.full((job.num_samples,), job.sample_tokens)
+    if job.spread:
+        lengths = torch.randint(job.sample_tokens // 8, job.sample_tokens + 1, (job.num_samples,), generator=draw)
+    total = int(lengths.sum())
+    mask = torch.cat([torch.arange(length) >= length // 8 for length in lengths.tolist()])
+    return ExperienceBatch(
+        token_ids=torch.randint(0, vocab_size, (total,), generator=draw),
+        cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+        loss_mask=mask,
+        rollout_logprobs=torch.full((total,), -11.9),
+        rewards=torch.zeros(job.num_samples),
+        advantages=torch.randn(job.num_samples, generator=draw),
+        group_ids=torch.arange(job.num_samples) // 8,
+    )
+
+
+def rules(job: Job, dp_size: int) -> MicroBatchRules:
+    layout = job.megatron
+    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    return MicroBatchRules(
+        dp_size=dp_size,
+        max_tokens=job.max_tokens,
+        max_sample_tokens=2**31 - 1,
+        pad_multiple=pad_multiple(tp if layout.sequence_parallel else 1, layout.context_parallel_size),
+        min_micro_batches=pp,
+        micro_batch_multiple=pp if layout.virtual_pipeline_model_parallel_size else 1,
+    )
+
+
+def run(rendezvous: Rendezvous, job: Job) -> dict[str, Any]:
+    """Seconds of each measured step, both ways, and what the first way reports of itself."""
+    policy = MegatronPolicy(
+        rendezvous,
+        job.model_path,
+        job.megatron,
+        job.optimizer,
+        OBJECTIVE,
+        bf16=job.bf16,
+        seed=1,
+        num_optimizer_steps=1000,
+    )
+    place = policy.ranks
+    vocab_size = int(policy.model.bridge.hf_config.vocab_size)
+    shards = split(
+        experience(job, vocab_size),
+        rules(job, place.dp_size),
+        num_mini_batches=1,
+        reduction="token_mean",
+        max_generate_length=job.sample_tokens,
+    )
+    batch = shards[place.dp_rank]
+    logprob_s = [_timed(lambda: policy.logprobs(batch)) for _ in range(2)][-1]
+    _reset_peak()
+    reports, seconds = [], []
+    for _ in range(job.warm_up + job.steps):
+        seconds.append(_timed(lambda: reports.append(policy.update(batch))))
+    peak_bytes = _peak_bytes()
+    if job.trace:
+        _trace(lambda: policy.update(batch), job.trace if rendezvous.rank == 0 else None)
+    bare = [_timed(step) for step in _bare_steps(policy, batch, job.warm_up + job.steps)]
+    measured = reports[job.warm_up :]
+    return {
+        "update_s": seconds[job.warm_up :],
+        "first_update_s": seconds[0],
+        "bare_s": bare[job.warm_up :],
+        "logprob_s": logprob_s,
+        "schedule_s": [report.schedule_seconds for report in measured],
+        "busy_s": [report.busy_seconds for report in measured],
+        "flops": measured[-1].train_flops if place.reports else 0.0,
+        "tokens": len(batch.token_ids) if place.reports else 0,
+        "micro_batches": len(batch.mini_batches[0]),
+        "metrics": measured[-1].metrics,
+        "peak_flops": peak_flops(),
+        "peak_bytes": peak_bytes,
+        "torch_layers": policy.model.torch_layers,
+    }
+
+
+def _timed(work: Any) -> float:
+    """Seconds of the work on the slowest rank."""
+    synchronize()
+    dist.barrier()
+    started = time.perf_counter()
+    work()
+    synchronize()
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+def _bare_steps(policy: MegatronPolicy, batch: TrainBatch, count: int) -> Iterator[Any]:
+    model, optimizer, group = policy.model, policy._optimizer, parallel_state.get_tensor_model_parallel_group()
+    micro_batches = [policy._packer.pack(batch, samples) for samples in batch.mini_batches[0]]
+    num_tokens = sum(len(one.token_slice) for one in micro_batches)
+    model.bridge.config.timers = None
+    keep_dtype = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}
+
+    def forward_step(batches: Iterator[Any], chunk: Any) -> Any:
+        one = next(batches)
+        output = chunk(
+            input_ids=one.token_ids,
+            position_ids=one.position_ids,
+            attention_mask=None,
+            packed_seq_params=one.packed,
+            **keep_dtype,
+        )
+
+        def loss(logits: torch.Tensor) -> Any:
+            logprobs, _ = vocab_parallel_logprobs(
+                logits[0],
+                one.targets.labels,
+                group,
+                temperature=1.0,
+                chunk=1024,
+                with_entropy=False,
+                vocab_size=model.vocab_size,
+            )
+            value = -logprobs.sum() / num_tokens
+            return value, torch.tensor(0, dtype=torch.int), {"loss": value.detach().clone()}
+
+        return output, loss
+
+    def step() -> None:
+        for chunk in model.chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(micro_batches) for _ in model.chunks],
+            model=model.chunks,
+            num_microbatches=len(micro_batches),
+            seq_length=int(micro_batches[0].token_ids.shape[1]),
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        optimizer.step()
+
+    for _ in range(count):
+        yield step
+
+
+def _reset_peak() -> None:
+    if device().type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak_bytes() -> int:
+    return torch.cuda.max_memory_allocated() if device().type == "cuda" else 0
+
+
+def _trace(work: Any, file: str | None) -> None:
+    if file is None:
+        work()
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device().type == "cuda" else [])
+    with profile(activities=activities) as profiler:
+        work()
+        synchronize()
+    key = "self_cuda_time_total" if device().type == "cuda" else "self_cpu_time_total"
+    with open(file, "w") as out:
+        out.write(profiler.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=110))
