@@ -7,7 +7,7 @@ What reinforcement learning and supervised fine-tuning (config_sft.py) have in c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from skyrl_train.config_errors import ConfigError
@@ -21,6 +21,8 @@ from skyrl_train.config_values import (
     Decay,
     NotNegative,
     OneOf,
+    Port,
+    SecretText,
     Share,
     ShareAboveZero,
     Text,
@@ -351,6 +353,18 @@ class GeneratorConfig:
     """auto, shm, broadcast, or vllm_nccl for stock vLLM servers."""
     weight_sync_bucket_mb: Count
     """MiB of one packed bucket of weights."""
+    pause_mode: Annotated[str, OneOf(("keep", "wait", "abort"))]
+    """What a weight sync does to running requests: keep freezes them, wait lets them end, abort cuts them off."""
+    enable_http_endpoint: bool
+    """Offer each engine over HTTP, as vLLM's OpenAI-compatible API."""
+    http_endpoint_host: Text
+    """Address to listen on; any but this computer's own (127.0.0.1) needs http_api_key."""
+    http_endpoint_port: Port
+    """Port of engine 0, the next ones follow; 0 means any free ports."""
+    http_api_key: SecretText | None = field(repr=False)
+    """What clients send as `Authorization: Bearer KEY`; `${oc.env:NAME}` takes it from the environment."""
+    served_model_name: Text | None
+    """Name of the model over HTTP, with and without `@VERSION`; null means trainer.run_name."""
     sampling_params: SamplingConfig
     eval_sampling_params: SamplingConfig
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from skyrl_train.config import Config, ConfigError, DataConfig, MegatronConfig, TrainingConfig
 from skyrl_train.config_checks_lora import lora_problems, lora_reference_problems
+from skyrl_train.config_values import is_loopback
 from skyrl_train.model_checks import longest_conversation, model_problems
 
 POLICY = "trainer.policy.megatron_config"
@@ -24,6 +25,7 @@ POLICY_RANKS = "trainer.placement.policy_num_nodes * policy_num_gpus_per_node"
 DATA_FILE = re.compile(r"\.(?P<format>parquet|jsonl|json)(\.(gz|bz2|xz|zst))?$")
 HUB_SPLIT = re.compile(r"^(?P<name>[^:]+):(?P<split>[^:/]+)$")
 SERVER_URL = re.compile(r"^https?://[^/\s]+/?$")
+LAST_PORT = 65535
 GROUP_ESTIMATORS = ("grpo", "rloo")
 """Estimators for which a group of one sample has no advantage."""
 
@@ -43,6 +45,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         *_lengths(config),
         *_remote_engines(config),
         *lora_reference_problems(config.trainer),
+        *_endpoint(config),
     ]
     problems += _layouts(config)
     if files:
@@ -151,6 +154,23 @@ def _lengths(config: Config) -> Iterator[str]:
         yield (
             f"generator.max_input_length + max_generate_length is {longest} tokens, more than "
             f"generator.engine_init_kwargs.max_model_len {limit}: lower the first or raise the last"
+        )
+
+
+def _endpoint(config: Config) -> Iterator[str]:
+    generator = config.generator
+    if not generator.enable_http_endpoint:
+        return
+    host, port = generator.http_endpoint_host, generator.http_endpoint_port
+    if generator.http_api_key is None and not is_loopback(host):
+        yield (
+            f"generator.http_endpoint_host is {host} and http_api_key null: anybody in the network could use the "
+            "engines, set a key (such as ${oc.env:NAME}), or the host to 127.0.0.1"
+        )
+    if port and port + generator.num_inference_engines - 1 > LAST_PORT:
+        yield (
+            f"generator.http_endpoint_port is {port}: {generator.num_inference_engines} engines would need ports above "
+            f"{LAST_PORT}, set it to at most {LAST_PORT + 1 - generator.num_inference_engines}"
         )
 
 

@@ -12,7 +12,8 @@ import yaml
 from omegaconf import DictConfig
 
 from skyrl_train import config_compose
-from skyrl_train.config_schema import build
+from skyrl_train.config_schema import build, is_secret, key_types
+from skyrl_train.config_values import MASK
 
 T = TypeVar("T")
 
@@ -72,11 +73,14 @@ class Program(Generic[T]):
 
 
 def to_yaml(config: Any) -> str:
-    """Every value written out, in the order of the dataclasses; `--config-file` reads it again."""
+    """Every value written out, in the order of the dataclasses; `--config-file` reads it again. Secrets are masked."""
+    secrets = {key for key, kind in key_types(type(config)).items() if is_secret(kind)}
 
-    def plain(value: Any) -> Any:
+    def plain(value: Any, key: str = "") -> Any:
+        if key in secrets and value is not None:
+            return MASK
         if isinstance(value, dict):
-            return {name: plain(item) for name, item in value.items()}
+            return {name: plain(item, f"{key}.{name}" if key else name) for name, item in value.items()}
         return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
     return yaml.safe_dump(plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from skyrl_train.config_errors import ConfigError
+from skyrl_train.config_values import MASK, Secret
 
 T = TypeVar("T")
 
@@ -53,6 +54,11 @@ def rules(kind: Any) -> list[Any]:
     """Every such object within a type."""
     own = [] if _rule(kind) is None else [_rule(kind)]
     return own + [rule for part in typing.get_args(kind) for rule in rules(part)]
+
+
+def is_secret(kind: Any) -> bool:
+    """Whether the value of such a key must not be shown."""
+    return any(isinstance(rule, Secret) for rule in rules(kind))
 
 
 def type_name(kind: Any) -> str:
@@ -133,16 +139,17 @@ def _section(kind: type, value: Any, path: str, schema: type, report: Callable[[
 def _value(kind: Any, value: Any, path: str, schema: type, report: Callable[[str, str], None]) -> Any:
     if dataclasses.is_dataclass(kind):
         return _section(typing.cast(type, kind), value, path, schema, report)
+    shown = MASK if is_secret(kind) else value
     try:
         return _plain(kind, value)
     except ValueError as error:
-        report(path, f"{path} is {value!r}: {error}")
+        report(path, f"{path} is {shown!r}: {error}")
         return None
     except TypeError:
         hint = ""
-        if type_name(kind) == "str" and isinstance(value, int | float):
-            hint = f"; a text that looks like a number needs quotes: \"'{value}'\" on the command line"
-        report(path, f"{path} is {value!r} ({_given(value)}), expected {type_name(kind)}{hint}")
+        if type_name(kind).startswith("str") and isinstance(value, int | float):
+            hint = f"; a text that looks like a number needs quotes: \"'{shown}'\" on the command line"
+        report(path, f"{path} is {shown!r} ({_given(value)}), expected {type_name(kind)}{hint}")
         return None
 
 

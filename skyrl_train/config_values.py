@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import ipaddress
 import math
 import sys
 from dataclasses import dataclass
@@ -72,7 +73,24 @@ class NotEmpty:
         return None if value.strip() else f"it must be {self}"
 
 
+@dataclass(frozen=True)
+class Secret:
+    """Text that is never written out."""
+
+    def __str__(self) -> str:
+        return "never written out"
+
+    def problem(self, value: str) -> str | None:
+        """As in Bounds."""
+        if value == MASK:
+            return "that is written out in place of the value, which has to be given again"
+        return None if value.strip() else "it must not be empty"
+
+
+MASK = "***"
+"""What is written out for a Secret."""
 Text = Annotated[str, NotEmpty()]
+SecretText = Annotated[str, Secret()]
 Count = Annotated[int, Bounds(low=1)]
 CountOrZero = Annotated[int, Bounds(low=0)]
 CountOrNever = Annotated[int, Bounds(low=1, or_minus_one=True)]
@@ -80,6 +98,7 @@ NotNegative = Annotated[float, Bounds(low=0)]
 AboveZero = Annotated[float, Bounds(low=0, above=True)]
 Share = Annotated[float, Bounds(low=0, high=1)]
 ShareAboveZero = Annotated[float, Bounds(low=0, high=1, above=True)]
+Port = Annotated[int, Bounds(low=0, high=65535)]
 Decay = Annotated[float, Bounds(low=0, high=1, below=True)]
 
 
@@ -101,3 +120,11 @@ def table_names(module: str, table: str) -> tuple[str, ...]:
     """
     loaded = sys.modules.get(f"skyrl_train.algorithms.{module}")
     return tuple(getattr(loaded, table)) if loaded is not None else _names_in_source(module, table)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this computer can reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -20,6 +20,8 @@ from torch import Tensor
 
 Message = dict[str, str]
 Metrics = dict[str, float]
+VersionSpans = tuple[tuple[int, int], ...]
+"""(policy version, number of tokens that it drew), in the order of the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,10 @@ class Generation:
     stop_reason: str
     """"stop" (end of sequence or stop string), "length" or "abort"."""
     policy_version: int
-    """Version of the weights when the generation ended."""
+    """Lowest version of the weights that drew a token of it."""
+    version_spans: VersionSpans = ()
+    """The versions of all tokens, where an update of the weights let the generation run on; empty where the engine
+    does not tell, and for one version."""
 
 
 Generate = Callable[[list[int], SamplingParams, str], Awaitable[Generation]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from skyrl_train.cluster.calls import Calls, RemoteFailed
 from skyrl_train.cluster.placement import Slot
-from skyrl_train.cluster.process import log_to, talk_through_node_address
+from skyrl_train.cluster.process import host, log_to, talk_through_node_address
 from skyrl_train.hub import local_folder
 from skyrl_train.inference.engine import Engine
 from skyrl_train.inference.remote import RemoteEngine
@@ -28,6 +28,15 @@ SHUTDOWN_S = 15
 """Patience with engines that are asked to end."""
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What an engine says of itself when it is ready."""
+
+    num_workers: int
+    url: str | None
+    """Of the HTTP endpoint that it offers, if any."""
+
+
 class EngineActor(Engine):
     """An Engine whose process writes its own log file.
 
@@ -38,10 +47,12 @@ class EngineActor(Engine):
         log_to(log_path)
         talk_through_node_address()
 
-    async def start(self, settings: EngineSettings) -> int:
-        """A hub model is downloaded to this node first. Returns: the number of workers."""
-        super().__init__(replace(settings, model_path=local_folder(settings.model_path)))
-        return (await self.ready())["num_workers"]
+    async def start(self, settings: EngineSettings) -> Started:
+        """A hub model is downloaded to this node first."""
+        http = settings.http and replace(settings.http, advertised_host=host())
+        super().__init__(replace(settings, model_path=local_folder(settings.model_path), http=http))
+        num_workers = (await self.ready())["num_workers"]
+        return Started(num_workers, None if http is None else await self.start_server())
 
 
 class RemoteEngineActor(RemoteEngine):
@@ -50,9 +61,9 @@ class RemoteEngineActor(RemoteEngine):
     def __init__(self, log_path: str) -> None:
         log_to(log_path)
 
-    async def start(self, settings: RemoteEngineSettings) -> int:
+    async def start(self, settings: RemoteEngineSettings) -> Started:
         super().__init__(replace(settings, model_path=local_folder(settings.model_path)))
-        return (await self.ready())["num_workers"]
+        return Started((await self.ready())["num_workers"], None)
 
 
 def _actor_class(settings: EngineSettings | RemoteEngineSettings) -> Any:
@@ -85,6 +96,8 @@ class EngineGroup:
             .remote(f"{log_folder}/{name}.log")
             for slot, name, one in zip(slots, names, settings, strict=True)
         ]
+        self.urls: tuple[str, ...] = ()
+        """Of the engines' HTTP endpoints, where they have them; known when they have started."""
         self._router = Router([self._stream(index) for index in range(len(settings))])
 
     @property
@@ -116,7 +129,9 @@ class EngineGroup:
     async def start(self) -> None:
         """Returns when every engine has loaded its model, and every server was found fit."""
         starts = [actor.start.remote(one) for actor, one in zip(self.actors, self._settings, strict=True)]
-        self._num_workers = await self._calls.gather("start", starts)
+        started: list[Started] = await self._calls.gather("start", starts)
+        self._num_workers = [one.num_workers for one in started]
+        self.urls = tuple(one.url for one in started if one.url is not None)
 
     @property
     def num_workers(self) -> int:

@@ -15,7 +15,7 @@ from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.worker_group import WorkerGroup
 from skyrl_train.config import Config, LoraConfig, TrainingConfig
-from skyrl_train.inference.settings import EngineSettings, RemoteEngineSettings
+from skyrl_train.inference.settings import EngineSettings, HttpSettings, RemoteEngineSettings
 
 POLICY, REFERENCE, ENGINES = "policy ranks", "reference ranks", "engines"
 
@@ -167,8 +167,7 @@ def _all_engine_settings(
 ) -> list[EngineSettings | RemoteEngineSettings]:
     generator = config.generator
     if generator.run_engines_locally:
-        seeds = range(config.trainer.seed, config.trainer.seed + generator.num_inference_engines)
-        return [_engine_settings(config, max_model_len, seed) for seed in seeds]
+        return [_engine_settings(config, max_model_len, index) for index in range(generator.num_inference_engines)]
     variable = generator.remote_api_key_env
     return [
         RemoteEngineSettings(
@@ -184,15 +183,15 @@ def _all_engine_settings(
     ]
 
 
-def _engine_settings(config: Config, max_model_len: int, seed: int) -> EngineSettings:
+def _engine_settings(config: Config, max_model_len: int, index: int) -> EngineSettings:
     generator = config.generator
     cache_gb = generator.kv_cache_memory_gb
     return EngineSettings(
         model_path=_seen_from_anywhere(config.trainer.policy.model.path),
-        served_model_name=config.trainer.run_name,
+        served_model_name=served_model_name(config),
         model_dtype=generator.model_dtype,
         max_model_len=max_model_len,
-        seed=seed,
+        seed=config.trainer.seed + index,
         tensor_parallel_size=generator.inference_engine_tensor_parallel_size,
         enforce_eager=generator.enforce_eager,
         enable_prefix_caching=generator.enable_prefix_caching,
@@ -201,6 +200,8 @@ def _engine_settings(config: Config, max_model_len: int, seed: int) -> EngineSet
         max_num_batched_tokens=generator.max_num_batched_tokens,
         max_num_seqs=generator.max_num_seqs,
         rpc_timeout_s=config.trainer.timeout_s,
+        pause_mode=generator.pause_mode,  # type: ignore[arg-type]  # the configuration knows its three names
+        http=_http_settings(config, index),
         engine_init_kwargs=generator.engine_init_kwargs,
     )
 
@@ -208,6 +209,23 @@ def _engine_settings(config: Config, max_model_len: int, seed: int) -> EngineSet
 def lora_arguments(lora: LoraConfig) -> LoraConfig:
     """The adapters' configuration for processes with other working directories."""
     return lora if lora.path is None else replace(lora, path=_seen_from_anywhere(lora.path))
+
+
+def served_model_name(config: Config) -> str:
+    """What the engines call the model; over HTTP it is NAME and NAME@VERSION."""
+    return config.generator.served_model_name or config.trainer.run_name
+
+
+def _http_settings(config: Config, index: int) -> HttpSettings | None:
+    generator = config.generator
+    if not generator.enable_http_endpoint:
+        return None
+    return HttpSettings(
+        host=generator.http_endpoint_host,
+        port=generator.http_endpoint_port and generator.http_endpoint_port + index,
+        api_key=generator.http_api_key,
+        chat_template_kwargs=generator.chat_template_kwargs,
+    )
 
 
 def _seen_from_anywhere(path: str) -> str:

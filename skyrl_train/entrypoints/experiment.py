@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from rich.console import Console
 
-from skyrl_train.cluster.launch import Processes, launch
+from skyrl_train.cluster.launch import Processes, launch, served_model_name
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config
 from skyrl_train.data.chat import ChatTemplate
@@ -87,7 +87,7 @@ class Experiment(Run[Config, Processes]):
             self.config.generator.sampling_params,
             trainer.policy.megatron_config.logprobs_chunk_size,
         )
-        return await launch(
+        processes = await launch(
             self.config,
             cluster,
             min(longest_conversation(self.config.generator), self.model_config.max_position_embeddings),
@@ -95,6 +95,9 @@ class Experiment(Run[Config, Processes]):
             self.num_steps * mini_batches * trainer.update_epochs_per_batch,
             logs,
         )
+        for index, url in enumerate(processes.engines.urls):
+            self._say(f"engine {index} serves {served_model_name(self.config)}@0 at {url}/v1")
+        return processes
 
     def build_loop(self, processes: Processes, run_dir: RunDir, tracker: Tracker, at_end: ExitStack) -> Trainer:
         config = self.config

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from skyrl_train.inference.requests import Requests
+    from skyrl_train.inference.server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +65,13 @@ class Engine:
         # Only now: vLLM and its threads read the environment when they are imported.
         from skyrl_train.inference import vllm_versions
         from skyrl_train.inference.requests import Requests
+        from skyrl_train.inference.versions import VersionTracker
 
         self._vllm = vllm_versions
         self._running_llm: AsyncLLM | None = vllm_versions.build_async_llm(engine_arguments(settings, device_type()))
-        self._requests: Requests = Requests(self._running_llm, settings.max_model_len)
-        self._policy_version = 0
+        self._versions = VersionTracker(self._running_llm)
+        self._requests: Requests = Requests(self._running_llm, self._versions, settings.max_model_len)
+        self._server: HttpServer | None = None
         self._paused = False
         self._needs_weights = False
         self._asleep: set[str] = set()
@@ -80,7 +83,17 @@ class Engine:
     async def ready(self) -> dict[str, Any]:
         """Raises: EngineDeadError; otherwise returns what the caller needs to connect the weight sync."""
         self._check_alive()
-        return {"num_workers": self._settings.tensor_parallel_size, "policy_version": self._policy_version}
+        return {"num_workers": self._settings.tensor_parallel_size, "policy_version": self._versions.policy_version}
+
+    async def start_server(self) -> str:
+        """Offer the HTTP endpoint of the settings; returns its URL.
+
+        Raises: ValueError if it cannot listen where it should.
+        """
+        from skyrl_train.inference.server import HttpServer
+
+        self._server = HttpServer(self._settings, self._llm, self._versions, self._until_running)
+        return await self._server.start(self._versions.policy_version)
 
     async def generate_batch(
         self, requests: Sequence[tuple[int, list[int], SamplingParams]]
@@ -99,7 +112,7 @@ class Engine:
                     finished = await self._guarded(anext(stream), None, "generating")
                 except StopAsyncIteration:
                     return
-                yield [(index, self._requests.generation(output, self._policy_version)) for index, output in finished]
+                yield [(index, self._requests.generation(ended)) for index, ended in finished]
         finally:
             await stream.aclose()
 
@@ -107,12 +120,14 @@ class Engine:
         """Per prompt the logprob of each token given those before it, at temperature 1; 0 for the first token."""
         return await self._call(self._requests.prompt_logprobs(prompts), "scoring prompts")
 
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop drawing tokens and forget every cached prefix.
+    async def pause(self, mode: PauseMode | None = None) -> None:
+        """Stop drawing tokens and forget every cached prefix. New requests wait until `resume`.
 
         Args: mode says what happens to running requests: "keep" freezes them (after `resume` they go on, with the
-            new weights and the old tokens), "wait" lets them end, "abort" ends them with what they have.
+            new weights and the old tokens), "wait" lets them end, "abort" ends them with what they have; None means
+            the mode of the settings.
         """
+        mode = self._settings.pause_mode if mode is None else mode
         self._running.clear()
         self._paused = True
         await self._call(self._llm.pause_generation(mode=mode, clear_cache=True), "pausing")
@@ -226,7 +241,9 @@ class Engine:
         if not await self._call(self._llm.reset_prefix_cache(), "resetting the prefix cache"):
             raise WeightSyncError("the engine did not reset its prefix cache: a running request holds parts of it")
         await self._call(self._vllm.set_weight_version(self._llm, policy_version), "setting the served version")
-        self._policy_version = policy_version
+        self._versions.move_to(policy_version)
+        if self._server is not None:
+            self._server.move_to(policy_version)
         self._needs_weights = False
         return SyncReport(
             policy_version, len(reports[0]["digests"]), reports[0]["num_parameters"], dict(reports[0]["digests"])
@@ -234,7 +251,7 @@ class Engine:
 
     async def stats(self) -> dict[str, float]:
         return {
-            "policy_version": self._policy_version,
+            "policy_version": self._versions.policy_version,
             "paused": float(self._paused),
             "needs_weights": float(self._needs_weights),
             "asleep": float(bool(self._asleep)),
@@ -243,11 +260,15 @@ class Engine:
         }
 
     async def shutdown(self) -> None:
-        """Ends the engine's processes; takes up to 5 s."""
+        """Ends the HTTP endpoint and the engine's processes; takes up to 5 s."""
+        if self._server is not None:
+            await self._server.stop()
+            self._server = None
         llm, self._running_llm = self._running_llm, None
         if llm is not None:
             self._running.clear()
             self._requests.close()
+            del self._versions
             await asyncio.to_thread(llm.shutdown)
 
     @property
@@ -261,6 +282,12 @@ class Engine:
             raise EngineDeadError(
                 "the vLLM engine's core process has ended; its last lines are in the log of this process"
             ) from cause
+
+    async def _until_running(self) -> None:
+        """Raises: TimeoutError if a pause takes longer than a call may; EngineDeadError."""
+        self._check_alive()
+        if not self._running.is_set():
+            await self._guarded(self._running.wait(), self._settings.rpc_timeout_s, "waiting for the engine to resume")
 
     async def _call(self, awaitable: Awaitable[T], what: str) -> T:
         return await self._guarded(awaitable, self._settings.rpc_timeout_s, what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 from collections.abc import AsyncGenerator, Sequence
@@ -12,16 +13,18 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from skyrl_train.types import Generation, SamplingParams
+from skyrl_train.inference.versions import VersionTracker
+from skyrl_train.types import Generation, SamplingParams, VersionSpans
 
-Finished = list[tuple[int, CompletionOutput]]
+Ended = tuple[CompletionOutput, VersionSpans]
+Finished = list[tuple[int, Ended]]
 
 
 class Requests:
     """The requests of one engine."""
 
-    def __init__(self, llm: AsyncLLM, max_model_len: int) -> None:
-        self._llm = llm
+    def __init__(self, llm: AsyncLLM, versions: VersionTracker, max_model_len: int) -> None:
+        self._llm, self._versions = llm, versions
         self._max_model_len = max_model_len
         self._ids = itertools.count()
         self.tokens_generated = 0
@@ -30,7 +33,7 @@ class Requests:
         self, requests: Sequence[tuple[int, list[int], SamplingParams]]
     ) -> AsyncGenerator[Finished, None]:
         """Yields what has ended since the last time; closing the generator aborts the rest."""
-        results: asyncio.Queue[tuple[int, CompletionOutput | BaseException]] = asyncio.Queue()
+        results: asyncio.Queue[tuple[int, Ended | BaseException]] = asyncio.Queue()
 
         async def one(index: int, token_ids: list[int], params: VllmSamplingParams) -> None:
             try:
@@ -73,7 +76,8 @@ class Requests:
 
         return list(await asyncio.gather(*(one(token_ids) for token_ids in prompts)))
 
-    def generation(self, output: CompletionOutput, policy_version: int) -> Generation:
+    def generation(self, ended: Ended) -> Generation:
+        output, spans = ended
         token_ids = list(output.token_ids)
         logprobs = output.logprobs
         assert logprobs is not None and len(logprobs) == len(token_ids)
@@ -83,15 +87,21 @@ class Requests:
             logprobs=list(logprobs.logprobs),
             text=self._llm.get_tokenizer().decode(token_ids, skip_special_tokens=True),
             stop_reason=_stop_reason(output),
-            policy_version=policy_version,
+            policy_version=min(version for version, _ in spans),
+            version_spans=spans,
         )
 
     def close(self) -> None:
-        del self._llm  # vLLM ends its processes when the last reference goes, which must not wait for the interpreter
+        del (
+            self._llm,
+            self._versions,
+        )  # vLLM ends its processes when the last reference goes, which must not wait for the interpreter
 
-    async def _complete(self, token_ids: list[int], params: VllmSamplingParams) -> CompletionOutput:
-        async for output in self._llm.generate(_prompt(token_ids), params, self._next_id()):
-            return output.outputs[0]
+    async def _complete(self, token_ids: list[int], params: VllmSamplingParams) -> Ended:
+        stream = self._versions.generate(_prompt(token_ids), params, self._next_id())
+        async with contextlib.aclosing(stream) as outputs:
+            async for output, spans in outputs:
+                return output.outputs[0], spans[0]
         raise RuntimeError("the engine ended a request without an answer")
 
     def _next_id(self) -> str:

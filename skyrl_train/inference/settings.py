@@ -8,9 +8,33 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from skyrl_train.config_values import is_loopback
 
 EXTENSION = "skyrl_train.inference.transfer.SyncExtension"
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """Where one engine offers vLLM's OpenAI-compatible API. The names are those of `generator.*`."""
+
+    host: str
+    """Address to listen on."""
+    port: int
+    """0 means any that is free."""
+    api_key: str | None = field(default=None, repr=False)
+    advertised_host: str | None = None
+    """Address for others to use where `host` is that of all networks; None means this host's name."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """For chats that bring none of their own."""
+
+    def __post_init__(self) -> None:
+        if self.api_key is None and not is_loopback(self.host):
+            raise ValueError(
+                f"the HTTP endpoint would listen on {self.host} and let anybody in: set generator.http_api_key, or "
+                "generator.http_endpoint_host to 127.0.0.1"
+            )
 
 
 @dataclass(frozen=True)
@@ -37,6 +61,10 @@ class EngineSettings:
     max_num_seqs: int = 1024
     rpc_timeout_s: float = 600.0
     """Deadline of every call to the engine's core except generation."""
+    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    """What a pause does to running requests: "keep", "wait" or "abort"."""
+    http: HttpSettings | None = None
+    """None means no HTTP endpoint."""
     engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to vLLM's engine arguments as they are; they win over everything else."""
 

