@@ -268,7 +268,7 @@ class Engine:
         if llm is not None:
             self._running.clear()
             self._requests.close()
-            del self._versions
+            self._versions.close()
             await asyncio.to_thread(llm.shutdown)
 
     @property

@@ -45,6 +45,9 @@ class VersionTracker:
                 starts.append((policy_version, drawn))
         self.policy_version = policy_version
 
+    def close(self) -> None:
+        del self._llm  # as in Requests.close
+
     async def generate(
         self, prompt: Any, params: SamplingParams, request_id: str, **arguments: Any
     ) -> AsyncGenerator[tuple[RequestOutput, dict[int, VersionSpans]], None]:

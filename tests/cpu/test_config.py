@@ -268,6 +268,19 @@ def test_the_written_config_reads_back_as_the_same_config(project: Path):
     assert main_config(["--config-file", "config.yaml", "trainer.seed=3"]).trainer.seed == 3
 
 
+def test_a_secret_is_read_and_never_written_out(project: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_KEY", "xyzzy")
+    config = load_config(["generator.http_api_key=${oc.env:MY_KEY}"])
+    assert config.generator.http_api_key == "xyzzy"
+    assert "xyzzy" not in repr(config) and "xyzzy" not in to_yaml(config)
+    (project / "config.yaml").write_text(to_yaml(config))
+    assert message(["--config-file", "config.yaml"]).startswith(
+        "generator.http_api_key is '***': that is written out in place of the value"
+    )
+    assert main_config(["--config-file", "config.yaml", "generator.http_api_key=null"]) == load_config([])
+    assert "12345" not in message(["generator.http_api_key=12345"])
+
+
 def test_cfg_job_prints_the_resolved_yaml_and_help_names_the_base(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as done:
         main_config(["--cfg", "job", "trainer.seed=9"])

@@ -20,6 +20,8 @@ REMOTE = ["generator.run_engines_locally=false", f"{URLS}=[http://h:8000]"]
 STOCK = "generator.weight_sync_backend=vllm_nccl"
 SMALL = ["trainer.train_batch_size=8", "trainer.policy_mini_batch_size=4"]
 
+TWO_ENGINES = ["generator.num_inference_engines=2"]
+
 
 def problems(*overrides: str, num_train_prompts: int | None = 100, files: bool = False) -> tuple[str, ...]:
     config = load_config([*SMALL, *overrides])
@@ -45,6 +47,17 @@ def model(path: str, **values: object) -> str:
     return f"trainer.policy.model.path={path}"
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_an_endpoint_that_only_this_computer_reaches_needs_no_key(host: str):
+    assert problems("generator.enable_http_endpoint=true", f"generator.http_endpoint_host='{host}'") == ()
+
+
+def test_an_endpoint_with_a_key_may_listen_anywhere_and_one_that_is_off_need_not_be_right():
+    anywhere = "generator.http_endpoint_host=0.0.0.0"
+    assert problems("generator.enable_http_endpoint=true", anywhere, "generator.http_api_key=x") == ()
+    assert problems(anywhere) == ()
+
+
 def test_the_base_and_the_quickstart_pass():
     assert problems() == ()
     assert problems("+experiment=quickstart", "trainer.train_batch_size=128", num_train_prompts=128) == ()
@@ -60,6 +73,14 @@ def test_the_base_and_the_quickstart_pass():
         ),
         (["trainer.algorithm.use_kl_in_reward=true"], "both true: set one of them to false"),
         (["generator.n_samples_per_prompt=1"], "n_samples_per_prompt is 1: grpo compares .* at least 2"),
+        (
+            ["generator.enable_http_endpoint=true", "generator.http_endpoint_host=0.0.0.0"],
+            "http_endpoint_host is 0.0.0.0 and http_api_key null: anybody .* set a key .* or the host to 127.0.0.1",
+        ),
+        (
+            ["generator.enable_http_endpoint=true", "generator.http_endpoint_port=65535", *TWO_ENGINES],
+            "http_endpoint_port is 65535: 2 engines would need ports above 65535, set it to at most 65534",
+        ),
         (["generator.sampling_params.temperature=0"], "temperature is 0: .* set it above 0"),
         (["trainer.prepare=quickstart"], "trainer.prepare is 'quickstart': write module:function, or null"),
         (["generator.max_input_length=100"], "max_input_length is 100, below trainer.max_prompt_length 512"),

@@ -53,19 +53,18 @@ class Posted:
 class World:
     """One engine, and two checkpoints that it may serve."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
+    def __init__(self, folder: Path, kind: str, **settings: Any) -> None:
         self.folders = [write_checkpoint(folder / str(seed), kind, seed) for seed in (1, 2)]
         self.models = [load_model(path) for path in self.folders]
-        self.engine = Engine(
-            EngineSettings(
-                model_path=str(self.folders[0]),
-                served_model_name="tiny",
-                model_dtype="float32",
-                max_model_len=128,
-                kv_cache_memory_bytes=64 << 20,
-                engine_init_kwargs={"block_size": 32},
-            )
-        )
+        defaults: dict[str, Any] = {
+            "model_path": str(self.folders[0]),
+            "served_model_name": "tiny",
+            "model_dtype": "float32",
+            "max_model_len": 128,
+            "kv_cache_memory_bytes": 64 << 20,
+            "engine_init_kwargs": {"block_size": 32},
+        }
+        self.engine = Engine(EngineSettings(**(defaults | settings)))
         self.version = 0
 
     def weights(self, which: int) -> Named:
@@ -159,9 +158,9 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     yield from live_world(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def live_world(folder: Path, kind: str) -> Iterator[World]:
+def live_world(folder: Path, kind: str, **settings: Any) -> Iterator[World]:
     before = set(os.listdir("/dev/shm"))
-    world = World(folder, kind)
+    world = World(folder, kind, **settings)
     run(world.engine.ready())
     children = psutil.Process().children(recursive=True)
     yield world
