@@ -162,6 +162,11 @@ def _endpoint(config: Config) -> Iterator[str]:
     if not generator.enable_http_endpoint:
         return
     host, port = generator.http_endpoint_host, generator.http_endpoint_port
+    if not generator.run_engines_locally:
+        yield (
+            "generator.enable_http_endpoint is true and generator.run_engines_locally false: those servers have "
+            "endpoints of their own, set it to false"
+        )
     if generator.http_api_key is None and not is_loopback(host):
         yield (
             f"generator.http_endpoint_host is {host} and http_api_key null: anybody in the network could use the "

@@ -178,6 +178,7 @@ def _all_engine_settings(
             max_model_len=max_model_len,
             weight_sync_backend=backend,
             rpc_timeout_s=config.trainer.timeout_s,
+            pause_mode=generator.pause_mode,  # type: ignore[arg-type]  # the configuration knows its three names
         )
         for url in generator.remote_inference_engine_urls
     ]

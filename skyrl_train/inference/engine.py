@@ -17,10 +17,10 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_train.device import device_type
-from skyrl_train.inference.settings import EngineSettings, engine_arguments, set_environment
+from skyrl_train.inference.settings import EngineSettings, PauseMode, engine_arguments, set_environment
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.digest import compare
 from skyrl_train.weight_sync.errors import WeightSyncError
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PauseMode = Literal["abort", "wait", "keep"]
 POLL_S = 0.25
 """How often a waiting call looks whether the engine's core is alive: vLLM itself tells waiters after 6 to 11 s."""
 

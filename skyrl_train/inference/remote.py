@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from skyrl_train.inference.engine import EngineDeadError, PauseMode, SyncReport
+from skyrl_train.inference.engine import EngineDeadError, SyncReport
 from skyrl_train.inference.http_client import ServerClient, ServerError, ServerUnreachableError
 from skyrl_train.inference.http_lifecycle import HttpLifecycle
 from skyrl_train.inference.server_facts import ServerFacts, ServerUnsuitableError, check_server, probe
-from skyrl_train.inference.settings import RemoteEngineSettings
+from skyrl_train.inference.settings import PauseMode, RemoteEngineSettings
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.digest import compare
 from skyrl_train.weight_sync.errors import WeightSyncError
@@ -90,11 +90,11 @@ class RemoteEngine:
 
         return list(await asyncio.gather(*(one(token_ids) for token_ids in prompts)))
 
-    async def pause(self, mode: PauseMode = "keep") -> None:
+    async def pause(self, mode: PauseMode | None = None) -> None:
         """As `Engine.pause`."""
         self._running.clear()
         self._paused = True
-        await self._call(self._lifecycle.pause(mode))
+        await self._call(self._lifecycle.pause(self._settings.pause_mode if mode is None else mode))
 
     async def resume(self) -> None:
         """Raises: WeightSyncError while the weights are not whole."""
@@ -200,6 +200,7 @@ class RemoteEngine:
         await self._call(self._lifecycle.close_broken_update())
 
     async def _generate(self, index: int, body: dict[str, Any]) -> tuple[int, Generation]:
+        began_with = self._policy_version  # what an update lets run on may end with another
         self._in_flight += 1
         try:
             answer = await self._call(self._generation.post("/v1/completions", body, None))
@@ -214,7 +215,7 @@ class RemoteEngine:
             logprobs=choice["logprobs"]["token_logprobs"],
             text=choice["text"],
             stop_reason=choice["finish_reason"],
-            policy_version=self._policy_version,
+            policy_version=began_with,
         )
         return index, generation
 

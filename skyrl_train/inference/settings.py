@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from skyrl_train.config_values import is_loopback
 
+PauseMode = Literal["keep", "wait", "abort"]
 EXTENSION = "skyrl_train.inference.transfer.SyncExtension"
 
 
@@ -61,7 +62,7 @@ class EngineSettings:
     max_num_seqs: int = 1024
     rpc_timeout_s: float = 600.0
     """Deadline of every call to the engine's core except generation."""
-    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    pause_mode: PauseMode = "keep"
     """What a pause does to running requests: "keep", "wait" or "abort"."""
     http: HttpSettings | None = None
     """None means no HTTP endpoint."""
@@ -90,6 +91,8 @@ class RemoteEngineSettings:
     """"shm", "broadcast" or "vllm_nccl"."""
     rpc_timeout_s: float = 600.0
     """Deadline of every call except generation."""
+    pause_mode: PauseMode = "keep"
+    """As in EngineSettings."""
 
 
 def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, Any]:

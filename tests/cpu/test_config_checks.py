@@ -20,6 +20,7 @@ REMOTE = ["generator.run_engines_locally=false", f"{URLS}=[http://h:8000]"]
 STOCK = "generator.weight_sync_backend=vllm_nccl"
 SMALL = ["trainer.train_batch_size=8", "trainer.policy_mini_batch_size=4"]
 
+SERVERS = "generator.remote_inference_engine_urls=['http://127.0.0.1:9']"
 TWO_ENGINES = ["generator.num_inference_engines=2"]
 
 
@@ -76,6 +77,10 @@ def test_the_base_and_the_quickstart_pass():
         (
             ["generator.enable_http_endpoint=true", "generator.http_endpoint_host=0.0.0.0"],
             "http_endpoint_host is 0.0.0.0 and http_api_key null: anybody .* set a key .* or the host to 127.0.0.1",
+        ),
+        (
+            ["generator.enable_http_endpoint=true", "generator.run_engines_locally=false", SERVERS],
+            "enable_http_endpoint is true and .* have endpoints of their own, set it to false",
         ),
         (
             ["generator.enable_http_endpoint=true", "generator.http_endpoint_port=65535", *TWO_ENGINES],
