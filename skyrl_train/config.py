@@ -61,6 +61,12 @@ class PolicyPlacementConfig:
 class PlacementConfig(PolicyPlacementConfig):
     """How many ranks run where."""
 
+    colocate_all: bool
+    """Policy, reference and engines take turns on the same devices."""
+    release: Annotated[str, OneOf(("offload", "exit", "none"))]
+    """With colocate_all, what trainers do out of their turn: offload, exit or none."""
+    state_path: Text
+    """With release=exit, the folder of the trainers' state between their turns."""
     ref_num_nodes: Count
     """Times ref_num_gpus_per_node: the number of reference ranks."""
     ref_num_gpus_per_node: Count

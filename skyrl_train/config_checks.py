@@ -46,6 +46,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         *_remote_engines(config),
         *lora_reference_problems(config.trainer),
         *_endpoint(config),
+        *_colocation(config),
     ]
     problems += _layouts(config)
     if files:
@@ -176,6 +177,37 @@ def _endpoint(config: Config) -> Iterator[str]:
         yield (
             f"generator.http_endpoint_port is {port}: {generator.num_inference_engines} engines would need ports above "
             f"{LAST_PORT}, set it to at most {LAST_PORT + 1 - generator.num_inference_engines}"
+        )
+
+
+def _colocation(config: Config) -> Iterator[str]:
+    place, generator = config.trainer.placement, config.generator
+    if not place.colocate_all:
+        if place.release == "exit":
+            yield (
+                "trainer.placement.release is exit and colocate_all false: trainers with devices of their own keep "
+                "them, set colocate_all to true or leave release at offload"
+            )
+        return
+    if not generator.run_engines_locally:
+        yield (
+            "trainer.placement.colocate_all is true and generator.run_engines_locally false: servers elsewhere cannot "
+            "take turns with the trainer, set one of them the other way"
+        )
+        return
+    ranks = place.policy_num_nodes * place.policy_num_gpus_per_node
+    engines, tp = generator.num_inference_engines, generator.inference_engine_tensor_parallel_size
+    if ranks != engines * tp:
+        yield (
+            f"trainer.placement.colocate_all is true with {ranks} policy ranks and generator.num_inference_engines "
+            f"{engines} x inference_engine_tensor_parallel_size {tp} = {engines * tp} engine ranks: the numbers must "
+            "be equal, each device serves one of either"
+        )
+    ref_ranks = place.ref_num_nodes * place.ref_num_gpus_per_node
+    if config.trainer.starts_reference and ref_ranks != ranks:
+        yield (
+            f"trainer.placement.colocate_all is true with {ranks} policy ranks and {ref_ranks} reference ranks: the "
+            "numbers must be equal, leave ref_num_nodes and ref_num_gpus_per_node away"
         )
 
 

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from skyrl_train.cluster.calls import Calls, RemoteFailed
 from skyrl_train.cluster.placement import Slot
-from skyrl_train.cluster.process import host, log_to, talk_through_node_address
+from skyrl_train.cluster.process import host, log_to, talk_through_node_address, use_devices
 from skyrl_train.hub import local_folder
 from skyrl_train.inference.engine import Engine
 from skyrl_train.inference.remote import RemoteEngine
@@ -43,7 +43,8 @@ class EngineActor(Engine):
     It is built by `start`: of an error in an actor's constructor Ray keeps no more than the text of a stack.
     """
 
-    def __init__(self, log_path: str) -> None:
+    def __init__(self, log_path: str, visible_devices: str | None) -> None:
+        use_devices(visible_devices)
         log_to(log_path)
         talk_through_node_address()
 
@@ -79,8 +80,12 @@ class EngineGroup:
         settings: Sequence[EngineSettings | RemoteEngineSettings],
         log_folder: str,
         timeout_s: float,
+        visible_devices: Sequence[str | None] | None = None,
     ) -> None:
-        """Asks Ray to start the engines' processes and returns at once; `start` has them load their models."""
+        """Asks Ray to start the engines' processes and returns at once; `start` has them load their models.
+
+        Args: visible_devices of each engine, where they are not those that Ray gives it.
+        """
         names = tuple(f"engine-{index}" for index in range(len(settings)))
         self._calls = Calls(names, timeout_s, log_folder)
         self._settings = tuple(settings)
@@ -93,8 +98,10 @@ class EngineGroup:
                 scheduling_strategy=slot.strategy,
                 max_concurrency=MAX_CONCURRENCY,
             )
-            .remote(f"{log_folder}/{name}.log")
-            for slot, name, one in zip(slots, names, settings, strict=True)
+            .remote(f"{log_folder}/{name}.log", visible)
+            for slot, name, one, visible in zip(
+                slots, names, settings, visible_devices or [None] * len(slots), strict=True
+            )
         ]
         self.urls: tuple[str, ...] = ()
         """Of the engines' HTTP endpoints, where they have them; known when they have started."""
@@ -159,6 +166,24 @@ class EngineGroup:
 
     async def resume(self) -> None:
         await self._calls.gather("resume", [actor.resume.remote() for actor in self.actors])
+
+    async def sleep(self, *, keep_weights: bool = False) -> None:
+        """Free the devices; weights come back from host memory if kept, else with the next update."""
+        self._router.forget_routes()
+        calls = [actor.sleep.remote(keep_weights=keep_weights) for actor in self.actors]
+        await self._calls.gather("fall asleep", calls)
+
+    async def wake_weights(self) -> None:
+        await self._calls.gather("wake its weights", [actor.wake_weights.remote() for actor in self.actors])
+
+    async def wake_kv_cache(self) -> None:
+        """Generation goes on."""
+        await self._calls.gather("wake its KV cache", [actor.wake_kv_cache.remote() for actor in self.actors])
+
+    async def memory(self) -> list[dict[str, float]]:
+        """What each engine's worker holds, as `device.memory_in_use`."""
+        workers = await self._calls.gather("tell its memory", [actor.memory.remote() for actor in self.actors])
+        return [worker for engine in workers for worker in engine]
 
     async def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[list[float]]]:
         """Per engine, per prompt, the logprob of each token given those before it; 0 for the first."""

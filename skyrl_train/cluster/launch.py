@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.cluster.placement import Demand, Placement, PlacementError
+from skyrl_train.cluster.placement import Demand, Placement, PlacementError, Slot
 from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
+from skyrl_train.cluster.release import WEIGHTS, Release, Stay, build_release
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.worker_group import WorkerGroup
 from skyrl_train.config import Config, LoraConfig, TrainingConfig
@@ -30,14 +32,16 @@ class Processes:
     reference: ReferenceGroup | None
     """None without a KL term."""
     engines: EngineGroup
+    release: Release
+    """What trainers do out of their turn where they share devices."""
     groups: tuple[WorkerGroup, ...]
 
     async def stop(self) -> None:
         """End every process."""
         await self.engines.shutdown()
-        for group in self.groups:
-            group.kill()
+        await asyncio.gather(*(group.shutdown() for group in self.groups))
         self.placement.remove()
+        self.release.close()
 
 
 async def launch(
@@ -48,44 +52,54 @@ async def launch(
     num_optimizer_steps: int,
     logs: str,
 ) -> Processes:
-    """Place and start policy, reference and engines side by side, and connect the way of the weights.
+    """Place and start policy, reference and engines, and connect the way of the weights.
 
     Raises: PlacementError if the cluster has no room; RemoteFailed if a process cannot start.
     """
-    trainer, generator = config.trainer, config.generator
     backend = _sync_backend(config, cluster)
-    placement = await Placement.reserve(
+    place = config.trainer.placement
+    reserve = Placement.reserve_shared if place.colocate_all else Placement.reserve
+    placement = await reserve(
         _demands(config),
         use_gpus=cluster.has_gpus,
-        cpus_each=trainer.placement.cpus_per_worker,
-        strategy=trainer.placement.strategy,
-        timeout_s=trainer.placement.timeout_s,
+        cpus_each=place.cpus_per_worker,
+        strategy=place.strategy,
+        timeout_s=place.timeout_s,
     )
-    engines = EngineGroup(
-        placement.slots[ENGINES], _all_engine_settings(config, max_model_len, backend), logs, trainer.timeout_s
-    )
-    policy_group = WorkerGroup("policy", placement.slots[POLICY], logs, trainer.timeout_s)
-    groups = [policy_group]
-    policy, reference = PolicyGroup(policy_group), None
-    starts = [engines.start(), policy.start(_policy_arguments(trainer, objective, num_optimizer_steps))]
-    if trainer.starts_reference:
-        groups.append(WorkerGroup("reference", placement.slots[REFERENCE], logs, trainer.timeout_s))
-        reference = ReferenceGroup(groups[-1])
-        starts.append(reference.start(_reference_arguments(config)))
-    processes = Processes(cluster, placement, policy, reference, engines, tuple(groups))
+    processes = None
     try:
-        await asyncio.gather(*starts)
-        if trainer.algorithm.needs_reference and reference is None:
-            processes = replace(processes, reference=ReferenceGroup.of_policy(policy))
-        await policy.connect_engines(engines, backend, generator.weight_sync_bucket_mb << 20, trainer.timeout_s)
-        if not generator.run_engines_locally or trainer.policy.model.lora.path is not None:
+        settings = _all_engine_settings(config, max_model_len, backend)
+        processes = await _spawn(config, cluster, placement, settings, logs)
+        await _start(processes, config, objective, num_optimizer_steps)
+        if config.trainer.algorithm.needs_reference and processes.reference is None:
+            processes = replace(processes, reference=ReferenceGroup.of_policy(processes.policy))
+        policy, engines, generator = processes.policy, processes.engines, config.generator
+        bucket_bytes = generator.weight_sync_bucket_mb << 20
+        await policy.connect_engines(engines, backend, bucket_bytes, config.trainer.timeout_s)
+        if not generator.run_engines_locally or config.trainer.policy.model.lora.path is not None:
             # Servers may hold anything, what they loaded or what an earlier run left in them; and local engines hold
             # the base model, from which a policy with an adapter does not start.
-            await policy.send_weights(engines, generator.model_dtype)
+            await _send_first_weights(processes, config)
     except BaseException:
-        await processes.stop()
+        if processes is None:
+            placement.remove()
+        else:
+            await processes.stop()
         raise
     return processes
+
+
+async def _send_first_weights(processes: Processes, config: Config) -> None:
+    policy, engines, dtype_name = processes.policy, processes.engines, config.generator.model_dtype
+    if not config.trainer.placement.colocate_all:
+        await policy.send_weights(engines, dtype_name)
+        return
+    await engines.sleep()
+    await processes.release.enter(policy, WEIGHTS)
+    await engines.wake_weights()
+    await policy.send_weights(engines, dtype_name)
+    await processes.release.leave(policy, WEIGHTS)
+    await engines.wake_kv_cache()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +112,7 @@ class PolicyProcesses:
 
     async def stop(self) -> None:
         """End every process."""
-        self.group.kill()
+        await self.group.shutdown()
         self.placement.remove()
 
 
@@ -122,6 +136,52 @@ async def launch_policy(
         await processes.stop()
         raise
     return processes
+
+
+async def _spawn(
+    config: Config,
+    cluster: Cluster,
+    placement: Placement,
+    settings: list[EngineSettings | RemoteEngineSettings],
+    logs: str,
+) -> Processes:
+    """Ask Ray for all processes."""
+    trainer, slots = config.trainer, placement.slots
+    policy = WorkerGroup("policy", slots[POLICY], logs, trainer.timeout_s)
+    groups, shared = [policy], None
+    if trainer.placement.colocate_all and cluster.has_gpus:
+        shared = await policy.visible_devices()
+    if trainer.starts_reference:
+        devices = _devices(slots[REFERENCE], shared)
+        groups.append(WorkerGroup("reference", slots[REFERENCE], logs, trainer.timeout_s, devices))
+    engines = EngineGroup(slots[ENGINES], settings, logs, trainer.timeout_s, _devices(slots[ENGINES], shared))
+    reference = ReferenceGroup(groups[1]) if len(groups) > 1 else None
+    release = build_release(trainer.placement) if trainer.placement.colocate_all else Stay()
+    return Processes(cluster, placement, PolicyGroup(policy), reference, engines, release, tuple(groups))
+
+
+def _devices(slots: Sequence[Slot], shared: list[str] | None) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of processes that use the devices of policy ranks; None where Ray says it."""
+    return [None if shared is None else ",".join(shared[rank] for rank in slot.shares) for slot in slots]
+
+
+async def _start(processes: Processes, config: Config, objective: Objective, num_optimizer_steps: int) -> None:
+    """Have all load their models: side by side on devices of their own, else one after the other.
+
+    Whoever is ready leaves a shared device, so that the next finds it empty: engines take what they find.
+    """
+    policy, reference, engines = processes.policy, processes.reference, processes.engines
+    starts = [policy.start(_policy_arguments(config.trainer, objective, num_optimizer_steps))]
+    if reference is not None:
+        starts.append(reference.start(_reference_arguments(config)))
+    if config.trainer.placement.colocate_all:
+        for start, group in zip(starts, (policy, reference), strict=False):
+            assert group is not None
+            await start
+            await processes.release.leave(group)
+        await engines.start()
+    else:
+        await asyncio.gather(engines.start(), *starts)
 
 
 def _demands(config: Config) -> list[Demand]:
@@ -200,6 +260,7 @@ def _engine_settings(config: Config, max_model_len: int, index: int) -> EngineSe
         kv_cache_memory_bytes=None if cache_gb is None else int(cache_gb * 2**30),
         max_num_batched_tokens=generator.max_num_batched_tokens,
         max_num_seqs=generator.max_num_seqs,
+        enable_sleep_mode=config.trainer.placement.colocate_all,
         rpc_timeout_s=config.trainer.timeout_s,
         pause_mode=generator.pause_mode,  # type: ignore[arg-type]  # the configuration knows its three names
         http=_http_settings(config, index),

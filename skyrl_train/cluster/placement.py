@@ -32,6 +32,8 @@ class Slot:
     strategy: PlacementGroupSchedulingStrategy
     num_cpus: float
     num_gpus: int
+    shares: tuple[int, ...] = ()
+    """Ranks of the first demand whose devices it uses, where it has none of its own."""
 
 
 class Placement:
@@ -47,15 +49,7 @@ class Placement:
         """Raises: PlacementError, at once where the whole cluster is too small, after `timeout_s` where it is busy."""
         needed = [(demand, demand.gpus_each if use_gpus else 0) for demand in demands for _ in range(demand.count)]
         bundles = [{"CPU": cpus_each} | ({"GPU": gpus} if gpus else {}) for _, gpus in needed]
-        _check_size(demands, bundles)
-        group = placement_group(bundles, strategy=strategy)
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), timeout_s)
-        except BaseException as error:
-            remove_placement_group(group)
-            if isinstance(error, TimeoutError):
-                raise PlacementError(_busy(demands, bundles, timeout_s)) from None
-            raise
+        group = await _reserve(demands, bundles, strategy, timeout_s)
         nodes = placement_group_table(group)["bundles_to_node_id"]
         slots: dict[str, list[Slot]] = {demand.name: [] for demand in demands}
         order = sorted(range(len(needed)), key=lambda index: (demands.index(needed[index][0]), nodes[index], index))
@@ -65,8 +59,55 @@ class Placement:
             slots[demand.name].append(Slot(scheduling, cpus_each, gpus))
         return cls(group, slots)
 
+    @classmethod
+    async def reserve_shared(
+        cls, demands: list[Demand], *, use_gpus: bool, cpus_each: float, strategy: str, timeout_s: float
+    ) -> Placement:
+        """One bundle, with one device, for each process of the first demand. The others use the devices of those: a
+        process that asks for several lies beside the first of them.
+
+        Raises: PlacementError as `reserve`, and if a process of several devices would lie on two nodes.
+        """
+        first = demands[0]
+        assert all(demand.count * demand.gpus_each == first.count for demand in demands)
+        bundle = {"CPU": cpus_each * len(demands)} | ({"GPU": 1} if use_gpus else {})
+        bundles = [bundle] * first.count
+        group = await _reserve(demands, bundles, strategy, timeout_s)
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        order = sorted(range(first.count), key=lambda index: (nodes[index], index))
+        slots: dict[str, list[Slot]] = {}
+        for demand in demands:
+            width, own = demand.gpus_each, demand is first
+            slots[demand.name] = []
+            for start in range(0, first.count, width):
+                if len({nodes[index] for index in order[start : start + width]}) > 1:
+                    remove_placement_group(group)
+                    raise PlacementError(
+                        f"one of the {demand.name} uses {width} devices and would lie on two nodes: with "
+                        "trainer.placement.colocate_all the devices of each node must be a multiple of that"
+                    )
+                scheduling = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=order[start])
+                shares = () if own else tuple(range(start, start + width))
+                slots[demand.name].append(Slot(scheduling, cpus_each, 1 if own and use_gpus else 0, shares))
+        return cls(group, slots)
+
     def remove(self) -> None:
         remove_placement_group(self._group)
+
+
+async def _reserve(
+    demands: list[Demand], bundles: list[dict[str, float]], strategy: str, timeout_s: float
+) -> PlacementGroup:
+    _check_size(demands, bundles)
+    group = placement_group(bundles, strategy=strategy)
+    try:
+        await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), timeout_s)
+    except BaseException as error:
+        remove_placement_group(group)
+        if isinstance(error, TimeoutError):
+            raise PlacementError(_busy(demands, bundles, timeout_s)) from None
+        raise
+    return group
 
 
 def _total(bundles: list[dict[str, float]]) -> dict[str, float]:

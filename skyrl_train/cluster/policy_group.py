@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.worker_group import WorkerGroup
-from skyrl_train.ranks import ParallelRanks, UpdateReport
+from skyrl_train.ranks import Moved, ParallelRanks, UpdateReport
 from skyrl_train.types import Metrics, TrainBatch
 from skyrl_train.weight_sync.transport import SendReport
 
@@ -54,8 +54,10 @@ class ReferenceGroup:
         self._group = group
         self._ranks: list[ParallelRanks] = []
         self._method = "logprobs"
+        self._kwargs: dict[str, Any] = {}
 
     async def start(self, kwargs: dict[str, Any]) -> None:
+        self._kwargs = kwargs
         self._ranks = await self._group.build("skyrl_train.megatron.reference:MegatronReference", kwargs)
 
     @classmethod
@@ -64,6 +66,36 @@ class ReferenceGroup:
         reference = cls(policy.group)
         reference._ranks, reference._method = policy.ranks, "reference_logprobs"
         return reference
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether it is the policy's own model."""
+        return self._method == "reference_logprobs"
+
+    @property
+    def is_running(self) -> bool:
+        """False from `end` to `restart`."""
+        return bool(self._group.actors)
+
+    async def offload(self) -> list[Moved]:
+        """Free the device's memory on every rank; done when it returns."""
+        return await self._group.all("offload")
+
+    async def reload(self) -> list[Moved]:
+        return await self._group.all("reload")
+
+    async def end(self) -> None:
+        """End the processes; done when they and their memory are gone."""
+        await self._group.end()
+
+    async def restart(self) -> list[Moved]:
+        self._group.spawn()
+        await self.start(self._kwargs)
+        return []
+
+    async def memory(self) -> list[dict[str, float]]:
+        """What each rank holds, as `device.memory_in_use`; empty while it is ended."""
+        return await self._group.memory()
 
     async def logprobs(self, shards: Shards) -> list[Any]:
         """References to the logprobs [T] of each shard. Shards go to the reference's data-parallel ranks in turn."""
@@ -88,9 +120,15 @@ class PolicyGroup:
         self._group = group
         self._ranks: list[ParallelRanks] = []
         self._one_sender = False
+        self._kwargs: dict[str, Any] = {}
+        self._way: tuple[EngineGroup, str, int, float] | None = None
+        self._state_folder: str | None = None
         self.policy_version = 0
+        self.has_changed = False
+        """Whether there were updates since the last `save_state`."""
 
     async def start(self, kwargs: dict[str, Any]) -> None:
+        self._kwargs = kwargs
         self._ranks = await self._group.build("skyrl_train.megatron.policy:MegatronPolicy", kwargs)
 
     @property
@@ -101,6 +139,45 @@ class PolicyGroup:
     def ranks(self) -> list[ParallelRanks]:
         """Where each rank stands, once started."""
         return self._ranks
+
+    @property
+    def is_running(self) -> bool:
+        """False from `end` to `restart`."""
+        return bool(self._group.actors)
+
+    async def offload(self, *parts: str) -> list[Moved]:
+        """Free the device's memory of "weights", "optimizer" or both on every rank; done when it returns."""
+        return await self._group.all("offload", *parts)
+
+    async def reload(self, *parts: str) -> list[Moved]:
+        return await self._group.all("reload", *parts)
+
+    async def drop(self, *parts: str) -> None:
+        """As `offload` without a copy, for processes that will end."""
+        await self._group.all("drop", *parts)
+
+    async def save_state(self, folder: str) -> list[Moved]:
+        """Write what `restart` goes on with."""
+        moved = await self._group.all("save_state", folder)
+        self._state_folder, self.has_changed = folder, False
+        return moved
+
+    async def end(self) -> None:
+        """End the processes; done when they and their memory are gone."""
+        assert not self.has_changed, "updates would be lost: save_state first"
+        await self._group.end()
+
+    async def restart(self) -> list[Moved]:
+        """New processes with the saved state, connected to the engines as the old ones were."""
+        self._group.spawn()
+        await self.start(self._kwargs)
+        moved = [] if self._state_folder is None else await self._group.all("load_state", self._state_folder)
+        await self._connect()
+        return moved
+
+    async def memory(self) -> list[dict[str, float]]:
+        """What each rank holds, as `device.memory_in_use`; empty while it is ended."""
+        return await self._group.memory()
 
     @property
     def dp_size(self) -> int:
@@ -143,6 +220,7 @@ class PolicyGroup:
         """One optimizer step per mini-batch and epoch on all ranks."""
         refs = [None] * self.dp_size if ref_logprobs is None else ref_logprobs
         args = [(s, r, epochs) for s, r in zip(self._of_rank(shards.refs), self._of_rank(refs), strict=True)]
+        self.has_changed = True
         reports: list[UpdateReport] = await self._group.each("update", args)
         self.policy_version += epochs * len(shards.batches[0].mini_batches)
         metrics = next(report.metrics for report in reports if report.metrics)
@@ -157,9 +235,18 @@ class PolicyGroup:
     async def connect_engines(self, engines: EngineGroup, backend: str, bucket_bytes: int, timeout_s: float) -> None:
         """Open the way for weights: each pipeline stage's owner sends its own tensors to every engine.
 
-        Stock vLLM knows one sender only: there the first stage's owner sends the tensors of all stages.
+        Stock vLLM knows one sender only: there the first stage's owner sends the tensors of all stages. Processes that
+        are ended are connected when they are started again.
         """
         self._one_sender = backend == "vllm_nccl"
+        self._way = engines, backend, bucket_bytes, timeout_s
+        if self.is_running:
+            await self._connect()
+
+    async def _connect(self) -> None:
+        if self._way is None:
+            return
+        engines, backend, bucket_bytes, timeout_s = self._way
         owners = [
             rank
             for rank, place in enumerate(self._ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -30,6 +31,15 @@ def log_to(path: str) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
+def use_devices(visible: str | None) -> None:
+    """Have this process, which has not asked for its devices yet, use those of another; None leaves it its own.
+
+    Ray sets CUDA_VISIBLE_DEVICES before an actor is made, and not again.
+    """
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+
+
 def host() -> str:
     """Address of this node as the other nodes of the cluster see it."""
     return ray.util.get_node_ip_address()
@@ -44,3 +54,19 @@ def talk_through_node_address() -> None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def wait_ended(pids: list[int], timeout_s: float) -> list[int]:
+    """Wait until processes of this node have ended, with their device memory; returns those that have not."""
+    deadline = time.monotonic() + timeout_s
+    while (alive := [pid for pid in pids if _is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return alive
+
+
+def _is_alive(pid: int) -> bool:
+    """A zombie without threads has given everything back; only its parent has not looked yet."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE or len(os.listdir(f"/proc/{pid}/task")) > 1
+    except (psutil.NoSuchProcess, FileNotFoundError):
+        return False

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 
-from skyrl_train.cluster.calls import Calls
+from skyrl_train.cluster.calls import Calls, RemoteFailed
 from skyrl_train.cluster.placement import Slot
-from skyrl_train.cluster.process import host, log_to, talk_through_node_address
+from skyrl_train.cluster.process import host, log_to, talk_through_node_address, use_devices, wait_ended
+from skyrl_train.device import memory_in_use
 from skyrl_train.inference.stock_nccl import StockNcclSender
 from skyrl_train.ranks import Rendezvous, free_port
 from skyrl_train.weight_sync.transport import ControlMessage, Sender, SendReport
+
+CLOSE_S = 5
+"""Patience with processes that may hang in a collective."""
+END_S = 60
+"""Patience with killed processes that give back the memory of a device."""
 
 
 class RankActor:
     """One process of a group; holds a plain worker object and makes the calls that need Ray for it."""
 
-    def __init__(self, name: str, log_path: str) -> None:
+    def __init__(self, name: str, log_path: str, visible_devices: str | None) -> None:
+        use_devices(visible_devices)
         log_to(log_path)
         talk_through_node_address()
         import torch
@@ -28,6 +38,13 @@ class RankActor:
         self._name = name
         self._sender: Sender | StockNcclSender | None = None
         self._worker: Any = None
+
+    def find_place(self) -> tuple[str, int, str]:
+        """(node, process id, visible devices)"""
+        return ray.get_runtime_context().get_node_id(), os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def memory(self) -> dict[str, float]:
+        return memory_in_use()
 
     def find_meeting_place(self) -> tuple[str, int]:
         return host(), free_port()
@@ -65,6 +82,12 @@ class RankActor:
             channel = send_channel(backend, num_workers, device(), timeout_s, host())
             self._sender = Sender(channel, bucket_bytes, post)
         return self._sender.init_info | {"sender": self._name, "timeout_s": timeout_s}
+
+    def close(self) -> None:
+        """Before the end of the process: leave nothing behind that outlives it."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
     def connect_sender(self) -> None:
         """Wait until every receiver has joined."""
@@ -112,21 +135,75 @@ def _words(method: str) -> str:
 class WorkerGroup:
     """The ranks of the policy or of the reference."""
 
-    def __init__(self, name: str, slots: Sequence[Slot], log_folder: str, timeout_s: float) -> None:
-        """Asks Ray to start the actors and returns at once."""
+    def __init__(
+        self,
+        name: str,
+        slots: Sequence[Slot],
+        log_folder: str,
+        timeout_s: float,
+        visible_devices: Sequence[str | None] | None = None,
+    ) -> None:
+        """Asks Ray to start the actors and returns at once.
+
+        Args: visible_devices of each rank, where they are not those that Ray gives it.
+        """
         names = tuple(f"{name}-{rank}" for rank in range(len(slots)))
         self.calls = Calls(names, timeout_s, log_folder)
+        self._slots = tuple(slots)
+        self._visible_devices = visible_devices or [None] * len(slots)
+        self.actors: list[Any] = []
+        self.spawn()
+
+    def spawn(self) -> None:
+        """Ask Ray to start the actors, which are not there or were ended."""
+        assert not self.actors
         actor = ray.remote(RankActor)
         self.actors = [
             actor.options(  # type: ignore[attr-defined]
                 num_cpus=slot.num_cpus, num_gpus=slot.num_gpus, scheduling_strategy=slot.strategy
-            ).remote(rank_name, f"{log_folder}/{rank_name}.log")
-            for slot, rank_name in zip(slots, names, strict=True)
+            ).remote(rank_name, f"{self.calls.log_folder}/{rank_name}.log", visible)
+            for slot, rank_name, visible in zip(self._slots, self.calls.names, self._visible_devices, strict=True)
         ]
+
+    async def visible_devices(self) -> list[str]:
+        """CUDA_VISIBLE_DEVICES of each rank."""
+        return [visible for _, _, visible in await self._find_places()]
+
+    async def _find_places(self) -> list[tuple[str, int, str]]:
+        return await self.calls.gather("start", [actor.find_place.remote() for actor in self.actors])
+
+    async def end(self) -> None:
+        """End the actors; returns when their processes, and with them their memory on the devices, are gone.
+
+        Raises: RemoteFailed if one is still there after a minute.
+        """
+        places = await self._find_places()
+        await self.shutdown()
+        by_node: dict[str, list[int]] = {}
+        for node, pid, _ in places:
+            by_node.setdefault(node, []).append(pid)
+        here = ray.get_runtime_context().get_node_id()
+        waits = [
+            asyncio.to_thread(wait_ended, pids, END_S) if node == here else self._wait_on_node(places, node, pids)
+            for node, pids in by_node.items()
+        ]
+        if alive := [pid for pids in await asyncio.gather(*waits) for pid in pids]:
+            raise RemoteFailed(f"processes {alive} did not end within {END_S} s of being killed")
+
+    async def _wait_on_node(self, places: Sequence[tuple[str, int, str]], node: str, pids: list[int]) -> list[int]:
+        slot = next(slot for slot, place in zip(self._slots, places, strict=True) if place[0] == node)
+        wait = ray.remote(wait_ended).options(num_cpus=0, scheduling_strategy=slot.strategy)  # type: ignore[attr-defined]
+        return await asyncio.wait_for(asyncio.wrap_future(wait.remote(pids, END_S).future()), 2 * END_S)
+
+    async def memory(self) -> list[dict[str, float]]:
+        """What each rank holds, as `device.memory_in_use`; empty while the actors are ended."""
+        if not self.actors:
+            return []
+        return await self.calls.gather("tell its memory", [actor.memory.remote() for actor in self.actors])
 
     @property
     def size(self) -> int:
-        return len(self.actors)
+        return len(self._slots)
 
     async def build(self, entry_point: str, kwargs: dict[str, Any]) -> list[Any]:
         """Make `module:Class` on every rank; returns each rank's place in the layout."""
@@ -164,6 +241,11 @@ class WorkerGroup:
         """A method of the actor itself, on one rank."""
         return (await self.calls.gather(_words(method), [getattr(self.actors[rank], method).remote(*args)], [rank]))[0]
 
-    def kill(self) -> None:
+    async def shutdown(self) -> None:
+        """Kill the actors, which first close what they have open if they still answer."""
+        calls = [asyncio.wrap_future(actor.close.remote().future()) for actor in self.actors]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), CLOSE_S)
         for actor in self.actors:
             ray.kill(actor)
+        self.actors = []

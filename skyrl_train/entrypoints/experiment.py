@@ -25,8 +25,9 @@ from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.tracking.transcripts import TranscriptLog
 from skyrl_train.trainer.evaluation import Evaluation
+from skyrl_train.trainer.memory_report import MemoryReport
 from skyrl_train.trainer.publish import Publisher
-from skyrl_train.trainer.residency import Dedicated
+from skyrl_train.trainer.residency import Colocated, Dedicated, Residency
 from skyrl_train.trainer.rules import advantage, micro_batch_rules, objective, sampling_params
 from skyrl_train.trainer.sync_check import SyncCheck
 from skyrl_train.trainer.trainer import Parts, Trainer
@@ -139,12 +140,20 @@ class Experiment(Run[Config, Processes]):
             rules=rules,
             policy=processes.policy,
             reference=processes.reference,
-            residency=Dedicated(Publisher(processes.policy, processes.engines, generator.model_dtype, check)),
+            residency=self._residency(processes, check),
             tracker=tracker,
             transcripts=transcripts,
             progress=progress,
             timers=Timers(),
         )
+
+    def _residency(self, processes: Processes, check: SyncCheck) -> Residency:
+        policy, reference, engines = processes.policy, processes.reference, processes.engines
+        publisher = Publisher(policy, engines, self.config.generator.model_dtype, check)
+        report = MemoryReport(policy, reference, engines)
+        if not self.config.trainer.placement.colocate_all:
+            return Dedicated(publisher, report)
+        return Colocated(policy, reference, engines, publisher, processes.release, report)
 
     def introduction(self, layout: str) -> dict[str, str]:
         trainer, generator = self.config.trainer, self.config.generator

@@ -90,6 +90,10 @@ class RemoteEngine:
 
         return list(await asyncio.gather(*(one(token_ids) for token_ids in prompts)))
 
+    async def memory(self) -> list[dict[str, float]]:
+        """A server does not tell."""
+        return []
+
     async def pause(self, mode: PauseMode | None = None) -> None:
         """As `Engine.pause`."""
         self._running.clear()

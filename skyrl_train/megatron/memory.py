@@ -38,6 +38,7 @@ class DeviceMemory:
         self._modules, self._optimizer = modules, optimizer
         self._host = HostMemory()
         self._away: dict[str, list[_Piece]] = {}
+        self._dropped: set[str] = set()
 
     def offload(self, *parts: str) -> Moved:
         """Copy the parts (all of them by default) to the host and free them on the device; done when it returns.
@@ -62,6 +63,8 @@ class DeviceMemory:
     def reload(self, *parts: str) -> Moved:
         """Bring the parts (all of them by default) back; done when it returns."""
         started = time.perf_counter()
+        if dropped := self._dropped.intersection(parts or PARTS):
+            raise Offloaded(f"the {' and '.join(sorted(dropped))} of this rank were dropped and cannot come back")
         coming = [part for part in parts or PARTS if part in self._away]
         pieces = [piece for part in coming for piece in self._away[part]]
         for piece in pieces:
@@ -75,14 +78,13 @@ class DeviceMemory:
             del self._away[part]
         return Moved(num_bytes, time.perf_counter() - started)
 
-    def drop(self) -> None:
-        """Free everything without a copy: the process is about to end. Nothing can be reloaded."""
-        for part in PARTS:
-            if part not in self._away:
-                self._away[part] = list(self._pieces(part))
-            for piece in self._away[part]:
+    def drop(self, *parts: str) -> None:
+        """Free the parts (all of them by default) without a copy: they never come back to this process."""
+        for part in parts or PARTS:
+            for piece in self._pieces(part) if part not in self._away else ():
                 piece.storage.resize_(0)
-        self._host = HostMemory()
+            self._away[part] = []
+            self._dropped.add(part)
         empty_cache()
 
     def require(self, what: str, *parts: str) -> None:
@@ -95,7 +97,7 @@ class DeviceMemory:
         self._host.forget_frozen()
 
     def _pieces(self, part: str) -> Iterator[_Piece]:
-        """Every storage of a part, once; none that belongs to the weights is the optimizer's too."""
+        """Every storage of a part, once; what belongs to the weights is not the optimizer's."""
         seen: set[int] = set()
         weights, frozen = self._weights()
         if part == WEIGHTS:
@@ -226,18 +228,18 @@ def _storages(
             yield _Piece(tensor, is_kept=is_kept, is_frozen=frozen)
 
 
-def _torch_optimizers(optimizer: Any) -> list[Any]:
+def torch_optimizers(optimizer: Any) -> list[Any]:
     """The torch optimizers inside Megatron's; a rank without parameters of a kind has a stub without one."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part.optimizer for part in parts if part is not None and part.optimizer is not None]
 
 
 def _main_parameters(optimizer: Any) -> list[Tensor]:
-    groups = [group for one in _torch_optimizers(optimizer) for group in one.param_groups]
+    groups = [group for one in torch_optimizers(optimizer) for group in one.param_groups]
     return [parameter for group in groups for parameter in group["params"]]
 
 
 def _optimizer_tensors(optimizer: Any) -> list[Tensor]:
     """The optimizer's own parameters (float32 copies of bfloat16 weights) and their state."""
-    states = [values for one in _torch_optimizers(optimizer) for values in one.state.values()]
+    states = [values for one in torch_optimizers(optimizer) for values in one.state.values()]
     return _main_parameters(optimizer) + [v for values in states for v in values.values() if isinstance(v, Tensor)]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_train.algorithms.kl import KL_ESTIMATORS
@@ -28,6 +29,7 @@ from skyrl_train.megatron.packing import Packer
 from skyrl_train.megatron.parallel import join
 from skyrl_train.megatron.reference import batch_logprobs
 from skyrl_train.megatron.schedule import learning_rate
+from skyrl_train.megatron.state import load_state, save_state, state_file
 from skyrl_train.megatron.step import PassMetrics, forward_backward
 from skyrl_train.ranks import Moved, Rendezvous, UpdateReport
 from skyrl_train.types import Metrics, TrainBatch
@@ -106,6 +108,7 @@ class MegatronPolicy:
 
         Returns: on the reporting rank of the shard; None elsewhere. Old logprobs are the current ones.
         """
+        self._memory.require("evaluate", WEIGHTS)
         goal = self._objective
         logprobs = batch_logprobs(self.model, self._packer, batch, goal.temperature, goal.logprobs_chunk_size)
         if logprobs is None or not self.ranks.reports:
@@ -190,6 +193,27 @@ class MegatronPolicy:
     def reload(self, *parts: str) -> Moved:
         """Take it again; parts that are there stay."""
         return self._memory.reload(*parts)
+
+    def drop(self, *parts: str) -> None:
+        """Give device memory back for good: the process will end."""
+        self._memory.drop(*parts)
+
+    def save_state(self, folder: str) -> Moved:
+        """Write this rank's file, from which `load_state` goes on in another process of the same layout."""
+        self._memory.require("save_state", WEIGHTS, OPTIMIZER)
+        started = time.perf_counter()
+        file = state_file(folder, dist.get_rank())
+        num_bytes = save_state(file, self.model.modules, self._optimizer, self.ranks, self.policy_version)
+        return Moved(num_bytes, time.perf_counter() - started)
+
+    def load_state(self, folder: str) -> Moved:
+        """Raises: ValueError for the file of another rank, layout or model."""
+        self._memory.require("load_state", WEIGHTS, OPTIMIZER)
+        started = time.perf_counter()
+        file = state_file(folder, dist.get_rank())
+        self.policy_version = load_state(file, self.model.modules, self._optimizer, self.ranks)
+        self._memory.forget_frozen()
+        return Moved(file.stat().st_size, time.perf_counter() - started)
 
 
 def step_if_finite(optimizer: Any) -> float:

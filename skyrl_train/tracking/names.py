@@ -40,6 +40,16 @@ PHASES = (
     Phase("timing/save_hf_model", "save", False, "export of a Hugging Face checkpoint"),
 )
 
+WITHIN_PHASES = (
+    MetricName(
+        "timing/offload", "s", "trainers leave shared devices (with release=exit: state is written, processes end)"
+    ),
+    MetricName("timing/reload", "s", "trainers take shared devices again (with release=exit: processes start)"),
+    MetricName("timing/engine_sleep", "s", "engines free shared devices"),
+    MetricName("timing/engine_wake", "s", "engines take the memory of their weights and KV cache again"),
+)
+"""Times of what happens inside phases."""
+
 METRICS = (
     MetricName("trainer/global_step", "steps", "steps finished; 0 is the state before training"),
     MetricName("trainer/epoch", "passes", "pass over the training data, from 0"),
@@ -97,6 +107,7 @@ METRICS = (
     MetricName("eval/{data_source}/{score}", "", "the same scores on the prompts of one data source"),
     MetricName(STEP_TIME, "s", "one training step, wall clock"),
     *(MetricName(phase.name, "s", phase.meaning) for phase in PHASES),
+    *WITHIN_PHASES,
     MetricName("perf/generate_tokens_per_s", "tokens/s", "tokens written by the policy per second of generation"),
     MetricName("perf/train_tokens_per_s", "tokens/s", "tokens of all samples per second of training"),
     MetricName(
@@ -104,6 +115,17 @@ METRICS = (
     ),
     MetricName("perf/mfu", "share", "model FLOPs of training over the devices' peak; absent where no peak is known"),
     MetricName("perf/pipeline_bubble", "share", "time in which a pipeline rank waits for its neighbours"),
+    MetricName(
+        "perf/offload_gb_per_s", "GB/s", "bytes that trainers moved off shared devices per second, all ranks together"
+    ),
+    MetricName("perf/reload_gb_per_s", "GB/s", "the same, back"),
+    MetricName(
+        "memory/{phase}/{process}_gib",
+        "GiB",
+        "memory held by the largest policy or reference rank or engine worker in rollout, reference, training or sync: "
+        "torch's reserved device memory, without a GPU the resident memory",
+    ),
+    MetricName("memory/{phase}/device_free_gib", "GiB", "free memory of the fullest device (without a GPU: machine)"),
     MetricName("perf/driver_share", "share", "of the step, outside generate, forward, train and sync"),
     MetricName("balance/dp_imbalance", "share", "work of the heaviest data-parallel rank over the mean, minus 1"),
     MetricName("balance/padding_share", "share", "padded tokens that are not tokens"),
@@ -116,7 +138,7 @@ METRICS = (
 def phases_of(metrics: Mapping[str, float]) -> list[Phase]:
     """The phases that `metrics` holds times of: known ones in the order of the loop, then others by their own name."""
     known = [phase for phase in PHASES if phase.name in metrics]
-    names = {STEP_TIME, *(phase.name for phase in known)}
+    names = {STEP_TIME, *(phase.name for phase in known), *(metric.name for metric in WITHIN_PHASES)}
     others = sorted(name for name in metrics if name.startswith("timing/") and name not in names)
     return known + [Phase(name, name.removeprefix("timing/").replace("_", " "), True, "") for name in others]
 

@@ -44,6 +44,10 @@ class Loop(ABC):
     def can_evaluate(self) -> bool:
         """Whether there are held-out rows."""
 
+    async def save_hf(self, folder: str) -> None:
+        """Write a Hugging Face checkpoint of the model as it is."""
+        await self._policy.save_hf(folder)
+
     def stop(self) -> None:
         """End the run after the step in flight."""
         self._stop_requested = True
@@ -60,12 +64,12 @@ class Loop(ABC):
                 metrics = await self.step()
             self.global_step += 1
             metrics |= {"trainer/epoch": float(epoch)}
-            if self._is_due(config.eval_interval, also_last=True) and self.can_evaluate:
-                metrics |= await self._timed_evaluation()
             if self._is_due(config.hf_save_interval, also_last=config.hf_save_interval > 0):
                 with self._timers("save_hf_model"):
                     folder = Path(config.export_path).expanduser().resolve() / f"global_step_{self.global_step}"
-                    await self._policy.save_hf(str(folder))
+                    await self.save_hf(str(folder))
+            if self._is_due(config.eval_interval, also_last=True) and self.can_evaluate:
+                metrics |= await self._timed_evaluation()
             metrics |= self._timers.metrics() | {"perf/driver_share": self._timers.driver_share()}
             self._tracker.log(self.global_step, metrics)
 

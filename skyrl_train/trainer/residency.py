@@ -1,23 +1,51 @@
 """Who holds device memory when.
 
 `Dedicated`: policy, reference and engines have devices (or, without GPUs, processes) of their own, so nothing has to
-move.
+move. `Colocated`: they take turns on the same devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Sequence
+from typing import Literal, Protocol
 
-from skyrl_train.cluster.policy_group import SyncResult
+from skyrl_train.cluster.engine_group import EngineGroup
+from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup, SyncResult
+from skyrl_train.cluster.release import OPTIMIZER, WEIGHTS, Release
+from skyrl_train.ranks import Moved
+from skyrl_train.trainer.memory_report import MemoryReport
 from skyrl_train.trainer.publish import Publisher
-from skyrl_train.types import Group
+from skyrl_train.types import Group, Metrics
+
+
+class Residency(Protocol):
+    """Called before each phase; returns when whoever works in it has its memory. Any order works."""
+
+    async def for_rollout(self) -> None:
+        """Engines can generate from the newest weights."""
+
+    async def for_reference(self) -> None:
+        """The reference can compute logprobs."""
+
+    async def for_training(self) -> None:
+        """The policy can compute logprobs and be updated."""
+
+    async def sync_weights(self, groups: Sequence[Group]) -> SyncResult:
+        """The policy's weights are the engines'. Raises: what `Publisher.publish` raises."""
+
+    async def for_saving(self) -> None:
+        """The policy's weights can be read."""
+
+    def metrics(self) -> Metrics:
+        """Of what moved since the last call."""
 
 
 class Dedicated:
     """Every process keeps its memory for the whole run."""
 
-    def __init__(self, publisher: Publisher) -> None:
-        self._publisher = publisher
+    def __init__(self, publisher: Publisher, report: MemoryReport) -> None:
+        self._publisher, self._report = publisher, report
 
     async def for_rollout(self) -> None:
         """Engines: weights and KV cache are on their devices already."""
@@ -29,5 +57,127 @@ class Dedicated:
         """Policy weights and optimizer are on their devices already."""
 
     async def sync_weights(self, groups: Sequence[Group]) -> SyncResult:
-        """Raises: what `Publisher.publish` raises."""
+        await self._report.look("training")
         return await self._publisher.publish(groups)
+
+    async def for_saving(self) -> None:
+        """Policy weights are on their devices already."""
+
+    def metrics(self) -> Metrics:
+        return self._report.metrics()
+
+
+class Colocated:
+    """One step: engines generate, then drop weights and KV cache; reference, then policy work and leave; on the way the
+    policy sends its weights into the engines, while neither the optimizer nor the KV cache is on the device."""
+
+    def __init__(
+        self,
+        policy: PolicyGroup,
+        reference: ReferenceGroup | None,
+        engines: EngineGroup,
+        publisher: Publisher,
+        release: Release,
+        report: MemoryReport,
+    ) -> None:
+        """All trainers have left their devices and the engines are awake, as `launch` leaves them."""
+        self._policy, self._engines = policy, engines
+        self._policy_is_reference = reference is not None and reference.is_policy
+        self._reference = None if self._policy_is_reference else reference
+        self._publisher, self._release, self._report = publisher, release, report
+        self._policy_parts: frozenset[str] = frozenset()
+        """What of the policy is on its devices."""
+        self._reference_is_in = False
+        self._engines_are: Literal["awake", "without KV cache", "asleep", "without weights"] = "awake"
+        self._moved: dict[str, list[Moved]] = {}
+
+    async def for_rollout(self) -> None:
+        await self._reference_leaves()
+        if self._engines_are == "without weights":
+            await self.sync_weights(())
+        await self._policy_leaves()
+        if self._engines_are != "awake":
+            await self._timed("engine_wake", self._wake_engines())
+        await self._report.look("rollout")
+
+    async def for_reference(self) -> None:
+        await self._engines_leave()
+        if self._reference is not None and not self._reference_is_in:
+            await self._policy_leaves()
+            self._note("reload", await self._release.enter(self._reference))
+            self._reference_is_in = True
+        if self._policy_is_reference:
+            await self._policy_enters(WEIGHTS)
+
+    async def for_training(self) -> None:
+        await self._engines_leave()
+        if self._reference_is_in:
+            await self._report.look("reference")
+        await self._reference_leaves()
+        await self._policy_enters(WEIGHTS, OPTIMIZER)
+
+    async def sync_weights(self, groups: Sequence[Group]) -> SyncResult:
+        await self._report.look("training")
+        await self._reference_leaves()
+        await self._policy_enters(WEIGHTS)
+        await self._policy_leaves(OPTIMIZER)
+        if self._engines_are in ("asleep", "without weights"):
+            await self._timed("engine_wake", self._engines.wake_weights())
+        result, expected = await self._publisher.send(groups)
+        await self._report.look("sync")
+        await self._policy_leaves()
+        self._engines_are = "without KV cache" if self._engines_are != "awake" else "awake"
+        if expected is not None:
+            await self._timed("engine_wake", self._wake_engines())
+            await self._publisher.verify(expected)
+        return result
+
+    async def for_saving(self) -> None:
+        await self._reference_leaves()
+        if WEIGHTS not in self._policy_parts and self._engines_are == "awake":
+            await self._timed("engine_sleep", self._engines.sleep(keep_weights=True))
+            self._engines_are = "asleep"
+        await self._policy_enters(WEIGHTS)
+
+    def metrics(self) -> Metrics:
+        metrics = self._report.metrics()
+        for name, moved in self._moved.items():
+            seconds, num_bytes = sum(one.seconds for one in moved), sum(one.num_bytes for one in moved)
+            metrics[f"timing/{name}"] = seconds
+            if num_bytes:
+                metrics[f"perf/{name}_gb_per_s"] = num_bytes / sum(one.seconds for one in moved if one.num_bytes) / 1e9
+        self._moved = {}
+        return metrics
+
+    async def _engines_leave(self) -> None:
+        if self._engines_are in ("awake", "without KV cache"):
+            await self._timed("engine_sleep", self._engines.sleep())
+        self._engines_are = "without weights"
+
+    async def _wake_engines(self) -> None:
+        await self._engines.wake_weights()
+        await self._engines.wake_kv_cache()
+        self._engines_are = "awake"
+
+    async def _reference_leaves(self) -> None:
+        if self._reference is not None and self._reference_is_in:
+            self._note("offload", await self._release.leave(self._reference))
+            self._reference_is_in = False
+
+    async def _policy_enters(self, *parts: str) -> None:
+        if missing := [part for part in parts if part not in self._policy_parts]:
+            self._note("reload", await self._release.enter(self._policy, *missing))
+            self._policy_parts |= set(missing)
+
+    async def _policy_leaves(self, *parts: str) -> None:
+        if leaving := [part for part in parts or (WEIGHTS, OPTIMIZER) if part in self._policy_parts]:
+            self._note("offload", await self._release.leave(self._policy, *leaving))
+            self._policy_parts -= set(leaving)
+
+    async def _timed(self, name: str, call: Awaitable[None]) -> None:
+        started = time.perf_counter()
+        await call
+        self._note(name, Moved(0, time.perf_counter() - started))
+
+    def _note(self, name: str, moved: Moved) -> None:
+        self._moved.setdefault(name, []).append(moved)

@@ -7,7 +7,7 @@ weights, and a model may be wired wrongly on either side) is seen by comparing t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -30,6 +30,16 @@ class SyncCheckFailed(RuntimeError):
     """An engine computes other logprobs than the trainer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What an engine that holds the weights computes."""
+
+    batch: TrainBatch
+    logprobs: torch.Tensor
+    """[T] float32"""
+    policy_version: int
+
+
 class SyncCheck:
     """Compares logprobs at the first and at each Nth sync."""
 
@@ -48,18 +58,24 @@ class SyncCheck:
 
         Raises: SyncCheckFailed with the difference, the bound and the engine.
         """
+        await self.compare(engines, await self.expect(policy, groups))
+
+    async def expect(self, policy: PolicyGroup, groups: Sequence[Group]) -> Expected:
+        """The trainer's logprobs of the samples of the first call."""
         if self._batch is None:
             self._batch = batch_of(groups, self._rules)
-        batch = self._batch
-        trained = await policy.logprobs(batch)
-        bounds = batch.cu_seqlens.tolist()
-        prompts = [batch.token_ids[start:end].tolist() for start, end in pairwise(bounds)]
+        return Expected(self._batch, await policy.logprobs(self._batch), policy.policy_version)
+
+    async def compare(self, engines: EngineGroup, expected: Expected) -> None:
+        """Raises: SyncCheckFailed."""
+        bounds, token_ids = expected.batch.cu_seqlens.tolist(), expected.batch.token_ids
+        prompts = [token_ids[start:end].tolist() for start, end in pairwise(bounds)]
         for index, logprobs in enumerate(await engines.prompt_logprobs(prompts)):
             served = torch.cat([torch.tensor(one, dtype=torch.float32) for one in logprobs])
-            difference = float((served - trained).abs().mean())
+            difference = float((served - expected.logprobs).abs().mean())
             if not difference <= self._bound:
                 raise SyncCheckFailed(
-                    f"after the sync of version {policy.policy_version} engine {index} computes logprobs that differ "
+                    f"after the sync of version {expected.policy_version} engine {index} computes logprobs that differ "
                     f"from the trainer's by {difference:.3g} nats in mean on {len(prompts)} fixed samples; at most "
                     f"{self._bound:g} is rounding. The engine does not hold the trained weights (or the model's code "
                     "differs); trainer.verify_sync_every=0 would hide this"

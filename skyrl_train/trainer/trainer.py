@@ -20,7 +20,7 @@ from skyrl_train.tracking.transcripts import TranscriptLog, transcript_of
 from skyrl_train.trainer.evaluation import Evaluation
 from skyrl_train.trainer.loop import Loop
 from skyrl_train.trainer.performance import performance_metrics
-from skyrl_train.trainer.residency import Dedicated
+from skyrl_train.trainer.residency import Residency
 from skyrl_train.trainer.rules import sampling_params
 from skyrl_train.types import ExperienceBatch, Group, Metrics, Prompt
 
@@ -39,7 +39,7 @@ class Parts:
     policy: PolicyGroup
     reference: ReferenceGroup | None
     """None without a KL term."""
-    residency: Dedicated
+    residency: Residency
     tracker: Tracker
     transcripts: TranscriptLog
     progress: Progress
@@ -60,13 +60,19 @@ class Trainer(Loop):
 
     async def evaluate(self) -> Metrics:
         """Scores of greedy or sampled answers to the held-out prompts."""
+        await self._parts.residency.for_rollout()
         metrics, _ = await self._parts.evaluation.run()
         return metrics
+
+    async def save_hf(self, folder: str) -> None:
+        await self._parts.residency.for_saving()
+        await super().save_hf(folder)
 
     async def step(self) -> Metrics:
         """Draw samples, update the policy on them, and move the new weights into the engines."""
         parts, timers, trainer = self._parts, self._parts.timers, self._config.trainer
-        await parts.residency.for_rollout()
+        with timers("sync_weights"):
+            await parts.residency.for_rollout()
         with timers("generate"):
             groups = await parts.collector.collect(
                 parts.prompts.next_batch(), self._config.generator.n_samples_per_prompt, self._sampling, parts.progress
@@ -96,6 +102,7 @@ class Trainer(Loop):
             | balance_metrics(shards.batches, parts.rules)
             | update
             | performance_metrics(groups, totals, sync, timers)
+            | parts.residency.metrics()
         )
 
     def _shards(self, experience: ExperienceBatch) -> Shards:

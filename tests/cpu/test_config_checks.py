@@ -288,3 +288,33 @@ def test_lora_must_have_something_to_adapt_and_the_adapter_that_is_named(tmp_pat
 def test_the_reference_of_adapters_is_their_own_base_model():
     (problem,) = problems("trainer.policy.model.lora.rank=8", "trainer.ref.model.path=other")
     assert "leave the key as it is" in problem
+
+
+COLOCATED = ["trainer.placement.colocate_all=true", "trainer.placement.policy_num_gpus_per_node=4"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([*COLOCATED, "generator.num_inference_engines=2"], "4 policy ranks and .* 2 x .* 1 = 2 engine ranks"),
+        (
+            [*COLOCATED, "generator.num_inference_engines=4", "trainer.placement.ref_num_gpus_per_node=2"],
+            "4 policy ranks and 2 reference ranks",
+        ),
+        (["trainer.placement.release=exit"], "set colocate_all to true"),
+        ([*COLOCATED, "generator.run_engines_locally=false"], "cannot take turns with the trainer"),
+    ],
+)
+def test_who_shares_devices_must_fit_on_them(overrides: list[str], expected: str):
+    (problem,) = [one for one in problems(*overrides) if "trainer.placement" in one and "remote_inference" not in one]
+    assert re.search(expected, problem)
+
+
+def test_one_engine_over_all_devices_or_one_on_each_may_share_them():
+    assert problems(*COLOCATED, "generator.num_inference_engines=4") == ()
+    wide = ["generator.inference_engine_tensor_parallel_size=2", "generator.num_inference_engines=2"]
+    assert problems(*COLOCATED, *wide, "trainer.placement.release=exit") == ()
+    assert (
+        problems(*COLOCATED[:1], "trainer.placement.ref_num_gpus_per_node=2", "trainer.algorithm.use_kl_loss=false")
+        == ()
+    )

@@ -1,0 +1,127 @@
+"""Everything that a rank of the policy must know to go on in another process of the same layout, as one file.
+
+Weights, optimizer state, random states and the policy version, bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor, nn
+
+from skyrl_train.device import device_type
+from skyrl_train.megatron.memory import torch_optimizers
+from skyrl_train.ranks import ParallelRanks
+
+FORMAT = 1
+
+
+def state_file(folder: str | Path, rank: int) -> Path:
+    return Path(folder, f"rank_{rank}.pt")
+
+
+def save_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> int:
+    """Write the file, or leave the one that is there; returns its bytes.
+
+    Views of one storage are written once, so Megatron's flat buffers are written as they are.
+    """
+    state = {
+        "format": FORMAT,
+        "ranks": asdict(ranks),
+        "policy_version": policy_version,
+        "weights": [_named(module) for module in modules],
+        "optimizer": [_optimizer_state(one) for one in torch_optimizers(optimizer)],
+        "random": _random_states(),
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".tmp")
+    torch.save(state, unfinished)
+    unfinished.replace(file)
+    return file.stat().st_size
+
+
+@torch.no_grad()
+def load_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks) -> int:
+    """Take over the file's values in place; returns its policy version.
+
+    Raises: ValueError if it is missing or was written by another rank, layout or model.
+    """
+    if not file.exists():
+        raise ValueError(f"there is no state {file}: it was saved by fewer ranks, or on another node")
+    state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    if (state["format"], state["ranks"]) != (FORMAT, asdict(ranks)):
+        raise ValueError(
+            f"{file} was written by format {state['format']} and rank {state['ranks']}; this is format {FORMAT} and "
+            f"rank {asdict(ranks)}"
+        )
+    for module, saved in zip(modules, state["weights"], strict=True):
+        mine = _named(module)
+        if {name: tensor.shape for name, tensor in mine.items()} != {n: t.shape for n, t in saved.items()}:
+            raise ValueError(f"{file} holds the weights of another model or layout")
+        for name, tensor in mine.items():
+            tensor.copy_(saved[name])
+    for one, saved in zip(torch_optimizers(optimizer), state["optimizer"], strict=True):
+        _load_optimizer(one, saved)
+    _set_random_states(state["random"])
+    return int(state["policy_version"])
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    return {name: one.detach() for name, one in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The float32 copies of bfloat16 weights are parameters of the optimizer alone."""
+    return {
+        "groups": [{k: v for k, v in group.items() if _is_plain(v)} for group in optimizer.param_groups],
+        "parameters": [[p.detach() for p in group["params"]] for group in optimizer.param_groups],
+        "state": [[dict(optimizer.state.get(p, {})) for p in group["params"]] for group in optimizer.param_groups],
+    }
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    parts = zip(optimizer.param_groups, saved["groups"], saved["parameters"], saved["state"], strict=True)
+    for group, values, parameters, states in parts:
+        group.update(values)
+        for parameter, value, state in zip(group["params"], parameters, states, strict=True):
+            parameter.copy_(value)
+            if state:
+                optimizer.state[parameter] = {
+                    name: one.to(parameter.device, copy=True) if isinstance(one, Tensor) else one
+                    for name, one in state.items()
+                }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(one) for one in value) and not any(isinstance(one, Tensor) for one in value)
+    return value is None or isinstance(value, int | float | str)
+
+
+def _random_states() -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), *rest),  # type: ignore[union-attr]
+        "torch": torch.get_rng_state(),
+        "megatron": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    }
+    if device_type() == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["megatron"])
+    if device_type() == "cuda":
+        torch.cuda.set_rng_state(states["cuda"])

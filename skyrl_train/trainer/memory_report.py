@@ -1,0 +1,45 @@
+"""Who holds how much memory, looked at once in each phase of a step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+
+from skyrl_train.cluster.engine_group import EngineGroup
+from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
+from skyrl_train.types import Metrics
+
+log = logging.getLogger(__name__)
+GIB = 2**30
+
+
+class MemoryReport:
+    """Asks every process; the first look at each phase is also a line of the log."""
+
+    def __init__(self, policy: PolicyGroup, reference: ReferenceGroup | None, engines: EngineGroup) -> None:
+        of_its_own = None if reference is None or reference.is_policy else reference
+        self._groups = {"policy": policy, "reference": of_its_own, "engine": engines}
+        self._metrics: Metrics = {}
+        self._logged: set[str] = set()
+
+    async def look(self, phase: str) -> None:
+        asked: dict[str, Awaitable[list[dict[str, float]]]] = {
+            name: group.memory() for name, group in self._groups.items() if group is not None
+        }
+        found = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+        held = {name: max(one["reserved"] for one in processes) / GIB for name, processes in found.items() if processes}
+        free = min(one["free"] for processes in found.values() for one in processes) / GIB
+        self._metrics |= {f"memory/{phase}/{name}_gib": value for name, value in held.items()}
+        self._metrics[f"memory/{phase}/device_free_gib"] = free
+        if phase not in self._logged:
+            self._logged.add(phase)
+            holders = ", ".join(f"{name} {value:.2f}" for name, value in held.items())
+            log.info(
+                "memory in %s, GiB of the largest rank: %s; free on the fullest device: %.2f", phase, holders, free
+            )
+
+    def metrics(self) -> Metrics:
+        """`memory/{phase}/*` of the phases since the last call."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics

@@ -1,0 +1,89 @@
+"""A rank that goes on in another process from its saved state computes what it would have computed in the first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import make_trial, write_family
+from layouts import layout
+from test_memory import build, everything
+
+from skyrl_train.megatron.layout_check import Layout, Trial
+from skyrl_train.megatron.local_ranks import run_on_ranks
+from skyrl_train.ranks import Rendezvous
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_family("qwen3_tied", tmp_path_factory.mktemp("dense"))
+
+
+def _updates(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, bool, int, Path | None, bool]) -> dict[str, Any]:
+    """Updates before a state is saved or after it was loaded."""
+    trial, one, bf16, num_updates, folder, saves = arguments
+    policy, batch = build(rendezvous, trial, one, bf16=bf16)
+    if folder is not None and not saves:
+        policy.load_state(str(folder))
+    for _ in range(num_updates):
+        policy.update(batch)
+    moved = None
+    if folder is not None and saves:
+        moved = policy.save_state(str(folder))
+        policy.drop("optimizer")
+        policy.export(torch.float32)
+        with pytest.raises(RuntimeError, match="optimizer of this rank were dropped"):
+            policy.reload()
+        policy.drop()
+        return {"moved": moved}
+    return {"state": everything(policy), "version": policy.policy_version, "random": torch.rand(3)}
+
+
+@pytest.mark.parametrize(
+    ("processes", "sizes", "bf16"),
+    [(1, {}, False), (2, {}, True), (2, {"pp": 2, "vpp": 2}, True)],
+    ids=["fp32", "bf16 DP2", "bf16 PP2 VPP2"],
+)
+def test_processes_that_were_replaced_end_at_the_same_bits(
+    processes: int, sizes: dict[str, Any], bf16: bool, dense: Path, tmp_path: Path
+):
+    trial, one = make_trial(dense, [7, 30, 12, 9, 25, 40, 3, 18]), layout(processes, sizes)
+
+    def run(num_updates: int, folder: Path | None, saves: bool) -> list[dict[str, Any]]:
+        arguments = (trial, one, bf16, num_updates, folder, saves)
+        return run_on_ranks(_updates, arguments, processes, timeout_s=120)
+
+    first = run(1, tmp_path, True)
+    replaced, stayed = run(1, tmp_path, False), run(2, None, False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank_{rank}.pt" for rank in range(processes)]
+    assert all(one["moved"].num_bytes > 0 for one in first)
+    for mine, theirs in zip(replaced, stayed, strict=True):
+        assert mine["version"] == theirs["version"] == 4
+        assert mine["state"].keys() == theirs["state"].keys()
+        assert not [name for name, tensor in mine["state"].items() if not torch.equal(tensor, theirs["state"][name])]
+        assert torch.equal(mine["random"], theirs["random"])
+
+
+def _load_elsewhere(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, Path]) -> str:
+    trial, one, folder = arguments
+    policy, _ = build(rendezvous, trial, one, bf16=False)
+    try:
+        policy.load_state(str(folder))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_the_state_of_another_layout_or_model_is_refused(dense: Path, tmp_path: Path):
+    trial = make_trial(dense, [7, 30, 12, 9])
+    run_on_ranks(_updates, (trial, layout(1, {}), False, 0, tmp_path, True), 1, timeout_s=120)
+    other_layout = run_on_ranks(_load_elsewhere, (trial, layout(2, {"tp": 2}), tmp_path), 2, timeout_s=120)
+    assert "holds the weights of another model or layout" in other_layout[0]
+    assert "saved by fewer ranks" in other_layout[1]
+    other = make_trial(write_family("qwen2", tmp_path / "other"), [7, 30, 12, 9])
+    (message,) = run_on_ranks(_load_elsewhere, (other, layout(1, {}), tmp_path), 1, timeout_s=120)
+    assert "holds the weights of another model or layout" in message
