@@ -131,6 +131,20 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TorchProfilerConfig:
+    """Traces of torch's profiler."""
+
+    enable: bool
+    """Whether to write any."""
+    ranks: tuple[CountOrZero, ...]
+    """Ranks that are traced."""
+    steps: tuple[Count, ...]
+    """Steps of this process that are traced, counted from 1 when it starts."""
+    save_path: Text
+    """Folder of the traces, on the rank's node; Perfetto and chrome://tracing show them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MegatronConfig:
     """Parallel layout and the switches of Megatron-core."""
 
@@ -162,6 +176,7 @@ class MegatronConfig:
     """Leave the routers of mixture-of-experts models as they are."""
     transformer_config_kwargs: dict[str, Any]
     """Passed to Megatron's TransformerConfig as they are."""
+    torch_profiler_config: TorchProfilerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

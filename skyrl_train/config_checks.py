@@ -249,6 +249,14 @@ def layout_problems(megatron: MegatronConfig, path: str, world_size: int, world_
         )
     if megatron.recompute_granularity == "selective" and not megatron.recompute_modules:
         yield f"{path}.recompute_granularity is selective and recompute_modules empty: name modules, such as core_attn"
+    profiler = megatron.torch_profiler_config
+    if profiler.enable and not any(rank < world_size for rank in profiler.ranks):
+        yield (
+            f"{path}.torch_profiler_config.ranks is {list(profiler.ranks)}: nothing would be traced, name ranks from 0 "
+            f"to {world_size - 1}"
+        )
+    if profiler.enable and not profiler.steps:
+        yield f"{path}.torch_profiler_config.steps is empty: nothing would be traced, name steps, counted from 1"
 
 
 def data_file_problems(data: DataConfig) -> Iterator[str]:

@@ -16,7 +16,7 @@ from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
 from skyrl_train.cluster.release import WEIGHTS, Release, Stay, build_release
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.worker_group import WorkerGroup
-from skyrl_train.config import Config, LoraConfig, TrainingConfig
+from skyrl_train.config import Config, LoraConfig, MegatronConfig, TrainingConfig
 from skyrl_train.inference.settings import EngineSettings, HttpSettings, RemoteEngineSettings
 
 POLICY, REFERENCE, ENGINES = "policy ranks", "reference ranks", "engines"
@@ -201,7 +201,7 @@ def _demands(config: Config) -> list[Demand]:
 def _policy_arguments(trainer: TrainingConfig, objective: Objective, num_optimizer_steps: int) -> dict[str, Any]:
     return {
         "model_path": _seen_from_anywhere(trainer.policy.model.path),
-        "config": trainer.policy.megatron_config,
+        "config": _traced_absolutely(trainer.policy.megatron_config),
         "optimizer_config": trainer.policy.optimizer_config,
         "objective": objective,
         "bf16": trainer.bf16,
@@ -215,7 +215,7 @@ def _reference_arguments(config: Config) -> dict[str, Any]:
     trainer = config.trainer
     return {
         "model_path": _seen_from_anywhere(trainer.ref.model.path),
-        "config": trainer.ref.megatron_config,
+        "config": _traced_absolutely(trainer.ref.megatron_config),
         "bf16": trainer.bf16,
         "seed": trainer.seed,
         "temperature": config.generator.sampling_params.temperature,
@@ -288,6 +288,13 @@ def _http_settings(config: Config, index: int) -> HttpSettings | None:
         api_key=generator.http_api_key,
         chat_template_kwargs=generator.chat_template_kwargs,
     )
+
+
+def _traced_absolutely(config: MegatronConfig) -> MegatronConfig:
+    """The folder of its traces absolute, for processes with other working directories."""
+    profiler = config.torch_profiler_config
+    path = os.path.abspath(profiler.save_path)
+    return replace(config, torch_profiler_config=replace(profiler, save_path=path))
 
 
 def _seen_from_anywhere(path: str) -> str:

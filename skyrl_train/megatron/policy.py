@@ -27,6 +27,7 @@ from skyrl_train.megatron.memory import OPTIMIZER, WEIGHTS, DeviceMemory
 from skyrl_train.megatron.model import build_model, build_optimizer, dtype_of, set_learning_rate
 from skyrl_train.megatron.packing import Packer
 from skyrl_train.megatron.parallel import join
+from skyrl_train.megatron.profiling import Tracer, span
 from skyrl_train.megatron.reference import batch_logprobs
 from skyrl_train.megatron.schedule import learning_rate
 from skyrl_train.megatron.state import load_state, save_state, state_file
@@ -66,6 +67,7 @@ class MegatronPolicy:
             torch_attention=self.model.torch_layers,
         )
         self._old_logprobs: Tensor | None = None
+        self._tracer = Tracer(config.torch_profiler_config, "policy", rendezvous.rank)
 
     def logprobs(self, batch: TrainBatch) -> Tensor | None:
         """[T] float32 under the current weights, on the reporting rank of the shard; None elsewhere.
@@ -94,9 +96,11 @@ class MegatronPolicy:
         on the reporting rank (the KL penalty of a reward); otherwise None.
         """
         self._memory.require("keep_old_logprobs", WEIGHTS)
-        self._old_logprobs = batch_logprobs(
-            self.model, self._packer, batch, self._objective.temperature, self._objective.logprobs_chunk_size
-        )
+        goal = self._objective
+        with self._tracer("old_logprobs"):
+            self._old_logprobs = batch_logprobs(
+                self.model, self._packer, batch, goal.temperature, goal.logprobs_chunk_size
+            )
         if self._old_logprobs is None or ref_logprobs is None or not self.ranks.reports:
             return None
         kl = KL_ESTIMATORS[self._objective.kl_estimator](self._old_logprobs, ref_logprobs) * batch.loss_mask
@@ -124,6 +128,12 @@ class MegatronPolicy:
         one mini-batch and one epoch.
         """
         self._memory.require("update", WEIGHTS, OPTIMIZER)
+        with self._tracer("update"):
+            report = self._update(batch, ref_logprobs, epochs)
+        self._tracer.step += 1
+        return report
+
+    def _update(self, batch: TrainBatch, ref_logprobs: Tensor | None, epochs: int) -> UpdateReport:
         started = time.perf_counter()
         old, self._old_logprobs = self._old_logprobs, None
         passes: list[PassMetrics] = []
@@ -132,15 +142,18 @@ class MegatronPolicy:
         cost = model_cost(self.model.bridge.hf_config)
         for epoch in range(epochs):
             for index, mini_batch in enumerate(batch.mini_batches):
-                micro_batches = [self._packer.pack(batch, samples, old, ref_logprobs) for samples in mini_batch]
+                with span("pack"):
+                    micro_batches = [self._packer.pack(batch, samples, old, ref_logprobs) for samples in mini_batch]
                 first = epoch == 0 and index == 0
                 for chunk in self.model.chunks:
                     chunk.zero_grad_buffer()
                 self._optimizer.zero_grad()
-                passes.append(forward_backward(self.model, micro_batches, self._objective, with_entropy=first))
+                with span("forward_backward"):
+                    passes.append(forward_backward(self.model, micro_batches, self._objective, with_entropy=first))
                 lr = learning_rate(self.policy_version, self._num_optimizer_steps, self._optimizer_config)
                 set_learning_rate(self._optimizer, lr, self._optimizer_config.weight_decay)
-                norms.append(step_if_finite(self._optimizer))
+                with span("optimizer"):
+                    norms.append(step_if_finite(self._optimizer))
                 skipped += not math.isfinite(norms[-1])
                 self.policy_version += 1
                 chosen = [sample for samples in mini_batch for sample in samples]

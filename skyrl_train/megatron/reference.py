@@ -11,6 +11,7 @@ from skyrl_train.megatron.memory import WEIGHTS, DeviceMemory
 from skyrl_train.megatron.model import Model, build_model, dtype_of
 from skyrl_train.megatron.packing import Packer
 from skyrl_train.megatron.parallel import join
+from skyrl_train.megatron.profiling import Tracer
 from skyrl_train.megatron.step import forward_logprobs
 from skyrl_train.ranks import Moved, Rendezvous
 from skyrl_train.types import TrainBatch
@@ -48,6 +49,7 @@ class MegatronReference:
         self._chunk, self._temperature = config.logprobs_chunk_size, temperature
         self._model = build_model(model_path, config, dtype_of(bf16), trainable=False)
         self._memory = DeviceMemory(self._model.modules)
+        self._tracer = Tracer(config.torch_profiler_config, "reference", rendezvous.rank)
         self._packer = Packer.of_layout(
             device(),
             sequence_parallel=self._model.bridge.config.sequence_parallel,
@@ -57,7 +59,9 @@ class MegatronReference:
     def logprobs(self, batch: TrainBatch) -> Tensor | None:
         """[T] float32 on the reporting rank of the data-parallel shard, None elsewhere. A collective."""
         self._memory.require("logprobs", WEIGHTS)
-        logprobs = batch_logprobs(self._model, self._packer, batch, self._temperature, self._chunk)
+        with self._tracer("logprobs"):
+            logprobs = batch_logprobs(self._model, self._packer, batch, self._temperature, self._chunk)
+        self._tracer.step += 1
         return logprobs if self.ranks.reports else None
 
     def offload(self) -> Moved:

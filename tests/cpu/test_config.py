@@ -339,7 +339,8 @@ def test_the_base_of_fine_tuning_has_the_keys_of_its_dataclasses_and_builds_on_t
     base = yaml.safe_load(SFT.base_yaml())
     kinds = key_types(SftConfig)
     assert sorted(yaml_keys(base, kinds)) == sorted(kinds)
-    config, other = load_sft_config(), load_config()
+    # The folder of traces is that of the run, and the runs have different names.
+    config, other = load_sft_config(), load_config(["trainer.run_name=sft"])
     assert config.trainer.policy.megatron_config == other.trainer.policy.megatron_config
     assert config.trainer.train_batch_size != other.trainer.train_batch_size
 

@@ -104,6 +104,14 @@ def test_the_base_and_the_quickstart_pass():
             [f"{MEGATRON}.recompute_granularity=selective", f"{MEGATRON}.recompute_modules=[]"],
             "recompute_modules empty: name modules",
         ),
+        (
+            [f"{MEGATRON}.torch_profiler_config.enable=true", f"{MEGATRON}.torch_profiler_config.ranks=[7]"],
+            "nothing would be traced, name ranks from 0 to 0",
+        ),
+        (
+            [f"{MEGATRON}.torch_profiler_config.enable=true", f"{MEGATRON}.torch_profiler_config.steps=[]"],
+            "steps is empty: nothing would be traced",
+        ),
         (["trainer.ref.megatron_config.context_parallel_size=2"], "trainer.placement.ref_num_nodes .* is 1 ranks"),
         (["generator.run_engines_locally=false"], "remote_inference_engine_urls is empty: name the servers"),
         ([f"{URLS}=[http://h:8000]"], "names 1 servers: set generator.run_engines_locally=false"),

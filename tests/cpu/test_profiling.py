@@ -1,0 +1,63 @@
+"""Traces of chosen ranks and steps."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import make_trial, write_family
+from layouts import layout
+
+from skyrl_train.batching.split import split
+from skyrl_train.config import TorchProfilerConfig
+from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, rules
+from skyrl_train.megatron.local_ranks import run_on_ranks
+from skyrl_train.megatron.policy import MegatronPolicy
+from skyrl_train.megatron.profiling import Tracer
+from skyrl_train.ranks import Rendezvous
+
+
+def _train_two_steps(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> None:
+    trial, one = arguments
+    objective = replace(trial.objective, kl_coef=0.0)
+    policy = MegatronPolicy(
+        rendezvous, trial.model_path, one.megatron, OPTIMIZER, objective, bf16=False, seed=1, num_optimizer_steps=2
+    )
+    batch = split(
+        trial.experience,
+        rules(one, policy.ranks.dp_size),
+        num_mini_batches=1,
+        reduction=trial.reduction,
+        max_generate_length=trial.max_generate_length,
+    )[policy.ranks.dp_rank]
+    for _ in range(2):
+        policy.keep_old_logprobs(batch)
+        policy.update(batch)
+
+
+def names_in(trace: Path) -> set[Any]:
+    return {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+
+
+def test_the_chosen_step_of_the_chosen_rank_is_traced_phase_by_phase(tmp_path: Path):
+    trial = make_trial(write_family("qwen3_tied", tmp_path / "model"))
+    traces = tmp_path / "traces"
+    profiler = TorchProfilerConfig(enable=True, ranks=(1,), steps=(2,), save_path=str(traces))
+    run_on_ranks(_train_two_steps, (trial, layout(2, {"pp": 2}, torch_profiler_config=profiler)), 2, timeout_s=120)
+    files = {file.name: file for file in traces.iterdir()}
+    assert set(files) == {"policy-1_step2_old_logprobs.json.gz", "policy-1_step2_update.json.gz"}
+    update = names_in(files["policy-1_step2_update.json.gz"])
+    assert {"update", "pack", "forward_backward", "optimizer", "aten::mm"} <= update
+    assert "optimizer" not in names_in(files["policy-1_step2_old_logprobs.json.gz"])
+
+
+@pytest.mark.parametrize(("enable", "rank"), [(False, 0), (True, 1)])
+def test_nothing_is_written_unless_it_is_asked_for(tmp_path: Path, enable: bool, rank: int):
+    config = TorchProfilerConfig(enable=enable, ranks=(0,), steps=(1,), save_path=str(tmp_path / "traces"))
+    with Tracer(config, "policy", rank)("update"):
+        pass
+    assert not (tmp_path / "traces").exists()
