@@ -1,0 +1,77 @@
+"""Compare a synced engine with fresh ones for every kind of model, layout, dtype and transport; write the table.
+
+    python scripts/sync_matrix.py [--kinds "dense tied,experts"] [--check]
+
+Takes about five minutes on two idle cores. Without --check the table in docs/weight_sync.md is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", HF_HUB_OFFLINE="1")
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/cpu")]
+warnings.simplefilter("ignore")
+
+import torch  # noqa: E402
+from engine_host import engine_host  # noqa: E402
+from sync_proof import KINDS, Case, Round, all_cases, prove, write_kind  # noqa: E402
+
+PAGE = ROOT / "docs/weight_sync.md"
+BEGIN, END = "<!-- matrix -->\n", "<!-- end of matrix -->"
+HEADER = "| model | layout | dtype | transport | numbers compared | different |\n|---|---|---|---|---|---|\n"
+
+
+def count(rounds: list[Round]) -> tuple[int, int]:
+    """(tokens and logprobs compared, how many of them differ)"""
+    pairs = [
+        (mine, theirs)
+        for one in rounds
+        for (tokens, rows), (other_tokens, other_rows) in zip(one.synced, one.fresh, strict=True)
+        for mine, theirs in [
+            *zip(tokens, other_tokens, strict=True),
+            *((a, b) for row, other in zip(rows, other_rows, strict=True) for a, b in zip(row, other, strict=True)),
+        ]
+    ]
+    return len(pairs), sum(mine != theirs for mine, theirs in pairs)
+
+
+def row(case: Case, rounds: list[Round]) -> str:
+    compared, different = count(rounds)
+    return f"| {case.kind} | {case.sizes} | {case.dtype_name} | {case.transport} | {compared} | {different} |\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", help="comma separated; all by default")
+    parser.add_argument("--check", action="store_true", help="do not write; exit with 1 if anything differs")
+    arguments = parser.parse_args()
+    kinds = arguments.kinds.split(",") if arguments.kinds else list(KINDS)
+    torch.set_num_threads(1)
+    lines, started = [], time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        with engine_host(root, "synced") as synced, engine_host(root, "fresh") as fresh:
+            sources = {kind: write_kind(kind, root / kind.replace(" ", "_")) for kind in kinds}
+            for number, case in enumerate(one for one in all_cases() if one.kind in kinds):
+                lines.append(row(case, prove(case, synced, fresh, sources[case.kind], root / str(number))))
+                print(lines[-1], end="", flush=True)
+    print(f"{len(lines)} combinations in {time.perf_counter() - started:.0f} s")
+    if not arguments.check:
+        text = PAGE.read_text()
+        before, after = text.split(BEGIN)[0], text.split(END)[1]
+        date = time.strftime("%Y-%m-%d")
+        words = f"`python scripts/sync_matrix.py`, {date}, without a GPU:\n\n"
+        PAGE.write_text(before + BEGIN + words + HEADER + "".join(lines) + END + after)
+    return int(any(not line.endswith("| 0 |\n") for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
