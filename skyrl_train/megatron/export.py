@@ -41,56 +41,87 @@ class ExportTask:
     """Rows are (gate, up) halves on every rank, so parts must be joined half by half."""
 
 
-def export_tasks(model: Model) -> list[ExportTask]:
-    """Tasks of this stage in layer order, the same on all ranks of the stage. No collective, no copy.
+@dataclass(frozen=True, slots=True)
+class LiveTensor:
+    """A parameter (or buffer that is exported) of this rank."""
 
-    Each Hugging Face name comes once over all stages: a tied output layer on the last stage is left to the embedding.
-    """
-    bridge = model.bridge
-    tied = getattr(bridge.hf_config, "tie_word_embeddings", False)
-    ep_size = parallel_state.get_expert_model_parallel_world_size()
-    tasks = []
+    tensor: torch.nn.Parameter | Tensor
+    local_name: str
+    name: str
+    """In the whole model, except that experts count from 0 on every rank."""
+
+    @property
+    def is_expert(self) -> bool:
+        return ".mlp.experts.linear_fc" in self.local_name
+
+    @property
+    def is_cut(self) -> bool:
+        """Tensor parallelism gave this rank a part of it."""
+        return bool(getattr(self.tensor, "tensor_model_parallel", False))
+
+
+def live_tensors(model: Model) -> Iterator[LiveTensor]:
+    """What is exported of this rank's model, in layer order; a tied output layer is left to the embedding."""
+    tied = getattr(model.bridge.hf_config, "tie_word_embeddings", False)
     for module in model.modules:
-        names = bridge._weight_name_mapping_mcore_local_to_global(module, consider_ep=False)
+        names = model.bridge._weight_name_mapping_mcore_local_to_global(module, consider_ep=False)
         named: dict[str, torch.nn.Parameter | Tensor] = dict(module.named_parameters())
         named |= {name: buffer for name, buffer in module.named_buffers() if name.endswith("expert_bias")}
         for local_name, tensor in named.items():
-            if tied and local_name == "output_layer.weight":
-                continue
-            if ".lora." in local_name:  # lora_export.py sends them, or `read` folds them into the weights
-                continue
-            is_expert = ".mlp.experts.linear_fc" in local_name
-            name = names[local_name]
-            mcore_names: tuple[str, ...] = (name,)
-            if is_expert:
-                stem, index = name.rsplit(".weight", 1)
-                per_rank = bridge.config.num_moe_experts // ep_size
-                mcore_names = tuple(f"{stem}.weight{int(index) + rank * per_rank}" for rank in range(ep_size))
-            cut = getattr(tensor, "tensor_model_parallel", False)
-            hf_names = bridge._weight_name_mapping_mcore_to_hf(mcore_names[0])
-            tasks.append(
-                ExportTask(
-                    tensor=tensor,
-                    mcore_names=mcore_names,
-                    shard_axis=tensor.partition_dim if cut else None,  # type: ignore[union-attr]
-                    is_expert=is_expert,
-                    is_gated="linear_fc1" in local_name and len(hf_names) == 2,
-                )
+            # Adapters are sent by lora_export.py, or `read` folds them into the weights.
+            if not (tied and local_name == "output_layer.weight") and ".lora." not in local_name:
+                yield LiveTensor(tensor, local_name, names[local_name])
+
+
+def expert_names(model: Model, one: LiveTensor) -> tuple[str, ...]:
+    """Global names of the tensor that each expert-parallel rank has in this one's place; one name if it is no
+    expert's."""
+    if not one.is_expert:
+        return (one.name,)
+    ep_size = parallel_state.get_expert_model_parallel_world_size()
+    stem, index = one.name.rsplit(".weight", 1)
+    per_rank = model.bridge.config.num_moe_experts // ep_size
+    return tuple(f"{stem}.weight{int(index) + rank * per_rank}" for rank in range(ep_size))
+
+
+def export_tasks(model: Model) -> list[ExportTask]:
+    """Tasks of this stage in layer order, the same on all ranks of the stage. No collective, no copy.
+
+    Each Hugging Face name comes once over all stages.
+    """
+    tasks = []
+    for one in live_tensors(model):
+        mcore_names = expert_names(model, one)
+        hf_names = model.bridge._weight_name_mapping_mcore_to_hf(mcore_names[0])
+        tasks.append(
+            ExportTask(
+                tensor=one.tensor,
+                mcore_names=mcore_names,
+                shard_axis=one.tensor.partition_dim if one.is_cut else None,  # type: ignore[union-attr]
+                is_expert=one.is_expert,
+                is_gated="linear_fc1" in one.local_name and len(hf_names) == 2,
             )
+        )
     return tasks
+
+
+def whole_shape(task: ExportTask) -> list[int]:
+    """Of the tensor that its shards make together."""
+    shape = list(task.tensor.shape)
+    if task.shard_axis is not None:
+        shape[task.shard_axis] *= _shard_group(task).size()
+    return shape
 
 
 def export_specs(model: Model, dtype: torch.dtype) -> list[TensorSpec]:
     """Names, dtypes and shapes of what `export` yields on this stage, without materialising a weight."""
     specs = []
     for task in export_tasks(model):
-        shape = list(task.tensor.shape)
-        if task.shard_axis is not None:
-            shape[task.shard_axis] *= _shard_group(task).size()
+        shape = whole_shape(task)
         for mcore_name in task.mcore_names:
             names, tensors = model.bridge._weight_to_hf_format(mcore_name, torch.empty(shape, device="meta"))
             for name, tensor in zip(names, tensors, strict=True):
-                specs.append(TensorSpec(name, _dtype_of(name, dtype), tuple(tensor.shape)))
+                specs.append(TensorSpec(name, dtype_of_name(name, dtype), tuple(tensor.shape)))
     return specs
 
 
@@ -110,7 +141,7 @@ def export(
         copies = _all_gather(whole, ep_group) if task.is_expert else [whole]
         for mcore_name, copy in zip(task.mcore_names, copies, strict=True):
             for name, tensor in zip(*model.bridge._weight_to_hf_format(mcore_name, copy), strict=True):
-                yield name, tensor.to(_dtype_of(name, dtype))
+                yield name, tensor.to(dtype_of_name(name, dtype))
 
 
 def is_stage_owner() -> bool:
@@ -187,6 +218,6 @@ def _join(parts: list[Tensor], task: ExportTask) -> Tensor:
     return torch.cat(parts, dim=task.shard_axis)
 
 
-def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+def dtype_of_name(name: str, dtype: torch.dtype) -> torch.dtype:
     """The bias of a router is float32 in checkpoints and engines, whatever the model's dtype."""
     return torch.float32 if name.endswith("e_score_correction_bias") else dtype

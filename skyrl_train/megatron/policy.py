@@ -22,6 +22,7 @@ from skyrl_train.hub import local_folder
 from skyrl_train.megatron.export import export, export_specs, save_hf
 from skyrl_train.megatron.flops import model_cost
 from skyrl_train.megatron.gather import to_first_stage
+from skyrl_train.megatron.live_sums import LiveSums
 from skyrl_train.megatron.lora_export import merged, save_adapter
 from skyrl_train.megatron.memory import OPTIMIZER, WEIGHTS, DeviceMemory
 from skyrl_train.megatron.model import build_model, build_optimizer, dtype_of, set_learning_rate
@@ -68,6 +69,7 @@ class MegatronPolicy:
         )
         self._old_logprobs: Tensor | None = None
         self._tracer = Tracer(config.torch_profiler_config, "policy", rendezvous.rank)
+        self._live_sums: LiveSums | None = None
 
     def logprobs(self, batch: TrainBatch) -> Tensor | None:
         """[T] float32 under the current weights, on the reporting rank of the shard; None elsewhere.
@@ -171,11 +173,15 @@ class MegatronPolicy:
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors of this pipeline stage, with adapters folded in; all its ranks must drain it.
 
-        See megatron/export.py.
+        Raises: WeightSyncError at its end where they are not the weights of this moment (megatron/live_sums.py).
         """
         self._memory.require("export", WEIGHTS)
-        lora = self.model.lora
-        return export(self.model, dtype) if lora is None else export(self.model, dtype, merged(lora))
+        if self._live_sums is None:
+            self._live_sums = LiveSums(self.model)
+        if self.model.lora is None:
+            return self._live_sums.checked(export(self.model, dtype), dtype)
+        read = merged(self.model.lora)
+        return self._live_sums.checked(export(self.model, dtype, read), dtype, read)
 
     @functools.cache  # noqa: B019  one policy lives as long as its process; its topology never changes
     def export_specs(self, dtype: torch.dtype) -> list[TensorSpec]:
