@@ -386,6 +386,10 @@ class GeneratorConfig:
     """What clients send as `Authorization: Bearer KEY`; `${oc.env:NAME}` takes it from the environment."""
     served_model_name: Text | None
     """Name of the model over HTTP, with and without `@VERSION`; null means trainer.run_name."""
+    weight_sync_timeout_s: AboveZero
+    """Deadline in seconds of each call of a weight sync; an engine that does not answer by then is given up."""
+    max_engine_restarts: Annotated[int, Bounds(low=0)]
+    """Times in a row that a lost engine is replaced."""
     sampling_params: SamplingConfig
     eval_sampling_params: SamplingConfig
 

@@ -47,6 +47,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         *lora_reference_problems(config.trainer),
         *_endpoint(config),
         *_colocation(config),
+        *_deadlines(config),
     ]
     problems += _layouts(config)
     if files:
@@ -71,6 +72,15 @@ def package_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, Meg
         wanted = megatron.transformer_impl == "transformer_engine"
         if wanted and importlib.util.find_spec("transformer_engine") is None:
             yield f"{path}.transformer_impl is transformer_engine, which is not installed: use auto or torch"
+
+
+def _deadlines(config: Config) -> Iterator[str]:
+    sync_s, call_s = config.generator.weight_sync_timeout_s, config.trainer.timeout_s
+    if sync_s > call_s:
+        yield (
+            f"generator.weight_sync_timeout_s={sync_s:g} is longer than trainer.timeout_s={call_s:g}, the deadline of "
+            "the policy's whole part in a weight sync: lower the first or raise the second"
+        )
 
 
 def prepare_problems(trainer: TrainingConfig) -> Iterator[str]:

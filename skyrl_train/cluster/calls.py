@@ -22,16 +22,20 @@ class Calls:
     timeout_s: float
     log_folder: str
 
-    async def gather(self, what: str, refs: Sequence[Any], members: Sequence[int] | None = None) -> list[Any]:
-        """Results of `refs`, one per member of the group (all of them, or those given).
+    async def gather(
+        self, what: str, refs: Sequence[Any], members: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        """Results of `refs`, one per member of the group (all of them, or those given), within the group's deadline
+        or another.
 
         The first failure is raised at once: the others may wait in a collective for the one that is lost.
         Raises: RemoteFailed.
         """
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         names = [self.names[member] for member in (range(len(refs)) if members is None else members)]
         futures = [asyncio.wrap_future(ref.future()) for ref in refs]
         try:
-            done, pending = await asyncio.wait(futures, timeout=self.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            done, pending = await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for future in futures:
                 future.cancel()
@@ -42,7 +46,7 @@ class Calls:
                 raise RemoteFailed(self.describe(name, what, error)) from error
         if pending:
             late = ", ".join(name for name, future in zip(names, futures, strict=True) if future in pending)
-            raise RemoteFailed(f"{late} did not {what} within {self.timeout_s:g} s (logs: {self.log_folder})")
+            raise RemoteFailed(f"{late} did not {what} within {timeout_s:g} s (logs: {self.log_folder})")
         return [future.result() for future in futures]
 
     def describe(self, name: str, what: str, error: BaseException) -> str:

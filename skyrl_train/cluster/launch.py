@@ -75,7 +75,7 @@ async def launch(
             processes = replace(processes, reference=ReferenceGroup.of_policy(processes.policy))
         policy, engines, generator = processes.policy, processes.engines, config.generator
         bucket_bytes = generator.weight_sync_bucket_mb << 20
-        await policy.connect_engines(engines, backend, bucket_bytes, config.trainer.timeout_s)
+        await policy.connect_engines(engines, backend, bucket_bytes, generator.weight_sync_timeout_s)
         if not generator.run_engines_locally or config.trainer.policy.model.lora.path is not None:
             # Servers may hold anything, what they loaded or what an earlier run left in them; and local engines hold
             # the base model, from which a policy with an adapter does not start.
@@ -154,7 +154,15 @@ async def _spawn(
     if trainer.starts_reference:
         devices = _devices(slots[REFERENCE], shared)
         groups.append(WorkerGroup("reference", slots[REFERENCE], logs, trainer.timeout_s, devices))
-    engines = EngineGroup(slots[ENGINES], settings, logs, trainer.timeout_s, _devices(slots[ENGINES], shared))
+    engines = EngineGroup(
+        slots[ENGINES],
+        settings,
+        logs,
+        trainer.timeout_s,
+        _devices(slots[ENGINES], shared),
+        # A replacement starts when it is needed, and would find the devices that it shares in use.
+        max_restarts=0 if trainer.placement.colocate_all else config.generator.max_engine_restarts,
+    )
     reference = ReferenceGroup(groups[1]) if len(groups) > 1 else None
     release = build_release(trainer.placement) if trainer.placement.colocate_all else Stay()
     return Processes(cluster, placement, PolicyGroup(policy), reference, engines, release, tuple(groups))
@@ -237,6 +245,7 @@ def _all_engine_settings(
             model_dtype=generator.model_dtype,
             max_model_len=max_model_len,
             weight_sync_backend=backend,
+            sync_timeout_s=generator.weight_sync_timeout_s,
             rpc_timeout_s=config.trainer.timeout_s,
             pause_mode=generator.pause_mode,  # type: ignore[arg-type]  # the configuration knows its three names
         )
@@ -262,6 +271,7 @@ def _engine_settings(config: Config, max_model_len: int, index: int) -> EngineSe
         max_num_seqs=generator.max_num_seqs,
         enable_sleep_mode=config.trainer.placement.colocate_all,
         rpc_timeout_s=config.trainer.timeout_s,
+        sync_timeout_s=generator.weight_sync_timeout_s,
         pause_mode=generator.pause_mode,  # type: ignore[arg-type]  # the configuration knows its three names
         http=_http_settings(config, index),
         engine_init_kwargs=generator.engine_init_kwargs,

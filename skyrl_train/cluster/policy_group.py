@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import ray
 import torch
 from torch import Tensor
 
+from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.worker_group import WorkerGroup
 from skyrl_train.ranks import Moved, ParallelRanks, UpdateReport
@@ -122,6 +124,9 @@ class PolicyGroup:
         self._one_sender = False
         self._kwargs: dict[str, Any] = {}
         self._way: tuple[EngineGroup, str, int, float] | None = None
+        """To the engines: backend, bytes of a bucket, deadline of each wait for them."""
+        self._membership: int | None = None
+        """Of the engines that the senders are connected with; None where they must be connected anew."""
         self._state_folder: str | None = None
         self.policy_version = 0
         self.has_changed = False
@@ -233,7 +238,7 @@ class PolicyGroup:
         return metrics, UpdateTotals(bubble=max(0.0, bubble), mfu=mfu)
 
     async def connect_engines(self, engines: EngineGroup, backend: str, bucket_bytes: int, timeout_s: float) -> None:
-        """Open the way for weights: each pipeline stage's owner sends its own tensors to every engine.
+        """Open the way for weights: each pipeline stage's owner sends its own tensors to every engine that is up.
 
         Stock vLLM knows one sender only: there the first stage's owner sends the tensors of all stages. Processes that
         are ended are connected when they are started again.
@@ -247,22 +252,40 @@ class PolicyGroup:
         if self._way is None:
             return
         engines, backend, bucket_bytes, timeout_s = self._way
-        owners = [
-            rank
-            for rank, place in enumerate(self._ranks)
-            if place.owns_stage and (place.pp_rank == 0 or not self._one_sender)
-        ]
-        for rank in owners:
+        membership, self._membership = engines.membership, None
+        for rank in self._owners:
             info = await self._group.one(
                 rank, "open_sender", engines.actors, backend, bucket_bytes, engines.num_workers, timeout_s
             )
             await asyncio.gather(engines.init_weight_sync(info), self._group.one(rank, "connect_sender"))
+        self._membership = membership
+
+    @property
+    def _owners(self) -> list[int]:
+        """The ranks that send."""
+        return [
+            rank
+            for rank, place in enumerate(self._ranks)
+            if place.owns_stage and (place.pp_rank == 0 or not self._one_sender)
+        ]
 
     async def send_weights(self, engines: EngineGroup, dtype_name: str) -> SyncResult:
         """Move the current weights into the running engines and have them served as the current version.
 
-        Raises: RemoteFailed; the engines then stay paused.
+        The way is opened anew where an engine was lost or replaced since, or the last sync broke off.
+        Raises: RemoteFailed; the engines then stay paused, and none of them waits for the senders any more.
         """
+        try:
+            if self._membership != engines.membership:
+                await self._connect()
+            return await self._send(engines, dtype_name)
+        except BaseException:
+            self._membership = None
+            with contextlib.suppress(RemoteFailed):  # a rank that is lost has no sender left
+                await asyncio.gather(*(self._group.one(rank, "close_sender") for rank in self._owners))
+            raise
+
+    async def _send(self, engines: EngineGroup, dtype_name: str) -> SyncResult:
         started = time.perf_counter()
         await engines.pause()
         await engines.start_weight_update()

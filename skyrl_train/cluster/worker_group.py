@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import importlib
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 
 from skyrl_train.cluster.calls import Calls, RemoteFailed
 from skyrl_train.cluster.placement import Slot
@@ -17,6 +19,7 @@ from skyrl_train.cluster.process import host, log_to, talk_through_node_address,
 from skyrl_train.device import memory_in_use
 from skyrl_train.inference.stock_nccl import StockNcclSender
 from skyrl_train.ranks import Rendezvous, free_port
+from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.transport import ControlMessage, Sender, SendReport
 
 CLOSE_S = 5
@@ -63,9 +66,9 @@ class RankActor:
         return None, self.call(method, *args)
 
     def open_sender(
-        self, engines: Sequence[Any], backend: str, bucket_bytes: int, num_workers: int, timeout_s: float
+        self, engines: Mapping[str, Any], backend: str, bucket_bytes: int, num_workers: int, timeout_s: float
     ) -> ControlMessage:
-        """Make this rank a sender of weights and return what the engines must be told."""
+        """Make this rank a sender of weights and return what the engines (name -> actor) must be told."""
         from skyrl_train.device import device
         from skyrl_train.weight_sync.channels import send_channel
 
@@ -73,7 +76,8 @@ class RankActor:
             self._sender.close()
 
         def post(message: ControlMessage) -> PostedCalls:
-            calls = [engine.update_weights.remote(message | {"sender": self._name}) for engine in engines]
+            message = message | {"sender": self._name}
+            calls = {engine.update_weights.remote(message): name for name, engine in engines.items()}
             return PostedCalls(calls, timeout_s)
 
         if backend == "vllm_nccl":
@@ -94,8 +98,15 @@ class RankActor:
         assert self._sender is not None
         self._sender.connect()
 
+    def close_sender(self) -> None:
+        """Let the receivers of a sync that broke off go; `open_sender` opens another."""
+        if self._sender is not None:
+            self._sender.close()
+
     def send_weights(self, dtype_name: str, *, all_stages: bool) -> SendReport | None:
         """Export this stage's weights; every rank of the stage takes part, its owner sends and reports.
+
+        The export runs to its end also where sending fails: the other ranks of the stage wait for this one in it.
 
         Args: all_stages: one rank sends the weights of all stages, and all ranks take part.
         """
@@ -106,25 +117,42 @@ class RankActor:
             specs, tensors = self._worker.export_to_first_stage(dtype)
         else:
             specs, tensors = self._worker.export_specs(dtype), self._worker.export(dtype)
-        if self._sender is not None:
-            return self._sender.send(specs, tensors)
-        for _ in tensors:
-            pass
-        return None
+        try:
+            return None if self._sender is None else self._sender.send(specs, tensors)
+        finally:
+            for _ in tensors:
+                pass
 
 
 class PostedCalls:
-    """Calls to several actors that run, as a sender of weights waits for them."""
+    """Calls to several engines that run, as a sender of weights waits for them."""
 
-    def __init__(self, calls: list[Any], timeout_s: float) -> None:
+    def __init__(self, calls: dict[Any, str], timeout_s: float) -> None:
+        """Args: calls: reference to the result -> name of the engine."""
         self._calls, self._timeout_s = calls, timeout_s
 
     def check(self) -> None:
-        done, _ = ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
-        ray.get(done)
+        self._raise_errors(0.0)
 
     def wait(self) -> None:
-        ray.get(self._calls, timeout=self._timeout_s)
+        deadline = time.monotonic() + self._timeout_s
+        while late := self._raise_errors(min(1.0, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() > deadline:
+                raise WeightSyncError(f"{', '.join(late)} did not take in the weights within {self._timeout_s:g} s")
+
+    def _raise_errors(self, timeout_s: float) -> list[str]:
+        """Returns: the engines that are still at work after that time."""
+        done, running = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=timeout_s)
+        for call in done:
+            try:
+                ray.get(call)
+            except RayActorError as error:
+                raise WeightSyncError(f"{self._calls[call]} died while it took in the weights") from error
+            except RayTaskError as error:
+                raise WeightSyncError(
+                    f"{self._calls[call]} could not take in the weights: {type(error.cause).__name__}: {error.cause}"
+                ) from error
+        return [self._calls[call] for call in running]
 
 
 def _words(method: str) -> str:

@@ -94,6 +94,10 @@ class Engine:
         self._server = HttpServer(self._settings, self._llm, self._versions, self._until_running)
         return await self._server.start(self._versions.policy_version)
 
+    async def ping(self, timeout_s: float) -> None:
+        """Returns when every worker has answered. Raises: EngineDeadError, TimeoutError."""
+        await self._guarded(self._llm.collective_rpc("skyrl_ping"), timeout_s, "being asked whether it lives")
+
     async def generate_batch(
         self, requests: Sequence[tuple[int, list[int], SamplingParams]]
     ) -> AsyncIterator[list[tuple[int, Generation]]]:
@@ -117,7 +121,8 @@ class Engine:
 
     async def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
         """Per prompt the logprob of each token given those before it, at temperature 1; 0 for the first token."""
-        return await self._call(self._requests.prompt_logprobs(prompts), "scoring prompts")
+        scores = self._requests.prompt_logprobs(prompts)
+        return await self._call(scores, "scoring prompts", self._settings.rpc_timeout_s)
 
     async def pause(self, mode: PauseMode | None = None) -> None:
         """Stop drawing tokens and forget every cached prefix. New requests wait until `resume`.
@@ -129,7 +134,8 @@ class Engine:
         mode = self._settings.pause_mode if mode is None else mode
         self._running.clear()
         self._paused = True
-        await self._call(self._llm.pause_generation(mode=mode, clear_cache=True), "pausing")
+        pause = self._llm.pause_generation(mode=mode, clear_cache=True)
+        await self._call(pause, "pausing", self._settings.rpc_timeout_s if mode == "wait" else None)
 
     async def resume(self) -> None:
         """Generation goes on, or does so when a sleeping KV cache is awake.
@@ -288,8 +294,8 @@ class Engine:
         if not self._running.is_set():
             await self._guarded(self._running.wait(), self._settings.rpc_timeout_s, "waiting for the engine to resume")
 
-    async def _call(self, awaitable: Awaitable[T], what: str) -> T:
-        return await self._guarded(awaitable, self._settings.rpc_timeout_s, what)
+    async def _call(self, awaitable: Awaitable[T], what: str, timeout_s: float | None = None) -> T:
+        return await self._guarded(awaitable, timeout_s or self._settings.sync_timeout_s, what)
 
     async def _guarded(self, awaitable: Awaitable[T], timeout_s: float | None, what: str) -> T:
         """Wait, but notice a dead core: vLLM leaves calls that were pending then without an answer."""

@@ -61,6 +61,12 @@ class RemoteEngine:
             await self._call(self._control.get("/health", PROBE_S))
         return {"num_workers": self._facts.num_workers, "policy_version": self._policy_version}
 
+    async def ping(self, timeout_s: float) -> None:
+        """As `Engine.ping`; of a stock server only that it answers is asked."""
+        stock = self._connected is None or self._lifecycle.is_stock
+        answer = self._control.get("/health", timeout_s) if stock else self._lifecycle.rpc("skyrl_ping")
+        await asyncio.wait_for(self._call(answer), timeout_s)
+
     async def generate_batch(
         self, requests: Sequence[tuple[int, list[int], SamplingParams]]
     ) -> AsyncIterator[list[tuple[int, Generation]]]:

@@ -3,6 +3,8 @@
 Requests with one route key (the samples of a prompt, the turns of a sample) go to one engine, so that their common
 prefix is computed once. All requests made in one turn of the event loop go to an engine in one call: a thousand
 concurrent `generate` calls cost one message per engine, and a few for the answers.
+
+An engine may be lost: what it had not answered is sent to the others, and is held while there are none.
 """
 
 from __future__ import annotations
@@ -26,13 +28,30 @@ class EngineFailedError(RuntimeError):
     """An engine broke off while it worked on a request; the cause is attached."""
 
 
+class EngineLostError(RuntimeError):
+    """Raised by a `GenerateBatch` whose engine is gone, after the router was told with `remove`: others take over."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of `generate`."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    route_key: str
+    future: asyncio.Future[Generation]
+    engine: _Engine | None = None
+    """The one that it waits for; None while it is held."""
+
+
 @dataclass(slots=True)
 class _Engine:
     generate_batch: GenerateBatch
-    waiting: list[tuple[list[int], SamplingParams, asyncio.Future[Generation]]] = field(default_factory=list)
+    waiting: list[_Call] = field(default_factory=list)
     """To be sent at the end of this turn of the event loop."""
     load: int = 0
     """Requests waiting or running."""
+    serves: bool = True
 
 
 class Router:
@@ -44,22 +63,19 @@ class Router:
         self._engines = [_Engine(generate_batch) for generate_batch in engines]
         self._routes: OrderedDict[str, int] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self._held: list[_Call] = []
+        self._end: BaseException | None = None
+        """What every further request fails with."""
 
     async def generate(self, token_ids: list[int], params: SamplingParams, route_key: str) -> Generation:
         """Raises: EngineFailedError if the engine breaks off. Cancelling the last caller of a batch aborts it."""
-        loop = asyncio.get_running_loop()
-        number = self._route(route_key)
-        engine = self._engines[number]
-        future: asyncio.Future[Generation] = loop.create_future()
-        if not engine.waiting:
-            loop.call_soon(self._send, number)
-        engine.waiting.append((token_ids, params, future))
-        engine.load += 1
+        call = _Call(token_ids, params, route_key, asyncio.get_running_loop().create_future())
+        self._place(call)
         try:
-            return await future
+            return await call.future
         finally:
-            engine.load -= 1
+            if call.engine is not None:
+                call.engine.load -= 1
 
     @property
     def loads(self) -> list[int]:
@@ -71,16 +87,55 @@ class Router:
         else come to lie unevenly, where each of them happened to be at the last epoch."""
         self._routes.clear()
 
+    def remove(self, number: int) -> None:
+        """Send nothing more to this engine; what it works on is sent to others when its stream breaks off."""
+        self._engines[number].serves = False
+        self._routes = OrderedDict((key, home) for key, home in self._routes.items() if home != number)
+
+    def add(self, number: int) -> None:
+        """Use this engine (again), also for what was held."""
+        self._engines[number].serves = True
+        held, self._held = self._held, []
+        for call in held:
+            self._place(call)
+
+    def fail(self, error: BaseException) -> None:
+        """No engine will come back: end what is held, and every later call, with the error."""
+        self._end = error
+        held, self._held = self._held, []
+        for call in held:
+            self._place(call)
+
     async def close(self) -> None:
         """Abort everything that runs; later calls fail too."""
-        self._closed = True
+        self.fail(EngineFailedError("a request was aborted, because the router was closed"))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def _place(self, call: _Call) -> None:
+        if call.engine is not None:
+            call.engine.load -= 1
+            call.engine = None
+        if call.future.done():
+            return
+        if self._end is not None:
+            call.future.set_exception(self._end)
+            return
+        if not any(engine.serves for engine in self._engines):
+            self._held.append(call)
+            return
+        number = self._route(call.route_key)
+        engine = call.engine = self._engines[number]
+        engine.load += 1
+        if not engine.waiting:
+            asyncio.get_running_loop().call_soon(self._send, number)
+        engine.waiting.append(call)
+
     def _route(self, route_key: str) -> int:
         if route_key not in self._routes:
-            self._routes[route_key] = min(range(len(self._engines)), key=lambda number: self._engines[number].load)
+            serving = [number for number, engine in enumerate(self._engines) if engine.serves]
+            self._routes[route_key] = min(serving, key=lambda number: self._engines[number].load)
             if len(self._routes) > REMEMBERED_KEYS:
                 self._routes.popitem(last=False)
         self._routes.move_to_end(route_key)
@@ -89,49 +144,43 @@ class Router:
     def _send(self, number: int) -> None:
         engine = self._engines[number]
         waiting, engine.waiting = engine.waiting, []
-        requests: list[Request] = []
-        futures: dict[int, asyncio.Future[Generation]] = {}
-        for index, (token_ids, params, future) in enumerate(waiting):
-            if not future.done():
-                requests.append((index, token_ids, params))
-                futures[index] = future
-        if self._closed:
-            for future in futures.values():
-                future.set_exception(_failure(number, asyncio.CancelledError()))
+        if self._end is not None or not engine.serves:
+            for call in waiting:
+                self._place(call)
             return
-        if not requests:
+        calls = {index: call for index, call in enumerate(waiting) if not call.future.done()}
+        if not calls:
             return
-        task = asyncio.get_running_loop().create_task(_stream_into(engine.generate_batch(requests), futures))
+        requests: list[Request] = [(index, call.token_ids, call.params) for index, call in calls.items()]
+        task = asyncio.get_running_loop().create_task(_stream_into(engine.generate_batch(requests), calls))
         self._tasks.add(task)
-        task.add_done_callback(lambda ended: self._answer_the_rest(number, ended, futures))
-        callers = set(futures.values())
+        task.add_done_callback(lambda ended: self._answer_the_rest(number, ended, calls))
+        callers = {call.future for call in calls.values()}
 
         def caller_left(future: asyncio.Future[Generation]) -> None:
             callers.discard(future)
             if future.cancelled() and not callers:
                 task.cancel()
 
-        for future in futures.values():
-            future.add_done_callback(caller_left)
+        for call in calls.values():
+            call.future.add_done_callback(caller_left)
 
-    def _answer_the_rest(
-        self, number: int, ended: asyncio.Task[None], futures: dict[int, asyncio.Future[Generation]]
-    ) -> None:
+    def _answer_the_rest(self, number: int, ended: asyncio.Task[None], calls: dict[int, _Call]) -> None:
         self._tasks.discard(ended)
         cause = asyncio.CancelledError() if ended.cancelled() else ended.exception()
-        for future in futures.values():
-            if not future.done():
-                future.set_exception(_failure(number, cause))
+        for call in calls.values():
+            if isinstance(cause, EngineLostError):
+                self._place(call)
+            elif not call.future.done():
+                call.future.set_exception(_failure(number, cause))
 
 
-async def _stream_into(
-    stream: AsyncIterator[list[tuple[int, Generation]]], futures: dict[int, asyncio.Future[Generation]]
-) -> None:
+async def _stream_into(stream: AsyncIterator[list[tuple[int, Generation]]], calls: dict[int, _Call]) -> None:
     try:
         async for finished in stream:
             for index, generation in finished:
-                if not futures[index].done():
-                    futures[index].set_result(generation)
+                if not calls[index].future.done():
+                    calls[index].future.set_result(generation)
     finally:
         if isinstance(stream, AsyncGenerator):
             await stream.aclose()

@@ -61,7 +61,9 @@ class EngineSettings:
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 1024
     rpc_timeout_s: float = 600.0
-    """Deadline of every call to the engine's core except generation."""
+    """Deadline of calls that wait for requests."""
+    sync_timeout_s: float = 120.0
+    """Deadline of every other call to the engine's core: those of a weight sync."""
     pause_mode: PauseMode = "keep"
     """What a pause does to running requests: "keep", "wait" or "abort"."""
     http: HttpSettings | None = None
@@ -93,6 +95,8 @@ class RemoteEngineSettings:
     """Deadline of every call except generation."""
     pause_mode: PauseMode = "keep"
     """As in EngineSettings."""
+    sync_timeout_s: float = 120.0
+    """Deadline of each call of a weight sync, after which the server counts as lost."""
 
 
 def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, Any]:

@@ -99,6 +99,10 @@ class SyncExtension:
 
     weight_transfer_engine: SkyRLWeightTransfer
 
+    def skyrl_ping(self) -> bool:
+        """To see whether the worker answers."""
+        return True
+
     def skyrl_sync_report(self) -> dict[str, Any]:
         return self.weight_transfer_engine.report()
 

@@ -70,12 +70,12 @@ class SyncCheck:
         """Raises: SyncCheckFailed."""
         bounds, token_ids = expected.batch.cu_seqlens.tolist(), expected.batch.token_ids
         prompts = [token_ids[start:end].tolist() for start, end in pairwise(bounds)]
-        for index, logprobs in enumerate(await engines.prompt_logprobs(prompts)):
+        for name, logprobs in (await engines.prompt_logprobs(prompts)).items():
             served = torch.cat([torch.tensor(one, dtype=torch.float32) for one in logprobs])
             difference = float((served - expected.logprobs).abs().mean())
             if not difference <= self._bound:
                 raise SyncCheckFailed(
-                    f"after the sync of version {expected.policy_version} engine {index} computes logprobs that differ "
+                    f"after the sync of version {expected.policy_version} {name} computes logprobs that differ "
                     f"from the trainer's by {difference:.3g} nats in mean on {len(prompts)} fixed samples; at most "
                     f"{self._bound:g} is rounding. The engine does not hold the trained weights (or the model's code "
                     "differs); trainer.verify_sync_every=0 would hide this"

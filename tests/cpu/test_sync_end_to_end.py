@@ -1,20 +1,23 @@
-"""After a sync the running engine answers as a fresh one does that loads the exported checkpoint."""
+"""A synced engine answers as a fresh one on the export; a sync that went wrong ends before an answer. Through Ray."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import planted_faults
 import pytest
 import torch
 
 from skyrl_train.batching.build import build_experience
 from skyrl_train.batching.split import split
+from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.launch import Processes, launch
-from skyrl_train.cluster.policy_group import Shards
+from skyrl_train.cluster.policy_group import PolicyGroup, Shards
 from skyrl_train.cluster.session import connect
 from skyrl_train.config import Config, load_config
 from skyrl_train.inference.engine import Engine
@@ -50,6 +53,8 @@ def config_of(folder: Path) -> Config:
             "trainer.policy_mini_batch_size=8",
             "trainer.max_tokens_per_microbatch=128",
             "trainer.timeout_s=200",
+            "generator.weight_sync_bucket_mb=1",
+            "generator.weight_sync_timeout_s=20",
             "generator.kv_cache_memory_gb=0.0625",
             "generator.max_input_length=100",
             "generator.engine_init_kwargs={block_size: 32}",
@@ -112,10 +117,16 @@ def sample(prompt: list[int], generation: Generation, reward: float) -> Sample:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("sync")
-    config = config_of(write_tiny_model(folder / "model"))
+    config = config_of(write_tiny_model(folder / "model", num_hidden_layers=8))
+
+    async def start(self: PolicyGroup, kwargs: dict[str, Any]) -> None:
+        self._ranks = await self._group.build("planted_faults:FaultyPolicy", kwargs)
+
     goal = objective(config.trainer.algorithm, config.generator.sampling_params, 1024)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+        patch.setattr(PolicyGroup, "start", start)
         with connect() as cluster:
             processes = run(launch(config, cluster, MAX_LEN, goal, 10, str(folder / "logs")))
             try:
@@ -179,9 +190,47 @@ def test_a_repeated_prompt_is_answered_anew_after_a_sync(world: World):
     run(world.sync())
     after = run(world.answers())
     assert all(one.logprobs != other.logprobs for one, other in zip(before, after, strict=True))
-    (scored,) = run(world.processes.engines.prompt_logprobs([PROMPTS[n] + g.token_ids for n, g in enumerate(after)]))
+    asked = [PROMPTS[n] + generation.token_ids for n, generation in enumerate(after)]
+    (scored,) = run(world.processes.engines.prompt_logprobs(asked)).values()
     for n, generation in enumerate(after):
         assert generation.logprobs == pytest.approx(scored[n][len(PROMPTS[n]) :], abs=1e-4)
     experience = run(world.experience())
     metrics = run(world.update(replace(experience)))
+    assert metrics["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
+
+
+def test_a_sync_of_unchanged_weights_changes_no_answer(world: World):
+    run(world.sync())
+    before = run(world.answers())
+    run(world.sync())
+    assert [(one.token_ids, one.logprobs) for one in run(world.answers())] == [
+        (one.token_ids, one.logprobs) for one in before
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (planted_faults.TASKS, "does not yield the model's weights of this moment"),
+        (planted_faults.TENSOR, f"the export of 1 of .*: {planted_faults.STALE}"),
+        (planted_faults.SWAP, "the export of 2 of .*o_proj.weight, .*o_proj.weight"),
+        (planted_faults.LOST, "bucket 2 arrived where bucket 1 was due: one was lost"),
+        (planted_faults.BYTES, "1 arrived with other bytes: model.embed_tokens.weight"),
+    ],
+)
+def test_a_planted_fault_stops_the_sync_before_an_answer_is_drawn(world: World, fault: str, message: str):
+    policy = world.processes.policy._group
+    run(policy.all("remember"))
+    run(world.update(run(world.experience())))
+    run(policy.all("plant", fault))
+    with pytest.raises(RemoteFailed, match=message):
+        run(world.sync())
+    with pytest.raises(RemoteFailed, match="the last weight update did not complete"):
+        run(world.processes.engines.resume())
+    held = asyncio.ensure_future(world.answers(), loop=LOOP)
+    LOOP.run_until_complete(asyncio.sleep(1))
+    assert not held.done(), "an answer was drawn with half-loaded weights"
+    run(world.sync())  # a whole one heals the engine
+    assert {one.policy_version for one in run(held)} == {world.processes.policy.policy_version}
+    metrics = run(world.update(run(world.experience())))
     assert metrics["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5

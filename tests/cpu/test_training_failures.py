@@ -72,8 +72,20 @@ def test_a_killed_policy_rank_ends_the_run_within_seconds(world: Path):
         assert (job.run_dir / "report.html").exists()
 
 
-def test_a_killed_engine_core_ends_the_run_within_seconds(world: Path):
-    overrides = ["trainer.run_name=core", "environment.env_class=rewards:Slow"]
+def test_a_run_goes_on_when_its_only_engine_is_killed(world: Path):
+    overrides = ["trainer.run_name=replaced", "environment.env_class=rewards:Slow", "trainer.verify_sync_every=1"]
+    with running(world, *overrides, "trainer.max_training_steps=5", "trainer.epochs=100") as job:
+        job.wait_for_step(1)
+        job.find("engine-0").kill()
+        assert job.wait() == 0 and status(job) == "finished"
+        assert [line["trainer/global_step"] for line in job.metrics][-1] == 5
+        log = (job.run_dir / "logs/driver.log").read_text()
+        assert log.count("engine-0 is lost") == 1 and "engine-0 was started anew" in log
+        assert not (left := job.left_behind()), left
+
+
+def test_a_killed_engine_core_ends_the_run_within_seconds_if_it_may_not_be_replaced(world: Path):
+    overrides = ["trainer.run_name=core", "environment.env_class=rewards:Slow", "generator.max_engine_restarts=0"]
     with running(world, *overrides, "trainer.max_training_steps=100", "trainer.epochs=100") as job:
         job.wait_for_step(1)
         cores = [child for child in job.find("engine-0").children() if "resource_tracker" not in child.cmdline()[-1]]
