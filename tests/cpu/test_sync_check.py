@@ -38,8 +38,8 @@ def check_with(error: float, *, dtype_name: str = "float32", every: int = 10) ->
     async def trained(batch: TrainBatch) -> Tensor:
         return -batch.token_ids.float()
 
-    async def served(prompts: Sequence[list[int]]) -> list[Any]:
-        return [[[error - token for token in prompt] for prompt in prompts]]
+    async def served(prompts: Sequence[list[int]]) -> dict[str, Any]:
+        return {"engine-0": [[error - token for token in prompt] for prompt in prompts]}
 
     policy: Any = SimpleNamespace(logprobs=trained, policy_version=3)
     engines: Any = SimpleNamespace(prompt_logprobs=served)
@@ -50,7 +50,7 @@ def check_with(error: float, *, dtype_name: str = "float32", every: int = 10) ->
 def test_rounding_passes_and_other_weights_fail():
     check_with(5e-5)
     check_with(1e-3, dtype_name="bfloat16")
-    with pytest.raises(SyncCheckFailed, match="version 3 engine 0 .* 0.001 nats"):
+    with pytest.raises(SyncCheckFailed, match="version 3 engine-0 .* 0.001 nats"):
         check_with(1e-3)
 
 
