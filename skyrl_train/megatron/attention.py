@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,111 +20,72 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from skyrl_train.megatron.pack_tables import Bucket, Half, bounds, global_order, halves, index_tables
+
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """Samples of similar length, as rows of a rectangle."""
+class Tables:
+    """What the attention by rectangles reads."""
 
-    queries: Tensor
-    """[b, Lq] int64: index in the local pack [T / C]; T / C where the row is padded."""
-    keys: Tensor
-    """[b, Lk] int64: index in the whole pack [T]; T where the row is padded."""
-    mask: Tensor | None
-    """[b, 1, Lq, Lk] bool, True where a query may see a key; None where plain causal order says it (C = 1)."""
+    buckets: tuple[Bucket, ...]
+    scatter: Tensor
+    """[T / C] int64: place of each token of the local pack among the rows of all buckets, end to end."""
 
 
 @dataclass
 class PackedSamples(PackedSeqParams):
-    """Megatron's description of a pack, with the index tables of the torch attention, made once per micro-batch."""
+    """Megatron's description of a pack, and what the torch attention reads, made by the first layer that asks."""
 
-    buckets: tuple[Bucket, ...] = ()
-    scatter: Tensor | None = None
-    """[T / C] int64: place of each local token among the flattened rows of all buckets."""
-    global_order: Tensor | None = None
-    """[T] int64: place of each token in the rank-by-rank concatenation of the local packs; None if C = 1."""
+    lengths: tuple[int, ...] = ()
+    """Padded, of the whole pack."""
+    cp_rank: int = 0
+    cp_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
+    @functools.cached_property
+    def tables(self) -> Tables:
+        buckets, scatter = index_tables(list(self.lengths), self.cp_rank, self.cp_size)
+        moved = tuple(
+            Bucket(self._place(b.queries), self._place(b.keys), None if b.mask is None else self._place(b.mask))
+            for b in buckets
+        )
+        return Tables(moved, self._place(scatter))
 
-def zigzag(lengths: list[int], cp_rank: int, cp_size: int) -> Tensor:
-    """[T / C] int64: places in the pack of the tokens that rank `cp_rank` holds. Lengths are multiples of 2C."""
-    parts, start = [], 0
-    for length in lengths:
-        chunk = length // (2 * cp_size)
-        parts.append(torch.arange(start + cp_rank * chunk, start + (cp_rank + 1) * chunk))
-        last = 2 * cp_size - 1 - cp_rank
-        parts.append(torch.arange(start + last * chunk, start + (last + 1) * chunk))
-        start += length
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+    @functools.cached_property
+    def global_order(self) -> Tensor:
+        """[T] int64: place of each token in the rank-by-rank concatenation of the local packs."""
+        return self._place(global_order(list(self.lengths), self.cp_size))
 
+    @functools.cached_property
+    def halves(self) -> tuple[Half, Half]:
+        first, second = halves(list(self.lengths), self.cp_rank, self.cp_size)
+        return self._move(first), self._move(second)
 
-def _rows(starts: Tensor, lengths: Tensor, width: int, sentinel: int) -> tuple[Tensor, Tensor]:
-    columns = torch.arange(width)
-    inside = columns < lengths[:, None]
-    return torch.where(inside, starts[:, None] + columns, sentinel), inside
+    def _move(self, half: Half) -> Half:
+        return replace(
+            half,
+            queries=self._place(half.queries),
+            keys=self._place(half.keys),
+            query_bounds=self._place(half.query_bounds),
+            key_bounds=self._place(half.key_bounds),
+        )
 
-
-def index_tables(lengths: list[int], cp_rank: int, cp_size: int) -> tuple[tuple[Bucket, ...], Tensor]:
-    """Buckets by power of two of the length, so that a rectangle wastes less than half, and the `scatter` table."""
-    all_lengths = torch.tensor(lengths)
-    local_lengths = all_lengths // cp_size
-    starts = torch.cumsum(all_lengths, 0) - all_lengths
-    local_starts = torch.cumsum(local_lengths, 0) - local_lengths
-    total, local_total = int(all_lengths.sum()), int(local_lengths.sum())
-    order = zigzag(lengths, cp_rank, cp_size) if cp_size > 1 else None
-    classes = torch.tensor([max(length - 1, 0).bit_length() for length in lengths])
-    scatter = torch.empty(local_total, dtype=torch.int64)
-    buckets, offset = [], 0
-    for size in classes.unique().tolist():
-        chosen = torch.nonzero(classes == size).flatten()
-        width = int(all_lengths[chosen].max())
-        keys, keys_inside = _rows(starts[chosen], all_lengths[chosen], width, total)
-        queries, inside = _rows(local_starts[chosen], local_lengths[chosen], width // cp_size, local_total)
-        mask = None
-        if order is not None:
-            position = torch.cat([order, torch.tensor([-1])])[queries] - starts[chosen][:, None]
-            mask = (position[:, :, None] >= torch.arange(width)) & keys_inside[:, None, :]
-            # A padded query row sees the first key, so that its softmax is defined; nothing reads it.
-            mask[..., 0] |= ~inside
-            mask = mask[:, None]
-        buckets.append(Bucket(queries, keys, mask))
-        flat = queries.flatten()
-        places = torch.arange(len(flat)) + offset
-        scatter[flat[inside.flatten()]] = places[inside.flatten()]
-        offset += len(flat)
-    return tuple(buckets), scatter
+    def _place(self, table: Tensor) -> Tensor:
+        """On the device; from pinned memory, so that nothing waits for what the device has still to do."""
+        if self.device.type != "cuda":
+            return table
+        return table.pin_memory().to(self.device, non_blocking=True)
 
 
 def pack_params(
-    lengths: list[int],
-    real_lengths: list[int],
-    device: torch.device,
-    *,
-    cp_rank: int,
-    cp_size: int,
-    torch_attention: bool,
+    lengths: list[int], real_lengths: list[int], device: torch.device, *, cp_rank: int, cp_size: int
 ) -> PackedSamples:
     """Describe a pack of samples with padded `lengths` of which `real_lengths` are tokens.
 
-    The torch attention reads the index tables; Transformer Engine reads the cu_seqlens.
+    The torch attention reads the lengths; Transformer Engine reads the cu_seqlens.
     """
-
-    def bounds(values: list[int]) -> Tensor:
-        return F.pad(torch.tensor(values, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0)).to(device)
-
-    padded = bounds(lengths)
-    real = padded if lengths == real_lengths else bounds(real_lengths)
-    buckets: tuple[Bucket, ...] = ()
-    scatter: Tensor | None = None
-    global_order: Tensor | None = None
-    if torch_attention:
-        buckets, scatter = index_tables(lengths, cp_rank, cp_size)
-        buckets = tuple(
-            Bucket(b.queries.to(device), b.keys.to(device), None if b.mask is None else b.mask.to(device))
-            for b in buckets
-        )
-        scatter = scatter.to(device)
-        if cp_size > 1:
-            by_rank = torch.cat([zigzag(lengths, rank, cp_size) for rank in range(cp_size)])
-            global_order = torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(len(by_rank))).to(device)
+    padded = bounds(lengths).to(device)
+    real = padded if lengths == real_lengths else bounds(real_lengths).to(device)
     return PackedSamples(
         qkv_format="thd",
         cu_seqlens_q=real,
@@ -133,9 +94,10 @@ def pack_params(
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
-        buckets=buckets,
-        scatter=scatter,
-        global_order=global_order,
+        lengths=tuple(lengths),
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+        device=device,
     )
 
 
@@ -171,34 +133,61 @@ def _grouped_queries() -> dict[str, Any]:
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def _flash_varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSamples, scale: float) -> Tensor:
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Tensor, Tensor], longest: tuple[int, int], scale: float
+) -> Tensor:
+    """Causal; the last query of a sample stands at its last key."""
     from torch.nn.attention.varlen import varlen_attn
 
-    bounds, longest = packed.cu_seqlens_q_padded, packed.max_seqlen_q
-    out = varlen_attn(
-        query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **_grouped_queries()
-    )
+    out = varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=(-1, 0), **_grouped_queries())
     assert isinstance(out, Tensor)  # the log-sum-exp comes only where it is asked for
     return out
+
+
+def attend_halves(
+    query: Tensor, key: Tensor, value: Tensor, both: tuple[Half, Half], scale: float, flash: Any = _flash
+) -> Tensor:
+    """Attention of the local queries to the gathered keys and values, a call for each half.
+
+    Args: query [T / C, H, D]; key, value [T, G, D], rank by rank; flash: another implementation, for a test.
+    """
+    outs = [
+        flash(
+            query[half.queries],
+            key[half.keys],
+            value[half.keys],
+            (half.query_bounds, half.key_bounds),
+            (half.longest_query, half.longest_key),
+            scale,
+        )
+        for half in both
+    ]
+    places = torch.cat([half.queries for half in both])
+    return torch.cat(outs)[
+        torch.empty_like(places).scatter_(0, places, torch.arange(len(places), device=places.device))
+    ]
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSamples, scale: float) -> Tensor:
     """Causal attention of query [T/C, H, D] to key [T/C, G, D] and value [T/C, G, E] of the same sample -> [T/C, H, E].
 
-    On a GPU in half precision without context parallelism it is one FlashAttention call; elsewhere a scaled dot product
-    per bucket of samples of similar length.
+    On a GPU in half precision it is one FlashAttention call, or two under context parallelism; elsewhere a scaled dot
+    product per bucket of samples of similar length.
     """
     cp_size = parallel_state.get_context_parallel_world_size()
     half = query.dtype in (torch.bfloat16, torch.float16)
-    if query.is_cuda and half and cp_size == 1 and query.shape[-1] == value.shape[-1]:
-        return _flash_varlen(query, key, value, packed, scale)
+    flash = query.is_cuda and half and query.shape[-1] == value.shape[-1]
     if cp_size > 1:
         group = parallel_state.get_context_parallel_group()
-        assert packed.global_order is not None
-        key = _GatherContext.apply(key, group)[packed.global_order]
-        value = _GatherContext.apply(value, group)[packed.global_order]
+        key, value = _GatherContext.apply(key, group), _GatherContext.apply(value, group)
+        if flash:
+            return attend_halves(query, key, value, packed.halves, scale)
+        key, value = key[packed.global_order], value[packed.global_order]
+    if flash:
+        ends, longest = packed.cu_seqlens_q_padded, packed.max_seqlen_q
+        return _flash(query, key, value, (ends, ends), (longest, longest), scale)
     rows = []
-    for bucket in packed.buckets:
+    for bucket in packed.tables.buckets:
         out = F.scaled_dot_product_attention(
             _take(query, bucket.queries),
             _take(key, bucket.keys),
@@ -209,5 +198,4 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSa
             enable_gqa=query.shape[1] != key.shape[1],
         )
         rows.append(out.transpose(1, 2).flatten(0, 1))
-    assert packed.scatter is not None
-    return torch.cat(rows)[packed.scatter]
+    return torch.cat(rows)[packed.tables.scatter]

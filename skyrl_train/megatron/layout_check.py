@@ -220,9 +220,7 @@ def _run_rank(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[s
     )[ranks.dp_rank]
     model = build_model(trial.model_path, layout.megatron, dtype_of(trial.bf16), trainable=True, lora=trial.lora)
     optimizer = build_optimizer(model, OPTIMIZER)
-    packer = Packer.of_layout(
-        device(), sequence_parallel=model.bridge.config.sequence_parallel, torch_attention=model.torch_layers
-    )
+    packer = Packer.of_layout(device(), sequence_parallel=model.bridge.config.sequence_parallel)
     return _run_mini_batch(trial, batch, ranks, model, optimizer, packer)
 
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from skyrl_train.megatron.attention import PackedSamples, pack_params, zigzag
+from skyrl_train.megatron.attention import PackedSamples, pack_params
+from skyrl_train.megatron.pack_tables import zigzag
 from skyrl_train.ranks import pad_multiple
 from skyrl_train.types import TrainBatch
 
@@ -68,10 +69,9 @@ class Packer:
     cp_rank: int
     cp_size: int
     device: torch.device
-    torch_attention: bool
 
     @classmethod
-    def of_layout(cls, device: torch.device, *, sequence_parallel: bool, torch_attention: bool) -> Packer:
+    def of_layout(cls, device: torch.device, *, sequence_parallel: bool) -> Packer:
         """The packer of the Megatron groups of this process."""
         tp, cp = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
         return cls(
@@ -79,7 +79,6 @@ class Packer:
             cp_rank=parallel_state.get_context_parallel_rank(),
             cp_size=cp,
             device=device,
-            torch_attention=torch_attention,
         )
 
     def pack(
@@ -133,10 +132,9 @@ class Packer:
                 self.device,
                 cp_rank=self.cp_rank,
                 cp_size=self.cp_size,
-                torch_attention=self.torch_attention,
             ),
             token_slice=token_slice,
-            source=source,
+            source=source.to(self.device, non_blocking=True),
             local=local,
         )
 
@@ -158,4 +156,4 @@ def unpack(values: Tensor, micro_batch: MicroBatch) -> Tensor:
         dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
         values = whole
     padded = torch.cat([values, values.new_zeros(1)])
-    return padded[micro_batch.source.to(values.device)]
+    return padded[micro_batch.source]

@@ -65,7 +65,6 @@ class MegatronPolicy:
         self._packer = Packer.of_layout(
             device(),
             sequence_parallel=self.model.bridge.config.sequence_parallel,
-            torch_attention=self.model.torch_layers,
         )
         self._old_logprobs: Tensor | None = None
         self._tracer = Tracer(config.torch_profiler_config, "policy", rendezvous.rank)

@@ -53,7 +53,6 @@ class MegatronReference:
         self._packer = Packer.of_layout(
             device(),
             sequence_parallel=self._model.bridge.config.sequence_parallel,
-            torch_attention=self._model.torch_layers,
         )
 
     def logprobs(self, batch: TrainBatch) -> Tensor | None:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from skyrl_train.megatron import attention
-from skyrl_train.megatron.attention import index_tables, pack_params, packed_attention, zigzag
+from skyrl_train.megatron.attention import pack_params, packed_attention
+from skyrl_train.megatron.pack_tables import halves, index_tables, zigzag
 from skyrl_train.megatron.packing import MicroBatch, Packer, unpack
 from skyrl_train.ranks import pad_multiple
 from skyrl_train.types import TrainBatch
@@ -28,7 +29,7 @@ BATCH = TrainBatch(
 
 
 def packer(multiple: int = 1, cp_rank: int = 0, cp_size: int = 1) -> Packer:
-    return Packer(multiple, cp_rank, cp_size, torch.device("cpu"), torch_attention=True)
+    return Packer(multiple, cp_rank, cp_size, torch.device("cpu"))
 
 
 def test_targets_stand_where_they_are_predicted():
@@ -113,9 +114,38 @@ def test_packed_attention_is_the_attention_of_each_sample(lengths: list[int], mo
     total = sum(lengths)
     query, key = torch.randn(total, 4, 8, generator=generator), torch.randn(total, 2, 8, generator=generator)
     value = torch.randn(total, 2, 6, generator=generator)
-    packed = pack_params(lengths, lengths, torch.device("cpu"), cp_rank=0, cp_size=1, torch_attention=True)
+    packed = pack_params(lengths, lengths, torch.device("cpu"), cp_rank=0, cp_size=1)
     out = packed_attention(query, key, value, packed, 0.3)
     torch.testing.assert_close(out, one_by_one(query, key, value, lengths), rtol=1e-5, atol=1e-6)
+
+
+def one_after_the_other(
+    query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Tensor, Tensor], _: tuple[int, int], scale: float
+) -> Tensor:
+    """What FlashAttention computes: the last query of a sample stands at its last key."""
+    outs = []
+    for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(one.tolist()) for one in bounds), strict=True):
+        q, k, v = query[q0:q1].transpose(0, 1), key[k0:k1].transpose(0, 1), value[k0:k1].transpose(0, 1)
+        mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=scale, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_the_halves_of_the_context_parallel_ranks_are_the_attention_of_each_sample(cp_size: int):
+    lengths = [2 * cp_size * n for n in (1, 5, 2)]
+    generator = torch.Generator().manual_seed(0)
+    total = sum(lengths)
+    query, key = torch.randn(total, 4, 8, generator=generator), torch.randn(total, 2, 8, generator=generator)
+    value = torch.randn(total, 2, 8, generator=generator)
+    expected = one_by_one(query, key, value, lengths)
+    order = [zigzag(lengths, rank, cp_size) for rank in range(cp_size)]
+    gathered = torch.cat(order)
+    for rank, mine in enumerate(order):
+        both = halves(lengths, rank, cp_size)
+        out = attention.attend_halves(query[mine], key[gathered], value[gathered], both, 0.3, flash=one_after_the_other)
+        torch.testing.assert_close(out, expected[mine], rtol=1e-5, atol=1e-6)
 
 
 def test_rectangles_waste_less_than_half():

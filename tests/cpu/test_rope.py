@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from skyrl_train.megatron.attention import zigzag
+from skyrl_train.megatron.pack_tables import zigzag
 from skyrl_train.megatron.rope import packed_positions
 
 

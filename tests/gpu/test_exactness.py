@@ -54,12 +54,12 @@ def hugging_faces(name: str) -> tuple[Trial, Outcome]:
 
 @functools.cache
 def one_process_in_half_precision(name: str) -> Outcome:
-    return run_layout(replace(hugging_faces(name)[0], bf16=True), layout(1, {}, WHOLE))
+    return run_layout(replace(hugging_faces(name)[0], bf16=True), layout(1, {}, WHOLE, transformer_impl="torch"))
 
 
-def check(name: str, processes: int, sizes: dict[str, Any], *, bf16: bool) -> None:
+def check(name: str, processes: int, sizes: dict[str, Any], *, bf16: bool, impl: str = "torch") -> None:
     trial, hf = hugging_faces(name)
-    outcome = run_layout(replace(trial, bf16=bf16), layout(processes, sizes))
+    outcome = run_layout(replace(trial, bf16=bf16), layout(processes, sizes, transformer_impl=impl))
     if bf16 and name != "qwen3_tied":
         # Rounding changes which experts some tokens choose, so only the same rounding can be compared with.
         difference = compare(outcome, one_process_in_half_precision(name))
@@ -85,6 +85,12 @@ def test_one_gpu_is_near_hugging_faces_gradient_in_bfloat16():
     check("qwen3_tied", 1, {}, bf16=True)
 
 
+@pytest.mark.gpus(1)
+def test_transformer_engine_is_near_hugging_faces_gradient_in_bfloat16():
+    pytest.importorskip("transformer_engine")
+    check("qwen3_tied", 1, {}, bf16=True, impl="transformer_engine")
+
+
 @pytest.mark.gpus(2)
 @cases(TWO)
 def test_two_gpus_have_hugging_faces_gradient_in_float32(name: str, sizes: dict[str, Any]):
@@ -107,5 +113,5 @@ def test_four_gpus_have_hugging_faces_gradient_in_float32(name: str, sizes: dict
 @pytest.mark.parametrize("granularity", ["full", "selective"])
 def test_recomputing_activations_leaves_the_gradient_as_it_is(granularity: str):
     trial, hf = hugging_faces("qwen3_tied")
-    outcome = run_layout(trial, layout(1, {}, recompute_granularity=granularity))
+    outcome = run_layout(trial, layout(1, {}, recompute_granularity=granularity, transformer_impl="torch"))
     assert not FLOAT32.broken(compare(without_buffers(outcome, hf.metrics), hf))
