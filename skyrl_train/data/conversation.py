@@ -45,8 +45,9 @@ class Conversations:
         for turn in turns:
             before = self._chat.render(messages[:turn])
             through = text if turn == len(messages) - 1 else self._chat.render(messages[: turn + 1], False)
-            start = self._length_of_prefix(before, text, ids, f"before message {turn}")
-            end = self._length_of_prefix(through, text, ids, f"up to message {turn}")
+            asked, written = f"the prompt that asks for message {turn}", f"the conversation up to message {turn}"
+            start = self._length_of_prefix(before, text, ids, asked)
+            end = self._length_of_prefix(through, text, ids, written)
             end = self._without_closing(ids, start, end)
             mask[start:end] = [True] * (end - start)
         return list(ids), mask
@@ -55,14 +56,14 @@ class Conversations:
         """Tokens of `prefix`, which must be the first of `ids`."""
         if not text.startswith(prefix):
             raise ValueError(
-                f"the chat template writes the conversation {which} differently when more follows, so its turns cannot "
-                f"be told apart: {CURE}"
+                f"the chat template writes {which} differently when more follows, so the turns cannot be told apart: "
+                f"{CURE}"
             )
         beginning = self._chat.encode(prefix)
         if ids[: len(beginning)] != beginning:
             raise ValueError(
-                f"the tokenizer merges the end of the conversation {which} with what follows, so the tokens of a turn "
-                f"cannot be told apart: {CURE}"
+                f"the tokenizer merges the end of {which} with what follows, so the tokens of a turn cannot be told "
+                f"apart: {CURE}"
             )
         return len(beginning)
 
