@@ -36,6 +36,8 @@ class SyncResult:
     num_bytes: int
     seconds: float
     """From pausing the engines to their resuming."""
+    reports: tuple[SendReport, ...]
+    """One of each pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +308,7 @@ class PolicyGroup:
         await engines.finish_weight_update(self.policy_version, digests)
         await engines.resume()
         num_bytes = sum(report.num_bytes for report in reports)
-        return SyncResult(num_bytes, time.perf_counter() - started)
+        return SyncResult(num_bytes, time.perf_counter() - started, tuple(reports))
 
     async def save_hf(self, folder: str) -> None:
         """Write a Hugging Face checkpoint of the current weights."""

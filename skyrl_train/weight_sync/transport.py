@@ -101,6 +101,8 @@ class SendReport:
     num_bytes: int
     num_buckets: int
     seconds: float
+    plan_s: float
+    """Cutting the specs into buckets and handing the plan to the receivers."""
     convert_s: float
     """Waiting for the source of the tensors."""
     pack_s: float
@@ -134,16 +136,18 @@ class Sender:
         Args: specs say what `named_tensors` will yield, in order. Each tensor is copied before the next is asked for.
         Raises: WeightSyncError if the tensors are not those, or the channel breaks; whatever a receiver raised.
         """
+        clock = SendClock()
         plan_id = _plan_id(specs)
         self._updates += 1
         message: ControlMessage = {"update": self._updates, "bucket_bytes": self._bucket_bytes, "plan": plan_id}
         if plan_id != self._known_plan:
             message["specs"] = [spec.to_message() for spec in specs]
         self._known_plan = ""
-        clock = SendClock()
+        plans = cut(specs, self._bucket_bytes)
         pending = self._post(message)
+        clock.plan_s = time.perf_counter() - clock.started
         try:
-            self._send_buckets(clock, cut(specs, self._bucket_bytes), named_tensors, pending.check)
+            self._send_buckets(clock, plans, named_tensors, pending.check)
             clock.wait(pending.wait)
             clock.is_running = False
         except PeerLostError:
@@ -238,6 +242,7 @@ class SendClock:
     """Gathers a SendReport while the buckets go out."""
 
     started: float = field(default_factory=time.perf_counter)
+    plan_s: float = 0.0
     convert_s: float = 0.0
     digest_s: float = 0.0
     wait_s: float = 0.0
@@ -277,8 +282,9 @@ class SendClock:
             num_bytes=self.num_bytes,
             num_buckets=len(self._sums),
             seconds=seconds,
+            plan_s=self.plan_s,
             convert_s=self.convert_s,
-            pack_s=seconds - self.convert_s - self.digest_s - self.wait_s,
+            pack_s=seconds - self.plan_s - self.convert_s - self.digest_s - self.wait_s,
             digest_s=self.digest_s,
             wait_s=self.wait_s,
             digests=digests,
