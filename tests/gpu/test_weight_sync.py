@@ -1,0 +1,189 @@
+"""Weights on their way on GPUs: digests, CUDA IPC, and copies straight into the engine's parameters."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.weight_sync.bucket import unpack
+from skyrl_train.weight_sync.digest import bucket_digests
+from tests.cpu.sending import pack, specs_of
+
+CONTEXT = multiprocessing.get_context("spawn")
+DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn]
+
+
+def tensors(device: str, scale: float = 1.0) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3000, 512), (7,), (), (129, 1024), (4096, 4096)]
+    return [
+        (f"t{n}.{dtype}", (torch.randn(shape, generator=generator) * scale).to(dtype).to(device))
+        for n, shape in enumerate(shapes)
+        for dtype in DTYPES
+    ]
+
+
+@pytest.mark.gpus(1)
+def test_a_gpu_computes_the_digests_that_a_cpu_does():
+    for bucket in pack(tensors("cpu"), 1 << 20):
+        on_gpu = type(bucket)(bucket.specs, bucket.data.cuda())
+        assert bucket_digests(on_gpu) == bucket_digests(bucket)
+
+
+def _receive(init_info: Any, messages: Any, answers: Any) -> None:
+    from skyrl_train.weight_sync.cuda_ipc import CudaIpcReceiveChannel
+    from skyrl_train.weight_sync.transport import Receiver
+
+    torch.cuda.set_device(0)
+    receiver = Receiver(CudaIpcReceiveChannel(init_info, 60))
+    kept: dict[str, torch.Tensor] = {}
+    while (message := messages.get()) is not None:
+        digests = receiver.receive(message, lambda pairs: kept.update({n: t.cpu() for n, t in pairs}))
+        answers.put((digests, {name: float(tensor.double().sum()) for name, tensor in kept.items()}))
+
+
+class _Pending:
+    def __init__(self, answers: Any) -> None:
+        self._answers = answers
+        self.answer: Any = None
+
+    def check(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        self.answer = self._answers.get(timeout=60)
+
+
+@pytest.mark.gpus(1)
+def test_another_process_on_the_gpu_gets_every_byte_and_the_memory_comes_back():
+    from skyrl_train.weight_sync.cuda_ipc import CudaIpcSendChannel
+    from skyrl_train.weight_sync.transport import Sender
+
+    torch.cuda.set_device(0)
+    channel = CudaIpcSendChannel(60)
+    messages, answers = CONTEXT.Queue(), CONTEXT.Queue()
+    process = CONTEXT.Process(target=_receive, args=(channel.init_info, messages, answers), daemon=True)
+    process.start()
+    pending = _Pending(answers)
+
+    def post(message: Any) -> _Pending:
+        messages.put(message)
+        return pending
+
+    sender = Sender(channel, 1 << 20, post)
+    sender.connect()
+    for scale in (1.0, 2.0, 3.0):
+        source = tensors("cuda", scale)
+
+        def overwritten(source: Any = source) -> Any:
+            for name, tensor in source:
+                yield name, tensor
+                tensor.zero_()  # the sender has its copy
+
+        report = sender.send(specs_of(source), overwritten())
+        digests, sums = pending.answer
+        assert digests == report.digests
+        assert sums == {name: float(tensor.double().sum()) for name, tensor in tensors("cpu", scale)}
+    del source, overwritten
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < 64 << 20
+    messages.put(None)
+    process.join(timeout=30)
+    sender.close()
+
+
+class UpdatesItself:
+    """Mixed into vLLM's worker: takes the weights of checkpoints as updates."""
+
+    def update_from(self, folder: str) -> bool:
+        from safetensors.torch import load_file
+
+        from skyrl_train.inference.update import ModelUpdate
+
+        worker: Any = self
+        model, config = worker.model_runner.get_model(), worker.vllm_config
+        if not hasattr(worker, "skyrl_test_update"):
+            worker.skyrl_test_update = ModelUpdate(model, config)
+        update = worker.skyrl_test_update
+        update.begin(model, config.model_config)
+        files = sorted(Path(folder).glob("*.safetensors"))
+        weights = [(name, tensor.bfloat16()) for file in files for name, tensor in load_file(file).items()]
+        for bucket in pack(weights, 8 << 20):
+            update.load(list(unpack(type(bucket)(bucket.specs, bucket.data.cuda()))))
+        assert update.faults() == []
+        update.finish()
+        return update._is_direct
+
+
+def _engine(folder: Path) -> Any:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    from vllm import LLM
+
+    return LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 28,
+        gpu_memory_utilization=0.2,
+        max_model_len=512,
+        worker_extension_cls="tests.gpu.test_weight_sync.UpdatesItself",
+    )
+
+
+def _answers(folder: Path, updates: list[Path], queue: Any) -> None:
+    from vllm import SamplingParams
+
+    llm = _engine(folder)
+    params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, prompt_logprobs=0, detokenize=False)
+    prompts = [{"prompt_token_ids": [4 + (11 * n + k) % 50 for k in range(5 + n)]} for n in range(4)]
+
+    def ask() -> Any:
+        found = []
+        for one in llm.generate(prompts, params, use_tqdm=False):
+            output = one.outputs[0]
+            rows = [*(one.prompt_logprobs or [])[1:], *(output.logprobs or [])]
+            found.append((list(output.token_ids), [[entry.logprob for entry in row.values()] for row in rows]))
+        return found
+
+    results = []
+    for update in updates:
+        (direct,) = llm.collective_rpc("update_from", args=(str(update),))
+        llm.reset_prefix_cache()
+        results.append((direct, ask()))
+    queue.put(results or [(False, ask())])
+
+
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize("kind", ["qwen3_tied", "qwen2", "qwen3_moe"])
+def test_copies_into_parameters_leave_what_a_fresh_engine_has(kind: str, tmp_path: Path):
+    from tests.cpu.families import write_family
+
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
+    folders = [write_family(kind, tmp_path / str(seed), **sizes) for seed in range(2)]
+    from safetensors.torch import load_file, save_file
+
+    for file in folders[1].glob("*.safetensors"):  # other weights
+        changed = {name: (tensor.float() * 1.5 + 0.01).to(tensor.dtype) for name, tensor in load_file(file).items()}
+        save_file(changed, file, metadata={"format": "pt"})
+    queue: Any = CONTEXT.Queue()
+
+    def ask(folder: Path, updates: list[Path]) -> Any:
+        process = CONTEXT.Process(target=_answers, args=(folder, updates, queue))
+        process.start()
+        answer = queue.get(timeout=240)
+        process.join()
+        return answer
+
+    fresh = [ask(folder, [])[0][1] for folder in folders]
+    order = [1, 0, 1, 0, 1]
+    updated = ask(folders[0], [folders[which] for which in order])
+    # Whether the plan is in use is told after the update that proved it.
+    assert [direct for direct, _ in updated] == [False, True, True, True, True]
+    for which, (_, answers) in zip(order, updated, strict=True):
+        assert answers == fresh[which]
