@@ -133,6 +133,7 @@ class StockNcclSender:
             num_bytes=clock.num_bytes,
             num_buckets=flight.num_sent,
             seconds=seconds,
+            plan_s=0.0,
             convert_s=clock.convert_s,
             pack_s=seconds - clock.convert_s - clock.wait_s,
             digest_s=0.0,
@@ -225,7 +226,7 @@ def fill(chunk: Chunk, tensors: Iterator[tuple[str, Tensor]], buffer: Tensor) ->
     start = 0
     for spec in chunk:
         room = buffer[start : start + spec.num_bytes]
-        room.view(spec.dtype).view(spec.shape).copy_(take(spec, tensors).detach())
+        room.view(spec.dtype).view(spec.shape).copy_(take(spec, tensors))
         start += spec.num_bytes
 
 

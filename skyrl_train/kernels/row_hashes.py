@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +11,7 @@ ROWS_PER_PROGRAM = 16
 
 
 @triton.jit
-def _row_hashes(words: Any, weights: Any, hashes: Any, num_rows: Any, ROWS: tl.constexpr, WORDS: tl.constexpr) -> None:
+def _row_hashes(words, weights, hashes, num_rows, ROWS: tl.constexpr, WORDS: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WORDS)
     weight = tl.load(weights + columns)

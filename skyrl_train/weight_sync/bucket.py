@@ -6,6 +6,7 @@ from the specs alone, so specs and bytes are all that travels. Bytes between ten
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -105,12 +106,15 @@ def fill(plan: BucketPlan, named_tensors: Iterator[tuple[str, Tensor]], buffer: 
     Args: buffer [at least plan.num_bytes] uint8; it decides the device.
     Raises: WeightSyncError if a tensor is not what the plan announces.
     """
+    bucket = Bucket(plan.specs, buffer[: plan.num_bytes])
     start = 0
-    for spec in plan.specs:
+    for spec, (_, place) in zip(plan.specs, unpack(bucket), strict=True):
+        place.copy_(take(spec, named_tensors))
         size = aligned(spec.num_bytes)
-        _copy_into(buffer[start : start + size], take(spec, named_tensors), spec)
+        if size > spec.num_bytes:
+            buffer[start + spec.num_bytes : start + size].zero_()
         start += size
-    return Bucket(plan.specs, buffer[: plan.num_bytes])
+    return bucket
 
 
 def take(spec: TensorSpec, named_tensors: Iterator[tuple[str, Tensor]]) -> Tensor:
@@ -119,16 +123,24 @@ def take(spec: TensorSpec, named_tensors: Iterator[tuple[str, Tensor]]) -> Tenso
     if tensor is None or (name, tensor.dtype, tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):
         found = name if tensor is None else f"{name} {tensor.dtype} {tuple(tensor.shape)}"
         raise WeightSyncError(f"the trainer announced {spec.name} {spec.dtype} {spec.shape} and then exports {found}")
-    return tensor
-
-
-def _copy_into(room: Tensor, tensor: Tensor, spec: TensorSpec) -> None:
-    room[: spec.num_bytes].view(spec.dtype).view(spec.shape).copy_(tensor.detach())
-    if len(room) > spec.num_bytes:
-        room[spec.num_bytes :].zero_()
+    return tensor.detach()
 
 
 def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
     """The tensors as views of the bucket: whoever keeps one beyond the bucket's life clones it."""
+    typed: dict[torch.dtype, Tensor] = {}
     for spec, start in zip(bucket.specs, offsets(bucket.specs), strict=False):
-        yield spec.name, bucket.data[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape)
+        if spec.dtype not in typed:
+            typed[spec.dtype] = bucket.data.view(spec.dtype)
+        # One call where slicing and viewing are three: there are hundreds of tensors, and a GPU does not wait for us.
+        base = typed[spec.dtype]
+        offset = base.storage_offset() + start // spec.dtype.itemsize
+        yield spec.name, base.as_strided(spec.shape, _row_major(spec.shape), offset)
+
+
+@functools.lru_cache(maxsize=1024)
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(1, size))
+    return tuple(reversed(strides)) if shape else ()

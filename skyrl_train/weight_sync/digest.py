@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -47,18 +47,19 @@ def _column_weights(device: torch.device) -> Tensor:
     return torch.tensor(weights, dtype=torch.int64, device=device)
 
 
-def _row_hashes(words: Tensor) -> Tensor:
-    """[R, WORDS_PER_ROW] int64 -> [R] int64.
+def row_hashes(data: Tensor) -> Tensor:
+    """[R * ALIGNMENT] uint8 -> [R] int64. One pass; on a GPU one kernel, and no wait for the device.
 
     The xor with a shifted copy carries the top bits of a word to its middle: times an even difference of two weights
     they would vanish modulo 2**64, and a swap of x and -x in one row would stay unseen.
     """
+    words = data.view(torch.int64).view(-1, WORDS_PER_ROW)
     weights = _column_weights(words.device)
     if words.is_cuda:
-        from skyrl_train.kernels.row_hashes import row_hashes  # triton is there where a GPU is
+        from skyrl_train.kernels import row_hashes as kernel  # triton is there where a GPU is
 
-        return row_hashes(words, weights)
-    hashes = torch.empty(len(words), dtype=torch.int64, device=words.device)
+        return kernel.row_hashes(words, weights)
+    hashes = torch.empty(len(words), dtype=torch.int64)
     room = torch.empty_like(words[:ROWS_PER_CHUNK])
     for start in range(0, len(words), ROWS_PER_CHUNK):
         part = words[start : start + ROWS_PER_CHUNK]
@@ -68,38 +69,33 @@ def _row_hashes(words: Tensor) -> Tensor:
     return hashes
 
 
-def digest_sums(bucket: Bucket) -> Tensor:
-    """[len(specs)] int64 on the bucket's device: the digests before dtype and shape are mixed in.
+def digests(specs: Sequence[TensorSpec], hashes: Tensor) -> dict[str, int]:
+    """name -> digest in [0, 2**64). Waits for the device.
 
-    A dozen kernels per bucket whatever the number of tensors, and no wait for the device.
+    Args: hashes [R] of the tensors' rows, end to end, over any number of buckets.
     """
-    device = bucket.data.device
-    words = bucket.data.view(torch.int64).view(-1, WORDS_PER_ROW)
-    row_bounds = torch.tensor(offsets(bucket.specs), device=device) // ALIGNMENT
-    row_counts = row_bounds.diff()
-    first_rows = torch.repeat_interleave(row_bounds[:-1], row_counts, output_size=len(words))
-    row_numbers = torch.arange(1, len(words) + 1, device=device) - first_rows
-    mixed = _row_hashes(words) + row_numbers * _signed(_GOLDEN)
+    device = hashes.device
+    row_bounds = torch.tensor(offsets(specs), device=device) // ALIGNMENT
+    first_rows = torch.repeat_interleave(row_bounds[:-1], row_bounds.diff(), output_size=len(hashes))
+    row_numbers = torch.arange(1, len(hashes) + 1, device=device) - first_rows
+    mixed = hashes + row_numbers * _signed(_GOLDEN)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> shift)) * _signed(factor)
     mixed = mixed ^ (mixed >> 31)
-    sums = torch.zeros(len(words) + 1, dtype=torch.int64, device=device)
+    sums = torch.zeros(len(hashes) + 1, dtype=torch.int64, device=device)
     torch.cumsum(mixed, dim=0, out=sums[1:])
-    return sums[row_bounds].diff()
-
-
-def name_digests(specs: Iterable[TensorSpec], sums: Tensor) -> dict[str, int]:
-    """name -> digest in [0, 2**64)."""
-    return {spec.name: (value ^ _header(spec)) & MASK for spec, value in zip(specs, sums.tolist(), strict=True)}
-
-
-def _header(spec: TensorSpec) -> int:
-    text = f"{spec.dtype}{spec.shape}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    values = sums[row_bounds].diff().tolist()
+    return {spec.name: (value ^ _header(spec)) & MASK for spec, value in zip(specs, values, strict=True)}
 
 
 def bucket_digests(bucket: Bucket) -> dict[str, int]:
-    return name_digests(bucket.specs, digest_sums(bucket))
+    return digests(bucket.specs, row_hashes(bucket.data))
+
+
+@functools.cache
+def _header(spec: TensorSpec) -> int:
+    text = f"{spec.dtype}{spec.shape}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def compare(sent: Mapping[str, int], received: Mapping[str, int]) -> None:

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from skyrl_train.weight_sync.bucket import Bucket, BucketPlan, TensorSpec, cut, fill, unpack
-from skyrl_train.weight_sync.digest import digest_sums, name_digests
+from skyrl_train.weight_sync.digest import digests, row_hashes
 from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
 
 T = TypeVar("T")
@@ -215,23 +216,20 @@ class Receiver:
         elif message["plan"] != self._plan_id:
             raise WeightSyncError("the sender refers to a plan that this engine was never told; connect it anew")
         plans = cut(self._specs, message["bucket_bytes"])
-        sums: list[Tensor] = []
+        hashes: list[Tensor] = []
         self._channel.begin(message["update"], [plan.num_bytes for plan in plans])
         for plan in plans:
-            sums.append(self._load_next(plan, load))
+            hashes.append(self._load_next(plan, load))
             self._channel.release()
         self._channel.end()
-        digests: dict[str, int] = {}
-        for plan, values in zip(plans, sums, strict=True):
-            digests |= name_digests(plan.specs, values)
-        return digests
+        return digests(self._specs, torch.cat(hashes)) if hashes else {}
 
     def _load_next(self, plan: BucketPlan, load: Load) -> Tensor:
         """No reference to the bucket is left when this returns, unless `load` keeps one."""
         bucket = Bucket(plan.specs, self._channel.next())
-        sums = digest_sums(bucket)
+        hashes = row_hashes(bucket.data)
         load(list(unpack(bucket)))
-        return sums
+        return hashes
 
     def close(self) -> None:
         self._channel.close()
@@ -248,7 +246,8 @@ class SendClock:
     wait_s: float = 0.0
     num_bytes: int = 0
     is_running: bool = True
-    _sums: list[tuple[tuple[TensorSpec, ...], Tensor]] = field(default_factory=list)
+    _specs: list[TensorSpec] = field(default_factory=list)
+    _hashes: list[Tensor] = field(default_factory=list)
 
     def source(self, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """The tensors, with the time that making them takes."""
@@ -269,23 +268,24 @@ class SendClock:
 
     def digest(self, bucket: Bucket) -> None:
         before = time.perf_counter()
-        self._sums.append((bucket.specs, digest_sums(bucket)))
+        self._specs += bucket.specs
+        self._hashes.append(row_hashes(bucket.data))
         self.num_bytes += sum(spec.num_bytes for spec in bucket.specs)
         self.digest_s += time.perf_counter() - before
 
     def report(self) -> SendReport:
-        digests: dict[str, int] = {}
-        for specs, sums in self._sums:
-            digests |= name_digests(specs, sums)
+        before = time.perf_counter()
+        found = digests(self._specs, torch.cat(self._hashes)) if self._hashes else {}
+        self.digest_s += time.perf_counter() - before
         seconds = time.perf_counter() - self.started
         return SendReport(
             num_bytes=self.num_bytes,
-            num_buckets=len(self._sums),
+            num_buckets=len(self._hashes),
             seconds=seconds,
             plan_s=self.plan_s,
             convert_s=self.convert_s,
             pack_s=seconds - self.plan_s - self.convert_s - self.digest_s - self.wait_s,
             digest_s=self.digest_s,
             wait_s=self.wait_s,
-            digests=digests,
+            digests=found,
         )

@@ -17,9 +17,16 @@ import pytest
 def no_process_outlives_the_tests() -> Iterator[None]:
     """Fail the session if it leaves a child process behind, and end what is left."""
     yield
-    left = [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())]
+    left = [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in _command(p)]
     _, alive = psutil.wait_procs(left, timeout=10)
-    names = [f"{p.pid}: {' '.join(p.cmdline())[:120]}" for p in alive if p.is_running()]
+    names = [f"{p.pid}: {_command(p)[:120]}" for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     for process in alive:
         process.kill()
     assert not names, "processes left behind by the tests: " + "; ".join(names)
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # also a zombie, which waits only for its parent
+        return "resource_tracker"
