@@ -1,4 +1,4 @@
-"""Fine-tuning computes what a plain transformers loop computes, under every layout, and means are over all tokens."""
+"""Fine-tuning computes what a plain loop of transformers (and PEFT) computes, and means are over all tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from adapters import peft_model, write_adapter
 from families import VOCABULARY, make_trial, write_family
 from layouts import layout
 
+from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.split import split
-from skyrl_train.config import OptimizerConfig
+from skyrl_train.config import LoraConfig, OptimizerConfig
 from skyrl_train.megatron.layout_check import Layout, Trial, rules
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.policy import MegatronPolicy
@@ -50,6 +52,8 @@ class Curve:
     """Of the gradient, before clipping."""
     held_out: float
     """After the last update."""
+    learnt: float = math.nan
+    """By how much the held-out loss fell; only of the plain loop."""
 
 
 def counting(generator: torch.Generator, length: int, prompt: int) -> Example:
@@ -105,37 +109,58 @@ def cosine(step: int) -> float:
 
 
 @functools.cache
-def plain_loop() -> Curve:
-    """transformers' own loss, torch's own AdamW, clipping and schedule."""
+def adapter() -> LoraConfig:
+    """A random one to start from, so that A has a gradient from the first step."""
+    return write_adapter(Path(_folder().name, "adapter"), model())
+
+
+@functools.cache
+def plain_loop(lora: bool) -> Curve:
+    """transformers' own loss, PEFT's own adapters, torch's own AdamW, clipping and schedule."""
     train, held_out = batches()
-    net = transformers.AutoModelForCausalLM.from_pretrained(model(), dtype=torch.float32)
-    matrices = [p for p in net.parameters() if p.dim() > 1]
-    norms = [p for p in net.parameters() if p.dim() == 1]
+    if lora:
+        net = peft_model(model(), adapter().path or "")
+    else:
+        net = transformers.AutoModelForCausalLM.from_pretrained(model(), dtype=torch.float32)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    matrices, norms = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95), eps=1e-8)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
     losses, sizes = [], []
+    with torch.no_grad():
+        untrained = net(**padded(held_out)).loss.item()
     for examples in train:
         loss = net(**padded(examples)).loss
         loss.backward()
-        sizes.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
+        sizes.append(float(torch.nn.utils.clip_grad_norm_(trained, 0.5)))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     with torch.no_grad():
-        return Curve(losses, sizes, net(**padded(held_out)).loss.item())
+        after = net(**padded(held_out)).loss.item()
+    return Curve(losses, sizes, after, untrained - after)
 
 
-def policy_of(rendezvous: Rendezvous, one: Layout, objective: Any, adam: OptimizerConfig = ADAM) -> MegatronPolicy:
+def policy_of(rendezvous: Rendezvous, one: Layout, objective: Objective, lora: bool = False) -> MegatronPolicy:
     return MegatronPolicy(
-        rendezvous, str(model()), one.megatron, adam, objective, bf16=False, seed=1, num_optimizer_steps=NUM_STEPS
+        rendezvous,
+        str(model()),
+        one.megatron,
+        ADAM,
+        objective,
+        bf16=False,
+        seed=1,
+        num_optimizer_steps=NUM_STEPS,
+        lora=adapter() if lora else None,
     )
 
 
-def _fine_tune(rendezvous: Rendezvous, one: Layout) -> dict[str, Any]:
+def _fine_tune(rendezvous: Rendezvous, arguments: tuple[Layout, bool]) -> dict[str, Any]:
     """What the trainer's step does, on this rank."""
-    policy = policy_of(rendezvous, one, cross_entropy_objective(7))
+    one, lora = arguments
+    policy = policy_of(rendezvous, one, cross_entropy_objective(7), lora)
 
     def shard(examples: list[Example]) -> TrainBatch:
         return train_batches(examples, rules(one, policy.ranks.dp_size))[policy.ranks.dp_rank]
@@ -149,8 +174,10 @@ def _fine_tune(rendezvous: Rendezvous, one: Layout) -> dict[str, Any]:
 
 
 @functools.cache
-def megatron_loop(processes: int, sizes: tuple[tuple[str, Any], ...]) -> Curve:
-    parts = run_on_ranks(_fine_tune, layout(processes, dict(sizes)), processes, timeout_s=200)
+def megatron_loop(processes: int, sizes: tuple[tuple[str, Any], ...], lora: bool = False) -> Curve:
+    if lora:
+        adapter()  # made before the ranks are
+    parts = run_on_ranks(_fine_tune, (layout(processes, dict(sizes)), lora), processes, timeout_s=200)
     metrics = next(part["metrics"] for part in parts if part["metrics"])
     return Curve(
         [row["sft/loss"] for row in metrics],
@@ -168,10 +195,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("processes", "sizes"), LAYOUTS.values(), ids=LAYOUTS)
-def test_the_loss_curve_of_50_steps_is_that_of_a_plain_transformers_loop(processes: int, sizes: dict[str, Any]):
-    expected, curve = plain_loop(), megatron_loop(processes, tuple(sizes.items()))
-    assert len(curve.losses) == NUM_STEPS and expected.losses[-1] < 0.8 * expected.losses[0], "it learns"
+CASES = [(name, False) for name in LAYOUTS] + [(name, True) for name in ("one rank", "TP2", "PP2")]
+
+
+@pytest.mark.parametrize(("name", "lora"), CASES, ids=[f"{name}{' LoRA' * lora}" for name, lora in CASES])
+def test_the_loss_curve_of_50_steps_is_that_of_a_plain_loop_of_transformers_and_peft(name: str, lora: bool):
+    processes, sizes = LAYOUTS[name]
+    expected, curve = plain_loop(lora), megatron_loop(processes, tuple(sizes.items()), lora)
+    assert len(curve.losses) == NUM_STEPS and expected.learnt > (0.01 if lora else 1.0), "it learns"
     assert max(expected.norms) > 0.5, "clipping is at work"
     assert curve.losses == pytest.approx(expected.losses, abs=1e-4)
     assert curve.norms == pytest.approx(expected.norms, rel=1e-3)
