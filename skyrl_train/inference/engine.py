@@ -203,8 +203,15 @@ class Engine:
         self._asleep.discard(tag)
 
     async def memory(self) -> list[dict[str, float]]:
-        """What each worker holds, as `device.memory_in_use`."""
-        return await self._call(self._llm.collective_rpc("skyrl_memory"), "asking for its memory")
+        """What each worker holds, as `device.memory_in_use`.
+
+        torch goes on counting what sleeps as reserved; here it is not.
+        """
+        workers = await self._call(self._llm.collective_rpc("skyrl_memory"), "asking for its memory")
+        return [
+            held | {"reserved": held["reserved"] - sum(by_tag.get(tag, 0.0) for tag in self._asleep)}
+            for held, by_tag in workers
+        ]
 
     async def init_weight_sync(self, info: ControlMessage) -> None:
         """Connect to the sender; for a broadcast this returns when everybody has joined.

@@ -60,6 +60,17 @@ def _lies_with_weights(tensor: Tensor) -> bool:
     return any(one.tag == "weights" and start <= address < start + one.handle[1] for start, one in allocations.items())
 
 
+def sleepable_bytes() -> dict[str, float]:
+    """Of this worker, which was started with sleep mode, by vLLM's tag ("weights", "kv_cache"), asleep or not."""
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    found: dict[str, float] = {}
+    allocations: Any = get_mem_allocator_instance().pointer_to_data
+    for one in allocations.values():
+        found[one.tag] = found.get(one.tag, 0.0) + one.handle[1]
+    return found
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 

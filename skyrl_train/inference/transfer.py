@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from skyrl_train.device import memory_in_use
-from skyrl_train.inference.sleeping import Unsynced
+from skyrl_train.inference.sleeping import Unsynced, sleepable_bytes
 from skyrl_train.inference.update import ModelUpdate
 from skyrl_train.weight_sync.channels import receive_channel
 from skyrl_train.weight_sync.transport import ControlMessage, Receiver
@@ -121,8 +121,9 @@ class SyncExtension:
         if kept is not None:
             kept.restore()
 
-    def skyrl_memory(self) -> dict[str, float]:
-        return memory_in_use()
+    def skyrl_memory(self) -> tuple[dict[str, float], dict[str, float]]:
+        can_sleep = self.vllm_config.model_config.enable_sleep_mode  # type: ignore[attr-defined]
+        return memory_in_use(), sleepable_bytes() if can_sleep else {}
 
 
 def register() -> None:

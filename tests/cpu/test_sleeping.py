@@ -76,7 +76,8 @@ def test_an_engine_that_cannot_wake_ends_and_frees_its_memory():
         engine._settings, engine._running_llm = SETTINGS, llm
         engine._asleep, engine._paused, engine._needs_weights = set(), False, False
         engine._running = asyncio.Event()
-        engine._requests = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+        engine._server = None
+        engine._requests = engine._versions = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
         await engine.sleep(keep_weights=True)
         with pytest.raises(EngineDeadError, match=r"weights: CUDA out of memory.*gpu_memory_utilization"):
             await engine.wake_weights()

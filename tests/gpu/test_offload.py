@@ -1,0 +1,178 @@
+"""An offloaded trainer leaves its device, at the speed of the bus, and comes back bit for bit; jobs that share GPUs."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import VOCABULARY, make_trial
+from layouts import layout
+
+from skyrl_train.batching.split import split
+from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, rules
+from skyrl_train.megatron.local_ranks import run_on_ranks
+from skyrl_train.megatron.policy import MegatronPolicy
+from skyrl_train.ranks import Rendezvous
+from tests.cpu.jobs import run_to_end, write_world
+
+pytestmark = pytest.mark.timeout(900)
+GIB = 2**30
+
+
+def write_model(folder: Path) -> Path:
+    """Random, 0.5 billion parameters: 9 GiB on the device with gradients and optimizer."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+    model = model.to(torch.bfloat16).to_empty(device="cuda")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    model.to("cpu").save_pretrained(folder)
+    return folder
+
+
+def used_bytes() -> int:
+    """Of the first device, by everybody."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    return int(subprocess.check_output(command, text=True).split()[0]) << 20
+
+
+def kept(policy: MegatronPolicy) -> list[torch.Tensor]:
+    """Weights, float32 copies and moments, on the CPU."""
+    tensors: list[Any] = [p for module in policy.model.modules for p in module.parameters()]
+    for part in policy._optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = part.optimizer.state[parameter]
+                tensors += [parameter, state["exp_avg"], state["exp_avg_sq"]]
+    return [tensor.detach().cpu() for tensor in tensors]
+
+
+def seconds_of(move: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    move()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def bus_gb_per_s() -> float:
+    """Pinned copies there and back, best of three."""
+    host, device = (
+        torch.empty(GIB, dtype=torch.uint8, pin_memory=True),
+        torch.empty(GIB, dtype=torch.uint8, device="cuda"),
+    )
+    there = min(seconds_of(lambda: device.copy_(host, non_blocking=True)) for _ in range(3))
+    back = min(seconds_of(lambda: host.copy_(device, non_blocking=True)) for _ in range(3))
+    return 2 * GIB / (there + back) / 1e9
+
+
+def _turns(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, int]) -> dict[str, Any]:
+    trial, one, before = arguments
+    objective = replace(trial.objective, kl_coef=0.0)
+    policy = MegatronPolicy(
+        rendezvous, trial.model_path, one.megatron, OPTIMIZER, objective, bf16=True, seed=1, num_optimizer_steps=4
+    )
+    batch = split(
+        trial.experience,
+        rules(one, policy.ranks.dp_size),
+        num_mini_batches=1,
+        reduction=trial.reduction,
+        max_generate_length=trial.max_generate_length,
+    )[policy.ranks.dp_rank]
+    policy.update(batch)
+    expected, held = kept(policy), used_bytes() - before
+    policy.offload()
+    left = used_bytes() - before
+    policy.reload()
+    turns = [(policy.offload(), policy.reload()) for _ in range(3)]
+    same = all(torch.equal(a, b) for a, b in zip(kept(policy), expected, strict=True))
+    policy.update(batch)
+    policy.offload("optimizer")
+    exported = sum(tensor.numel() for _, tensor in policy.export(torch.bfloat16))
+    policy.offload()
+    moved = sum(one.num_bytes for turn in turns for one in turn)
+    seconds = sum(one.seconds for turn in turns for one in turn)
+    return {
+        "held": held,
+        "left": left,
+        "left_again": used_bytes() - before,
+        "same": same,
+        "exported": exported,
+        "gb_per_s": moved / seconds / 1e9,
+        "bus": bus_gb_per_s(),
+        "allocated": torch.cuda.memory_allocated(),
+    }
+
+
+@pytest.mark.gpus(1)
+def test_an_offloaded_policy_leaves_the_device_at_the_speed_of_the_bus(tmp_path: Path):
+    trial = make_trial(write_model(tmp_path / "model"), [7, 30, 12, 9])
+    torch.cuda.empty_cache()
+    (found,) = run_on_ranks(_turns, (trial, layout(1, {}), used_bytes()), 1, timeout_s=300)
+    print({name: round(value / GIB, 2) if value > 1e6 else value for name, value in found.items()})
+    assert found["same"] and found["exported"] > 4e8
+    assert found["held"] > 7 * GIB
+    assert found["left"] <= 1.5 * GIB and found["left_again"] <= 1.5 * GIB
+    assert found["gb_per_s"] >= 0.8 * found["bus"], f"{found['gb_per_s']:.1f} of {found['bus']:.1f} GB/s"
+
+
+COLOCATED = [
+    "trainer.placement.colocate_all=true",
+    "trainer.verify_sync_every=1",
+    "trainer.max_training_steps=3",
+    "trainer.algorithm.use_kl_loss=true",
+    "trainer.hf_save_interval=2",
+    "trainer.eval_interval=2",
+    "data.val_data=[rows.jsonl]",
+    "generator.gpu_memory_utilization=0.5",
+]
+
+
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize("release", ["offload", "exit"])
+def test_a_job_shares_one_gpu_and_every_sync_is_proven(tmp_path: Path, release: str):
+    world = write_world(tmp_path / "world")
+    code, job = run_to_end(world, *COLOCATED, f"trainer.placement.release={release}", "trainer.bf16=true")
+    assert code == 0, job.story()
+    steps = [row for row in job.metrics if "policy/grad_norm" in row]
+    assert [row["trainer/global_step"] for row in steps] == [1, 2, 3]
+    assert all(row["policy/rollout_train_logprobs_abs_diff_mean"] < 0.05 for row in steps)
+    assert all(row["memory/reference/engine_gib"] < row["memory/rollout/engine_gib"] for row in steps)
+    if release == "exit":
+        assert all("memory/rollout/policy_gib" not in row for row in steps)
+    else:
+        assert all(row["memory/rollout/policy_gib"] < 0.1 for row in steps)
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("engine", [1, 2], ids=["two engines", "one engine of two GPUs"])
+def test_a_pipeline_shares_two_gpus_with_its_engines(tmp_path: Path, engine: int):
+    world = write_world(tmp_path / "world")
+    layouts = [
+        "trainer.placement.policy_num_gpus_per_node=2",
+        "trainer.policy.megatron_config.pipeline_model_parallel_size=2",
+        f"generator.inference_engine_tensor_parallel_size={engine}",
+        f"generator.num_inference_engines={2 // engine}",
+    ]
+    code, job = run_to_end(world, *COLOCATED, *layouts, "trainer.bf16=true")
+    assert code == 0, job.story()
