@@ -63,6 +63,7 @@ class Exit:
     def __init__(self, state_path: str) -> None:
         """Args: state_path of a folder that this run alone uses, on every node."""
         self._state_path = str(Path(state_path).expanduser().resolve())
+        self._optimizer_is_gone = False
 
     async def leave(self, group: PolicyGroup | ReferenceGroup, *parts: str) -> Moved:
         """The policy's optimizer leaves alone while its weights are still to be sent: its state is written then."""
@@ -73,12 +74,17 @@ class Exit:
             moved = await group.save_state(self._state_path)
         if parts == (OPTIMIZER,) and isinstance(group, PolicyGroup):
             await group.drop(OPTIMIZER)
+            self._optimizer_is_gone = True
         else:
             await group.end()
         return _together(moved, started)
 
     async def enter(self, group: PolicyGroup | ReferenceGroup, *parts: str) -> Moved:
         started = time.perf_counter()
+        if isinstance(group, PolicyGroup):
+            if group.is_running and OPTIMIZER in parts and self._optimizer_is_gone:
+                await group.end()
+            self._optimizer_is_gone &= group.is_running
         return _together([] if group.is_running else await group.restart(), started)
 
     def close(self) -> None:

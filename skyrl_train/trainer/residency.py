@@ -68,8 +68,9 @@ class Dedicated:
 
 
 class Colocated:
-    """One step: engines generate, then drop weights and KV cache; reference, then policy work and leave; on the way the
-    policy sends its weights into the engines, while neither the optimizer nor the KV cache is on the device."""
+    """One step: engines generate, then drop weights and KV cache; the reference works and leaves, the policy works, and
+    sends its weights into the engines while neither the optimizer nor the KV cache is on the device. Its weights stay
+    until the KV cache wants their room, so that an export finds them."""
 
     def __init__(
         self,
@@ -125,9 +126,9 @@ class Colocated:
             await self._timed("engine_wake", self._engines.wake_weights())
         result, expected = await self._publisher.send(groups)
         await self._report.look("sync")
-        await self._policy_leaves()
         self._engines_are = "without KV cache" if self._engines_are != "awake" else "awake"
         if expected is not None:
+            await self._policy_leaves()
             await self._timed("engine_wake", self._wake_engines())
             await self._publisher.verify(expected)
         return result
