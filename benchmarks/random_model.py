@@ -10,12 +10,12 @@ VOCABULARY = 151_936
 MAX_SHARD_BYTES = 4 * 2**30
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 256,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": 32,
         "vocab_size": 1024,
         "tie_word_embeddings": True,
     },
