@@ -99,6 +99,8 @@ class LoraConfig:
     """How A starts, kaiming, xavier or normal; B starts at zero."""
     path: str | None
     """Folder with an adapter in PEFT's format to start from; null starts from one that changes nothing."""
+    sync: Annotated[str, OneOf(("merged", "adapter"))]
+    """merged sends the engines weights with the adapter folded in, adapter sends the adapter itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from skyrl_train.config import Config, ConfigError, DataConfig, MegatronConfig, TrainingConfig
-from skyrl_train.config_checks_lora import lora_problems, lora_reference_problems
+from skyrl_train.config_checks_lora import lora_problems, lora_reference_problems, lora_sync_problems
 from skyrl_train.config_values import is_loopback
 from skyrl_train.model_checks import longest_conversation, model_problems
 
@@ -48,6 +48,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         *_endpoint(config),
         *_colocation(config),
         *_deadlines(config),
+        *lora_sync_problems(config),
     ]
     problems += _layouts(config)
     if files:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from skyrl_train.config import LoraConfig, TrainerConfig
+from skyrl_train.config import Config, LoraConfig, TrainerConfig
 
 
 def lora_problems(lora: LoraConfig) -> Iterator[str]:
@@ -19,6 +19,16 @@ def lora_problems(lora: LoraConfig) -> Iterator[str]:
         yield f"{key}.path is {lora.path} and {key}.rank 0: set rank to the adapter's, or path to null"
     elif not Path(lora.path).expanduser().is_dir():
         yield f"{key}.path is {lora.path}: there is no such folder in {Path.cwd()}, give one with an adapter"
+
+
+def lora_sync_problems(config: Config) -> Iterator[str]:
+    """Engines that cannot take an adapter."""
+    lora = config.trainer.policy.model.lora
+    if lora.rank > 0 and lora.sync == "adapter" and not config.generator.run_engines_locally:
+        yield (
+            "trainer.policy.model.lora.sync is adapter and generator.run_engines_locally false: servers that run "
+            "already get merged weights, set lora.sync=merged"
+        )
 
 
 def lora_reference_problems(trainer: TrainerConfig) -> Iterator[str]:

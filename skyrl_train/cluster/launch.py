@@ -255,6 +255,7 @@ def _all_engine_settings(
 
 def _engine_settings(config: Config, max_model_len: int, index: int) -> EngineSettings:
     generator = config.generator
+    lora = config.trainer.policy.model.lora
     cache_gb = generator.kv_cache_memory_gb
     return EngineSettings(
         model_path=_seen_from_anywhere(config.trainer.policy.model.path),
@@ -275,6 +276,8 @@ def _engine_settings(config: Config, max_model_len: int, index: int) -> EngineSe
         pause_mode=generator.pause_mode,  # type: ignore[arg-type]  # the configuration knows its three names
         http=_http_settings(config, index),
         engine_init_kwargs=generator.engine_init_kwargs,
+        lora=lora_arguments(lora) if lora.rank > 0 and lora.sync == "adapter" else None,
+        lora_seed=config.trainer.seed,
     )
 
 

@@ -29,6 +29,7 @@ from skyrl_train.weight_sync.transport import ControlMessage
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from skyrl_train.inference.adapter_slots import EveryRequest
     from skyrl_train.inference.requests import Requests
     from skyrl_train.inference.server import HttpServer
 
@@ -68,6 +69,11 @@ class Engine:
 
         self._vllm = vllm_versions
         self._running_llm: AsyncLLM | None = vllm_versions.build_async_llm(engine_arguments(settings, device_type()))
+        self._adapter: EveryRequest | None = None
+        if settings.lora is not None:
+            from skyrl_train.inference.adapter_slots import EveryRequest
+
+            self._adapter = EveryRequest(self._running_llm)
         self._versions = VersionTracker(self._running_llm)
         self._requests: Requests = Requests(self._running_llm, self._versions, settings.max_model_len)
         self._server: HttpServer | None = None
@@ -80,8 +86,13 @@ class Engine:
         self._update_lock = asyncio.Lock()
 
     async def ready(self) -> dict[str, Any]:
-        """Raises: EngineDeadError; otherwise returns what the caller needs to connect the weight sync."""
+        """Returns what the caller needs to connect the weight sync; where adapters are served the first is bound.
+
+        Raises: EngineDeadError; WeightSyncError if the engine cannot hold the adapter.
+        """
         self._check_alive()
+        if self._adapter is not None and not self._adapter.is_bound:
+            await self._bind_adapter(self._versions.policy_version, first=True)
         return {"num_workers": self._settings.tensor_parallel_size, "policy_version": self._versions.policy_version}
 
     async def start_server(self) -> str:
@@ -155,6 +166,8 @@ class Engine:
 
         Running requests are frozen; they go on when the engine is awake.
         """
+        if self._adapter is not None:
+            keep_weights = True  # no update brings the base model
         if len(self._asleep) == 1:
             await self.wake_kv_cache()
         if self._asleep:
@@ -250,6 +263,8 @@ class Engine:
             if report["faults"]:
                 raise WeightSyncError("the engine could not load all weights: " + "; ".join(report["faults"]))
         await self._call(self._llm.finish_weight_update(), "finishing a weight update")
+        if self._adapter is not None:
+            await self._bind_adapter(policy_version, first=False)
         if not await self._call(self._llm.reset_prefix_cache(), "resetting the prefix cache"):
             raise WeightSyncError("the engine did not reset its prefix cache: a running request holds parts of it")
         await self._call(self._vllm.set_weight_version(self._llm, policy_version), "setting the served version")
@@ -260,6 +275,18 @@ class Engine:
         return SyncReport(
             policy_version, len(reports[0]["digests"]), reports[0]["num_parameters"], dict(reports[0]["digests"])
         )
+
+    async def _bind_adapter(self, policy_version: int, *, first: bool) -> None:
+        """Args: first: the adapter that changes nothing, not the one that came last.
+
+        Raises: WeightSyncError if the slots of a worker do not hold the whole adapter.
+        """
+        assert self._adapter is not None
+        call = self._llm.collective_rpc("skyrl_bind_adapter", args=(first,))
+        for bound in await self._call(call, "binding the adapter"):
+            if bound["faults"]:
+                raise WeightSyncError("the engine cannot serve the adapter: " + "; ".join(bound["faults"]))
+        self._adapter.serve(f"{self._settings.served_model_name}@{policy_version}")
 
     async def stats(self) -> dict[str, float]:
         return {

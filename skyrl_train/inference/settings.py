@@ -6,14 +6,20 @@ Imports no vLLM: settings are made in other processes, and the environment must 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from skyrl_train.adapter import linear_shapes, targets
+from skyrl_train.config import LoraConfig
 from skyrl_train.config_values import is_loopback
 
 PauseMode = Literal["keep", "wait", "abort"]
 EXTENSION = "skyrl_train.inference.transfer.SyncExtension"
+ADAPTER = "skyrl_adapter"
+"""Key of vLLM's additional_config."""
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes of vLLM's LoRA slots (0.26 to 0.33)."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,10 @@ class EngineSettings:
     """What a pause does to running requests: "keep", "wait" or "abort"."""
     http: HttpSettings | None = None
     """None means no HTTP endpoint."""
+    lora: LoraConfig | None = None
+    """With it every request carries the policy's adapter, which the weight sync brings."""
+    lora_seed: int = 0
+    """Of the adapter before the first sync, which changes nothing."""
     engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to vLLM's engine arguments as they are; they win over everything else."""
 
@@ -132,9 +142,37 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
         arguments["enable_sleep_mode"] = True
     if settings.kv_cache_memory_bytes is not None:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes
+    if settings.lora is not None:
+        arguments |= lora_arguments(settings.model_path, settings.lora, settings.lora_seed)
     if settings.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
     return arguments | settings.engine_init_kwargs
+
+
+def lora_arguments(model_path: str, lora: LoraConfig, seed: int) -> dict[str, Any]:
+    """One slot, in the layers that are adapted and no others: vLLM (0.32) cannot score prompts where the head has one.
+
+    Raises: ValueError for a rank that vLLM has no slots for, or targets that match nothing.
+    """
+    ranks = [rank for rank in LORA_RANKS if rank >= lora.rank]
+    if not ranks:
+        raise ValueError(
+            f"trainer.policy.model.lora.rank is {lora.rank}: vLLM has slots up to {LORA_RANKS[-1]}; lower it, or set "
+            "lora.sync=merged"
+        )
+    modules = targets(linear_shapes(model_path), lora)
+    names = {name.rpartition(".")[2] for name in modules}
+    if any(".experts." in name for name in modules):
+        names.add("experts")
+    return {
+        "enable_lora": True,
+        "lora_target_modules": sorted(names),
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": ranks[0],
+        # What the workers need to know of it; adapter_slots.py reads it.
+        "additional_config": {ADAPTER: {"lora": asdict(lora), "seed": seed}},
+    }
 
 
 def engine_environment(settings: EngineSettings, device_type: str) -> dict[str, str]:

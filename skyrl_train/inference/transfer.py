@@ -20,6 +20,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from skyrl_train.device import memory_in_use
+from skyrl_train.inference.adapter_slots import AdapterUpdate, Bound, bind, first_adapter
+from skyrl_train.inference.settings import ADAPTER
 from skyrl_train.inference.sleeping import Unsynced, sleepable_bytes
 from skyrl_train.inference.update import ModelUpdate
 from skyrl_train.weight_sync.channels import receive_channel
@@ -47,7 +49,9 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: VllmConfig, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._update = ModelUpdate(model, vllm_config)
+        self._update: ModelUpdate | AdapterUpdate = (
+            AdapterUpdate() if ADAPTER in vllm_config.additional_config else ModelUpdate(model, vllm_config)
+        )
         self._receivers: dict[str, Receiver] = {}
         """One per sender: each pipeline stage of the trainer sends its own tensors."""
         self._digests: dict[str, int] = {}
@@ -83,6 +87,11 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             "faults": self._update.faults(),
         }
 
+    def adapter(self) -> dict[str, torch.Tensor]:
+        """PEFT's name -> tensor of the last update, where adapters are sent."""
+        assert isinstance(self._update, AdapterUpdate)
+        return self._update.tensors
+
     def shutdown(self) -> None:
         for receiver in self._receivers.values():
             receiver.close()
@@ -105,6 +114,13 @@ class SyncExtension:
 
     def skyrl_sync_report(self) -> dict[str, Any]:
         return self.weight_transfer_engine.report()
+
+    def skyrl_bind_adapter(self, first: bool) -> dict[str, Any]:
+        """Serve with the adapter that came last, or with the first, which changes nothing; see adapter_slots.py."""
+        config = self.vllm_config  # type: ignore[attr-defined]
+        tensors = first_adapter(config) if first else self.weight_transfer_engine.adapter()
+        bound: Bound = bind(self.model_runner, tensors, config)  # type: ignore[attr-defined]
+        return {"num_layers": bound.num_layers, "faults": bound.faults}
 
     def skyrl_close_update(self) -> None:
         """End an update that broke off, so that the next can start; the model is of no use until that one is whole."""

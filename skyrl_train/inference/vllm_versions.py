@@ -94,3 +94,11 @@ def set_served_names(app: FastAPI, model_path: str, names: list[str]) -> None:
     app.state.openai_serving_models.base_model_paths[:] = [
         BaseModelPath(name=name, model_path=model_path) for name in names
     ]
+
+
+def rename_mapper(model: Any) -> Any:
+    """From checkpoint names to the model's, without those that only say which modules are one layer; or None."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()

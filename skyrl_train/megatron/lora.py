@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_exper
 from torch import Tensor
 
 from skyrl_train.config import LoraConfig
+from skyrl_train.megatron.norm import rms_norm
 
 Factors = Callable[[str], tuple[Tensor, Tensor]]
 """Hugging Face module -> whole A [r, in] and B [out, r]."""
@@ -167,7 +168,7 @@ class Adapter(torch.nn.Module):
             return None
         x = args[0]
         if hasattr(layer, "layer_norm_weight"):
-            x = F.rms_norm(x, (x.shape[-1],), layer.layer_norm_weight, layer.eps)
+            x = rms_norm(x, layer.layer_norm_weight, layer.eps)
         if self._switch.dropping and self._dropout > 0:
             x = self._drop(x)
         delta = self._experts(x, args[1]) if self.site.is_expert else self._dense(x)
@@ -216,6 +217,15 @@ class Adapter(torch.nn.Module):
         """What the adapter adds to this rank's part of the weight (of local expert `index`), float32."""
         rows, a = self._rows()[index].detach().float(), self.lora_A[index].detach().flatten(0, 1).float()
         return self.scale * (rows @ a)
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
+        """(module, shape of A, shape of B) of what `factors` yields, in its order; no collective."""
+        rank, columns = self.lora_A.shape[2:]
+        in_size = columns * (self.site.group.size() if self.site.shard_axis == 1 else 1)
+        rows = [int((self.site.part_of_row == part).sum()) for part in range(self.lora_A.shape[1])]
+        for modules in self.site.modules:
+            for module, out_size in zip(modules, rows, strict=True):
+                yield module, (rank, in_size), (out_size, rank)
 
     def factors(self, read: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(module, whole A [r, in], whole B [out, r]) over all experts, on all ranks of the stage. A collective.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from skyrl_train import adapter
 from skyrl_train.megatron.export import Read, is_stage_owner
 from skyrl_train.megatron.lora import Lora, base_weights
+from skyrl_train.weight_sync.bucket import TensorSpec
 
 
 def merged(lora: Lora) -> Read:
@@ -37,6 +39,17 @@ def export_adapter(
     for _, one in lora.adapters:
         for module, a, b in one.factors(read):
             yield from zip(adapter.tensor_names(module), (a, b), strict=True)
+
+
+def adapter_specs(lora: Lora, dtype: torch.dtype) -> list[TensorSpec]:
+    """Names, dtypes and shapes of what `export_adapter` yields on this stage, without a collective."""
+    specs = []
+    for _, one in lora.adapters:
+        for module, a, b in one.shapes():
+            specs += [
+                TensorSpec(name, dtype, shape) for name, shape in zip(adapter.tensor_names(module), (a, b), strict=True)
+            ]
+    return specs
 
 
 def save_adapter(lora: Lora, target: str, folder: str, base_model: str) -> None:

@@ -23,7 +23,7 @@ from skyrl_train.megatron.export import export, export_specs, save_hf
 from skyrl_train.megatron.flops import model_cost
 from skyrl_train.megatron.gather import to_first_stage
 from skyrl_train.megatron.live_sums import LiveSums
-from skyrl_train.megatron.lora_export import merged, save_adapter
+from skyrl_train.megatron.lora_export import adapter_specs, export_adapter, merged, save_adapter
 from skyrl_train.megatron.memory import OPTIMIZER, WEIGHTS, DeviceMemory
 from skyrl_train.megatron.model import build_model, build_optimizer, dtype_of, set_learning_rate
 from skyrl_train.megatron.packing import Packer
@@ -170,21 +170,29 @@ class MegatronPolicy:
         )
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of this pipeline stage, with adapters folded in; all its ranks must drain it.
+        """What the engines get of this pipeline stage, whole tensors; all its ranks must drain it.
+
+        Weights (see megatron/export.py), with adapters folded in, or where `lora.sync` says so the adapters alone.
 
         Raises: WeightSyncError at its end where they are not the weights of this moment (megatron/live_sums.py).
         """
         self._memory.require("export", WEIGHTS)
+        lora = self.model.lora
+        if lora is not None and lora.config.sync == "adapter":
+            return ((name, tensor.to(dtype)) for name, tensor in export_adapter(lora))
         if self._live_sums is None:
             self._live_sums = LiveSums(self.model)
-        if self.model.lora is None:
+        if lora is None:
             return self._live_sums.checked(export(self.model, dtype), dtype)
-        read = merged(self.model.lora)
+        read = merged(lora)
         return self._live_sums.checked(export(self.model, dtype, read), dtype, read)
 
     @functools.cache  # noqa: B019  one policy lives as long as its process; its topology never changes
     def export_specs(self, dtype: torch.dtype) -> list[TensorSpec]:
         """What `export` will yield on this rank, in order, without materialising a weight."""
+        lora = self.model.lora
+        if lora is not None and lora.config.sync == "adapter":
+            return adapter_specs(lora, dtype)
         return export_specs(self.model, dtype)
 
     def export_to_first_stage(self, dtype: torch.dtype) -> tuple[list[TensorSpec], Iterator[tuple[str, Tensor]]]:

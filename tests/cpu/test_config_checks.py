@@ -326,3 +326,8 @@ def test_one_engine_over_all_devices_or_one_on_each_may_share_them():
         problems(*COLOCATED[:1], "trainer.placement.ref_num_gpus_per_node=2", "trainer.algorithm.use_kl_loss=false")
         == ()
     )
+
+
+def test_servers_that_run_already_get_merged_weights():
+    (problem,) = problems("trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.sync=adapter", *REMOTE)
+    assert "set lora.sync=merged" in problem

@@ -17,10 +17,10 @@ from test_export import tensors_of
 from skyrl_train import adapter
 from skyrl_train.batching.split import split
 from skyrl_train.config import LoraConfig, MegatronConfig
-from skyrl_train.megatron.export import export_specs, save_hf
+from skyrl_train.megatron.export import save_hf
 from skyrl_train.megatron.layout_check import OPTIMIZER, rules
 from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.lora_export import merged, save_adapter
+from skyrl_train.megatron.lora_export import adapter_specs, export_adapter, merged, save_adapter
 from skyrl_train.megatron.model import build_model, build_optimizer
 from skyrl_train.megatron.parallel import join
 from skyrl_train.megatron.policy import MegatronPolicy
@@ -37,15 +37,16 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-def _save(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, LoraConfig, str]) -> list[str]:
+def _save(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, LoraConfig, str]) -> None:
     path, megatron, lora, target = arguments
     join(rendezvous, megatron, seed=1)
     model = build_model(path, megatron, torch.float32, trainable=True, lora=lora, seed=5)
     build_optimizer(model, OPTIMIZER)
     assert model.lora is not None
+    stream = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in export_adapter(model.lora)]
+    assert stream == [(s.name, s.dtype, tuple(s.shape)) for s in adapter_specs(model.lora, torch.float32)]
     save_hf(model, path, f"{target}/merged", merged(model.lora))
     save_adapter(model.lora, f"{target}/adapter", path, path)
-    return [spec.name for spec in export_specs(model, torch.float32)]
 
 
 def save(path: Path, lora: LoraConfig, processes: int, sizes: dict[str, Any], target: Path) -> None:

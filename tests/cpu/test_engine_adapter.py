@@ -1,0 +1,187 @@
+"""A real vLLM engine that serves an adapter which the weight sync brings, and says so when it does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from skyrl_train.adapter import identity_adapter
+from skyrl_train.inference.engine import Engine
+from skyrl_train.inference.settings import EngineSettings, engine_arguments
+from skyrl_train.types import SamplingParams
+from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.shm import ShmSendChannel
+from skyrl_train.weight_sync.transport import Sender
+from tests.cpu.adapters import lora_config, peft_model, read_adapter, write_adapter
+from tests.cpu.sending import specs_of
+from tests.cpu.test_engine import TIMEOUT_S, Posted, run
+from tests.cpu.tiny import write_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+PROMPTS = [[4 + (7 * n + k) % 50 for k in range(20 + n)] for n in range(4)]
+GREEDY = SamplingParams(max_generate_length=8, temperature=0.0)
+
+
+class World:
+    """An engine and the sending end of its adapters."""
+
+    def __init__(self, model: Path) -> None:
+        self.model, self.version = model, 0
+        self.engine = Engine(
+            EngineSettings(
+                model_path=str(model),
+                served_model_name="tiny",
+                model_dtype="float32",
+                max_model_len=128,
+                kv_cache_memory_bytes=64 << 20,
+                lora=lora_config(),
+                engine_init_kwargs={
+                    "block_size": 32,
+                    "worker_extension_cls": "tests.cpu.faulty_worker.FaultySlots",
+                },
+            )
+        )
+
+    async def sync(self, tensors: dict[str, torch.Tensor]) -> int:
+        """Returns: tensors received."""
+        await self.engine.pause()
+        sender = Sender(
+            ShmSendChannel(1, TIMEOUT_S),
+            1 << 20,
+            lambda message: Posted(self.engine.update_weights(message | {"sender": "trainer"})),
+        )
+        info = sender.init_info | {"sender": "trainer", "timeout_s": TIMEOUT_S, "rank_offset": 1}
+        await asyncio.gather(asyncio.to_thread(sender.connect), self.engine.init_weight_sync(info))
+        await self.engine.start_weight_update()
+        named = list(tensors.items())
+        try:
+            report = await asyncio.to_thread(sender.send, specs_of(named), named)
+        finally:
+            sender.close()
+        self.version += 1
+        received = await self.engine.finish_weight_update(self.version, report.digests)
+        await self.engine.resume()
+        return received.num_tensors
+
+    async def generate(self) -> list[Any]:
+        found: dict[int, Any] = {}
+        async for finished in self.engine.generate_batch([(n, prompt, GREEDY) for n, prompt in enumerate(PROMPTS)]):
+            found |= dict(finished)
+        return [found[n] for n in range(len(PROMPTS))]
+
+    async def check(self, model: Any) -> None:
+        """The engine computes what the model does, for prompts and while it generates."""
+        for prompt, served in zip(PROMPTS, await self.engine.prompt_logprobs(PROMPTS), strict=True):
+            torch.testing.assert_close(torch.tensor(served), logprobs(model, prompt), rtol=0, atol=2e-5)
+        for prompt, answer in zip(PROMPTS, await self.generate(), strict=True):
+            expected = logprobs(model, prompt + answer.token_ids)[len(prompt) :]
+            torch.testing.assert_close(torch.tensor(answer.logprobs), expected, rtol=0, atol=2e-5)
+            assert answer.policy_version == self.version
+
+
+def logprobs(model: Any, token_ids: list[int]) -> torch.Tensor:
+    tokens = torch.tensor(token_ids)
+    with torch.no_grad():
+        distribution = model(tokens[None]).logits[0].log_softmax(-1)
+    return torch.cat([torch.zeros(1), distribution[:-1].gather(1, tokens[1:, None])[:, 0]])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    one = World(write_tiny_model(tmp_path_factory.mktemp("adapter") / "model"))
+    with pytest.raises(WeightSyncError, match="no adapter yet"):
+        run(one.generate())
+    run(one.engine.ready())
+    yield one
+    run(one.engine.shutdown())
+
+
+def test_the_engine_serves_the_base_model_until_an_adapter_comes(world: World):
+    run(world.check(transformers.AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float32)))
+
+
+def test_the_engine_serves_each_adapter_that_is_sent(world: World, tmp_path: Path):
+    for seed, change in enumerate((1.0, -2.0)):
+        write_adapter(tmp_path / str(seed), world.model)
+        tensors = {name: change * tensor for name, tensor in read_adapter(tmp_path / str(seed)).items()}
+        assert run(world.sync(tensors)) == len(tensors)
+        model = peft_model(world.model, tmp_path / str(seed))
+        model.load_state_dict({n.replace(".weight", ".default.weight"): t for n, t in tensors.items()}, strict=False)
+        run(world.check(model))
+
+
+def refused(world: World, tensors: dict[str, torch.Tensor]) -> str:
+    with pytest.raises(WeightSyncError) as error:
+        run(world.sync(tensors))
+    with pytest.raises(WeightSyncError, match="stays paused"):
+        run(world.engine.resume())
+    return str(error.value)
+
+
+def first_of(world: World) -> dict[str, torch.Tensor]:
+    return dict(identity_adapter(str(world.model), lora_config(), seed=0))
+
+
+def test_an_adapter_that_is_not_whole_or_not_of_this_model_is_refused(world: World):
+    first = first_of(world)
+    one = next(iter(first))
+    partly = {name: tensor for name, tensor in first.items() if name != one}
+    assert "1 tensors of the adapter did not arrive" in (message := refused(world, partly)) and one in message
+    elsewhere = {name.replace(".layers.", ".blocks."): tensor.clone() for name, tensor in first.items()}
+    message = refused(world, first | elsewhere)
+    assert "14 modules have no LoRA slot: model.blocks.0.mlp.down_proj" in message
+
+
+def call_workers(world: World, method: str) -> None:
+    run(world.engine._llm.collective_rpc(method))
+
+
+def test_slots_that_take_nothing_or_something_else_are_noticed(world: World):
+    first = first_of(world)
+    assert run(world.sync(first)) == len(first), "a whole one heals the engine"
+    call_workers(world, "skyrl_lose_slots")
+    assert "was bound to 0 layers" in refused(world, first)
+    call_workers(world, "skyrl_find_slots")
+    run(world.sync(first))
+    call_workers(world, "skyrl_spoil_slots")
+    message = refused(world, first)
+    assert "hold other values than were sent" in message and "o_proj" in message
+
+
+def test_vllm_itself_serves_a_saved_adapter(world: World, tmp_path: Path):
+    """From its folder, as `vllm serve --lora-modules` does. It takes the only slot, so it comes last."""
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    write_adapter(tmp_path, world.model)
+    (prompt, *_), model = PROMPTS, peft_model(world.model, tmp_path)
+
+    async def score() -> list[float]:
+        params = VllmSamplingParams(max_tokens=1, prompt_logprobs=0)
+        request = LoRARequest("from disk", 2, str(tmp_path))
+        outputs = AsyncLLM.generate(
+            world.engine._llm, {"prompt_token_ids": prompt}, params, "last", lora_request=request
+        )
+        rows = [output async for output in outputs][-1].prompt_logprobs
+        return [0.0] + [row[token].logprob for row, token in zip(rows[1:], prompt[1:], strict=True)]
+
+    run(world.engine._llm.collective_rpc("skyrl_mend_slots"))
+    run(world.sync(first_of(world)))
+    torch.testing.assert_close(torch.tensor(run(score())), logprobs(model, prompt), rtol=0, atol=2e-5)
+
+
+def test_a_rank_beyond_vllms_slots_is_refused(world: World):
+    path = str(world.model)
+    settings = EngineSettings(path, "m", "float32", 8, kv_cache_memory_bytes=1, lora=lora_config(rank=1024))
+    with pytest.raises(ValueError, match="rank is 1024: vLLM has slots up to 512"):
+        engine_arguments(settings, "cpu")
+    arguments = engine_arguments(replace(settings, lora=lora_config(rank=9)), "cpu")
+    assert arguments["max_lora_rank"] == 16
