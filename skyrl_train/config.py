@@ -372,8 +372,8 @@ class GeneratorConfig:
     """Passed to vLLM's engine arguments as they are."""
     chat_template_kwargs: dict[str, Any]
     """Passed to the tokenizer's chat template."""
-    weight_sync_backend: Annotated[str, OneOf(("auto", "shm", "broadcast", "vllm_nccl"))]
-    """auto, shm, broadcast, or vllm_nccl for stock vLLM servers."""
+    weight_sync_backend: Annotated[str, OneOf(("auto", "shm", "broadcast", "cuda_ipc", "vllm_nccl"))]
+    """auto, shm, broadcast, cuda_ipc (policy and engines on the same GPUs), or vllm_nccl for stock vLLM servers."""
     weight_sync_bucket_mb: Count
     """MiB of one packed bucket of weights."""
     pause_mode: Annotated[str, OneOf(("keep", "wait", "abort"))]

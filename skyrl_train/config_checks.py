@@ -127,6 +127,11 @@ def _remote_engines(config: Config) -> Iterator[str]:
     generator = config.generator
     urls, key = generator.remote_inference_engine_urls, "generator.remote_inference_engine_urls"
     stock = generator.weight_sync_backend == "vllm_nccl"
+    if generator.weight_sync_backend == "cuda_ipc" and not config.trainer.placement.colocate_all:
+        yield (
+            "generator.weight_sync_backend is cuda_ipc, which needs policy and engines on the same GPUs "
+            "(trainer.placement.colocate_all=true): use auto"
+        )
     if generator.run_engines_locally:
         if urls:
             yield f"{key} names {len(urls)} servers: set generator.run_engines_locally=false to use them"

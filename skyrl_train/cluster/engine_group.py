@@ -110,14 +110,12 @@ class EngineGroup:
             offset += self._num_workers_of(index)
         await self._all("connect the weight sync", "init_weight_sync", infos, self._sync_timeout_s)
 
-    async def pause(self) -> None:
-        """Stop drawing tokens; the engines forget every cached prefix."""
+    async def begin_weight_update(self) -> None:
+        """Stop drawing tokens, forget every cached prefix and make ready for weights."""
         self._router.forget_routes()
         waits_for_requests = self._places[0].settings.pause_mode == "wait"
-        await self._all("pause", "pause", timeout_s=None if waits_for_requests else self._sync_timeout_s)
-
-    async def start_weight_update(self) -> None:
-        await self._all("start a weight update", "start_weight_update", timeout_s=self._sync_timeout_s)
+        timeout_s = None if waits_for_requests else self._sync_timeout_s
+        await self._all("begin a weight update", "begin_weight_update", timeout_s=timeout_s)
 
     async def finish_weight_update(self, policy_version: int, digests: dict[str, int]) -> None:
         """Raises: RemoteFailed if what an engine received is not what was sent, tensor by tensor."""

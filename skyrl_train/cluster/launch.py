@@ -318,12 +318,17 @@ def _seen_from_anywhere(path: str) -> str:
 
 
 def _sync_backend(config: Config, cluster: Cluster) -> str:
-    """auto: shared memory where all processes are CPU processes of one host, a broadcast elsewhere."""
+    """auto: shared memory where all processes are CPU processes of one host, CUDA IPC where engines and policy share
+    GPUs, a broadcast elsewhere."""
     generator = config.generator
     if generator.weight_sync_backend == "vllm_nccl" and not cluster.has_gpus:
         raise PlacementError("generator.weight_sync_backend is vllm_nccl, and the cluster has no GPUs: use broadcast")
+    if generator.weight_sync_backend == "cuda_ipc" and not cluster.has_gpus:
+        raise PlacementError("generator.weight_sync_backend is cuda_ipc, and the cluster has no GPUs: use auto")
     if generator.weight_sync_backend != "auto":
         return generator.weight_sync_backend
     if not generator.run_engines_locally:
         return "broadcast"
-    return "shm" if cluster.is_local and not cluster.has_gpus else "broadcast"
+    if cluster.has_gpus:
+        return "cuda_ipc" if config.trainer.placement.colocate_all else "broadcast"
+    return "shm" if cluster.is_local else "broadcast"

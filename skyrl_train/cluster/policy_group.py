@@ -15,7 +15,7 @@ from torch import Tensor
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.cluster.worker_group import WorkerGroup
+from skyrl_train.cluster.worker_group import Reach, WorkerGroup
 from skyrl_train.ranks import Moved, ParallelRanks, UpdateReport
 from skyrl_train.types import Metrics, TrainBatch
 from skyrl_train.weight_sync.transport import SendReport
@@ -29,6 +29,10 @@ class Shards:
         self.refs = [ray.put(batch) for batch in batches]
 
 
+REACHES: dict[str, Reach] = {"vllm_nccl": "first_stage", "cuda_ipc": "every_stage"}
+"""Where a backend needs the tensors of all stages; elsewhere each stage sends its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class SyncResult:
     """One weight sync."""
@@ -36,6 +40,10 @@ class SyncResult:
     num_bytes: int
     seconds: float
     """From pausing the engines to their resuming."""
+    begin_s: float
+    """Of it, pausing and opening the update."""
+    finish_s: float
+    """Of it, comparing digests, closing the update and resuming."""
     reports: tuple[SendReport, ...]
     """One of each pipeline stage."""
 
@@ -123,7 +131,7 @@ class PolicyGroup:
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
         self._ranks: list[ParallelRanks] = []
-        self._one_sender = False
+        self._reach: Reach = "own_stage"
         self._kwargs: dict[str, Any] = {}
         self._way: tuple[EngineGroup, str, int, float] | None = None
         """To the engines: backend, bytes of a bucket, deadline of each wait for them."""
@@ -245,7 +253,7 @@ class PolicyGroup:
         Stock vLLM knows one sender only: there the first stage's owner sends the tensors of all stages. Processes that
         are ended are connected when they are started again.
         """
-        self._one_sender = backend == "vllm_nccl"
+        self._reach = REACHES.get(backend, "own_stage")
         self._way = engines, backend, bucket_bytes, timeout_s
         if self.is_running:
             await self._connect()
@@ -255,21 +263,35 @@ class PolicyGroup:
             return
         engines, backend, bucket_bytes, timeout_s = self._way
         membership, self._membership = engines.membership, None
-        for rank in self._owners:
-            info = await self._group.one(
-                rank, "open_sender", engines.actors, backend, bucket_bytes, engines.num_workers, timeout_s
-            )
-            await asyncio.gather(engines.init_weight_sync(info), self._group.one(rank, "connect_sender"))
+        way = backend, bucket_bytes, engines.num_workers, timeout_s
+        if self._reach == "every_stage":
+            await self._connect_every_rank(engines, way)
+        else:
+            for rank in self._senders:
+                info = await self._group.one(rank, "open_sender", engines.actors, *way, self._group.calls.names[rank])
+                await asyncio.gather(engines.init_weight_sync(info), self._group.one(rank, "connect_sender"))
         self._membership = membership
 
+    async def _connect_every_rank(self, engines: EngineGroup, way: tuple[Any, ...]) -> None:
+        """Every rank feeds the engine's worker on its own GPU. The first one speaks for all, who send the same."""
+        speakers = [engines.actors] + [{}] * (len(self._ranks) - 1)
+        opens = (
+            self._group.one(rank, "open_sender", spoken_to, *way, "policy") for rank, spoken_to in enumerate(speakers)
+        )
+        infos = await asyncio.gather(*opens)
+        addresses: dict[str, str] = {}
+        for info in infos:
+            addresses |= info["addresses"]
+        connects = (self._group.one(rank, "connect_sender") for rank in self._senders)
+        await asyncio.gather(engines.init_weight_sync(infos[0] | {"addresses": addresses}), *connects)
+
     @property
-    def _owners(self) -> list[int]:
+    def _senders(self) -> list[int]:
         """The ranks that send."""
-        return [
-            rank
-            for rank, place in enumerate(self._ranks)
-            if place.owns_stage and (place.pp_rank == 0 or not self._one_sender)
-        ]
+        if self._reach == "every_stage":
+            return list(range(len(self._ranks)))
+        owners = [rank for rank, place in enumerate(self._ranks) if place.owns_stage]
+        return owners if self._reach == "own_stage" else [rank for rank in owners if self._ranks[rank].pp_rank == 0]
 
     async def send_weights(self, engines: EngineGroup, dtype_name: str) -> SyncResult:
         """Move the current weights into the running engines and have them served as the current version.
@@ -284,31 +306,35 @@ class PolicyGroup:
         except BaseException:
             self._membership = None
             with contextlib.suppress(RemoteFailed):  # a rank that is lost has no sender left
-                await asyncio.gather(*(self._group.one(rank, "close_sender") for rank in self._owners))
+                await asyncio.gather(*(self._group.one(rank, "close_sender") for rank in self._senders))
             raise
 
     async def _send(self, engines: EngineGroup, dtype_name: str) -> SyncResult:
         started = time.perf_counter()
-        await engines.pause()
-        await engines.start_weight_update()
+        await engines.begin_weight_update()
+        begun = time.perf_counter()
         reports: list[SendReport] = []
         # One stage after another: engines that took two senders' broadcasts in different order would wait for each
         # other. It is also the order of the layers, in which vLLM loads them without holding back parts of one.
-        for stage in range(1 if self._one_sender else 1 + max(place.pp_rank for place in self._ranks)):
-            ranks = [rank for rank, place in enumerate(self._ranks) if self._one_sender or place.pp_rank == stage]
-            refs = [
-                self._group.actors[rank].send_weights.remote(dtype_name, all_stages=self._one_sender) for rank in ranks
-            ]
+        each_stage = self._reach == "own_stage"
+        for stage in range(1 + max(place.pp_rank for place in self._ranks) if each_stage else 1):
+            ranks = [rank for rank, place in enumerate(self._ranks) if place.pp_rank == stage or not each_stage]
+            refs = [self._group.actors[rank].send_weights.remote(dtype_name, self._reach) for rank in ranks]
             results = await self._group.calls.gather("send weights", refs, ranks)
             reports += [report for report in results if report is not None]
+        if self._reach == "every_stage":
+            assert all(report.digests == reports[0].digests for report in reports), "ranks sent different weights"
+            reports = reports[:1]
         digests: dict[str, int] = {}
         for report in reports:
             digests |= report.digests
         assert len(digests) == sum(len(report.digests) for report in reports), "two stages sent the same tensor"
+        sent = time.perf_counter()
         await engines.finish_weight_update(self.policy_version, digests)
         await engines.resume()
+        ended = time.perf_counter()
         num_bytes = sum(report.num_bytes for report in reports)
-        return SyncResult(num_bytes, time.perf_counter() - started, tuple(reports))
+        return SyncResult(num_bytes, ended - started, begun - started, ended - sent, tuple(reports))
 
     async def save_hf(self, folder: str) -> None:
         """Write a Hugging Face checkpoint of the current weights."""

@@ -8,7 +8,7 @@ import importlib
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -22,6 +22,7 @@ from skyrl_train.ranks import Rendezvous, free_port
 from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.transport import ControlMessage, Sender, SendReport
 
+Reach = Literal["own_stage", "first_stage", "every_stage"]
 CLOSE_S = 5
 """Patience with processes that may hang in a collective."""
 END_S = 60
@@ -66,9 +67,12 @@ class RankActor:
         return None, self.call(method, *args)
 
     def open_sender(
-        self, engines: Mapping[str, Any], backend: str, bucket_bytes: int, num_workers: int, timeout_s: float
+        self, engines: Mapping[str, Any], backend: str, bucket_bytes: int, num_workers: int, timeout_s: float, name: str
     ) -> ControlMessage:
-        """Make this rank a sender of weights and return what the engines (name -> actor) must be told."""
+        """Make this rank a sender of weights and return what the engines (name -> actor) must be told.
+
+        Args: engines: to whom this rank posts its messages; num_workers: of all engines; name: of the sender.
+        """
         from skyrl_train.device import device
         from skyrl_train.weight_sync.channels import send_channel
 
@@ -76,8 +80,8 @@ class RankActor:
             self._sender.close()
 
         def post(message: ControlMessage) -> PostedCalls:
-            message = message | {"sender": self._name}
-            calls = {engine.update_weights.remote(message): name for name, engine in engines.items()}
+            message = message | {"sender": name}
+            calls = {engine.update_weights.remote(message): engine_name for engine_name, engine in engines.items()}
             return PostedCalls(calls, timeout_s)
 
         if backend == "vllm_nccl":
@@ -85,7 +89,7 @@ class RankActor:
         else:
             channel = send_channel(backend, num_workers, device(), timeout_s, host())
             self._sender = Sender(channel, bucket_bytes, post)
-        return self._sender.init_info | {"sender": self._name, "timeout_s": timeout_s}
+        return self._sender.init_info | {"sender": name, "timeout_s": timeout_s}
 
     def close(self) -> None:
         """Before the end of the process: leave nothing behind that outlives it."""
@@ -103,18 +107,20 @@ class RankActor:
         if self._sender is not None:
             self._sender.close()
 
-    def send_weights(self, dtype_name: str, *, all_stages: bool) -> SendReport | None:
+    def send_weights(self, dtype_name: str, reach: Reach) -> SendReport | None:
         """Export this stage's weights; every rank of the stage takes part, its owner sends and reports.
 
         The export runs to its end also where sending fails: the other ranks of the stage wait for this one in it.
 
-        Args: all_stages: one rank sends the weights of all stages, and all ranks take part.
+        Args: reach: where the tensors of a stage are sent from: its own owner, the first stage's, or every rank.
         """
         import torch
 
         dtype = getattr(torch, dtype_name)
-        if all_stages:
+        if reach == "first_stage":
             specs, tensors = self._worker.export_to_first_stage(dtype)
+        elif reach == "every_stage":
+            specs, tensors = self._worker.export_to_every_stage(dtype)
         else:
             specs, tensors = self._worker.export_specs(dtype), self._worker.export(dtype)
         try:

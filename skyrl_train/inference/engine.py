@@ -233,6 +233,11 @@ class Engine:
         """
         await self._call(self._vllm.init_weight_transfer(self._llm, {"info": info}), "connecting the weight sync")
 
+    async def begin_weight_update(self) -> None:
+        """`pause` and `start_weight_update` in one call."""
+        await self.pause()
+        await self.start_weight_update()
+
     async def start_weight_update(self) -> None:
         """Raises: WeightSyncError unless paused. An update that broke off before is given up."""
         if "weights" in self._asleep:
@@ -265,9 +270,12 @@ class Engine:
         await self._call(self._llm.finish_weight_update(), "finishing a weight update")
         if self._adapter is not None:
             await self._bind_adapter(policy_version, first=False)
-        if not await self._call(self._llm.reset_prefix_cache(), "resetting the prefix cache"):
+        is_reset, _ = await asyncio.gather(
+            self._call(self._llm.reset_prefix_cache(), "resetting the prefix cache"),
+            self._call(self._vllm.set_weight_version(self._llm, policy_version), "setting the served version"),
+        )
+        if not is_reset:
             raise WeightSyncError("the engine did not reset its prefix cache: a running request holds parts of it")
-        await self._call(self._vllm.set_weight_version(self._llm, policy_version), "setting the served version")
         self._versions.move_to(policy_version)
         if self._server is not None:
             self._server.move_to(policy_version)

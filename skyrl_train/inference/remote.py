@@ -121,6 +121,11 @@ class RemoteEngine:
         """As `Engine.init_weight_sync`."""
         await self._call(self._lifecycle.init(info))
 
+    async def begin_weight_update(self) -> None:
+        """`pause` and `start_weight_update` in one call."""
+        await self.pause()
+        await self.start_weight_update()
+
     async def start_weight_update(self) -> None:
         """An update that broke off before is given up.
 

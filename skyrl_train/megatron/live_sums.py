@@ -74,16 +74,17 @@ class LiveSums:
         Raises: WeightSyncError at the end, on the stage's owner, naming the tensors that are not the model's.
         """
         is_owner = is_stage_owner()
-        sent = self._zeros()
+        sums = _Sums(len(self._entries))
         for name, tensor in named_tensors:
             if is_owner:
                 entry = self._of_hf[name]
-                sent[entry.position] += _word_sum(tensor, entry)
+                sums.add(entry.position, _word_sum(tensor, entry))
             yield name, tensor
-        live = self._live(dtype, read)
+        device = next(self._model.modules[0].parameters()).device
+        live = self._live(dtype, read).total(device)
         dist.all_reduce(live, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
         if is_owner:
-            differing = set((live != sent).nonzero().flatten().tolist())
+            differing = set((live != sums.total(device)).nonzero().flatten().tolist())
             wrong = [name for e in self._entries.values() if e.position in differing for name in e.hf_names]
             if wrong:
                 raise WeightSyncError(
@@ -91,13 +92,9 @@ class LiveSums:
                     f"this moment: {name_list(wrong)}"
                 )
 
-    def _zeros(self) -> Tensor:
-        device = next(self._model.modules[0].parameters()).device
-        return torch.zeros(len(self._entries), dtype=torch.int64, device=device)
-
-    def _live(self, dtype: torch.dtype, read: Read) -> Tensor:
-        """[entries] sums over the shards that this rank counts: of equal copies one rank counts its own."""
-        sums = self._zeros()
+    def _live(self, dtype: torch.dtype, read: Read) -> _Sums:
+        """Sums over the shards that this rank counts: of equal copies one rank counts its own."""
+        sums = _Sums(len(self._entries))
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         etp_rank = parallel_state.get_expert_tensor_parallel_rank()
         is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -114,8 +111,28 @@ class LiveSums:
                 if entry.num_rows is not None:
                     first = rank * len(part) if one.is_cut else 0
                     part = part[: max(0, entry.num_rows - first)]
-                sums[entry.position] += _word_sum(part, entry)
+                sums.add(entry.position, _word_sum(part, entry))
         return sums
+
+
+class _Sums:
+    """Sums by the position of their entry, added up at the end: per tensor a GPU is asked for one kernel."""
+
+    def __init__(self, num_entries: int) -> None:
+        self._num_entries = num_entries
+        self._positions: list[int] = []
+        self._values: list[Tensor] = []
+
+    def add(self, position: int, value: Tensor) -> None:
+        self._positions.append(position)
+        self._values.append(value)
+
+    def total(self, device: torch.device) -> Tensor:
+        """[entries] int64"""
+        zeros = torch.zeros(self._num_entries, dtype=torch.int64, device=device)
+        if not self._values:
+            return zeros
+        return zeros.index_add_(0, torch.tensor(self._positions, device=device), torch.stack(self._values))
 
 
 def _word_sum(tensor: Tensor, entry: _Entry) -> Tensor:

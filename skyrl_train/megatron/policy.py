@@ -21,7 +21,7 @@ from skyrl_train.device import device, peak_flops
 from skyrl_train.hub import local_folder
 from skyrl_train.megatron.export import export, export_specs, save_hf
 from skyrl_train.megatron.flops import model_cost
-from skyrl_train.megatron.gather import to_first_stage
+from skyrl_train.megatron.gather import to_every_stage, to_first_stage
 from skyrl_train.megatron.live_sums import LiveSums
 from skyrl_train.megatron.lora_export import adapter_specs, export_adapter, merged, save_adapter
 from skyrl_train.megatron.memory import OPTIMIZER, WEIGHTS, DeviceMemory
@@ -194,6 +194,10 @@ class MegatronPolicy:
         if lora is not None and lora.config.sync == "adapter":
             return adapter_specs(lora, dtype)
         return export_specs(self.model, dtype)
+
+    def export_to_every_stage(self, dtype: torch.dtype) -> tuple[list[TensorSpec], Iterator[tuple[str, Tensor]]]:
+        """As `export_to_first_stage`, with the tensors of all stages on every rank."""
+        return to_every_stage(self.export_specs(dtype), self.export(dtype))
 
     def export_to_first_stage(self, dtype: torch.dtype) -> tuple[list[TensorSpec], Iterator[tuple[str, Tensor]]]:
         """Specs and tensors of all stages, for one sender; all ranks must drain the tensors. See megatron/gather.py."""

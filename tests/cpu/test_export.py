@@ -16,7 +16,7 @@ from torch import Tensor
 
 from skyrl_train.config import MegatronConfig
 from skyrl_train.megatron.export import export, export_specs, save_hf
-from skyrl_train.megatron.gather import to_first_stage
+from skyrl_train.megatron.gather import to_every_stage, to_first_stage
 from skyrl_train.megatron.layout_check import OPTIMIZER
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.model import build_model, build_optimizer
@@ -57,6 +57,9 @@ def _export(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, str, t
     stream = [(name, tensor.clone()) for name, tensor in export(model, dtype)]
     all_specs, all_tensors = to_first_stage(export_specs(model, dtype), export(model, dtype))
     gathered = [(name, tensor.clone()) for name, tensor in all_tensors]
+    spread_specs, spread_tensors = to_every_stage(export_specs(model, dtype), export(model, dtype))
+    assert spread_specs == all_specs
+    spread = [(name, tensor.clone()) for name, tensor in spread_tensors]
     save_hf(model, path, target)
     return {
         "specs": specs,
@@ -65,6 +68,7 @@ def _export(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, str, t
         "stage": ranks.pp_rank,
         "all specs": [(spec.name, spec.dtype, tuple(spec.shape)) for spec in all_specs],
         "gathered": gathered,
+        "spread": spread,
     }
 
 
@@ -91,6 +95,11 @@ def test_every_weight_leaves_once_as_it_came(family: str, processes: int, sizes:
     assert [name for name, _ in first["gathered"]] == names
     assert all(torch.equal(tensor, source[name]) for name, tensor in first["gathered"])
     assert first["all specs"] == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in first["gathered"]]
+
+    # For receivers beside each rank: all of it on every rank.
+    for part in parts:
+        assert [name for name, _ in part["spread"]] == names
+        assert all(torch.equal(tensor, source[name]) for name, tensor in part["spread"])
 
     saved = tensors_of(tmp_path / "saved")
     assert saved.keys() == source.keys()
