@@ -33,7 +33,8 @@ from random_model import SHAPES, write_checkpoint
 from rich.console import Console
 from rich.table import Table
 
-from skyrl_train.cluster.launch import launch
+from skyrl_train.cluster.launch import Processes, launch
+from skyrl_train.cluster.release import WEIGHTS
 from skyrl_train.cluster.session import connect
 from skyrl_train.config import Config, load_config
 from skyrl_train.device import device_type
@@ -113,12 +114,18 @@ async def run_syncs(config: Config, count: int, folder: Path) -> list[dict[str, 
         try:
             found = []
             for _ in range(count):
+                moved = await _make_room(processes) if config.trainer.placement.colocate_all else {}
                 result = await processes.policy.send_weights(processes.engines, config.generator.model_dtype)
+                if config.trainer.placement.colocate_all:
+                    moved |= await _give_room(processes)
                 found.append(
-                    {
+                    moved
+                    | {
                         "num_bytes": float(result.num_bytes),
                         "num_tensors": float(sum(len(report.digests) for report in result.reports)),
                         "whole": result.seconds,
+                        "begin": result.begin_s,
+                        "finish": result.finish_s,
                         "send": sum(report.seconds for report in result.reports),
                         "plan": sum(report.plan_s for report in result.reports),
                         "convert": sum(report.convert_s for report in result.reports),
@@ -130,6 +137,23 @@ async def run_syncs(config: Config, count: int, folder: Path) -> list[dict[str, 
             return found
         finally:
             await processes.stop()
+
+
+async def _make_room(processes: Processes) -> dict[str, float]:
+    started = time.perf_counter()
+    await processes.engines.sleep()
+    asleep = time.perf_counter()
+    moved = await processes.release.enter(processes.policy, WEIGHTS)
+    before = time.perf_counter()
+    await processes.engines.wake_weights()
+    return {"sleep": asleep - started, "reload weights": moved.seconds, "wake weights": time.perf_counter() - before}
+
+
+async def _give_room(processes: Processes) -> dict[str, float]:
+    moved = await processes.release.leave(processes.policy, WEIGHTS)
+    before = time.perf_counter()
+    await processes.engines.wake_kv_cache()
+    return {"offload weights": moved.seconds, "wake KV cache": time.perf_counter() - before}
 
 
 class LoadsAlone:
@@ -327,7 +351,9 @@ def show(report: dict[str, Any]) -> None:
     parts |= {"first sync": report["first_s"], "second sync": report["second_s"]}
     names = {
         "whole": "later syncs, pause to resume",
-        "send": "  of it: sending",
+        "begin": "  pause, open the update",
+        "finish": "  compare, close, resume",
+        "send": "  sending",
         "plan": "    plan",
         "convert": "    gather and convert",
         "pack": "    pack",
@@ -335,6 +361,7 @@ def show(report: dict[str, Any]) -> None:
         "wait": "    wait for the engine",
     }
     parts |= {label: report["later"][name] for name, label in names.items()}
+    parts |= {name: s for name, s in report["later"].items() if name not in names and not name.startswith("num_")}
     for label, seconds in parts.items():
         table.add_row(label, f"{seconds:.4f}", f"{report['gigabytes'] / seconds:.1f}" if seconds > 1e-4 else "")
     Console().print(table)

@@ -171,18 +171,16 @@ def test_copies_into_parameters_leave_what_a_fresh_engine_has(kind: str, tmp_pat
     for file in folders[1].glob("*.safetensors"):  # other weights
         changed = {name: (tensor.float() * 1.5 + 0.01).to(tensor.dtype) for name, tensor in load_file(file).items()}
         save_file(changed, file, metadata={"format": "pt"})
-    queue: Any = CONTEXT.Queue()
-
-    def ask(folder: Path, updates: list[Path]) -> Any:
-        process = CONTEXT.Process(target=_answers, args=(folder, updates, queue))
-        process.start()
-        answer = queue.get(timeout=240)
-        process.join()
-        return answer
-
-    fresh = [ask(folder, [])[0][1] for folder in folders]
     order = [1, 0, 1, 0, 1]
-    updated = ask(folders[0], [folders[which] for which in order])
+    asked = [(folders[0], []), (folders[1], []), (folders[0], [folders[which] for which in order])]
+    queues: list[Any] = [CONTEXT.Queue() for _ in asked]
+    processes = [CONTEXT.Process(target=_answers, args=(*one, queue)) for one, queue in zip(asked, queues, strict=True)]
+    for process in processes:
+        process.start()
+    *fresh, updated = [queue.get(timeout=240) for queue in queues]
+    fresh = [answers for ((_, answers),) in fresh]
+    for process in processes:
+        process.join()
     # Whether the plan is in use is told after the update that proved it.
     assert [direct for direct, _ in updated] == [False, True, True, True, True]
     for which, (_, answers) in zip(order, updated, strict=True):
