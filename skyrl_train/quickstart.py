@@ -12,8 +12,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -32,6 +33,8 @@ BATCH_SIZE = 128
 # 0.79).
 LEARNING_RATE = 3e-3
 STEPS_BETWEEN_CHECKS = 5
+Example = tuple[list[int], int]
+"""Token ids of prompt and answer, and how many are the prompt's."""
 MAX_STEPS = 1500
 
 
@@ -48,41 +51,65 @@ def prepare(config: Config) -> None:
         if str(path) in (*config.data.train_data, *config.data.val_data) and not path.exists():
             task.write_rows(path, rows)
     if Path(config.trainer.policy.model.path) == MODEL and not MODEL.exists():
-        command = [sys.executable, "-m", "skyrl_train.quickstart", str(MODEL), str(config.trainer.seed)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
-        # In a session of its own: Ctrl-C then reaches this process alone, which ends the other without a stack.
-        if subprocess.run(command, env=environment, start_new_session=True).returncode != 0:
-            raise ConfigError([f"the warm start that makes {MODEL} failed; its own message stands above"])
+        run_warm_start("skyrl_train.quickstart", MODEL, config.trainer.seed)
+
+
+def run_warm_start(module: str, folder: Path, seed: int) -> None:
+    """`python -m module folder seed` in a process of its own. Raises: ConfigError if it fails."""
+    command = [sys.executable, "-m", module, str(folder), str(seed)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
+    # In a session of its own: Ctrl-C then reaches this process alone, which ends the other without a stack.
+    if subprocess.run(command, env=environment, start_new_session=True).returncode != 0:
+        raise ConfigError([f"the warm start that makes {folder} failed; its own message stands above"])
 
 
 def warm_start(folder: Path, seed: int) -> None:
     """Make the model at `folder`. It appears there only when it is finished."""
+    train_rows, validation_rows = task.addition_rows(seed=0)
+    tokenizer = task.tokenizer()
+    validation = batch_of([_tokens(row, tokenizer) for row in validation_rows])
+    fine_tune(
+        folder,
+        seed,
+        [_tokens(row, tokenizer) for row in train_rows],
+        lambda policy: sampled_accuracy(policy, validation),
+        TARGET_ACCURACY,
+        "the model samples {:.0%} of the held-out sums right",
+    )
+
+
+def fine_tune(
+    folder: Path,
+    seed: int,
+    examples: Sequence[Example],
+    measure: Callable[[MegatronPolicy], float],
+    target: float,
+    says: str,
+) -> None:
+    """Train an untrained model on random batches of the examples until the measure reaches the target.
+
+    Args: says: the last words on the console, with a place for the measure.
+    Raises: RuntimeError if it does not.
+    """
     console = Console()
     started = time.perf_counter()
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     _write_untrained(draft, seed)
-    train_rows, validation_rows = task.addition_rows(seed=0)
-    tokenizer = task.tokenizer()
     policy = _policy(draft, seed)
-    validation = _batch([_tokens(row, tokenizer) for row in validation_rows])
-    examples = [_tokens(row, tokenizer) for row in train_rows]
     draw = random.Random(seed)
     for step in range(1, MAX_STEPS + 1):
-        policy.update(_batch(draw.sample(examples, BATCH_SIZE)))
-        if step % STEPS_BETWEEN_CHECKS == 0 and (accuracy := sampled_accuracy(policy, validation)) >= TARGET_ACCURACY:
+        policy.update(batch_of(draw.sample(examples, BATCH_SIZE)))
+        if step % STEPS_BETWEEN_CHECKS == 0 and (reached := measure(policy)) >= target:
             break
     else:
-        raise RuntimeError(f"the warm start did not reach an accuracy of {TARGET_ACCURACY} in {MAX_STEPS} steps")
+        raise RuntimeError(f"the warm start did not reach {target} in {MAX_STEPS} steps")
     policy.save_hf(str(draft / "trained"))
     folder.parent.mkdir(parents=True, exist_ok=True)
     (draft / "trained").rename(folder)
     shutil.rmtree(draft)
     seconds = time.perf_counter() - started
-    console.print(
-        f"warm start: {step} SFT steps in {seconds:.0f} s; the model samples {accuracy:.0%} of the held-out sums right",
-        highlight=False,
-    )
+    console.print(f"warm start: {step} SFT steps in {seconds:.0f} s; {says.format(reached)}", highlight=False)
 
 
 def sampled_accuracy(policy: MegatronPolicy, batch: TrainBatch) -> float:
@@ -141,14 +168,17 @@ def _policy(folder: Path, seed: int) -> MegatronPolicy:
     )
 
 
-def _tokens(row: task.Row, tokenizer: object) -> tuple[list[int], int]:
-    """Token ids of prompt and answer, and how many are the prompt's."""
-    prompt = tokenizer.encode(row["prompt"][0]["content"], add_special_tokens=False)  # type: ignore[attr-defined]
-    answer = tokenizer.encode(row["reward_spec"]["ground_truth"], add_special_tokens=False)  # type: ignore[attr-defined]
-    return [*prompt, *answer, tokenizer.eos_token_id], len(prompt)  # type: ignore[attr-defined]
+def _tokens(row: task.Row, tokenizer: Any) -> Example:
+    return example(row["prompt"][0]["content"], row["reward_spec"]["ground_truth"], tokenizer)
 
 
-def _batch(examples: list[tuple[list[int], int]]) -> TrainBatch:
+def example(prompt: str, answer: str, tokenizer: Any) -> Example:
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    answer_ids = tokenizer.encode(answer, add_special_tokens=False)
+    return [*prompt_ids, *answer_ids, tokenizer.eos_token_id], len(prompt_ids)
+
+
+def batch_of(examples: Sequence[Example]) -> TrainBatch:
     """One mini-batch of one micro-batch; the loss is the mean over answer tokens."""
     import torch
 

@@ -16,6 +16,7 @@ from skyrl_gym.metrics import default_aggregate_metrics
 BUILT_IN = {
     "addition": "skyrl_train.envs.addition:AdditionEnv",
     "guess_number": "skyrl_train.envs.guess_number:GuessNumberEnv",
+    "yes_no_maybe": "skyrl_train.envs.yes_no_maybe:YesNoMaybeEnv",
 }
 
 

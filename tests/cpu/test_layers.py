@@ -26,6 +26,7 @@ ROWS = """
     cluster
     trainer
     quickstart quickstart_task sft_quickstart
+    yes_no_maybe
     entrypoints
 """
 LAYER = {name: number for number, row in enumerate(ROWS.split("\n")) for name in row.split()}
