@@ -13,6 +13,7 @@ import ray
 import torch
 from torch import Tensor
 
+from skyrl_train.algorithms.objective import Objective
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.worker_group import Reach, WorkerGroup
@@ -105,6 +106,10 @@ class ReferenceGroup:
         await self.start(self._kwargs)
         return []
 
+    async def kill(self) -> None:
+        """End processes that may be dead or hang, for `restart`."""
+        await self._group.shutdown()
+
     async def memory(self) -> list[dict[str, float]]:
         """What each rank holds, as `device.memory_in_use`; empty while it is ended."""
         return await self._group.memory()
@@ -190,6 +195,15 @@ class PolicyGroup:
         await self._connect()
         return moved
 
+    async def kill(self) -> None:
+        """End processes that may be dead or hang; updates since the last `save_state` are lost."""
+        await self._group.shutdown()
+
+    async def restart_from(self, folder: str | None, policy_version: int) -> None:
+        """As `restart`, from the state in `folder`, which is of this version; None means the model as it came."""
+        self._state_folder, self.policy_version, self.has_changed = folder, policy_version, False
+        await self.restart()
+
     async def memory(self) -> list[dict[str, float]]:
         """What each rank holds, as `device.memory_in_use`; empty while it is ended."""
         return await self._group.memory()
@@ -230,11 +244,11 @@ class PolicyGroup:
         return sum(result for place, result in zip(self._ranks, results, strict=True) if place.reports)
 
     async def update(
-        self, shards: Shards, ref_logprobs: Sequence[Any] | None, epochs: int
+        self, shards: Shards, ref_logprobs: Sequence[Any] | None, epochs: int, objective: Objective | None = None
     ) -> tuple[Metrics, UpdateTotals]:
-        """One optimizer step per mini-batch and epoch on all ranks."""
+        """One optimizer step per mini-batch and epoch on all ranks, of the given objective or else the policy's own."""
         refs = [None] * self.dp_size if ref_logprobs is None else ref_logprobs
-        args = [(s, r, epochs) for s, r in zip(self._of_rank(shards.refs), self._of_rank(refs), strict=True)]
+        args = [(s, r, epochs, objective) for s, r in zip(self._of_rank(shards.refs), self._of_rank(refs), strict=True)]
         self.has_changed = True
         reports: list[UpdateReport] = await self._group.each("update", args)
         self.policy_version += epochs * len(shards.batches[0].mini_batches)

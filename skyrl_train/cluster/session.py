@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import AuthenticationError
 
 from skyrl_train.device import device_type
 
@@ -71,6 +72,31 @@ def connect() -> Iterator[Cluster]:
         )
     finally:
         ray.shutdown()
+
+
+def attach(address: str) -> None:
+    """Join a cluster that runs, until `ray.shutdown`. Args: address is host:port, or "auto" for this node's.
+
+    Raises: ValueError if it does not answer.
+    """
+    _keep_rays_words_from_console()
+    _check_answers(address)
+    try:
+        with _signal_handlers_kept():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
+    except (ConnectionError, AuthenticationError) as error:
+        if isinstance(error, AuthenticationError) or isinstance(_first_cause(error), AuthenticationError):
+            raise ValueError(
+                f"the Ray cluster at {address!r} refused this program's token: set RAY_AUTH_MODE=token, and "
+                "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH where the cluster was started with them"
+            ) from error
+        raise ValueError(f"no Ray cluster answers at {address!r}") from error
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return error
 
 
 def _check_answers(address: str) -> None:

@@ -54,14 +54,13 @@ def load_examples(
     Raises: ValueError naming source and row if a source is missing or unreadable or a row is malformed or trains
         nothing; ValueError if no row is left.
     """
-    reader = _Reader(tokenizer, assistant_turns, chat_template_kwargs)
+    reader = ExampleReader(tokenizer, assistant_turns, chat_template_kwargs)
     examples: list[Example] = []
     lengths: list[int] = []
     num_truncated = num_ended = 0
     for where, row in read_rows(sources):
         try:
-            ids, mask = reader.tokens(row)
-            _check_tokens(ids, mask, vocab_size)
+            ids, mask = reader.checked_tokens(row, vocab_size)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         lengths.append(len(ids))
@@ -90,12 +89,18 @@ def _why_none_is_left(lengths: list[int], max_length: int, truncate: bool) -> st
     )
 
 
-class _Reader:
+class ExampleReader:
     """Rows of any format -> tokens. A tokenizer without chat template is no error until a conversation comes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: str, chat_template_kwargs: Mapping[str, Any]) -> None:
         self._tokenizer, self._turns, self._kwargs = tokenizer, turns, chat_template_kwargs
         self._conversations: dict[str, Conversations] = {}
+
+    def checked_tokens(self, row: dict[str, Any], vocab_size: int) -> Tokens:
+        """Tokens that a model of this vocabulary can be trained on. Raises: ValueError without the row's place."""
+        ids, mask = self.tokens(row)
+        check_tokens(ids, mask, vocab_size)
+        return ids, mask
 
     def tokens(self, row: dict[str, Any]) -> Tokens:
         """Raises: ValueError without the row's place."""
@@ -167,7 +172,8 @@ def _numbers(row: dict[str, Any], column: str) -> list[int] | None:
     return value
 
 
-def _check_tokens(ids: list[int], mask: list[bool], vocab_size: int) -> None:
+def check_tokens(ids: list[int], mask: list[bool], vocab_size: int) -> None:
+    """Raises: ValueError for a token that the model does not have, or if none would be trained."""
     if outside := [token for token in ids if not 0 <= token < vocab_size]:
         raise ValueError(f"token {outside[0]} is outside the model's vocabulary of {vocab_size}")
     if not any(mask[1:]):

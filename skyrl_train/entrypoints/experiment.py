@@ -25,11 +25,8 @@ from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.tracking.transcripts import TranscriptLog
 from skyrl_train.trainer.evaluation import Evaluation
-from skyrl_train.trainer.memory_report import MemoryReport
-from skyrl_train.trainer.publish import Publisher
-from skyrl_train.trainer.residency import Colocated, Dedicated, Residency
-from skyrl_train.trainer.rules import advantage, micro_batch_rules, objective, sampling_params
-from skyrl_train.trainer.sync_check import SyncCheck
+from skyrl_train.trainer.learner import build_learner
+from skyrl_train.trainer.rules import objective, sampling_params
 from skyrl_train.trainer.trainer import Parts, Trainer
 from skyrl_train.types import Prompt
 
@@ -122,9 +119,7 @@ class Experiment(Run[Config, Processes]):
         )
         collector = Collector(sampler)
         progress = ConsoleProgress(self._console)
-        rules = micro_batch_rules(trainer, self.model_config, processes.policy.dp_size)
-        coarser_dtype = "bfloat16" if trainer.bf16 else generator.model_dtype
-        check = SyncCheck(trainer.verify_sync_every, coarser_dtype, rules, on_gpu=processes.cluster.has_gpus)
+        timers = Timers()
         return Parts(
             prompts=Order(self.train_prompts, batch_size=trainer.train_batch_size, seed=trainer.seed),
             collector=collector,
@@ -136,24 +131,13 @@ class Experiment(Run[Config, Processes]):
                 sampling_params=sampling_params(generator.eval_sampling_params),
                 batch_size=trainer.eval_batch_size,
             ),
-            advantage=advantage(trainer.algorithm),
-            rules=rules,
+            learner=build_learner(config, self.model_config, processes, timers),
             policy=processes.policy,
-            reference=processes.reference,
-            residency=self._residency(processes, check),
             tracker=tracker,
             transcripts=transcripts,
             progress=progress,
-            timers=Timers(),
+            timers=timers,
         )
-
-    def _residency(self, processes: Processes, check: SyncCheck) -> Residency:
-        policy, reference, engines = processes.policy, processes.reference, processes.engines
-        publisher = Publisher(policy, engines, self.config.generator.model_dtype, check)
-        report = MemoryReport(policy, reference, engines)
-        if not self.config.trainer.placement.colocate_all:
-            return Dedicated(publisher, report)
-        return Colocated(policy, reference, engines, publisher, processes.release, report)
 
     def introduction(self, layout: str) -> dict[str, str]:
         trainer, generator = self.config.trainer, self.config.generator

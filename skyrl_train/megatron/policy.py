@@ -122,19 +122,27 @@ class MegatronPolicy:
         terms, _ = LOSSES[goal.loss](logprobs, logprobs, advantages, goal.settings)
         return float(weighted_sum(terms.double(), batch.loss_weights.double()))
 
-    def update(self, batch: TrainBatch, ref_logprobs: Tensor | None = None, epochs: int = 1) -> UpdateReport:
-        """One optimizer step per mini-batch and epoch.
+    def update(
+        self,
+        batch: TrainBatch,
+        ref_logprobs: Tensor | None = None,
+        epochs: int = 1,
+        objective: Objective | None = None,
+    ) -> UpdateReport:
+        """One optimizer step per mini-batch and epoch, of the given objective or else the policy's own.
 
         Without kept old logprobs the first forward pass of a mini-batch yields them, which is exact only for a step of
         one mini-batch and one epoch.
         """
         self._memory.require("update", WEIGHTS, OPTIMIZER)
         with self._tracer("update"):
-            report = self._update(batch, ref_logprobs, epochs)
+            report = self._update(batch, ref_logprobs, epochs, objective or self._objective)
         self._tracer.step += 1
         return report
 
-    def _update(self, batch: TrainBatch, ref_logprobs: Tensor | None, epochs: int) -> UpdateReport:
+    def _update(
+        self, batch: TrainBatch, ref_logprobs: Tensor | None, epochs: int, objective: Objective
+    ) -> UpdateReport:
         started = time.perf_counter()
         old, self._old_logprobs = self._old_logprobs, None
         passes: list[PassMetrics] = []
@@ -150,7 +158,7 @@ class MegatronPolicy:
                     chunk.zero_grad_buffer()
                 self._optimizer.zero_grad()
                 with span("forward_backward"):
-                    passes.append(forward_backward(self.model, micro_batches, self._objective, with_entropy=first))
+                    passes.append(forward_backward(self.model, micro_batches, objective, with_entropy=first))
                 lr = learning_rate(self.policy_version, self._num_optimizer_steps, self._optimizer_config)
                 set_learning_rate(self._optimizer, lr, self._optimizer_config.weight_decay)
                 with span("optimizer"):

@@ -18,13 +18,12 @@ def training_performance(num_tokens: int, update: UpdateTotals, timers: Timers) 
     return metrics if update.mfu is None else metrics | {"perf/mfu": update.mfu}
 
 
-def performance_metrics(groups: Sequence[Group], update: UpdateTotals, sync: SyncResult, timers: Timers) -> Metrics:
-    """`perf/*` of a step of reinforcement learning."""
-    timings = timers.metrics()
-    samples = [sample for group in groups for sample in group.samples]
-    written = sum(int(sample.loss_mask.sum()) for sample in samples)
-    tokens = sum(len(sample.token_ids) for sample in samples)
-    return {
-        "perf/generate_tokens_per_s": written / timings["timing/generate"],
-        "perf/sync_gb_per_s": sync.num_bytes / sync.seconds / 1e9,
-    } | training_performance(tokens, update, timers)
+def rollout_performance(groups: Sequence[Group], timers: Timers) -> Metrics:
+    """`perf/*` of drawing the samples."""
+    written = sum(int(sample.loss_mask.sum()) for group in groups for sample in group.samples)
+    return {"perf/generate_tokens_per_s": written / timers.metrics()["timing/generate"]}
+
+
+def sync_performance(sync: SyncResult) -> Metrics:
+    """`perf/*` of a weight sync."""
+    return {"perf/sync_gb_per_s": sync.num_bytes / sync.seconds / 1e9}

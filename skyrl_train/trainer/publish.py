@@ -39,7 +39,7 @@ class Publisher:
         compute what `verify` compares with."""
         self._num_syncs += 1
         result = await self._send()
-        due = self._check.is_due(self._num_syncs)
+        due = self._check.is_due(self._num_syncs) and self._check.has_samples(groups)
         return result, await self._check.expect(self._policy, groups) if due else None
 
     async def verify(self, expected: Expected | None) -> None:

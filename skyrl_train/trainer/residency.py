@@ -7,7 +7,7 @@ move. `Colocated`: they take turns on the same devices.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, Protocol
 
 from skyrl_train.cluster.engine_group import EngineGroup
@@ -17,6 +17,8 @@ from skyrl_train.ranks import Moved
 from skyrl_train.trainer.memory_report import MemoryReport
 from skyrl_train.trainer.publish import Publisher
 from skyrl_train.types import Group, Metrics
+
+Start = Callable[[], Awaitable[None]]
 
 
 class Residency(Protocol):
@@ -36,6 +38,12 @@ class Residency(Protocol):
 
     async def for_saving(self) -> None:
         """The policy's weights can be read."""
+
+    async def start_again(self, policy: Start, reference: Start) -> None:
+        """After a failure: have new processes of the trainers started, whatever the old ones, which are gone, held.
+
+        The engines then have no right to answer before `sync_weights` and `for_rollout`.
+        """
 
     def metrics(self) -> Metrics:
         """Of what moved since the last call."""
@@ -62,6 +70,10 @@ class Dedicated:
 
     async def for_saving(self) -> None:
         """Policy weights are on their devices already."""
+
+    async def start_again(self, policy: Start, reference: Start) -> None:
+        await reference()
+        await policy()
 
     def metrics(self) -> Metrics:
         return self._report.metrics()
@@ -139,6 +151,16 @@ class Colocated:
             await self._timed("engine_sleep", self._engines.sleep(keep_weights=True))
             self._engines_are = "asleep"
         await self._policy_enters(WEIGHTS)
+
+    async def start_again(self, policy: Start, reference: Start) -> None:
+        await self._engines_leave()
+        self._policy_parts = frozenset()
+        await reference()
+        if self._reference is not None:
+            self._note("offload", await self._release.leave(self._reference))
+        self._reference_is_in = False
+        await policy()
+        self._policy_parts = frozenset((WEIGHTS, OPTIMIZER))
 
     def metrics(self) -> Metrics:
         metrics = self._report.metrics()

@@ -53,6 +53,10 @@ class SyncCheck:
         """Syncs count from 1."""
         return self._every > 0 and (sync == 1 or sync % self._every == 0)
 
+    def has_samples(self, groups: Sequence[Group]) -> bool:
+        """Whether there are samples to compare on, these or those of an earlier call."""
+        return self._batch is not None or bool(groups)
+
     async def run(self, policy: PolicyGroup, engines: EngineGroup, groups: Sequence[Group]) -> None:
         """Compare on the samples of the first call.
 

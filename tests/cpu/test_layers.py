@@ -25,13 +25,14 @@ ROWS = """
     inference
     cluster
     trainer
+    service
     quickstart quickstart_task sft_quickstart
     yes_no_maybe
     entrypoints
 """
 LAYER = {name: number for number, row in enumerate(ROWS.split("\n")) for name in row.split()}
 ONLY_IN = {
-    "ray": {"cluster", "entrypoints"},
+    "ray": {"cluster", "service", "entrypoints"},
     "vllm": {"inference"},
     "triton": {"kernels"},
     "megatron": {"megatron"},

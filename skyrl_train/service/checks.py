@@ -1,0 +1,27 @@
+"""What of a configuration cannot work in a service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from skyrl_train.config import Config, ConfigError
+from skyrl_train.config_checks import check
+from skyrl_train.config_checks_lora import lora_problems
+from skyrl_train.model_checks import model_problems
+
+
+def check_service(config: Config) -> None:
+    """Raises: ConfigError with everything that cannot work. The data keys are not read: callers bring the samples."""
+    check(config, None, files=False)
+    problems = [*_problems(config), *model_problems(config), *lora_problems(config.trainer.policy.model.lora)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _problems(config: Config) -> Iterator[str]:
+    scheduler = config.trainer.policy.optimizer_config.scheduler
+    if scheduler != "constant_with_warmup":
+        yield (
+            f"trainer.policy.optimizer_config.scheduler is {scheduler}, which falls towards the last step, and a "
+            "service has none: use constant_with_warmup"
+        )

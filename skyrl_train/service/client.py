@@ -1,0 +1,200 @@
+"""The handle by which programs use a service; many may hold one, and may come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from skyrl_train.cluster.session import Cluster, attach, connect, worker_environment
+from skyrl_train.config import Config
+from skyrl_train.service.actor import ServiceActor, State
+from skyrl_train.service.checks import check_service
+from skyrl_train.service.job import ChatSample, TokenSample
+from skyrl_train.service.queue import ServiceBroken
+from skyrl_train.types import Metrics
+
+NAMESPACE = "skyrl_train"
+POLL_S = 20.0
+MAX_CONCURRENCY = 1000
+"""Jobs that wait and readers of metrics are calls in flight."""
+Group = Sequence[ChatSample | TokenSample | Mapping[str, Any]]
+
+
+class TrainingService:
+    """A policy that is trained on what callers hand in, while its engines answer over HTTP."""
+
+    def __init__(self, actor: Any, name: str, address: str, state: State, at_end: ExitStack) -> None:
+        """Use `start` or `connect`."""
+        self._actor, self._state, self._at_end = actor, state, at_end
+        self.name = name
+        self.address = address
+        """Of its Ray cluster, for `connect`."""
+
+    @classmethod
+    def start(cls, config: Config, name: str = "trainer", *, keep_state: bool = True) -> TrainingService:
+        """Start a service and wait until it is ready.
+
+        It lives in the Ray cluster that this program has joined, or that RAY_ADDRESS names, and outlives this program
+        there. Without either a local Ray is started, which ends with this program.
+
+        Args: keep_state: write the trainer's state after each job (weights and optimizer, into
+            trainer.placement.state_path), so that a job that dies halfway can be taken back.
+        Raises: ValueError if it cannot work or the name is taken; RemoteFailed if a process cannot start.
+        """
+        check_service(config)
+        with ExitStack() as stack:
+            cluster = _joined() if ray.is_initialized() else stack.enter_context(connect())
+            if _find(name) is not None:
+                raise ValueError(
+                    f"a service {name!r} runs in this cluster: use TrainingService.connect({name!r}), or another name"
+                )
+            actor = _place(name).remote(os.getcwd(), config)
+            stack.callback(ray.kill, actor)
+            state = _answer(actor.open.remote(cluster, keep_state))
+            at_end = stack.pop_all()
+        return cls(actor, name, cluster.address, state, at_end)
+
+    @classmethod
+    def connect(cls, name: str = "trainer", address: str = "auto") -> TrainingService:
+        """Use a service that runs. Args: address of its Ray cluster; not read where this program has joined one.
+
+        Raises: ValueError if there is no such cluster or service.
+        """
+        with ExitStack() as stack:
+            if not ray.is_initialized():
+                attach(address)
+                stack.callback(ray.shutdown)
+            actor = _find(name)
+            if actor is None:
+                raise ValueError(f"no service {name!r} runs in the Ray cluster {address}")
+            state = _answer(actor.state.remote())
+            stack.pop_all()
+        return cls(actor, name, str(ray.get_runtime_context().gcs_address), state, ExitStack())
+
+    async def train(self, groups: Sequence[Group]) -> Metrics:
+        """Train on groups, each a list of the samples of one prompt (docs/service.md). Returns: the job's metrics.
+
+        When it returns the engines serve the new version, and all memory that the job took is free again.
+        Raises: ValueError naming the group and sample, before anything is queued; JobFailed if the job had no effect;
+            ServiceBroken if the service can train no more.
+        """
+        return await self._call(self._actor.train.remote([list(group) for group in _listed(groups)]))
+
+    async def train_sft(self, rows: Sequence[Mapping[str, Any]]) -> Metrics:
+        """One step of supervised fine-tuning on rows as in docs/sft.md. Returns and raises: as `train`."""
+        return await self._call(self._actor.train_sft.remote(list(_listed(rows))))
+
+    async def save(self, folder: str) -> None:
+        """Write a Hugging Face checkpoint of the model as it is when the jobs before are done. Raises: as `train`.
+
+        Args: folder on the nodes of the trainer.
+        """
+        await self._call(self._actor.save.remote(os.path.abspath(os.path.expanduser(folder))))
+
+    async def metrics(self, after: int = 0) -> AsyncIterator[Metrics]:
+        """The metrics of each finished job, as it finishes, without end; first those of jobs after number `after`.
+
+        `service/job` is the number. Raises: ServiceBroken when the service has ended.
+        """
+        while True:
+            after, records = await self._call(self._actor.metrics_after.remote(after, POLL_S))
+            for record in records:
+                yield record
+
+    @property
+    def openai_base_url(self) -> str:
+        """Of the first engine. Raises: ValueError if it offers none."""
+        return self.openai_base_urls[0]
+
+    @property
+    def openai_base_urls(self) -> tuple[str, ...]:
+        """Of all engines, for clients that spread their requests. Raises: ValueError if there are none."""
+        self._state = _answer(self._actor.state.remote())
+        if not self._state.urls:
+            raise ValueError("the service's engines have no HTTP endpoint: set generator.enable_http_endpoint=true")
+        return tuple(f"{url}/v1" for url in self._state.urls)
+
+    @property
+    def model_name(self) -> str:
+        """NAME over HTTP: the newest weights; `NAME@VERSION` is this version or an error."""
+        return self._state.model_name
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights that the engines serve now."""
+        self._state = _answer(self._actor.state.remote())
+        return self._state.policy_version
+
+    @property
+    def run_dir(self) -> str:
+        """Its metrics.jsonl and logs, on the service's node."""
+        return self._state.run_dir
+
+    def stop(self) -> None:
+        """End the service, all its processes, and the local Ray if `start` started one."""
+        try:
+            _answer(self._actor.close.remote())
+        finally:
+            ray.kill(self._actor)
+            self._at_end.close()
+
+    async def _call(self, ref: Any) -> Any:
+        try:
+            return await asyncio.wrap_future(ref.future())
+        except (RayTaskError, RayActorError) as error:
+            raise _plain(error) from None
+
+
+def _listed(value: Any) -> Any:
+    """Iterables as they are; anything else for the service to refuse in its own words."""
+    return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
+def _answer(ref: Any) -> Any:
+    try:
+        return ray.get(ref)
+    except (RayTaskError, RayActorError) as error:
+        raise _plain(error) from None
+
+
+def _plain(error: Exception) -> Exception:
+    """The service's own error, without Ray around it."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        return error.cause
+    return ServiceBroken(f"the service's process has ended: {error}")
+
+
+def _find(name: str) -> Any | None:
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _place(name: str) -> Any:
+    here = ray.get_runtime_context().get_node_id()
+    return ray.remote(ServiceActor).options(  # type: ignore[attr-defined]
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        num_cpus=0,
+        max_concurrency=MAX_CONCURRENCY,
+        runtime_env={"env_vars": worker_environment()},
+        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
+    )
+
+
+def _joined() -> Cluster:
+    """The cluster that this program has joined by itself."""
+    return Cluster(
+        address=str(ray.get_runtime_context().gcs_address),
+        is_local=False,
+        has_gpus=ray.cluster_resources().get("GPU", 0) > 0,
+    )

@@ -1,0 +1,108 @@
+"""What a job does to the processes, and how they come back to the last version after one that failed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.cluster.launch import Processes
+from skyrl_train.service.job import Job, SaveJob, TrainJob
+from skyrl_train.tracking.timers import Timers
+from skyrl_train.trainer.learner import Learner
+from skyrl_train.types import Metrics
+
+log = logging.getLogger(__name__)
+
+NEEDS_LOGPROBS = "policy/rollout_train_logprobs_"
+
+
+class Learning:
+    """Runs jobs; between two of them the engines serve `policy_version` and all borrowed memory is free."""
+
+    def __init__(
+        self, processes: Processes, learner: Learner, timers: Timers, *, state_path: str | None, max_model_len: int
+    ) -> None:
+        """Args:
+        state_path: folder of the policy's state after each job; None keeps none, and a failed update ends the service.
+        max_model_len: tokens that an engine can score.
+        """
+        self._processes, self._learner, self._timers = processes, learner, timers
+        self._folders = None if state_path is None else [str(Path(state_path, name)) for name in ("a", "b")]
+        self._max_model_len = max_model_len
+        self._saved: str | None = None
+        """The state of policy_version; None while that is the model as it came."""
+        self._unfinished: str | None = None
+        self.policy_version = processes.policy.policy_version
+
+    async def run(self, job: Job) -> Metrics:
+        """Do it, and return when the engines answer with what came of it and the trainers' memory is free."""
+        if isinstance(job, SaveJob):
+            await self._learner.residency.for_saving()
+            await self._processes.policy.save_hf(job.folder)
+            await self._learner.residency.for_rollout()
+            return {}
+        self._timers.reset()
+        with self._timers("step"):
+            metrics = await self._train(job) if isinstance(job, TrainJob) else await self._fine_tune(job)
+            with self._timers("sync_weights"):
+                await self._learner.residency.for_rollout()
+        self.policy_version = self._processes.policy.policy_version
+        if self._folders is not None:
+            self._saved = self._unfinished
+        return metrics | self._timers.metrics() | {"service/policy_version": float(self.policy_version)}
+
+    async def _train(self, job: TrainJob) -> Metrics:
+        scored = [group for group in job.groups if len(group.samples[0].token_ids) <= self._max_model_len]
+        metrics = await self._learner.learn(
+            job.groups, job.num_mini_batches, checked=scored, before_sync=self._save_state
+        )
+        if not job.has_logprobs:
+            metrics = {name: value for name, value in metrics.items() if not name.startswith(NEEDS_LOGPROBS)}
+        samples = [sample for group in job.groups for sample in group.samples]
+        written = sum(int(sample.loss_mask.sum()) for sample in samples)
+        return metrics | {
+            "reward/avg_raw_reward": sum(sample.reward for sample in samples) / len(samples),
+            "generate/batch_num_seq": float(len(samples)),
+            "generate/avg_num_tokens": written / len(samples),
+        }
+
+    async def _fine_tune(self, job: Job) -> Metrics:
+        assert not isinstance(job, TrainJob | SaveJob)
+        return await self._learner.learn_examples(job.examples, before_sync=self._save_state)
+
+    async def _save_state(self) -> None:
+        """Into the folder that does not hold the last version's."""
+        if self._folders is not None:
+            self._unfinished = next(folder for folder in self._folders if folder != self._saved)
+            await self._processes.policy.save_state(self._unfinished)
+
+    async def recover(self, error: Exception) -> str:
+        """Serve and train `policy_version` again. Raises: what keeps it from that."""
+        policy, residency = self._processes.policy, self._learner.residency
+        untouched = policy.policy_version == self.policy_version and not policy.has_changed
+        if untouched and not isinstance(error, RemoteFailed):
+            await residency.for_rollout()
+            return f"nothing was changed, version {self.policy_version} goes on"
+        if self._folders is None and self.policy_version > 0:
+            raise RuntimeError(
+                "the trainer's processes may hold half an update, and without service states (keep_state=False) there "
+                "is nothing to start them from; the engines serve what they have. Start a service from the last save"
+            )
+        log.warning("the trainer is started again at version %d", self.policy_version)
+        reference = self._processes.reference
+        own = reference if reference is not None and not reference.is_policy and reference.is_running else None
+        await policy.kill()
+
+        async def start_policy() -> None:
+            await policy.restart_from(self._saved, self.policy_version)
+
+        async def start_reference() -> None:
+            if own is not None:
+                await own.kill()
+                await own.restart()
+
+        await residency.start_again(start_policy, start_reference)
+        await residency.sync_weights(())
+        await residency.for_rollout()
+        return f"the trainer was started again at version {self.policy_version}, which the engines serve"

@@ -1,0 +1,120 @@
+"""What callers of a service hand in: what becomes of it, and what is refused before it is queued."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skyrl_train.config import ConfigError, load_config
+from skyrl_train.service.checks import check_service
+from skyrl_train.service.job import ChatSample, JobReader, TokenSample
+from tests.cpu.tiny import chatml_tokenizer
+
+TOKENIZER = chatml_tokenizer()
+CONFIG = load_config(["trainer.train_batch_size=4", "trainer.policy_mini_batch_size=2", "data.train_data=[]"])
+READER = JobReader(CONFIG, TOKENIZER, vocab_size=66, max_tokens=40)
+ASKED = [{"role": "user", "content": "1+1="}]
+
+
+def chat(answer: str, reward: float) -> dict[str, Any]:
+    return {"messages": [*ASKED, {"role": "assistant", "content": answer}], "reward": reward}
+
+
+def tokens(**changes: Any) -> dict[str, Any]:
+    return {"token_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "reward": 1.0} | changes
+
+
+GROUP = [tokens(), tokens(reward=0.0)]
+
+
+def test_messages_become_the_tokens_of_the_chat_template_with_the_loss_on_the_assistant():
+    job = JobReader(CONFIG, TOKENIZER, 66, 500).train([[chat("2", 1.0), chat("3", -0.5)]])
+    good, bad = job.groups[0].samples
+    text = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+    assert TOKENIZER.decode(good.token_ids) == text
+    assert TOKENIZER.decode(good.token_ids[good.loss_mask]) == "2<|im_end|>"
+    assert (good.reward, bad.reward, good.turns, good.prompt_length) == (1.0, -0.5, 1, len(good.token_ids) - 3)
+    assert not job.has_logprobs and job.num_mini_batches == 1
+
+
+def test_tokens_are_taken_as_they_are_and_the_first_is_never_trained():
+    given = TokenSample(token_ids=[5, 6, 7, 8], loss_mask=[1, 1, 0, 1], reward=1, logprobs=[-9, -0.5, -3, -0.25])
+    (sample, _) = READER.train([[given, given]]).groups[0].samples
+    assert sample.token_ids.tolist() == [5, 6, 7, 8]
+    assert sample.loss_mask.tolist() == [False, True, False, True]
+    assert sample.rollout_logprobs.tolist() == [0.0, -0.5, 0.0, -0.25]
+    assert sample.turns == 2 and sample.prompt_length == 1
+
+
+def test_logprobs_count_as_given_only_if_every_sample_has_them():
+    with_them = tokens(logprobs=[0.0, -1.0, -1.0])
+    assert READER.train([[with_them, with_them]]).has_logprobs
+    assert not READER.train([[with_them, tokens()]]).has_logprobs
+
+
+def test_groups_are_cut_into_the_configured_mini_batches():
+    assert [READER.train([GROUP] * num).num_mini_batches for num in (1, 2, 4)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([], "groups must be a list of at least one group, got list []"),
+        ("text", "groups must be a list of at least one group, got str 'text'"),
+        ([[]], "group 0 must be a list of at least one sample"),
+        ([GROUP, [tokens()]], "group 1 has one sample, to which trainer.algorithm.advantage_estimator=grpo gives no"),
+        ([GROUP] * 3, "a job of 3 groups cannot be cut into mini-batches of trainer.policy_mini_batch_size=2"),
+        ([[tokens(), 5]], "group 0, sample 1: expected a dict, ChatSample or TokenSample, got int 5"),
+        ([[tokens(rewards=1), tokens()]], "group 0, sample 0: 'rewards' is no field of a TokenSample; did you mean"),
+        ([[{"token_ids": [1, 2]}, tokens()]], "loss_mask, reward is missing"),
+        ([[{"messages": ASKED}, tokens()]], "group 0, sample 0: reward is missing: a sample has messages, reward"),
+        ([[tokens(reward=float("nan")), tokens()]], "group 0, sample 0: reward is float nan: it must be a finite"),
+        ([[tokens(reward="1"), tokens()]], "reward is str '1': it must be a finite number"),
+        ([[tokens(loss_mask=[0, 1]), tokens()]], "token_ids has 3 entries and loss_mask 2: they must be equally many"),
+        ([[tokens(loss_mask=[0, 2, 1]), tokens()]], "loss_mask holds 2: 1 marks a token that the policy wrote"),
+        ([[tokens(loss_mask=[1, 0, 0]), tokens()]], "no token of it would be trained"),
+        ([[tokens(logprobs=[0.0, -1.0]), tokens()]], "token_ids has 3 entries and logprobs 2"),
+        ([[tokens(logprobs=[0, -1, float("-inf")]), tokens()]], "logprobs is float -inf: it must be a finite number"),
+        ([[tokens(token_ids=[5, 6, 66]), tokens()]], "token 66 is outside the model's vocabulary of 66"),
+        ([[tokens(token_ids=[5, 6, 7.5]), tokens()]], "token_ids holds 7.5: they must be whole numbers"),
+        ([[tokens(token_ids=[5] * 41, loss_mask=[1] * 41), tokens()]], "it has 41 tokens, and the model takes 40"),
+        ([[ChatSample(messages=ASKED, reward=1.0), tokens()]], "no message has the role assistant"),
+        ([[{"messages": "hi", "reward": 1}, tokens()]], "expected a list of chat messages, got str 'hi'"),
+    ],
+)
+def test_groups_that_cannot_be_trained_on_are_refused_with_place_and_reason(groups: Any, expected: str):
+    with pytest.raises(ValueError) as error:
+        READER.train(groups)
+    assert expected in str(error.value)
+
+
+def test_rows_are_those_of_fine_tuning():
+    (example,) = READER.sft([{"input_ids": [5, 6, 7], "labels": [-100, 6, -100]}]).examples
+    assert example.token_ids.tolist() == [5, 6, 7] and example.loss_mask.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], "rows must be a list of at least one row"),
+        ([7], "row 0 must be a dict, got int 7"),
+        ([{"input_ids": [5, 6], "loss_mask": [0, 1]}, {"text": "x"}], "row 1: a row needs `messages`, or"),
+        ([{"input_ids": [5] * 41, "loss_mask": [1] * 41}], "row 0: it has 41 tokens, and the model takes 40"),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_are_refused_with_place_and_reason(rows: Any, expected: str):
+    with pytest.raises(ValueError) as error:
+        READER.sft(rows)
+    assert expected in str(error.value)
+
+
+def test_a_checkpoint_goes_to_an_absolute_path():
+    assert READER.save("/models/a").folder == "/models/a"
+    with pytest.raises(ValueError, match="folder must be an absolute path"):
+        READER.save("models/a")
+
+
+def test_a_service_has_no_last_step_for_a_schedule_to_fall_to():
+    with pytest.raises(ConfigError, match="scheduler is linear, which falls towards the last step"):
+        check_service(load_config(["trainer.policy.optimizer_config.scheduler=linear"]))

@@ -1,0 +1,226 @@
+"""Jobs of a service: their order, what becomes of those that fail, and who hears of the results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.service.feed import Feed
+from skyrl_train.service.job import SftJob
+from skyrl_train.service.learning import Learning
+from skyrl_train.service.queue import JobFailed, JobQueue, ServiceBroken
+from skyrl_train.tracking.timers import Timers
+
+Test = Callable[[], Awaitable[None]]
+
+
+class Work:
+    """Doubles numbers; "bad" raises."""
+
+    def __init__(self) -> None:
+        self.running = self.most_running = 0
+        self.seen: list[object] = []
+        self.recovered: list[str] = []
+        self.cannot_recover = False
+
+    async def run(self, job: object) -> object:
+        self.running += 1
+        self.most_running = max(self.running, self.most_running)
+        self.seen.append(job)
+        await asyncio.sleep(0.01)
+        self.running -= 1
+        if job == "bad":
+            raise RuntimeError("out of memory")
+        return job * 2  # type: ignore[operator]
+
+    async def recover(self, error: Exception) -> str:
+        await asyncio.sleep(0.01)
+        self.recovered.append(str(error))
+        if self.cannot_recover:
+            raise RuntimeError("no state")
+        return "version 3 goes on"
+
+
+def test_jobs_run_one_at_a_time_in_the_order_in_which_they_came():
+    async def body() -> None:
+        work = Work()
+        queue = JobQueue(work.run, work.recover)
+        assert await asyncio.gather(*(queue.submit(n) for n in range(5))) == [0, 2, 4, 6, 8]
+        assert work.seen == [0, 1, 2, 3, 4] and work.most_running == 1
+        await queue.close()
+
+    asyncio.run(body())
+
+
+def test_a_job_that_fails_is_its_callers_trouble_alone_and_heard_of_after_the_recovery():
+    async def body() -> None:
+        work = Work()
+        queue = JobQueue(work.run, work.recover)
+        first, bad, last = await asyncio.gather(*map(queue.submit, (1, "bad", 2)), return_exceptions=True)
+        assert (first, last) == (2, 4) and work.recovered == ["out of memory"]
+        assert isinstance(bad, JobFailed) and str(bad) == "out of memory; version 3 goes on"
+        await queue.close()
+
+    asyncio.run(body())
+
+
+def test_after_a_failed_recovery_all_who_wait_and_all_who_come_are_told_why():
+    async def body() -> None:
+        work = Work()
+        work.cannot_recover = True
+        queue = JobQueue(work.run, work.recover)
+        answers = await asyncio.gather(*map(queue.submit, ("bad", 1)), return_exceptions=True)
+        assert all(isinstance(one, ServiceBroken) and "(out of memory): no state" in str(one) for one in answers)
+        with pytest.raises(ServiceBroken, match="the service trains no more: it could not recover"):
+            await queue.submit(1)
+        assert work.seen == ["bad"]
+        await queue.close()
+
+    asyncio.run(body())
+
+
+def test_a_caller_who_goes_away_loses_its_answer_and_nothing_else():
+    async def body() -> None:
+        work = Work()
+        queue = JobQueue(work.run, work.recover)
+        gone = asyncio.ensure_future(queue.submit(1))
+        await asyncio.sleep(0.001)
+        gone.cancel()
+        assert await queue.submit(2) == 4
+        assert work.seen == [1, 2] and not work.recovered
+        await queue.close()
+
+    asyncio.run(body())
+
+
+def test_stopping_ends_the_job_in_flight_and_refuses_those_that_wait():
+    async def body() -> None:
+        work = Work()
+        queue = JobQueue(work.run, work.recover)
+        waiting = [asyncio.ensure_future(queue.submit(n)) for n in range(3)]
+        await asyncio.sleep(0.001)
+        await queue.close()
+        answers = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(one, ServiceBroken) for one in answers) and work.seen == [0]
+
+    asyncio.run(body())
+
+
+def test_every_reader_of_the_metrics_gets_all_records_after_the_one_it_knows():
+    async def body() -> None:
+        feed = Feed()
+        waiting = asyncio.ensure_future(feed.after(0, 5))
+        await asyncio.sleep(0)
+        feed.add({"n": 1.0})
+        feed.add({"n": 2.0})
+        assert (await waiting)[1][0] == {"n": 1.0}
+        assert await feed.after(0, 5) == (2, [{"n": 1.0}, {"n": 2.0}])
+        assert await feed.after(1, 5) == (2, [{"n": 2.0}])
+        assert await feed.after(2, 0.01) == (2, [])
+
+    asyncio.run(body())
+
+
+class Policy:
+    """A policy whose version and state are numbers; a call in `fails` raises."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls, self.policy_version, self.has_changed = calls, 0, False
+
+    async def save_state(self, folder: str) -> None:
+        self.calls.append(f"save {self.policy_version} in {folder[-1]}")
+        self.has_changed = False
+
+    async def kill(self) -> None:
+        self.calls.append("kill")
+
+    async def restart_from(self, folder: str | None, policy_version: int) -> None:
+        self.calls.append(f"restart at {policy_version} from {folder and folder[-1]}")
+        self.policy_version, self.has_changed = policy_version, False
+
+
+class Processes:
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.reference = policy, None
+
+
+class Residency:
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    async def for_rollout(self) -> None:
+        self.calls.append("rollout")
+
+    async def sync_weights(self, groups: object) -> None:
+        self.calls.append("sync")
+
+    async def start_again(self, policy: Test, reference: Test) -> None:
+        await reference()
+        await policy()
+
+
+class Learner:
+    def __init__(self, policy: Policy, calls: list[str]) -> None:
+        self.policy, self.residency, self.fails_in = policy, Residency(calls), ""
+
+    async def learn_examples(self, examples: object, *, before_sync: Test) -> dict[str, float]:
+        if self.fails_in == "cut":
+            raise ValueError("too long")
+        self.policy.has_changed = True
+        if self.fails_in == "update":
+            raise RemoteFailed("policy-0 died")
+        self.policy.policy_version += 1
+        await before_sync()
+        if self.fails_in == "sync":
+            raise RemoteFailed("engine-0 hangs")
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("fails_in", "expected"),
+    [
+        ("cut", ["rollout"]),
+        ("update", ["kill", "restart at 1 from a", "sync", "rollout"]),
+        ("sync", ["save 2 in b", "kill", "restart at 1 from a", "sync", "rollout"]),
+    ],
+)
+def test_after_a_failure_the_last_version_goes_on_and_its_state_is_never_written_over(
+    fails_in: str, expected: list[str]
+):
+    async def body() -> None:
+        calls: list[str] = []
+        policy = Policy(calls)
+        learner = Learner(policy, calls)
+        learning = Learning(Processes(policy), learner, Timers(), state_path="/s", max_model_len=9)  # type: ignore[arg-type]
+        await learning.run(SftJob(()))
+        assert calls == ["save 1 in a", "rollout"] and learning.policy_version == 1
+        calls.clear()
+        learner.fails_in = fails_in
+        with pytest.raises((ValueError, RemoteFailed)) as error:
+            await learning.run(SftJob(()))
+        await learning.recover(error.value)
+        assert calls == expected and learning.policy_version == policy.policy_version == 1
+        calls.clear()
+        learner.fails_in = ""
+        await learning.run(SftJob(()))
+        assert calls == ["save 2 in b", "rollout"] and learning.policy_version == 2
+
+    asyncio.run(body())
+
+
+def test_without_kept_states_half_an_update_cannot_be_taken_back():
+    async def body() -> None:
+        policy = Policy([])
+        learner = Learner(policy, [])
+        learning = Learning(Processes(policy), learner, Timers(), state_path=None, max_model_len=9)  # type: ignore[arg-type]
+        await learning.run(SftJob(()))
+        learner.fails_in = "update"
+        with pytest.raises(RemoteFailed) as error:
+            await learning.run(SftJob(()))
+        with pytest.raises(RuntimeError, match="keep_state=False"):
+            await learning.recover(error.value)
+
+    asyncio.run(body())
