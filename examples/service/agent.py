@@ -20,7 +20,7 @@ from skyrl_train.service import TrainingService
 
 REWARDS = {"maybe": 1.0, "no": 0.75, "yes": 0.5}
 PROMPTS = ["yes, no or maybe?", "maybe, no or yes?", "no, yes or maybe?", "say one of the three:"]
-NUM_EXAMPLE_JOBS, NUM_JOBS, SAMPLES = 30, 50, 16
+NUM_EXAMPLE_JOBS, NUM_JOBS, SAMPLES = 20, 40, 16
 
 
 def ask(url: str, model: str, prompt: str) -> str:

@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoConfig, AutoTokenizer
 
 from skyrl_train import adapter
-from skyrl_train.cluster.launch import Processes, launch, served_model_name
+from skyrl_train.cluster.launch import launch, served_model_name
 from skyrl_train.cluster.process import log_to
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import RL, Config, to_yaml
@@ -28,6 +28,7 @@ from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.learner import build_learner
 from skyrl_train.trainer.rules import objective
 from skyrl_train.types import Metrics
+from skyrl_train.weight_sync.shm import sweep
 
 UNKNOWN_END = 1_000_000_000
 """Optimizer steps of a service, which has no last one; the scheduler's end, which constant_with_warmup never reads."""
@@ -48,12 +49,13 @@ class State:
 
 
 class ServiceActor:
-    """Built at once; `open` starts the processes."""
+    """It is built by `open`: of an error in an actor's constructor Ray keeps no more than the text of a stack."""
 
-    def __init__(self, folder: str, config: Config) -> None:
-        """Args: folder is the caller's, for relative paths; where this node does not have it they are as on any node.
+    async def open(self, folder: str, config: Config, cluster: Cluster, keep_state: bool) -> State:
+        """Start the processes.
 
-        Raises: ValueError if the run folder cannot be had.
+        Args: folder is the caller's, for relative paths; where this node does not have it they are as on any node.
+        Raises: ValueError, RemoteFailed, after ending what was started.
         """
         if Path(folder).is_dir():
             os.chdir(folder)
@@ -66,10 +68,13 @@ class ServiceActor:
             changed_values(config_yaml, RL.base_yaml()),
         )
         log_to(str(self._run_dir.logs / "service.log"))
-        self._processes: Processes | None = None
+        try:
+            return await self._start(cluster, keep_state)
+        except BaseException:
+            self._run_dir.finish("failed")
+            raise
 
-    async def open(self, cluster: Cluster, keep_state: bool) -> State:
-        """Start the processes. Raises: ValueError, RemoteFailed, after ending what was started."""
+    async def _start(self, cluster: Cluster, keep_state: bool) -> State:
         config, trainer = self._config, self._config.trainer
         folder = local_folder(trainer.policy.model.path)
         model = AutoConfig.from_pretrained(folder)
@@ -96,7 +101,6 @@ class ServiceActor:
 
     def state(self) -> State:
         """As it is now."""
-        assert self._processes is not None
         return State(
             model_name=served_model_name(self._config),
             urls=self._processes.engines.urls,
@@ -123,10 +127,10 @@ class ServiceActor:
 
     async def close(self) -> None:
         """End every process but this one."""
-        if self._processes is not None:
-            await self._queue.close()
-            self._tracker.close()
-            await self._processes.stop()
+        await self._queue.close()
+        self._tracker.close()
+        await self._processes.stop()
+        sweep()  # what killed ranks left in shared memory; else the next run on this node removes it
         self._run_dir.finish("finished")
 
     async def _run_and_log(self, job: Job) -> Metrics:

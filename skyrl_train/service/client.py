@@ -55,9 +55,9 @@ class TrainingService:
                 raise ValueError(
                     f"a service {name!r} runs in this cluster: use TrainingService.connect({name!r}), or another name"
                 )
-            actor = _place(name).remote(os.getcwd(), config)
+            actor = _place(name).remote()
             stack.callback(ray.kill, actor)
-            state = _answer(actor.open.remote(cluster, keep_state))
+            state = _answer(actor.open.remote(os.getcwd(), config, cluster, keep_state))
             at_end = stack.pop_all()
         return cls(actor, name, cluster.address, state, at_end)
 

@@ -54,6 +54,8 @@ METRICS = (
     MetricName("trainer/global_step", "steps", "steps finished; 0 is the state before training"),
     MetricName("trainer/epoch", "passes", "pass over the training data, from 0"),
     MetricName("trainer/unix_time_s", "s", "when the line was written (only in metrics.jsonl)"),
+    MetricName("service/job", "jobs", "number of the job (only in a service)"),
+    MetricName("service/policy_version", "version", "version that the engines serve after the job (only in a service)"),
     MetricName("reward/avg_raw_reward", "reward", "mean reward of the step's samples, before any KL penalty"),
     MetricName("reward/avg_pass_at_{n}", "share", "prompts with a positive reward among their n samples"),
     MetricName("reward/mean_positive_reward", "reward", "mean reward, negative ones counted as 0"),

@@ -70,6 +70,7 @@ def test_groups_are_cut_into_the_configured_mini_batches():
         ([[{"token_ids": [1, 2]}, tokens()]], "loss_mask, reward is missing"),
         ([[{"messages": ASKED}, tokens()]], "group 0, sample 0: reward is missing: a sample has messages, reward"),
         ([[tokens(reward=float("nan")), tokens()]], "group 0, sample 0: reward is float nan: it must be a finite"),
+        ([[tokens(reward=1e39), tokens()]], "reward is float 1e+39: it must be a finite number"),
         ([[tokens(reward="1"), tokens()]], "reward is str '1': it must be a finite number"),
         ([[tokens(loss_mask=[0, 1]), tokens()]], "token_ids has 3 entries and loss_mask 2: they must be equally many"),
         ([[tokens(loss_mask=[0, 2, 1]), tokens()]], "loss_mask holds 2: 1 marks a token that the policy wrote"),

@@ -1,0 +1,91 @@
+"""examples/service as its README has it: a service, an agent that is killed and started again, and other callers."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cpu.jobs import ROOT, Job, start_command
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+NAME = "yes_no_maybe"
+
+
+@pytest.fixture(scope="module")
+def environment() -> dict[str, str]:
+    """A token of their own: Ray's clusters ask for one."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Iterator[Job]:
+    folder = tmp_path_factory.mktemp("service") / "example"
+    shutil.copytree(ROOT / "examples/service", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "skyrl_train.entrypoints.main_service", f"+experiment={NAME}"]
+    job = start_command(command, folder, NAME, uuid.uuid4().hex, environment)
+    try:
+        job.wait_for("engine   serves yes_no_maybe@0 at http://127.0.0.1:")
+        yield job
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait(60) == 0, job.story()
+        assert not (left := job.left_behind()), left
+    finally:
+        job.kill()
+
+
+def address(service: Job) -> str:
+    (found,) = re.findall(r"in the Ray cluster (\S+)", service.output)
+    return found
+
+
+def run(service: Job, environment: dict[str, str], script: str, *arguments: str) -> Job:
+    command = [sys.executable, script, NAME, address(service), *arguments]
+    # The same mark: what is left of it ends with the service.
+    return start_command(command, service.folder, f"caller-{uuid.uuid4().hex[:8]}", service.mark, environment)
+
+
+def rewards(agent: Job) -> list[float]:
+    return [float(one) for one in re.findall(r"mean reward (\S+),", agent.output)]
+
+
+def test_an_agent_that_is_killed_goes_on_where_it_was_and_the_model_improves(service: Job, environment: dict[str, str]):
+    agent = run(service, environment, "agent.py")
+    agent.wait_for("version 24:")
+    agent.process.kill()
+    agent.wait()
+    again = run(service, environment, "agent.py")
+    assert again.wait() == 0, again.output + service.story()
+    versions = [int(one) for one in re.findall(r"^version (\d+):", again.output, re.MULTILINE)]
+    # The job in flight may have been finished without the agent; none is done twice, none is lost.
+    last = max(int(one) for one in re.findall(r"^version (\d+):", agent.output, re.MULTILINE))
+    assert versions[0] - last in (1, 2) and versions == list(range(versions[0], 41))
+    before, after = rewards(agent)[0], rewards(again)[-5:]
+    assert before < 0.85 and sum(after) / len(after) > 0.92, (before, after)
+
+
+def test_other_callers_hand_in_tokens_and_bad_jobs_and_survive_a_killed_rank(service: Job, environment: dict[str, str]):
+    visitor = run(service, environment, str(Path(__file__).with_name("service_visit.py")), str(service.folder))
+    assert visitor.wait() == 0, visitor.output + service.story()
+    assert visitor.output.rstrip().endswith("all is well")
+    log = (service.run_dir / "logs/service.log").read_text()
+    assert log.count("the trainer is started again at version") == 2
+    rows = [json.loads(line) for line in (service.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["service/job"] for row in rows] == [float(number) for number in range(1, len(rows) + 1)]
+
+
+def test_a_name_that_runs_and_one_that_does_not_are_told_apart(service: Job, environment: dict[str, str]):
+    code = (
+        "import sys\nfrom skyrl_train.service import TrainingService\n"
+        "try:\n    TrainingService.connect('nobody', sys.argv[2])\nexcept ValueError as error:\n    print(error)\n"
+    )
+    (service.folder / "nobody.py").write_text(code)
+    caller = run(service, environment, "nobody.py")
+    assert caller.wait() == 0 and "no service 'nobody' runs in the Ray cluster" in caller.output, caller.output
