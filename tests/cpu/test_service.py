@@ -16,7 +16,7 @@ import pytest
 from tests.cpu.jobs import ROOT, Job, start_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-NAME = "yes_no_maybe"
+NAME = "agents"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str
     command = [sys.executable, "-m", "skyrl_train.entrypoints.main_service", f"+experiment={NAME}"]
     job = start_command(command, folder, NAME, uuid.uuid4().hex, environment)
     try:
-        job.wait_for("engine   serves yes_no_maybe@0 at http://127.0.0.1:")
+        job.wait_for("engine   serves agents@0 at http://127.0.0.1:")
         yield job
         job.process.send_signal(signal.SIGINT)
         assert job.wait(60) == 0, job.story()
