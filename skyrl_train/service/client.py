@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -49,16 +50,24 @@ class TrainingService:
         Raises: ValueError if it cannot work or the name is taken; RemoteFailed if a process cannot start.
         """
         check_service(config)
-        with ExitStack() as stack:
-            cluster = _joined() if ray.is_initialized() else stack.enter_context(connect())
+        at_end = ExitStack()
+        try:
+            cluster = _joined() if ray.is_initialized() else at_end.enter_context(connect())
             if _find(name) is not None:
                 raise ValueError(
                     f"a service {name!r} runs in this cluster: use TrainingService.connect({name!r}), or another name"
                 )
             actor = _place(name).remote()
-            stack.callback(ray.kill, actor)
-            state = _answer(actor.open.remote(os.getcwd(), config, cluster, keep_state))
-            at_end = stack.pop_all()
+            try:
+                state = _answer(actor.open.remote(os.getcwd(), config, cluster, keep_state))
+            except BaseException:
+                ray.kill(actor)
+                raise
+        except BaseException:
+            at_end.close()
+            raise
+        # A local Ray ends with this program, and is to do so while Python still has its modules.
+        atexit.register(at_end.close)
         return cls(actor, name, cluster.address, state, at_end)
 
     @classmethod

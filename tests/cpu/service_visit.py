@@ -76,6 +76,15 @@ def policy_process(run_dir: str) -> int:
     return pid
 
 
+def nobody_is_there(address: str) -> None:
+    try:
+        TrainingService.connect("nobody", address)
+    except ValueError as error:
+        assert "no service 'nobody' runs in the Ray cluster" in str(error), error
+    else:
+        raise AssertionError("somebody was there")
+
+
 async def refused(service: TrainingService) -> None:
     version = service.policy_version
     bad = [chat_group(0, 1), [*drawn_tokens(service)[:1], {"token_ids": [1, 2], "loss_mask": [0, 1, 1], "reward": 1}]]
@@ -143,6 +152,7 @@ def same(one: Path, other: Path) -> bool:
 
 async def visit(name: str, address: str, folder: str) -> None:
     service = TrainingService.connect(name, address)
+    nobody_is_there(address)
     await refused(service)
     await trained(service)
     await crashed_while_idle(service, Path(folder))

@@ -79,13 +79,3 @@ def test_other_callers_hand_in_tokens_and_bad_jobs_and_survive_a_killed_rank(ser
     assert log.count("the trainer is started again at version") == 2
     rows = [json.loads(line) for line in (service.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["service/job"] for row in rows] == [float(number) for number in range(1, len(rows) + 1)]
-
-
-def test_a_name_that_runs_and_one_that_does_not_are_told_apart(service: Job, environment: dict[str, str]):
-    code = (
-        "import sys\nfrom skyrl_train.service import TrainingService\n"
-        "try:\n    TrainingService.connect('nobody', sys.argv[2])\nexcept ValueError as error:\n    print(error)\n"
-    )
-    (service.folder / "nobody.py").write_text(code)
-    caller = run(service, environment, "nobody.py")
-    assert caller.wait() == 0 and "no service 'nobody' runs in the Ray cluster" in caller.output, caller.output
