@@ -46,7 +46,8 @@ def vllm_server(model: Path, log: Path, environment: dict[str, str], **arguments
     arguments = {"model": model, "host": "127.0.0.1", "port": port, "api_key": KEY, **arguments}
     words = [word for name, value in arguments.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, "--enforce-eager"]
-    variables = os.environ | environment | {"PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": "1"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    variables = os.environ | environment | {"PYTHONPATH": paths, "VLLM_SERVER_DEV_MODE": "1"}
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -51,8 +52,9 @@ def write_model(folder: Path) -> Path:
 
 
 def used_bytes() -> int:
-    """Of the first device, by everybody."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    """Of the first device of this process, by everybody."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={first}"]
     return int(subprocess.check_output(command, text=True).split()[0]) << 20
 
 
