@@ -336,7 +336,9 @@ def test_requests_wait_while_the_engine_is_paused_and_frozen_ones_go_on(world: W
         await world.engine.resume()
         assert [generation.token_ids for generation in await waiting] == world.expected(1)
         for generation in await running:
-            assert generation.stop_reason in ("stop", "length") and generation.policy_version == world.version
+            assert generation.stop_reason in ("stop", "length")
+            assert generation.version_spans[-1][0] == world.version
+            assert generation.policy_version == generation.version_spans[0][0]
 
     run(world.sync(world.weights(0)))
     run(main())
@@ -435,27 +437,6 @@ def test_many_requests_come_back_in_few_messages(world: World):
     assert run(main()) <= 40
 
 
-def test_a_dead_core_fails_waiting_requests_within_two_seconds(world: World):
-    """The last test of a world: its engine is gone afterwards."""
-
-    async def main() -> float:
-        task = asyncio.create_task(world.generate(PROMPTS * 64, SamplingParams(max_generate_length=120)))
-        while (await world.engine.stats())["requests_running"] == 0:
-            await asyncio.sleep(0.002)
-        for process in psutil.Process().children(recursive=True):
-            if "EngineCore" in process.name() or "spawn_main" in " ".join(cmdline(process)):
-                process.send_signal(signal.SIGKILL)
-        killed = time.monotonic()
-        with pytest.raises(EngineDeadError):
-            await task
-        waited = time.monotonic() - killed
-        with pytest.raises(EngineDeadError):
-            await world.engine.pause()
-        return waited
-
-    assert run(main()) < 2
-
-
 def test_a_sleeping_engine_answers_nothing_until_it_is_awake_with_new_weights(world: World):
     async def main() -> None:
         await world.sync(world.weights(0))
@@ -501,3 +482,24 @@ def test_an_engine_that_keeps_its_weights_wakes_without_an_update(world: World):
         assert 0 < memory["allocated"] < memory["total"]
 
     run(main())
+
+
+def test_a_dead_core_fails_waiting_requests_within_two_seconds(world: World):
+    """The last test of a world: its engine is gone afterwards."""
+
+    async def main() -> float:
+        task = asyncio.create_task(world.generate(PROMPTS * 64, SamplingParams(max_generate_length=120)))
+        while (await world.engine.stats())["requests_running"] == 0:
+            await asyncio.sleep(0.002)
+        for process in psutil.Process().children(recursive=True):
+            if "EngineCore" in process.name() or "spawn_main" in " ".join(cmdline(process)):
+                process.send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        with pytest.raises(EngineDeadError):
+            await task
+        waited = time.monotonic() - killed
+        with pytest.raises(EngineDeadError):
+            await world.engine.pause()
+        return waited
+
+    assert run(main()) < 2
