@@ -74,7 +74,10 @@ def main() -> int:
         num_bytes = syncs[0]["num_bytes"]
         load_s = in_child(load_alone, config)
         limit_s = in_child(limit, int(num_bytes), args.colocate)
-    report = summary(syncs, load_s, limit_s) | {"device": device_name(), **vars(args)}
+        transfer_s = in_child(shm_transfer, int(num_bytes)) if device_type() == "cpu" else None
+    report = (
+        summary(syncs, load_s, limit_s) | {"transfer_alone_s": transfer_s} | {"device": device_name(), **vars(args)}
+    )
     show(report)
     if args.json:
         args.json.write_text(json.dumps(report, default=str, indent=1))
@@ -250,6 +253,58 @@ def shm_copy(num_bytes: int) -> float:
     return median_s(copy)
 
 
+def shm_transfer(num_bytes: int) -> float:
+    """The channel alone: a sender's tensors, digests on both sides, and a receiver that copies them out."""
+    from skyrl_train.weight_sync.bucket import TensorSpec
+    from skyrl_train.weight_sync.shm import ShmSendChannel
+    from skyrl_train.weight_sync.transport import Sender
+
+    piece = 8 << 20
+    tensors = [(f"t{n}", torch.ones(piece, dtype=torch.uint8)) for n in range(num_bytes // piece)]
+    specs = [TensorSpec(name, tensor.dtype, (piece,)) for name, tensor in tensors]
+    channel = ShmSendChannel(1, 60)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_receive, args=(channel.init_info, theirs, specs), daemon=True)
+    process.start()
+    sender = Sender(channel, 32 << 20, lambda message: _Answer(ours, message))
+    sender.connect()
+    seconds = median_s(lambda: sender.send(specs, tensors)) * num_bytes / (piece * len(tensors))
+    sender.close()
+    process.kill()
+    return seconds
+
+
+class _Answer:
+    """A message to the receiver and its answer, as a sender waits for it."""
+
+    def __init__(self, pipe: Any, message: dict[str, Any]) -> None:
+        self._pipe = pipe
+        pipe.send(message)
+
+    def check(self) -> None:
+        """A receiver that fails here closes its pipe."""
+
+    def wait(self) -> None:
+        self._pipe.recv()
+
+
+def _receive(init_info: dict[str, Any], pipe: Any, specs: list[Any]) -> None:
+    from skyrl_train.weight_sync.shm import ShmReceiveChannel
+    from skyrl_train.weight_sync.transport import Receiver
+
+    torch.set_num_threads(1)
+    receiver = Receiver(ShmReceiveChannel(init_info, 60))
+    kept = {spec.name: torch.ones(spec.shape, dtype=spec.dtype) for spec in specs}
+
+    def load(named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in named_tensors:
+            kept[name].copy_(tensor)
+
+    while True:
+        pipe.send(receiver.receive(pipe.recv(), load))
+
+
 def device_copy(num_bytes: int) -> float:
     source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
@@ -350,6 +405,8 @@ def show(report: dict[str, Any]) -> None:
         "part", "seconds", "GB/s", title=f"{report['gigabytes']:.2f} GB in {report['num_tensors']:.0f} tensors"
     )
     parts = {"limit: the bytes once": report["limit_s"], "vLLM's load alone": report["load_alone_s"]}
+    if report["transfer_alone_s"] is not None:
+        parts |= {"transfer alone": report["transfer_alone_s"]}
     parts |= {"first sync": report["first_s"], "second sync": report["second_s"]}
     names = {
         "whole": "later syncs, pause to resume",
