@@ -28,7 +28,6 @@ from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.learner import build_learner
 from skyrl_train.trainer.rules import objective
 from skyrl_train.types import Metrics
-from skyrl_train.weight_sync.shm import sweep
 
 UNKNOWN_END = 1_000_000_000
 """Optimizer steps of a service, which has no last one; the scheduler's end, which constant_with_warmup never reads."""
@@ -130,7 +129,6 @@ class ServiceActor:
         await self._queue.close()
         self._tracker.close()
         await self._processes.stop()
-        sweep()  # what killed ranks left in shared memory; else the next run on this node removes it
         self._run_dir.finish("finished")
 
     async def _run_and_log(self, job: Job) -> Metrics:

@@ -109,7 +109,7 @@ class CudaIpcReceiveChannel:
         self._sizes, self._next = list(sizes), 0
 
     def next(self) -> Tensor:
-        handle = self._peer.next(self._next)
+        handle, _ = self._peer.next(self._next)
         slot = self._next % SLOTS
         if handle is not None:
             self._slots[slot] = None

@@ -1,24 +1,21 @@
-"""Channel between processes of one host: buckets in shared memory files, mapped by the receivers.
+"""Channel between processes of one host: buckets in shared memory, mapped by the receivers.
 
-Two files are in flight, so that packing the next bucket overlaps with loading the last. They stay for the next update:
-the first touch of a fresh page costs more than copying into a warm one. A sender holds a lock on its files for as long
-as it lives, which tells `sweep` a dead sender's files from a living one's (also across containers that share /dev/shm,
-where process ids lie).
+The memory has no name: its descriptor goes through the socket with every bucket. So the kernel frees it when the last
+process that uses it ends, however it ends, and neither a full `/dev/shm` nor a container with another one matters.
+
+Two pieces are in flight, so that packing the next bucket overlaps with loading the last. They stay for the next update:
+the first touch of a fresh page costs more than copying into a warm one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import gc
 import mmap
 import os
-import secrets
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,26 +24,35 @@ from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.signals import ABORTED, SignalHub, SignalPeer
 from skyrl_train.weight_sync.transport import Check, ControlMessage
 
-FOLDER = Path("/dev/shm")
-PREFIX = "skyrl_sync_"
 SLOTS = 2
 MAX_BUCKET_BYTES = 32 << 20
 """Packing, loading and the core's cache like small buckets: 290 MB took 0.08 s in buckets of 16 MiB, 0.09 s of 32,
 0.12 s of 64 and 0.45 s in one piece (two cores, fresh pages, digests included)."""
 
 
-class _Mapping:
-    """A shared file as a uint8 tensor that knows whether somebody else still holds a view of it."""
+class _Memory:
+    """Shared memory as a uint8 tensor that knows whether somebody else still holds a view of it."""
 
-    def __init__(self, path: Path, num_bytes: int, create: bool) -> None:
-        self.path = path
-        self.num_bytes = num_bytes
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
-        self._descriptor = os.open(path, flags, 0o600)
-        if create:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-            os.posix_fallocate(self._descriptor, 0, num_bytes)
-        self._map = mmap.mmap(self._descriptor, num_bytes)
+    def __init__(self, descriptor: int) -> None:
+        """Args: descriptor is owned by this object."""
+        self.descriptor = descriptor
+        status = os.fstat(descriptor)
+        self.inode, self.num_bytes = status.st_ino, status.st_size
+        self._map = mmap.mmap(descriptor, self.num_bytes)
+
+    @staticmethod
+    def new(num_bytes: int) -> _Memory:
+        """Raises: WeightSyncError if there is no room for it."""
+        descriptor = os.memfd_create("skyrl_sync", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        except OSError as error:
+            os.close(descriptor)
+            raise WeightSyncError(
+                f"no memory for a weight bucket of {num_bytes} bytes ({error.strerror}); lower "
+                "generator.weight_sync_bucket_mb"
+            ) from error
+        return _Memory(descriptor)
 
     def tensor(self) -> tuple[Tensor, Callable[[], bool]]:
         """[num_bytes] uint8, and a function that says whether it or any view of it is alive."""
@@ -57,7 +63,7 @@ class _Mapping:
     def close(self) -> None:
         with contextlib.suppress(BufferError):  # a view is alive while an error is on its way: it frees the memory
             self._map.close()
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
 
 class ShmSendChannel:
@@ -66,9 +72,8 @@ class ShmSendChannel:
     max_bucket_bytes = MAX_BUCKET_BYTES
 
     def __init__(self, num_receivers: int, timeout_s: float) -> None:
-        sweep()
         self._hub = SignalHub(num_receivers, timeout_s)
-        self._slots: list[_Mapping | None] = [None] * SLOTS
+        self._slots: list[_Memory | None] = [None] * SLOTS
         self._index = -1
 
     @property
@@ -86,17 +91,16 @@ class ShmSendChannel:
         self._index += 1
         self._hub.wait_taken(self._index + 1 - SLOTS, check)
         slot = self._index % SLOTS
-        mapping = self._slots[slot]
-        if mapping is None or mapping.num_bytes < num_bytes:
+        memory = self._slots[slot]
+        if memory is None or memory.num_bytes < num_bytes:
             self._drop(slot)
-            path = FOLDER / f"{PREFIX}{os.getpid()}_{secrets.token_hex(6)}"
-            mapping = self._slots[slot] = _create(path, num_bytes)
-        return mapping.tensor()[0]
+            memory = self._slots[slot] = _Memory.new(num_bytes)
+        return memory.tensor()[0]
 
     def publish(self, num_bytes: int) -> None:
-        mapping = self._slots[self._index % SLOTS]
-        assert mapping is not None
-        self._hub.tell(self._index, str(mapping.path))
+        memory = self._slots[self._index % SLOTS]
+        assert memory is not None
+        self._hub.tell(self._index, file=memory.descriptor)
 
     def drain(self, check: Check) -> None:
         self._hub.wait_taken(self._index + 1, check)
@@ -106,10 +110,9 @@ class ShmSendChannel:
             self._hub.tell(ABORTED)
 
     def _drop(self, slot: int) -> None:
-        mapping, self._slots[slot] = self._slots[slot], None
-        if mapping is not None:
-            mapping.path.unlink(missing_ok=True)
-            mapping.close()
+        memory, self._slots[slot] = self._slots[slot], None
+        if memory is not None:
+            memory.close()
 
     def close(self) -> None:
         self._hub.close()
@@ -117,23 +120,12 @@ class ShmSendChannel:
             self._drop(slot)
 
 
-def _create(path: Path, num_bytes: int) -> _Mapping:
-    try:
-        return _Mapping(path, num_bytes, create=True)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise WeightSyncError(
-            f"no room for a weight bucket of {num_bytes} bytes in {FOLDER} ({error.strerror}); free space there, "
-            "lower generator.weight_sync_bucket_mb, or set generator.weight_sync_backend=broadcast"
-        ) from error
-
-
 class ShmReceiveChannel:
     """A receiver's end."""
 
     def __init__(self, init_info: ControlMessage, timeout_s: float) -> None:
         self._peer = SignalPeer(init_info["address"], timeout_s)
-        self._mappings: dict[int, _Mapping] = {}
+        self._mapped: dict[int, _Memory] = {}
         self._sizes: list[int] = []
         self._next = 0
         self._is_viewed: Callable[[], bool] = lambda: False
@@ -143,8 +135,9 @@ class ShmReceiveChannel:
         self._sizes, self._next = list(sizes), 0
 
     def next(self) -> Tensor:
-        path = self._peer.next(self._next)
-        buffer, self._is_viewed = self._map(self._next % SLOTS, path).tensor()
+        _, descriptor = self._peer.next(self._next)
+        assert descriptor is not None
+        buffer, self._is_viewed = self._map(self._next % SLOTS, descriptor).tensor()
         return buffer[: self._sizes[self._next]]
 
     def release(self) -> None:
@@ -161,55 +154,18 @@ class ShmReceiveChannel:
     def end(self) -> None:
         """Loading is over when `release` was called."""
 
-    def _map(self, slot: int, path: str) -> _Mapping:
-        mapping = self._mappings.get(slot)
-        if mapping is None or str(mapping.path) != path:
-            if not path.startswith(f"{FOLDER}/{PREFIX}"):
-                raise WeightSyncError(f"{path!r} is no weight bucket; their names start with {FOLDER}/{PREFIX}")
-            if mapping is not None:
-                mapping.close()
-            mapping = self._mappings[slot] = _open(Path(path))
-        return mapping
+    def _map(self, slot: int, descriptor: int) -> _Memory:
+        memory = self._mapped.get(slot)
+        if memory is not None and memory.inode == os.fstat(descriptor).st_ino:
+            os.close(descriptor)
+            return memory
+        if memory is not None:
+            memory.close()
+        memory = self._mapped[slot] = _Memory(descriptor)
+        return memory
 
     def close(self) -> None:
         self._peer.close()
-        for mapping in self._mappings.values():
-            mapping.close()
-        self._mappings.clear()
-
-
-def _open(path: Path) -> _Mapping:
-    try:
-        return _Mapping(path, os.stat(path).st_size, create=False)
-    except FileNotFoundError as error:
-        raise WeightSyncError(
-            f"weight bucket {path} is not there: the sender ended, or it runs in a container with another {FOLDER} "
-            "(then set generator.weight_sync_backend=broadcast)"
-        ) from error
-
-
-def sweep(min_age_s: float = 10.0) -> list[str]:
-    """Remove the files of senders that were killed. Returns: their names.
-
-    A file younger than `min_age_s` is left alone: its sender may be between creating and locking it.
-    """
-    removed = []
-    for path in FOLDER.glob(f"{PREFIX}*"):
-        try:
-            if time.time() - path.stat().st_mtime >= min_age_s and not _is_locked(path):
-                path.unlink()
-                removed.append(path.name)
-        except (FileNotFoundError, PermissionError):
-            continue  # another process swept it first, or it belongs to another user
-    return sorted(removed)
-
-
-def _is_locked(path: Path) -> bool:
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+        for memory in self._mapped.values():
+            memory.close()
+        self._mapped.clear()

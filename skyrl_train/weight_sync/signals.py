@@ -1,18 +1,20 @@
 """Short messages between a sender and the receivers on its host: which bucket is ready, which was taken in.
 
 A Unix socket per receiver, so that the death of either end is seen at once and nothing has to be polled. Frames carry
-the number of their update; those of an update that broke off are passed over.
+the number of their update; those of an update that broke off are passed over. An open file can go with a frame.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import socket
 import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
@@ -56,10 +58,13 @@ class SignalHub:
         self._update = update
         self._taken = [0] * len(self._receivers)
 
-    def tell(self, index: int, content: Any = None) -> None:
+    def tell(self, index: int, content: Any = None, file: int | None = None) -> None:
+        """Args: file is a descriptor, of which every receiver gets its own."""
         try:
             for receiver in self._receivers:
-                receiver.send((self._update, index, content))
+                receiver.send((self._update, index, content, file is not None))
+                if file is not None:
+                    send_handle(receiver, file, None)
         except OSError as error:
             raise PeerLostError("an engine's worker has ended in the middle of a weight update") from error
 
@@ -115,8 +120,8 @@ class SignalPeer:
     def begin(self, update: int) -> None:
         self._update = update
 
-    def next(self, expected: int) -> Any:
-        """The content of the signal for bucket `expected`.
+    def next(self, expected: int) -> tuple[Any, int | None]:
+        """The content of the signal for bucket `expected`, and the descriptor of the file that came with it.
 
         Raises: WeightSyncError if another one comes, none comes within the deadline, or the sender gives up or dies.
         """
@@ -125,16 +130,18 @@ class SignalPeer:
             if not self._connection.poll(max(0.0, deadline - time.monotonic())):
                 raise WeightSyncError(f"bucket {expected} of the weights did not come within {self._timeout_s:g} s")
             try:
-                update, index, content = self._connection.recv()
+                update, index, content, has_file = self._connection.recv()
+                file = recv_handle(self._connection) if has_file else None
             except (EOFError, OSError) as error:
                 raise WeightSyncError("the sender of the weights has ended in the middle of an update") from error
-            if update != self._update:
-                continue
-            if index == ABORTED:
+            if (update, index) == (self._update, expected):
+                return content, file
+            if file is not None:
+                os.close(file)
+            if update == self._update and index == ABORTED:
                 raise WeightSyncError("the sender gave up this weight update")
-            if index != expected:
+            if update == self._update:
                 raise WeightSyncError(f"bucket {index} arrived where bucket {expected} was due: one was lost")
-            return content
 
     def taken(self, index: int) -> None:
         with contextlib.suppress(OSError):  # the sender is gone: the next wait for it says so

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -24,7 +23,6 @@ MARK = "SKYRL_TEST_JOB"
 """Variable in the environment of a job, inherited by every process that it starts, also by Ray's."""
 START_S = 240
 """Longest start of a job on two busy cores; 30 s on idle ones."""
-SHM = Path("/dev/shm")
 
 EXPERIMENT = """\
 # @package _global_
@@ -156,15 +154,14 @@ class Job:
         raise AssertionError(f"no process writes {log}")
 
     def left_behind(self, patience_s: float = 15) -> list[str]:
-        """Processes and files that outlive the job."""
+        """Processes that outlive the job."""
         deadline = time.monotonic() + patience_s
         while (found := self._left()) and time.monotonic() < deadline:
             time.sleep(0.2)
         return found
 
     def _left(self) -> list[str]:
-        files = [path.name for path in SHM.glob("skyrl_sync_*") if not psutil.pid_exists(_owner(path.name))]
-        return files + [f"{p.pid} {' '.join(_command(p))[:150]}" for p in self.processes()]
+        return [f"{p.pid} {' '.join(_command(p))[:150]}" for p in self.processes()]
 
     def story(self) -> str:
         """Console and the ends of all log files."""
@@ -227,12 +224,6 @@ def error_of(job: Job) -> str:
     assert "Traceback" not in text, text
     assert text.count("error: ") >= 1, text
     return text[text.index("error: ") :]
-
-
-def _owner(name: str) -> int:
-    match = re.fullmatch(r"skyrl_sync_(\d+)_\w+", name)
-    assert match, name
-    return int(match[1])
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:

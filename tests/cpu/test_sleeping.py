@@ -76,7 +76,7 @@ def test_an_engine_that_cannot_wake_ends_and_frees_its_memory():
         engine._settings, engine._running_llm = SETTINGS, llm
         engine._asleep, engine._paused, engine._needs_weights = set(), False, False
         engine._running = asyncio.Event()
-        engine._server = None
+        engine._server = engine._adapter = None
         engine._requests = engine._versions = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
         await engine.sleep(keep_weights=True)
         with pytest.raises(EngineDeadError, match=r"weights: CUDA out of memory.*gpu_memory_utilization"):
