@@ -27,16 +27,14 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from torch import Tensor
 
 from skyrl_train.config import LoraConfig
+from skyrl_train.megatron.lora_dropout import OF_EXPERT_TENSOR_RANKS, OF_TENSOR_RANKS, OF_THIS_RANK, drop
 from skyrl_train.megatron.norm import rms_norm
 
 Factors = Callable[[str], tuple[Tensor, Tensor]]
 """Hugging Face module -> whole A [r, in] and B [out, r]."""
-SHARED_BY_EXPERT_RANKS = "lora-expert-rng"
-"""Dropout of tokens that every expert-tensor rank holds."""
 
 
 @dataclass(slots=True)
@@ -175,16 +173,10 @@ class Adapter(torch.nn.Module):
         return output[0] + delta, *output[1:]
 
     def _drop(self, x: Tensor) -> Tensor:
-        """Ranks that hold the same x drop the same of it, ranks that hold different x draw for themselves."""
         site = self.site
-        if site.is_expert:
-            name = SHARED_BY_EXPERT_RANKS if site.shard_axis == 0 else get_expert_parallel_rng_tracker_name()
-        elif self._sequence_parallel or site.shard_axis == 1:
-            name = "model-parallel-rng"
-        else:
-            return F.dropout(x, self._dropout)
-        with get_cuda_rng_tracker().fork(name):
-            return F.dropout(x, self._dropout)
+        if site.shard_axis == 1 or (self._sequence_parallel and not site.is_expert):
+            return drop(x, self._dropout, OF_THIS_RANK)
+        return drop(x, self._dropout, OF_EXPERT_TENSOR_RANKS if site.is_expert else OF_TENSOR_RANKS)
 
     def _dense(self, x: Tensor) -> Tensor:
         hidden = F.linear(x, self.lora_A[0].flatten(0, 1)) * self.scale

@@ -11,16 +11,14 @@ import torch.distributed as dist
 from mbridge.core.bridge import Bridge
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from skyrl_train.adapter import AdapterFile, initial_factors, linear_shapes, targets
 from skyrl_train.config import LoraConfig
-from skyrl_train.megatron.lora import SHARED_BY_EXPERT_RANKS, Adapter, Lora, Site, base_weights
+from skyrl_train.megatron.lora import Adapter, Lora, Site, base_weights
+from skyrl_train.megatron.lora_dropout import seed_dropout
 
 LINEAR = re.compile(r"\.linear_\w+$")
 """Local names of layers that a Hugging Face linear layer, or several, became."""
-RNG_OFFSET = 100_003
-"""From the seed of the model to that of dropout which expert-tensor ranks share; Megatron's own are nearer."""
 
 
 def attach(chunks: list[GPTModel], bridge: Bridge, folder: str, lora: LoraConfig, seed: int) -> Lora:
@@ -37,8 +35,7 @@ def attach(chunks: list[GPTModel], bridge: Bridge, folder: str, lora: LoraConfig
     else:
         start = AdapterFile(lora.path, folder, lora).factors
     if lora.dropout > 0:
-        tracker = get_cuda_rng_tracker()
-        tracker.add(SHARED_BY_EXPERT_RANKS, seed + RNG_OFFSET + parallel_state.get_expert_model_parallel_rank())
+        seed_dropout(seed)
     result = Lora(lora)
     held: list[set[str]] = []
     for chunk in chunks:

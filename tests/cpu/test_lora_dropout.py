@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 import torch
 from adapters import write_adapter
 from families import make_trial, write_family
-from layouts import layout
+from layouts import assert_exact, layout
 
-from skyrl_train.megatron.layout_check import OPTIMIZER, run_layout
+from skyrl_train.megatron.layout_check import OPTIMIZER, compare, run_layout
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.model import build_model, build_optimizer
 from skyrl_train.megatron.parallel import join
@@ -58,9 +59,14 @@ def _drop(rendezvous: Rendezvous, arguments: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
-def drop(path: Path, sizes: dict[str, Any], tmp_path: Path) -> list[dict[str, Any]]:
+def drop(path: Path, sizes: dict[str, Any], tmp_path: Path, processes: int = 2) -> list[dict[str, Any]]:
     lora = replace(write_adapter(tmp_path / "adapter", path), dropout=RATE)
-    return run_on_ranks(_drop, (str(path), layout(2, sizes).megatron, lora), 2, timeout_s=120)
+    return run_on_ranks(_drop, (str(path), layout(processes, sizes).megatron, lora), processes, timeout_s=120)
+
+
+def pairs_that_drop_the_same(ranks: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
+    numbered = itertools.combinations(enumerate(ranks), 2)
+    return [(i, j, name) for (i, one), (j, other) in numbered for name in one if torch.equal(one[name], other[name])]
 
 
 def test_a_quarter_is_dropped_and_the_rest_makes_up_for_it(dense: Path, tmp_path: Path):
@@ -84,17 +90,28 @@ def test_ranks_with_the_same_input_drop_the_same(dense: Path, tmp_path: Path):
     }
 
 
-def test_ranks_with_tokens_of_their_own_draw_for_themselves(dense: Path, tmp_path: Path):
-    first, second = drop(dense, {"tp": 2}, tmp_path)
-    assert not any(torch.equal(first[name], second[name]) for name in first)
-
-
 @pytest.mark.parametrize(
-    ("sizes", "same"), [({"tp": 2}, True), ({"ep": 2}, False)], ids=["cut experts", "experts of their own"]
+    ("processes", "sizes"),
+    [(2, {"tp": 2}), (4, {"cp": 2}), (4, {"cp": 2, "pp": 2})],
+    ids=["TP2 SP", "CP2 DP2", "CP2 PP2"],
 )
-def test_ranks_that_share_experts_drop_the_same_of_their_tokens(
-    sizes: dict[str, Any], same: bool, experts: Path, tmp_path: Path
+def test_ranks_with_tokens_of_their_own_draw_for_themselves(
+    processes: int, sizes: dict[str, Any], dense: Path, tmp_path: Path
 ):
-    first, second = drop(experts, sizes, tmp_path)
-    assert torch.equal(first["mlp.experts.linear_fc1"], second["mlp.experts.linear_fc1"]) == same
-    assert not torch.equal(first["mlp.experts.linear_fc2"], second["mlp.experts.linear_fc2"])
+    """So do stages, which have the same tokens in other layers."""
+    assert pairs_that_drop_the_same(drop(dense, sizes, tmp_path, processes)) == []
+
+
+def test_ranks_that_share_experts_drop_the_same_of_their_tokens(experts: Path, tmp_path: Path):
+    assert pairs_that_drop_the_same(drop(experts, {"tp": 2}, tmp_path)) == [(0, 1, "mlp.experts.linear_fc1")]
+
+
+def test_replicas_of_experts_and_other_experts_draw_for_themselves(experts: Path, tmp_path: Path):
+    assert pairs_that_drop_the_same(drop(experts, {"ep": 2}, tmp_path, 4)) == []
+
+
+def test_recomputed_activations_drop_what_they_dropped_before(dense: Path, tmp_path: Path):
+    lora = replace(write_adapter(tmp_path / "adapter", dense), dropout=RATE)
+    trial = replace(make_trial(dense), lora=lora)
+    kept, recomputed = (run_layout(trial, layout(1, {}, recompute_granularity=one)) for one in (None, "full"))
+    assert_exact(compare(recomputed, kept))
