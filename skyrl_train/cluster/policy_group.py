@@ -146,6 +146,8 @@ class PolicyGroup:
         self.policy_version = 0
         self.has_changed = False
         """Whether there were updates since the last `save_state`."""
+        self.num_updates = 0
+        """Updates that were begun, also those that failed."""
 
     async def start(self, kwargs: dict[str, Any]) -> None:
         self._kwargs = kwargs
@@ -208,6 +210,10 @@ class PolicyGroup:
         """What each rank holds, as `device.memory_in_use`; empty while it is ended."""
         return await self._group.memory()
 
+    async def is_idle(self) -> bool:
+        """Whether every rank answers: none is dead, or waits in a collective for one that failed."""
+        return await self._group.is_idle()
+
     @property
     def dp_size(self) -> int:
         return self._ranks[0].dp_size
@@ -250,6 +256,7 @@ class PolicyGroup:
         refs = [None] * self.dp_size if ref_logprobs is None else ref_logprobs
         args = [(s, r, epochs, objective) for s, r in zip(self._of_rank(shards.refs), self._of_rank(refs), strict=True)]
         self.has_changed = True
+        self.num_updates += 1
         reports: list[UpdateReport] = await self._group.each("update", args)
         self.policy_version += epochs * len(shards.batches[0].mini_batches)
         metrics = next(report.metrics for report in reports if report.metrics)

@@ -25,6 +25,8 @@ from skyrl_train.weight_sync.transport import ControlMessage, Sender, SendReport
 Reach = Literal["own_stage", "first_stage", "every_stage"]
 CLOSE_S = 5
 """Patience with processes that may hang in a collective."""
+IDLE_S = 20
+"""Longest time after which a rank answers that has nothing to do."""
 END_S = 60
 """Patience with killed processes that give back the memory of a device."""
 
@@ -234,6 +236,14 @@ class WorkerGroup:
         if not self.actors:
             return []
         return await self.calls.gather("tell its memory", [actor.memory.remote() for actor in self.actors])
+
+    async def is_idle(self) -> bool:
+        """Whether every rank answers. One that is at work, or waits in a collective, does not."""
+        try:
+            await self.calls.gather("answer", [actor.find_place.remote() for actor in self.actors], timeout_s=IDLE_S)
+        except RemoteFailed:
+            return False
+        return True
 
     @property
     def size(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
@@ -156,26 +158,35 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
     """Write a Hugging Face checkpoint: one safetensors file per pipeline stage, the index, configuration and tokenizer.
 
     A collective over all ranks. Files appear under their final names only when they are whole.
+    Raises: ValueError on every rank if one cannot write, most often before anything is exported; no rank is left
+        waiting.
     """
     target = Path(folder)
+    owner = is_stage_owner()
+    _together(lambda: _check_writable(target) if owner else None)
     stages, stage = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_rank(),
     )
     file = f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
-    owner = is_stage_owner()
     tensors = {}
     for name, tensor in export(model, model.dtype, read):
         if owner:
             tensors[name] = tensor.contiguous().cpu()
-    if owner:
-        target.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, target / f"{file}.tmp", metadata={"format": "pt"})
-        (target / f"{file}.tmp").rename(target / file)
+
+    def write_weights() -> None:
+        if owner:
+            save_file(tensors, target / f"{file}.tmp", metadata={"format": "pt"})
+            (target / f"{file}.tmp").rename(target / file)
+
+    _together(write_weights)
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     written: list[tuple[str, dict[str, int]]] = [("", {})] * dist.get_world_size()
     dist.all_gather_object(written, (file, sizes) if owner else ("", {}))
-    if dist.get_rank() == 0:
+
+    def write_the_rest() -> None:
+        if dist.get_rank() != 0:
+            return
         weight_map = {name: file for file, sizes in written for name in sizes}
         total = sum(sum(sizes.values()) for _, sizes in written)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -185,7 +196,27 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
         config.dtype = model.dtype
         config.save_pretrained(target)
         _copy_tokenizer(model.bridge._get_actual_hf_path(source), target)
-    dist.barrier()
+
+    _together(write_the_rest)
+
+
+def _check_writable(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def _together(write: Callable[[], None]) -> None:
+    """Have every rank write what is its own, and wait for all. Raises: ValueError on all of them if one cannot."""
+    problem = ""
+    try:
+        write()
+    except (OSError, SafetensorError) as error:
+        problem = f"the checkpoint cannot be written: {error}"
+    problems = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if told := next(filter(None, problems), ""):
+        raise ValueError(told)
 
 
 def _copy_tokenizer(source: str, target: Path) -> None:

@@ -33,10 +33,13 @@ class Learning:
         self._saved: str | None = None
         """The state of policy_version; None while that is the model as it came."""
         self._unfinished: str | None = None
+        self._begun: Job | None = None
+        self._updates_before = 0
         self.policy_version = processes.policy.policy_version
 
     async def run(self, job: Job) -> Metrics:
         """Do it, and return when the engines answer with what came of it and the trainers' memory is free."""
+        self._begun, self._updates_before = job, self._processes.policy.num_updates
         if isinstance(job, SaveJob):
             await self._learner.residency.for_saving()
             await self._processes.policy.save_hf(job.folder)
@@ -77,17 +80,25 @@ class Learning:
             self._unfinished = next(folder for folder in self._folders if folder != self._saved)
             await self._processes.policy.save_state(self._unfinished)
 
+    async def _is_sound(self, error: Exception) -> bool:
+        """Whether the processes can go on after a job that left the weights alone.
+
+        A rank that failed in a pass may have left messages in its groups that the next pass would take for its own.
+        """
+        if not isinstance(error, RemoteFailed):
+            return True
+        return isinstance(self._begun, SaveJob) and await self._processes.policy.is_idle()
+
     async def recover(self, error: Exception) -> str:
         """Serve and train `policy_version` again. Raises: what keeps it from that."""
         policy, residency = self._processes.policy, self._learner.residency
-        untouched = policy.policy_version == self.policy_version and not policy.has_changed
-        if untouched and not isinstance(error, RemoteFailed):
+        if policy.num_updates == self._updates_before and await self._is_sound(error):
             await residency.for_rollout()
             return f"nothing was changed, version {self.policy_version} goes on"
         if self._folders is None and self.policy_version > 0:
             raise RuntimeError(
-                "the trainer's processes may hold half an update, and without service states (keep_state=False) there "
-                "is nothing to start them from; the engines serve what they have. Start a service from the last save"
+                "the trainer's processes are lost or hold half an update, and without service states "
+                "(keep_state=False) there is nothing to start them from. Start a service from the last save"
             )
         log.warning("the trainer is started again at version %d", self.policy_version)
         reference = self._processes.reference

@@ -146,3 +146,28 @@ def test_every_family_leaves_as_it_came(family: str, tmp_path: Path):
     stream = [item for part in parts if part["owner"] for item in part["stream"]]
     assert sorted(name for name, _ in stream) == sorted(source)
     assert all(torch.equal(tensor, source[name]) for name, tensor in stream)
+
+
+def _save_where_it_cannot(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, str]) -> list[str]:
+    path, megatron, target = arguments
+    join(rendezvous, megatron, seed=1)
+    model = build_model(path, megatron, torch.float32, trainable=False)
+    told = []
+    for folder in ("/dev/null/saved", target):
+        with pytest.raises(ValueError) as error:
+            save_hf(model, path, folder)
+        told.append(str(error.value))
+    Path(target, "model-00002-of-00002.safetensors.tmp").rmdir() if rendezvous.rank == 1 else None
+    save_hf(model, path, target)
+    return told
+
+
+def test_all_ranks_hear_of_one_that_cannot_write_and_the_next_export_works(tmp_path: Path):
+    source, target = write_family("qwen3_tied", tmp_path / "source"), tmp_path / "saved"
+    (target / "model-00002-of-00002.safetensors.tmp").mkdir(parents=True)  # in the way of the second stage's file
+    arguments = (str(source), layout(2, {"pp": 2}).megatron, str(target))
+    told = run_on_ranks(_save_where_it_cannot, arguments, 2, timeout_s=60)
+    assert told[0] == told[1]
+    assert told[0][0].startswith("the checkpoint cannot be written") and "/dev/null/saved" in told[0][0]
+    assert "irectory" in told[0][1]
+    assert tensors_of(target).keys() == tensors_of(tmp_path / "source").keys()

@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.service.feed import Feed
-from skyrl_train.service.job import SftJob
+from skyrl_train.service.job import SaveJob, SftJob
 from skyrl_train.service.learning import Learning
 from skyrl_train.service.queue import JobFailed, JobQueue, ServiceBroken
 from skyrl_train.tracking.timers import Timers
@@ -128,18 +128,23 @@ class Policy:
     """A policy whose version and state are numbers; a call in `fails` raises."""
 
     def __init__(self, calls: list[str]) -> None:
-        self.calls, self.policy_version, self.has_changed = calls, 0, False
+        self.calls, self.policy_version, self.num_updates, self.idle = calls, 0, 0, True
+
+    async def is_idle(self) -> bool:
+        return self.idle
+
+    async def save_hf(self, folder: str) -> None:
+        raise RemoteFailed(f"{folder} cannot be written")
 
     async def save_state(self, folder: str) -> None:
         self.calls.append(f"save {self.policy_version} in {folder[-1]}")
-        self.has_changed = False
 
     async def kill(self) -> None:
         self.calls.append("kill")
 
     async def restart_from(self, folder: str | None, policy_version: int) -> None:
         self.calls.append(f"restart at {policy_version} from {folder and folder[-1]}")
-        self.policy_version, self.has_changed = policy_version, False
+        self.policy_version = policy_version
 
 
 class Processes:
@@ -153,6 +158,9 @@ class Residency:
 
     async def for_rollout(self) -> None:
         self.calls.append("rollout")
+
+    async def for_saving(self) -> None:
+        """Nothing to move."""
 
     async def sync_weights(self, groups: object) -> None:
         self.calls.append("sync")
@@ -169,7 +177,7 @@ class Learner:
     async def learn_examples(self, examples: object, *, before_sync: Test) -> dict[str, float]:
         if self.fails_in == "cut":
             raise ValueError("too long")
-        self.policy.has_changed = True
+        self.policy.num_updates += 1
         if self.fails_in == "update":
             raise RemoteFailed("policy-0 died")
         self.policy.policy_version += 1
@@ -211,12 +219,22 @@ def test_after_a_failure_the_last_version_goes_on_and_its_state_is_never_written
     asyncio.run(body())
 
 
-def test_without_kept_states_half_an_update_cannot_be_taken_back():
+def test_without_kept_states_only_half_an_update_cannot_be_taken_back():
     async def body() -> None:
         policy = Policy([])
         learner = Learner(policy, [])
         learning = Learning(Processes(policy), learner, Timers(), state_path=None, max_model_len=9)  # type: ignore[arg-type]
         await learning.run(SftJob(()))
+        learner.fails_in = "cut"
+        with pytest.raises(ValueError) as refused:
+            await learning.run(SftJob(()))
+        assert await learning.recover(refused.value) == "nothing was changed, version 1 goes on"
+        with pytest.raises(RemoteFailed) as error:
+            await learning.run(SaveJob("/full"))
+        assert await learning.recover(error.value) == "nothing was changed, version 1 goes on"
+        policy.idle = False
+        with pytest.raises(RuntimeError, match="keep_state=False"):
+            await learning.recover(error.value)
         learner.fails_in = "update"
         with pytest.raises(RemoteFailed) as error:
             await learning.run(SftJob(()))
