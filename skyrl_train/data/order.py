@@ -1,4 +1,4 @@
-"""The order in which rows are trained on: shuffled anew for each epoch, resumable from two integers."""
+"""The order in which rows are trained on: shuffled anew for each epoch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ Row = TypeVar("Row")
 class Order(Generic[Row]):
     """Endless batches of rows (prompts, or the examples of supervised fine-tuning).
 
-    Each epoch is another permutation, its last incomplete batch is left out.
-    The order depends on the seed, the epoch and the number of rows alone, so a run that restores `state_dict`
-    goes on exactly where it stopped.
+    Each epoch is another permutation, its last incomplete batch is left out. The order depends on the seed, the epoch
+    and the number of rows alone.
 
     Raises: ValueError if there are fewer rows than a batch needs.
     """
@@ -40,30 +39,14 @@ class Order(Generic[Row]):
     def next_batch(self) -> list[Row]:
         """[batch_size] rows, none of them twice within an epoch."""
         if not self._has_batch():
-            self._start(epoch=self._epoch + 1, position=0)
+            self._epoch, self._position = self._epoch + 1, 0
+            self._permutation = self._permute()
         batch = self._permutation[self._position : self._position + self._batch_size]
         self._position += self._batch_size
         return [self._rows[index] for index in batch]
 
-    def state_dict(self) -> dict[str, int]:
-        """`epoch` and `position`, the number of rows of that epoch already handed out."""
-        return {"epoch": self._epoch, "position": self._position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Raises: ValueError if the state cannot be of these rows."""
-        if state["epoch"] < 0 or not 0 <= state["position"] <= len(self._rows):
-            raise ValueError(
-                f"cannot resume the data order at {state}: there are {len(self._rows)} training rows; "
-                "resume with the data set that the run was started with"
-            )
-        self._start(epoch=state["epoch"], position=state["position"])
-
     def _has_batch(self) -> bool:
         return self._position + self._batch_size <= len(self._rows)
-
-    def _start(self, *, epoch: int, position: int) -> None:
-        self._epoch, self._position = epoch, position
-        self._permutation = self._permute()
 
     def _permute(self) -> list[int]:
         # A prime factor keeps (seed, epoch) pairs apart: epoch 1 of seed 42 is not epoch 0 of seed 43.
