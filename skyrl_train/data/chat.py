@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from skyrl_train.data.encoded_text import EncodedText
 from skyrl_train.types import Message
 
 if TYPE_CHECKING:
@@ -131,6 +132,10 @@ class ChatTemplate:
     def encode(self, text: str) -> tuple[int, ...]:
         """[L] token ids of a text that the template rendered."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_once(self, text: str) -> EncodedText:
+        """The same of a text of which beginnings will be asked for."""
+        return EncodedText(self._tokenizer, text)
 
     def is_white_space(self, token_id: int) -> bool:
         """Whether a token is nothing but white space."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skyrl_train.data.chat import ChatTemplate
+from skyrl_train.data.encoded_text import EncodedText
 from skyrl_train.types import Message
 
 CURE = "set data.assistant_turns=last, give prompt and response columns, or mark the turns with {% generation %}"
@@ -40,34 +41,18 @@ class Conversations:
 
     def _between_prefixes(self, messages: Sequence[Message], turns: Sequence[int]) -> tuple[list[int], list[bool]]:
         text = self._chat.render(messages, add_generation_prompt=False)
-        ids = self._chat.encode(text)
-        mask = [False] * len(ids)
+        encoded = self._chat.encode_once(text)
+        mask = [False] * len(encoded.ids)
         for turn in turns:
             before = self._chat.render(messages[:turn])
             through = text if turn == len(messages) - 1 else self._chat.render(messages[: turn + 1], False)
-            asked, written = f"the prompt that asks for message {turn}", f"the conversation up to message {turn}"
-            start = self._length_of_prefix(before, text, ids, asked)
-            end = self._length_of_prefix(through, text, ids, written)
-            end = self._without_closing(ids, start, end)
+            start = _length_of_prefix(before, text, encoded, f"the prompt that asks for message {turn}")
+            end = _length_of_prefix(through, text, encoded, f"the conversation up to message {turn}")
+            end = self._without_closing(encoded.ids, start, end)
             mask[start:end] = [True] * (end - start)
-        return list(ids), mask
+        return encoded.ids, mask
 
-    def _length_of_prefix(self, prefix: str, text: str, ids: tuple[int, ...], which: str) -> int:
-        """Tokens of `prefix`, which must be the first of `ids`."""
-        if not text.startswith(prefix):
-            raise ValueError(
-                f"the chat template writes {which} differently when more follows, so the turns cannot be told apart: "
-                f"{CURE}"
-            )
-        beginning = self._chat.encode(prefix)
-        if ids[: len(beginning)] != beginning:
-            raise ValueError(
-                f"the tokenizer merges the end of {which} with what follows, so the tokens of a turn cannot be told "
-                f"apart: {CURE}"
-            )
-        return len(beginning)
-
-    def _without_closing(self, ids: tuple[int, ...], start: int, end: int) -> int:
+    def _without_closing(self, ids: Sequence[int], start: int, end: int) -> int:
         """The end of a turn just behind its end-of-sequence token, where only white space follows that."""
         for last in range(end - 1, start - 1, -1):
             if ids[last] == self._eos_token_id:
@@ -75,6 +60,21 @@ class Conversations:
             if not self._chat.is_white_space(ids[last]):
                 break
         return end
+
+
+def _length_of_prefix(prefix: str, text: str, encoded: EncodedText, which: str) -> int:
+    """Tokens of `prefix`, which must be the first of the text's."""
+    if not text.startswith(prefix):
+        raise ValueError(
+            f"the chat template writes {which} differently when more follows, so the turns cannot be told apart: {CURE}"
+        )
+    length = encoded.num_tokens(len(prefix))
+    if length is None:
+        raise ValueError(
+            f"the tokenizer merges the end of {which} with what follows, so the tokens of a turn cannot be told "
+            f"apart: {CURE}"
+        )
+    return length
 
 
 def _last_run(mask: list[bool]) -> list[bool]:
