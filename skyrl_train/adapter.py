@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from skyrl_train.checkpoint import fingerprint, tensor_shapes
 from skyrl_train.config import LoraConfig
 
 ALL_LINEAR = "all-linear"
@@ -29,8 +30,6 @@ FINGERPRINT = "base_model_fingerprint"
 NOT_ADAPTED = re.compile(r"(^|\.)(mlp|block_sparse_moe)\.gate\.weight$|\.shared_expert_gate\.weight$")
 """Routers and the gate of a shared expert: one number per expert decides where a token goes, and vLLM has no LoRA for
 them."""
-NUM_SAMPLED = 16
-"""Tensors of which the fingerprint reads the first row."""
 
 Shapes = Mapping[str, tuple[int, int]]
 """Module -> (out, in) of its weight."""
@@ -48,7 +47,7 @@ def linear_shapes(folder: str) -> dict[str, tuple[int, int]]:
     """
     shapes: dict[str, tuple[int, int]] = {}
     num_layers = json.loads(Path(folder, "config.json").read_text()).get("num_hidden_layers", math.inf)
-    for name, shape in _checkpoint_shapes(folder).items():
+    for name, shape in tensor_shapes(folder).items():
         layer = re.search(r"layers\.(\d+)\.", name)
         if layer is None or int(layer[1]) >= num_layers or not name.endswith(".weight") or NOT_ADAPTED.search(name):
             continue
@@ -220,31 +219,6 @@ class AdapterFile:
         with safe_open(self.path / TENSORS_FILE, "pt") as file:
             a, b = tensor_names(module)
             return file.get_tensor(a), file.get_tensor(b)
-
-
-def fingerprint(folder: str) -> str:
-    """Tells base models apart: names and shapes of all tensors, and the first row of some, rounded to bfloat16."""
-    shapes = _checkpoint_shapes(folder)
-    names = sorted(name for name, shape in shapes.items() if shape)
-    chosen = set(names[:: max(1, len(names) // NUM_SAMPLED)])
-    rows: dict[str, bytes] = {}
-    for file in Path(folder).glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            for name in chosen & set(tensors.keys()):
-                row = tensors.get_slice(name)[:1].to(torch.bfloat16).contiguous()
-                rows[name] = row.view(torch.uint8).numpy().tobytes()
-    return _sha(repr([(name, shapes[name], rows.get(name)) for name in names]).encode()).hex()
-
-
-def _checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in Path(folder).glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                shapes[name] = tuple(tensors.get_slice(name).get_shape())
-    if not shapes:
-        raise ValueError(f"{folder} has no .safetensors files: LoRA needs the names and shapes of the model's layers")
-    return shapes
 
 
 def _natural(name: str) -> list[int | str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+TWICE = ["consolidated*"]
+"""The same weights under the names of Mistral's own programs."""
 
 
 def local_folder(path: str) -> str:
@@ -20,7 +22,7 @@ def local_folder(path: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return snapshot_download(path, allow_patterns=PATTERNS)
+        return snapshot_download(path, allow_patterns=PATTERNS, ignore_patterns=TWICE)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"model {path!r} is neither a folder nor can it be downloaded from the hub ({type(error).__name__}); "

@@ -6,10 +6,8 @@ their old names, the layout, and the rotary frequencies. What single families ne
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +15,10 @@ import torch.distributed as dist
 from mbridge.core.bridge import Bridge
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
-from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from skyrl_train.checkpoint import tensor_files
 from skyrl_train.config import MegatronConfig
 from skyrl_train.megatron.families import corrections, family
 
@@ -138,7 +136,7 @@ def check_all_weights_are_read(bridge: Bridge, modules: list[GPTModel], folder: 
         dist.all_gather_object(parts, read, group=group)
         read = set().union(*parts)
     layers = bridge.hf_config.num_hidden_layers
-    ignored = sorted(name for name in _checkpoint_names(folder) - read if not _needless(name, layers))
+    ignored = sorted(name for name in tensor_files(folder).keys() - read if not _needless(name, layers))
     if ignored:
         shown = ", ".join(ignored[:5]) + (f" and {len(ignored) - 5} more" if len(ignored) > 5 else "")
         raise ValueError(f"{folder} has weights that the {bridge.hf_config.model_type} bridge does not read: {shown}")
@@ -149,17 +147,6 @@ def _needless(name: str, num_layers: int) -> bool:
     layer = re.search(r"layers\.(\d+)\.", name)
     beyond = layer is not None and int(layer.group(1)) >= num_layers
     return beyond or name == "lm_head.weight" or name.endswith(("_scale_inv", "inv_freq"))
-
-
-def _checkpoint_names(folder: str) -> set[str]:
-    index = Path(folder, "model.safetensors.index.json")
-    if index.is_file():
-        return set(json.loads(index.read_text())["weight_map"])
-    names: set[str] = set()
-    for file in Path(folder).glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            names |= set(tensors.keys())
-    return names
 
 
 def match_hugging_face(model: GPTModel, hf_config: PretrainedConfig) -> None:

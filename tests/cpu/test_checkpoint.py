@@ -1,0 +1,79 @@
+"""Which files of a folder are the checkpoint, and what their headers tell."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
+
+from skyrl_train import adapter, hub
+from skyrl_train.checkpoint import fingerprint, tensor_files, tensor_shapes
+
+HEAD = 16
+
+
+def write_mistral(folder: Path, shards: str = "5GB") -> Path:
+    config = transformers.MistralConfig(
+        vocab_size=40,
+        hidden_size=2 * HEAD,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=HEAD,
+    )
+    transformers.set_seed(0)
+    transformers.MistralForCausalLM(config).save_pretrained(folder, max_shard_size=shards)
+    return folder
+
+
+def add_the_same_under_mistrals_names(folder: Path) -> None:
+    """As in the repositories: layers without `model.`, `wq` and `w1` where the others have `q_proj` and `gate_proj`."""
+    own = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo", "gate_proj": "w1", "down_proj": "w2"}
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            for theirs, mistrals in {**own, "up_proj": "w3", "self_attn": "attention", "mlp": "feed_forward"}.items():
+                name = name.replace(theirs, mistrals)
+            tensors[name.removeprefix("model.")] = tensor
+    save_file(tensors, folder / "consolidated.safetensors")
+
+
+@pytest.mark.parametrize("shards", ["5GB", "20KB"], ids=["one file", "an index"])
+def test_weights_that_a_repository_holds_twice_are_read_once(shards: str, tmp_path: Path):
+    folder = write_mistral(tmp_path / "model", shards)
+    assert (folder / "model.safetensors.index.json").is_file() == (shards == "20KB")
+    files, shapes, mark = tensor_files(str(folder)), tensor_shapes(str(folder)), fingerprint(str(folder))
+    modules = adapter.linear_shapes(str(folder))
+    assert set(shapes) == set(transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict())
+    add_the_same_under_mistrals_names(folder)
+    assert tensor_files(str(folder)) == files
+    assert tensor_shapes(str(folder)) == shapes
+    assert fingerprint(str(folder)) == mark
+    assert adapter.linear_shapes(str(folder)) == modules and len(modules) == 14
+
+
+def test_weights_that_a_repository_holds_twice_are_downloaded_once():
+    repository = ["config.json", "model-00001-of-00002.safetensors", "consolidated.safetensors", "tokenizer.model"]
+    taken = filter_repo_objects(repository, allow_patterns=hub.PATTERNS, ignore_patterns=hub.TWICE)
+    assert list(taken) == [name for name in repository if not name.startswith("consolidated")]
+
+
+def test_files_of_any_name_are_read_where_nothing_names_them(tmp_path: Path):
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "first.safetensors")
+    save_file({"b": torch.zeros(4)}, tmp_path / "second.safetensors")
+    assert tensor_shapes(str(tmp_path)) == {"a": (2, 3), "b": (4,)}
+
+
+def test_a_file_that_the_index_names_and_is_missing_is_told(tmp_path: Path):
+    folder = write_mistral(tmp_path / "model", "20KB")
+    names = sorted(set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values()))
+    shutil.move(folder / names[1], tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=rf"lacks 1 files that its model.safetensors.index.json names.*{names[1]}"):
+        tensor_files(str(folder))
