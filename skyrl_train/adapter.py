@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT keeps them: which modules, which tensors, on disk, and for which model.
+"""LoRA adapters as PEFT keeps them: which modules, which tensors, how they start, and their files.
 
 Everything here follows from the names and shapes in a checkpoint's headers, so no weight of the base model is read
 beyond a few bytes. Legend: r rank; a module with weight W [out, in] gets `lora_A` [r, in] and `lora_B` [out, r] and
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -53,7 +52,7 @@ def linear_shapes(folder: str) -> dict[str, tuple[int, int]]:
             continue
         if len(shape) == 2:
             shapes[name.removesuffix(".weight")] = (shape[0], shape[1])
-    return dict(sorted(shapes.items(), key=lambda item: _natural(item[0])))
+    return dict(sorted(shapes.items(), key=lambda item: in_order(item[0])))
 
 
 def targets(shapes: Shapes, lora: LoraConfig) -> dict[str, tuple[int, int]]:
@@ -154,79 +153,8 @@ def save(target: str | Path, tensors: Mapping[str, Tensor], folder: str, base_mo
     (path / "config.tmp").rename(path / CONFIG_FILE)
 
 
-def check(folder: str, lora: LoraConfig) -> None:
-    """Raises: ValueError if targets match nothing in the base model at `folder`, or the adapter does not fit it."""
-    if lora.rank > 0:
-        targets(linear_shapes(folder), lora)
-        if lora.path is not None:
-            AdapterFile(lora.path, folder, lora)
-
-
-class AdapterFile:
-    """An adapter on disk that fits the base model and the configuration; tensors are read one by one."""
-
-    def __init__(self, adapter: str, folder: str, lora: LoraConfig) -> None:
-        """Args: adapter: folder in PEFT's format; folder: the base model's.
-
-        Raises: ValueError if it is not there, is for another model, has another rank or alpha, kinds of LoRA that are
-            not built, or other modules or shapes than configured.
-        """
-        self.path = Path(adapter).expanduser()
-        missing = [name for name in (CONFIG_FILE, TENSORS_FILE) if not (self.path / name).is_file()]
-        if missing:
-            raise ValueError(f"adapter {adapter} has no {' and no '.join(missing)}: give a folder in PEFT's format")
-        self._check_config(json.loads((self.path / CONFIG_FILE).read_text()), lora)
-        with safe_open(self.path / TENSORS_FILE, "pt") as file:
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            made_for = (file.metadata() or {}).get(FINGERPRINT)
-        if made_for is not None and made_for != fingerprint(folder):
-            raise ValueError(f"adapter {adapter} was trained on another base model than {folder}: their weights differ")
-        self._check_tensors(found, folder, lora)
-
-    def _check_config(self, config: dict[str, Any], lora: LoraConfig) -> None:
-        key = "trainer.policy.model.lora"
-        for name, mine, value in (("r", lora.rank, "rank"), ("lora_alpha", lora.alpha, "alpha")):
-            if config.get(name) != mine:
-                raise ValueError(f"adapter {self.path} has {name}={config.get(name)} and {key}.{value} is {mine}")
-        if config.get("peft_type") != "LORA":
-            raise ValueError(f"adapter {self.path} is of the type {config.get('peft_type')!r}; only LORA is built")
-        for name in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out"):
-            if config.get(name):
-                raise ValueError(f"adapter {self.path} has {name}={config[name]!r}, which is not built")
-        if config.get("bias", "none") != "none":
-            raise ValueError(f"adapter {self.path} has bias={config['bias']!r}; only none is built")
-
-    def _check_tensors(self, found: Mapping[str, tuple[int, ...]], folder: str, lora: LoraConfig) -> None:
-        expected: dict[str, tuple[int, ...]] = {}
-        for module, (out_size, in_size) in targets(linear_shapes(folder), lora).items():
-            expected |= zip(tensor_names(module), ((lora.rank, in_size), (out_size, lora.rank)), strict=True)
-        if missing := sorted(expected.keys() - found.keys(), key=_natural):
-            raise ValueError(f"adapter {self.path} lacks tensors of {folder}: {_some(missing)}")
-        if extra := sorted(found.keys() - expected.keys(), key=_natural):
-            raise ValueError(
-                f"adapter {self.path} has tensors that no target of {folder} takes: {_some(extra)}; see "
-                "trainer.policy.model.lora.target_modules"
-            )
-        for name, shape in expected.items():
-            if found[name] != shape:
-                raise ValueError(
-                    f"adapter {self.path} is for another model than {folder}: {name} has the shape {found[name]}, not "
-                    f"{shape}"
-                )
-
-    def factors(self, module: str) -> tuple[Tensor, Tensor]:
-        """A [r, in] and B [out, r] as they are stored."""
-        with safe_open(self.path / TENSORS_FILE, "pt") as file:
-            a, b = tensor_names(module)
-            return file.get_tensor(a), file.get_tensor(b)
-
-
-def _natural(name: str) -> list[int | str]:
+def in_order(name: str) -> list[int | str]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _sha(data: bytes) -> bytes:

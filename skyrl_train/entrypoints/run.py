@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from skyrl_train import adapter
+from skyrl_train import adapter_file
 from skyrl_train.cluster.session import Cluster, connect
 from skyrl_train.config import RunConfig, to_yaml
 from skyrl_train.hub import local_folder
@@ -52,7 +52,7 @@ class Run(ABC, Generic[C, P]):
         self._started = time.perf_counter()
         self.model_folder = local_folder(config.trainer.policy.model.path)
         self.model_config = AutoConfig.from_pretrained(self.model_folder)
-        adapter.check(self.model_folder, config.trainer.policy.model.lora)
+        adapter_file.check(self.model_folder, config.trainer.policy.model.lora)
         self.tokenizer = self.get_tokenizer()
         self._loop: Loop | None = None
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from transformers import AutoConfig, AutoTokenizer
 
-from skyrl_train import adapter
+from skyrl_train import adapter_file
 from skyrl_train.cluster.launch import launch, served_model_name
 from skyrl_train.cluster.process import log_to
 from skyrl_train.cluster.session import Cluster
@@ -77,7 +77,7 @@ class ServiceActor:
         config, trainer = self._config, self._config.trainer
         folder = local_folder(trainer.policy.model.path)
         model = AutoConfig.from_pretrained(folder)
-        adapter.check(folder, trainer.policy.model.lora)
+        adapter_file.check(folder, trainer.policy.model.lora)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         positions = model.max_position_embeddings
         self._reader = JobReader(config, tokenizer, model.vocab_size, positions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import torch
 import transformers
 from adapters import lora_config, read_adapter, write_adapter
 from families import write_family
+from safetensors import safe_open
 from safetensors.torch import save_file
 
-from skyrl_train import adapter
-from skyrl_train.adapter import AdapterFile
+from skyrl_train import adapter, adapter_file
+from skyrl_train.adapter_file import AdapterFile
+from skyrl_train.checkpoint import fingerprint
 from skyrl_train.config import LoraConfig
 
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -51,14 +54,6 @@ def test_an_adapter_is_read_as_it_was_written(given: LoraConfig, dense: Path):
     a, b = open_it(given, dense).factors("model.layers.0.self_attn.q_proj")
     tensors = read_adapter(str(given.path))
     assert torch.equal(a, tensors[Q_A]) and torch.equal(b, tensors[Q_A.replace("lora_A", "lora_B")])
-
-
-def test_an_adapter_that_peft_wrote_is_read(dense: Path, tmp_path: Path):
-    model = transformers.AutoModelForCausalLM.from_pretrained(dense)
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    peft.get_peft_model(model, config).save_pretrained(tmp_path)
-    a, b = open_it(lora_config(path=str(tmp_path)), dense).factors("model.layers.3.mlp.down_proj")
-    assert a.shape == (4, 96) and b.shape == (64, 4) and not b.any()
 
 
 def test_all_linear_means_what_peft_means_by_it(dense: Path):
@@ -107,7 +102,7 @@ def test_the_fingerprint_is_the_same_in_half_precision_and_in_other_files(dense:
     model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert adapter.fingerprint(str(tmp_path)) == adapter.fingerprint(str(dense))
+    assert fingerprint(str(tmp_path)) == fingerprint(str(dense))
 
 
 def test_another_rank_or_alpha_is_refused(given: LoraConfig, dense: Path):
@@ -116,11 +111,77 @@ def test_another_rank_or_alpha_is_refused(given: LoraConfig, dense: Path):
 
 
 @pytest.mark.parametrize(
-    "values", [{"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}]
+    "values",
+    [
+        {"use_dora": True},
+        {"use_rslora": True},
+        {"modules_to_save": ["lm_head"]},
+        {"bias": "all"},
+        {"lora_bias": True},
+        {"alora_invocation_tokens": [5, 6]},
+        {"kasa_config": {"beta": 1e-4}},
+        {"layer_replication": [[0, 2], [1, 3]]},
+        {"a_key_of_a_later_peft": "x"},
+        {"init_lora_weights": "loftq"},
+    ],
+    ids=lambda values: next(iter(values)),
 )
 def test_a_kind_that_is_not_built_is_refused(given: LoraConfig, dense: Path, values: dict[str, object]):
     change_config(given, **values)
     assert next(iter(values)) in refused(given, dense)
+
+
+def write_with_peft(dense: Path, folder: Path, start: object) -> LoraConfig:
+    model = transformers.AutoModelForCausalLM.from_pretrained(dense)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=start
+    )
+    peft.get_peft_model(model, config).save_pretrained(folder)
+    return lora_config(path=str(folder))
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian", "orthogonal", "mica"])
+def test_an_adapter_that_peft_wrote_is_read(start: object, dense: Path, tmp_path: Path):
+    a, b = open_it(write_with_peft(dense, tmp_path, start), dense).factors("model.layers.3.mlp.down_proj")
+    assert a.shape == (4, 96) and b.shape == (64, 4) and bool(b.any()) == (start in (False, "orthogonal", "mica"))
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_2", "olora"])
+def test_an_adapter_that_took_a_part_of_the_base_weights_is_refused(start: str, dense: Path, tmp_path: Path):
+    """PEFT writes the factors, and not what is left of the weights that they are to be added to."""
+    message = refused(write_with_peft(dense, tmp_path, start), dense)
+    assert f"init_lora_weights='{start}', which changed the base model's weights" in message
+
+
+def test_a_file_is_opened_once_for_all_its_modules(given: LoraConfig, dense: Path, monkeypatch: pytest.MonkeyPatch):
+    opened: list[Path] = []
+    monkeypatch.setattr(adapter_file, "safe_open", lambda file, *args: opened.append(file) or safe_open(file, *args))
+    one = open_it(given, dense)
+    for module in adapter.linear_shapes(str(dense)):
+        one.factors(module)
+    assert opened == [Path(str(given.path), adapter.TENSORS_FILE)]
+
+
+def test_a_doubt_about_the_base_model_is_told(
+    given: LoraConfig, dense: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Where PEFT wrote the file nothing but a name tells which model it is for."""
+
+    def told(model: Path, name: str | None) -> str:
+        caplog.clear()
+        change_config(given, base_model_name_or_path=name)
+        adapter_file.check(str(model), given)
+        return caplog.text
+
+    assert told(dense, "owner/another") == "", "its fingerprint tells"
+    save_file(read_adapter(str(given.path)), Path(str(given.path), adapter.TENSORS_FILE))
+    assert f"trained on owner/another, and the base model is {dense}" in told(dense, "owner/another")
+    assert f"does not say which base model it was trained on; its shapes fit {dense}" in told(dense, None)
+    named, cached = tmp_path / "Model-1B", tmp_path / "models--owner--Model-1B/snapshots/0123"
+    for folder in (named, cached):
+        shutil.copytree(dense, folder)
+        assert told(folder, "owner/model-1b") == told(folder, "/elsewhere/Model-1B/") == ""
+        assert "trained on owner/Model-1B-Base" in told(folder, "owner/Model-1B-Base")
 
 
 def test_missing_and_superfluous_tensors_are_named(given: LoraConfig, dense: Path):

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2] / "skyrl_train"
 # A folder or module imports only what stands before it; the modules of one row may import each other.
 ROWS = """
     types ranks hub checkpoint device config config_program config_compose config_schema config_values config_errors
-    adapter
+    adapter adapter_file
     tracking
     algorithms
     config_sft model_checks config_checks config_checks_lora config_checks_sft
