@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -159,15 +158,22 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def live_world(folder: Path, kind: str, **settings: Any) -> Iterator[World]:
-    before = set(os.listdir("/dev/shm"))
     world = World(folder, kind, **settings)
     run(world.engine.ready())
     children = psutil.Process().children(recursive=True)
+    shared = {area.path for child in children for area in mapped(child) if area.path.startswith("/dev/shm/")}
     yield world
     run(world.engine.shutdown())
     _, alive = psutil.wait_procs([p for p in children if "resource_tracker" not in " ".join(cmdline(p))], timeout=10)
     assert not alive, "the engine left processes behind"
-    assert {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")} <= before
+    assert not [path for path in shared if Path(path).exists() and not Path(path).name.startswith("sem.")]
+
+
+def mapped(process: psutil.Process) -> list[Any]:
+    try:
+        return process.memory_maps()
+    except psutil.Error:
+        return []
 
 
 def cmdline(process: psutil.Process) -> list[str]:
