@@ -12,12 +12,14 @@ import yaml
 from omegaconf import DictConfig
 
 from skyrl_train import config_compose
+from skyrl_train.config_command_line import read_command_line
+from skyrl_train.config_files import shipped_folder
 from skyrl_train.config_schema import build, is_secret, key_types
 from skyrl_train.config_values import MASK
 
 T = TypeVar("T")
 
-config_dir: str = str(config_compose.shipped_folder())
+config_dir: str = str(shipped_folder())
 """Folder of the bases and the experiments, of the source checkout or of the installed package."""
 
 
@@ -52,7 +54,7 @@ class Program(Generic[T]):
         Prints nothing, except that `--help` and `--cfg job` print and raise SystemExit(0), as argparse does.
         Raises: ConfigError.
         """
-        request = config_compose.read_command_line(argv, self.base, self.module, self.purpose)
+        request = read_command_line(argv, self.base, self.module, self.purpose)
         composed = config_compose.compose(self.schema, request.base, request.overrides, request.folders)
         config = build(self.schema, composed.values, composed.where)
         if request.print_config:

@@ -1,0 +1,124 @@
+"""The YAML files of a composition: which Hydra chose, what they say, and keys in them that the schema does not have."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from skyrl_train.config_errors import ConfigError
+from skyrl_train.config_schema import key_types, unknown_key
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """One YAML file of a composition."""
+
+    shown: str
+    """Its path as a person would type it here."""
+    package: str
+    """Where Hydra puts its keys, "" for the top level."""
+    values: dict[str, Any]
+    """From the top level down, interpolations as written."""
+    is_lower_base: bool
+    """The base of another program, on which this one's builds: it may have keys that this program does not."""
+
+
+def shipped_folder() -> Path:
+    """`configs/` inside the installed package, or beside the package in a source checkout."""
+    package = Path(__file__).parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def experiments(folders: Sequence[Path]) -> list[str]:
+    roots = [folder / "experiment" for folder in folders]
+    return sorted({str(file.relative_to(root).with_suffix("")) for root in roots for file in root.rglob("*.yaml")})
+
+
+def chosen_files(hydra: DictConfig, base: str | None, lines: Sequence[str]) -> list[ConfigFile]:
+    """Every file that the composition read, in order, Hydra's own left out; `hydra` is the node of that name.
+
+    Raises: ConfigError where a name stands for two files.
+    """
+    folders = [folder for source in hydra.runtime.config_sources if (folder := _folder(source)) is not None]
+    loader = GlobalHydra.instance().config_loader()
+    found = []
+    for default in loader.compute_defaults_list(base, list(lines), RunMode.RUN).defaults:
+        name = default.config_path
+        if name is None or name.startswith("hydra/"):
+            continue
+        matches = [file for folder in folders if (file := folder / f"{name}.yaml").is_file()]
+        shown = [shown_path(file) for file in matches]
+        if len(matches) > 1 and name != base:
+            raise ConfigError(f"{name} stands for two files, rename yours: {', '.join(shown)}")
+        if matches:
+            package = default.package or ""
+            lower = name != base and "/" not in name
+            found.append(ConfigFile(shown[0], package, _contents(matches[0], package), is_lower_base=lower))
+    return found
+
+
+def _folder(source: DictConfig) -> Path | None:
+    """The folder of one entry of the search path; None for Hydra's own and for what is no folder."""
+    if source.schema == "file":
+        return Path(source.path)
+    if source.schema == "pkg" and not source.path.startswith("hydra"):
+        return Path(str(importlib.resources.files(source.path)))
+    return None
+
+
+def _contents(file: Path, package: str) -> dict[str, Any]:
+    """What a file says, placed as it lies in the whole configuration."""
+    loaded = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    values: dict[str, Any] = {name: item for name, item in cast(dict[str, Any], loaded).items() if name != "defaults"}
+    for name in reversed(package.split(".")) if package else ():
+        values = {name: values}
+    return values
+
+
+def shown_path(file: Path) -> str:
+    return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
+
+
+def dotted_keys(schema: type, values: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted keys in a file, down to what the schema does not know or does not look into."""
+    kinds = key_types(schema)
+    for name in values if isinstance(values, dict) else ():
+        path = f"{prefix}{name}"
+        yield path
+        if dataclasses.is_dataclass(kinds.get(path)):
+            yield from dotted_keys(schema, values[name], f"{path}.")
+
+
+def check_files(schema: type, files: Sequence[ConfigFile]) -> None:
+    problems = []
+    for file in files:
+        if file.package == "experiment":
+            problems.append(f"{file.shown}: the first line must be `# @package _global_`")
+            continue
+        if not file.is_lower_base:
+            problems += [f"{unknown_key(path, schema)} (in {file.shown})" for path in _foreign(file, schema)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _foreign(file: ConfigFile, schema: type) -> list[str]:
+    """Its keys that the schema does not have."""
+    kinds = key_types(schema)
+    return [path for path in dotted_keys(schema, file.values) if path not in kinds]
+
+
+def leave_out_foreign(config: DictConfig, schema: type, files: Sequence[ConfigFile]) -> None:
+    """Take away what only another program reads."""
+    for path in [path for file in files if file.is_lower_base for path in _foreign(file, schema)]:
+        section, _, name = path.rpartition(".")
+        node = OmegaConf.select(config, section) if section else config
+        node.pop(name)

@@ -1,0 +1,82 @@
+"""Overrides on a command line: what is wrong with one, as a sentence, and the line that Hydra gets for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from skyrl_train.config_errors import ConfigError
+from skyrl_train.config_files import dotted_keys
+from skyrl_train.config_schema import field_types, is_free_form, key_types, unknown_key
+
+
+def parse(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"cannot read {text!r} on the command line, expected key=value: {reason}") from None
+
+
+def is_searchpath(override: Override) -> bool:
+    return override.key_or_group == "hydra.searchpath"
+
+
+def strings(override: Override) -> list[str]:
+    value = override.value()
+    if not isinstance(value, list):
+        raise ConfigError(f"hydra.searchpath is {value!r}, expected a list such as [file:///folder]")
+    return [str(item) for item in value]
+
+
+def quoted_list(items: Sequence[str]) -> str:
+    return "[" + ",".join("'" + item.replace("'", "\\'") + "'" for item in items) + "]"
+
+
+def _below_free_form(path: str, kinds: dict[str, Any]) -> bool:
+    parts = path.split(".")
+    return any(is_free_form(kinds.get(".".join(parts[:n]))) for n in range(1, len(parts)))
+
+
+def problem(override: Override, schema: type, folders: Sequence[Path]) -> str | None:
+    """What is wrong with one override, as a sentence, or None."""
+    key, text = override.key_or_group, str(override.input_line)
+    kinds = key_types(schema)
+    if override.is_sweep_override():
+        return f"{text}: sweeps are not supported, start one run per value"
+    if is_searchpath(override) or _below_free_form(key, kinds):
+        return None
+    if key == "hydra" or key.startswith("hydra."):
+        return f"{text}: of Hydra's own settings only hydra.searchpath has a meaning here; runs go to trainer.run_dir"
+    is_group = "." not in key and key not in kinds and any((folder / key).is_dir() for folder in folders)
+    if is_group and not (override.is_add() and not override.is_force_add()) and not override.is_delete():
+        return f"{text}: write +{text.lstrip('+')}"
+    if is_group:
+        return None
+    if key not in kinds:
+        return unknown_key(key, schema) + " (on the command line)"
+    if override.is_delete():
+        return f"{text}: a key cannot be taken away, set it instead"
+    if not dataclasses.is_dataclass(kinds[key]):
+        return None
+    value = override.value()
+    if not isinstance(value, dict):
+        return f"{text}: {key} is a section, set one of its keys: {', '.join(field_types(kinds[key]))}"
+    unknown = [path for path in dotted_keys(schema, value, f"{key}.") if path not in kinds]
+    return unknown_key(unknown[0], schema) + " (on the command line)" if unknown else None
+
+
+def hydra_line(override: Override, schema: type) -> str:
+    """Known keys are set with or without `+`; keys of a free-form mapping are set whether they exist or not."""
+    line, kinds = str(override.input_line), key_types(schema)
+    if override.is_delete():
+        return line
+    if _below_free_form(override.key_or_group, kinds) or is_free_form(kinds.get(override.key_or_group)):
+        return "++" + line.lstrip("+")
+    return line.lstrip("+") if override.key_or_group in kinds else line
