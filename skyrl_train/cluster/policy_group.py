@@ -190,12 +190,11 @@ class PolicyGroup:
         await self._group.end()
 
     async def restart(self) -> list[Moved]:
-        """New processes with the saved state, connected to the engines as the old ones were."""
+        """New processes with the saved state; `send_weights` connects them to the engines."""
+        self._membership = None
         self._group.spawn()
         await self.start(self._kwargs)
-        moved = [] if self._state_folder is None else await self._group.all("load_state", self._state_folder)
-        await self._connect()
-        return moved
+        return [] if self._state_folder is None else await self._group.all("load_state", self._state_folder)
 
     async def kill(self) -> None:
         """End processes that may be dead or hang; updates since the last `save_state` are lost."""
@@ -272,7 +271,7 @@ class PolicyGroup:
         """Open the way for weights: each pipeline stage's owner sends its own tensors to every engine that is up.
 
         Stock vLLM knows one sender only: there the first stage's owner sends the tensors of all stages. Processes that
-        are ended are connected when they are started again.
+        are ended are connected by `send_weights` when they are started again.
         """
         self._reach = REACHES.get(backend, "own_stage")
         self._way = engines, backend, bucket_bytes, timeout_s
@@ -283,6 +282,9 @@ class PolicyGroup:
         if self._way is None:
             return
         engines, backend, bucket_bytes, timeout_s = self._way
+        await engines.drop_lost()  # senders would wait for those until the deadline
+        if not engines.actors:
+            raise RemoteFailed("no engine is up that weights could be sent to")
         membership, self._membership = engines.membership, None
         way = backend, bucket_bytes, engines.num_workers, timeout_s
         if self._reach == "every_stage":

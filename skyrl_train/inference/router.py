@@ -4,7 +4,8 @@ Requests with one route key (the samples of a prompt, the turns of a sample) go 
 prefix is computed once. All requests made in one turn of the event loop go to an engine in one call: a thousand
 concurrent `generate` calls cost one message per engine, and a few for the answers.
 
-An engine may be lost: what it had not answered is sent to the others, and is held while there are none.
+An engine may be lost: what it had not answered is sent to the others, and is held while there are none. A request that
+was with several lost engines is given up: it may be what they died of.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ Request = tuple[int, list[int], SamplingParams]
 GenerateBatch = Callable[[list[Request]], AsyncIterator[list[tuple[int, Generation]]]]
 """One engine: (index, prompt token ids, parameters) in, lists of (index, generation) out as they end."""
 
+MAX_LOSSES = 4
+"""So many engines may be lost with one request in flight; that it is none of its doing is then hard to believe."""
 REMEMBERED_KEYS = 100_000
 """Route keys whose engine is known; the longest unused is forgotten first and would be dealt anew."""
 
@@ -41,7 +44,9 @@ class _Call:
     route_key: str
     future: asyncio.Future[Generation]
     engine: _Engine | None = None
-    """The one that it waits for; None while it is held."""
+    """The one that it waits for; None while it is held, and when it is answered."""
+    losses: int = 0
+    """Engines that were lost while they worked on it."""
 
 
 @dataclass(slots=True)
@@ -57,13 +62,15 @@ class _Engine:
 class Router:
     """`router.generate` is a `types.Generate`; to be used in one event loop."""
 
-    def __init__(self, engines: Sequence[GenerateBatch]) -> None:
+    def __init__(self, engines: Sequence[GenerateBatch], when_held: Callable[[], None] = lambda: None) -> None:
+        """Args: when_held is called when a request finds no engine that serves, and may lead to `add` or `fail`."""
         if not engines:
             raise ValueError("a router needs at least one engine; generator.num_inference_engines must be at least 1")
         self._engines = [_Engine(generate_batch) for generate_batch in engines]
         self._routes: OrderedDict[str, int] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._held: list[_Call] = []
+        self._when_held = when_held
         self._end: BaseException | None = None
         """What every further request fails with."""
 
@@ -74,13 +81,17 @@ class Router:
         try:
             return await call.future
         finally:
-            if call.engine is not None:
-                call.engine.load -= 1
+            _leave(call)
 
     @property
     def loads(self) -> list[int]:
         """Requests waiting or running, per engine."""
         return [engine.load for engine in self._engines]
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether callers wait for an engine to be added."""
+        return any(not call.future.done() for call in self._held)
 
     def forget_routes(self) -> None:
         """Deal all prompts anew, when the engines have forgotten their prefixes: the prompts of another step would
@@ -114,9 +125,7 @@ class Router:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _place(self, call: _Call) -> None:
-        if call.engine is not None:
-            call.engine.load -= 1
-            call.engine = None
+        _leave(call)
         if call.future.done():
             return
         if self._end is not None:
@@ -124,6 +133,7 @@ class Router:
             return
         if not any(engine.serves for engine in self._engines):
             self._held.append(call)
+            self._when_held()
             return
         number = self._route(call.route_key)
         engine = call.engine = self._engines[number]
@@ -168,11 +178,18 @@ class Router:
     def _answer_the_rest(self, number: int, ended: asyncio.Task[None], calls: dict[int, _Call]) -> None:
         self._tasks.discard(ended)
         cause = asyncio.CancelledError() if ended.cancelled() else ended.exception()
-        for call in calls.values():
-            if isinstance(cause, EngineLostError):
-                self._place(call)
-            elif not call.future.done():
+        unanswered = [call for call in calls.values() if not call.future.done()]
+        if not isinstance(cause, EngineLostError):
+            for call in unanswered:
                 call.future.set_exception(_failure(number, cause))
+            return
+        for call in unanswered:
+            call.losses += 1
+        suspects = [call for call in unanswered if call.losses >= MAX_LOSSES]
+        for call in suspects:
+            call.future.set_exception(_suspicion(call, len(suspects) - 1, cause))
+        for call in unanswered:
+            self._place(call)
 
 
 async def _stream_into(stream: AsyncIterator[list[tuple[int, Generation]]], calls: dict[int, _Call]) -> None:
@@ -184,6 +201,23 @@ async def _stream_into(stream: AsyncIterator[list[tuple[int, Generation]]], call
     finally:
         if isinstance(stream, AsyncGenerator):
             await stream.aclose()
+
+
+def _leave(call: _Call) -> None:
+    if call.engine is not None:
+        call.engine.load -= 1
+        call.engine = None
+
+
+def _suspicion(call: _Call, num_others: int, cause: EngineLostError) -> EngineFailedError:
+    others = f" and {num_others} others" if num_others else ""
+    error = EngineFailedError(
+        f"{call.losses} engines were lost one after the other with this request{others} in flight, which may be what "
+        f"they died of: prompt {call.route_key!r}, {len(call.token_ids)} tokens, at most "
+        f"{call.params.max_generate_length} to answer. The last one: {cause}"
+    )
+    error.__cause__ = cause
+    return error
 
 
 def _failure(number: int, cause: BaseException | None) -> EngineFailedError:

@@ -22,6 +22,7 @@ class Publisher:
         """Args: dtype_name is the engines'; the bytes travel in it."""
         self._policy, self._engines, self._dtype_name, self._check = policy, engines, dtype_name, check
         self._num_syncs = 0
+        self._check_is_owed = False
         self._lock = asyncio.Lock()
         engines.when_all_are_lost(self.restore)
 
@@ -36,40 +37,60 @@ class Publisher:
 
     async def send(self, groups: Sequence[Group]) -> tuple[SyncResult, Expected | None]:
         """The first half of `publish`, for which the policy must be on its devices: send, and where a check is due
-        compute what `verify` compares with."""
+        compute what `verify` compares with. A check stays due until it was made."""
         self._num_syncs += 1
         result = await self._send()
-        due = self._check.is_due(self._num_syncs) and self._check.has_samples(groups)
-        return result, await self._check.expect(self._policy, groups) if due else None
+        self._check_is_owed |= self._check.is_due(self._num_syncs)
+        if not self._check_is_owed:
+            return result, None
+        if not self._check.has_samples(groups):
+            log.info("the comparison of logprobs waits for the first samples to compare on")
+            return result, None
+        return result, await self._check.expect(self._policy, groups)
 
     async def verify(self, expected: Expected | None) -> None:
         """The second half, for which the engines must be able to generate."""
         while expected is not None:
+            membership = self._engines.membership
             try:
                 await self._check.compare(self._engines, expected)
+                self._check_is_owed = False
                 return
             except RemoteFailed as error:
-                await self._go_on_without_the_lost(error, "the comparison of logprobs")
+                await self._go_on_without_the_lost(error, membership, "the comparison of logprobs")
                 if not self._engines.actors:
                     await self._send()
 
     async def restore(self) -> None:
-        """Give the same weights to an engine that was started when all were lost, so that it answers in their place."""
-        await self._send()
+        """Give the same weights to an engine that was started when all were lost, so that it answers in their place.
+
+        To be called while requests wait, in a phase in which the policy does not change.
+        """
+        async with self._lock:
+            if self._engines.are_waited_for:  # else a sync that was under way has given them an engine
+                await self._repeat_until_sent()
 
     async def _send(self) -> SyncResult:
-        """Ends, for every round loses an engine and each of them is replaced only so many times."""
         async with self._lock:
-            while True:
-                await self._engines.admit_replacements()
-                try:
-                    return await self._policy.send_weights(self._engines, self._dtype_name)
-                except RemoteFailed as error:
-                    await self._go_on_without_the_lost(error, "the weight sync")
+            return await self._repeat_until_sent()
 
-    async def _go_on_without_the_lost(self, error: RemoteFailed, what: str) -> None:
-        """Raises: the error if no engine is to blame for it."""
+    async def _repeat_until_sent(self) -> SyncResult:
+        """Ends, for every round loses an engine and each of them is replaced only so many times."""
+        while True:
+            await self._engines.admit_replacements()
+            membership = self._engines.membership
+            try:
+                return await self._policy.send_weights(self._engines, self._dtype_name)
+            except RemoteFailed as error:
+                await self._go_on_without_the_lost(error, membership, "the weight sync")
+
+    async def _go_on_without_the_lost(self, error: RemoteFailed, membership: int, what: str) -> None:
+        """Args: membership of the engines when it began.
+
+        Raises: the error if no engine is to blame for it.
+        """
         lost = await self._engines.drop_lost()
-        if not lost:
+        if self._engines.membership == membership:
             raise error
-        log.error("%s broke off with %s (%s); it is repeated without", what, ", ".join(lost), error)
+        names = ", ".join(lost) or "an engine that was lost meanwhile"
+        log.error("%s broke off with %s (%s); it is repeated without", what, names, error)

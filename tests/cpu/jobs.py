@@ -143,15 +143,8 @@ class Job:
         return [p for p in psutil.process_iter() if _environment(p).get(MARK) == self.mark]
 
     def find(self, name: str) -> psutil.Process:
-        """The process that writes this log file (`policy-0`, `engine-0`)."""
-        (log,) = self.run_dir.glob(f"logs/{name}.log")
-        for process in self.processes():
-            try:
-                if os.readlink(f"/proc/{process.pid}/fd/1") == str(log):
-                    return process
-            except OSError:
-                continue
-        raise AssertionError(f"no process writes {log}")
+        """The actor that writes this log file (`policy-0`, `engine-0`)."""
+        return actor_of(self.run_dir / f"logs/{name}.log")
 
     def left_behind(self, patience_s: float = 15) -> list[str]:
         """Processes that outlive the job."""
@@ -224,6 +217,20 @@ def error_of(job: Job) -> str:
     assert "Traceback" not in text, text
     assert text.count("error: ") >= 1, text
     return text[text.index("error: ") :]
+
+
+def actor_of(log: Path) -> psutil.Process:
+    """The Ray actor that writes this log file; the processes that it starts, and those of a killed one, do so too."""
+    writers = [process for process in psutil.process_iter() if _output(process) == str(log)]
+    (actor,) = [process for process in writers if "".join(_command(process)[1:2]).startswith("ray::")]
+    return actor
+
+
+def _output(process: psutil.Process) -> str:
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/1")
+    except OSError:
+        return ""
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:

@@ -9,16 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError
 
 from skyrl_train.cluster.calls import RemoteFailed
-from skyrl_train.cluster.engine_actor import EnginePlace, Started
 from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.inference.engine import EngineDeadError
+from skyrl_train.inference.http_client import ServerError
 from skyrl_train.inference.router import EngineLostError
-from skyrl_train.inference.settings import EngineSettings
-
-TIMEOUT_S = 0.2
+from tests.cpu.fake_actors import engine_group, task_error
 
 
 def method(answer: Any) -> Any:
@@ -49,33 +47,17 @@ def engine(*pauses_s: float, error: BaseException | None = None, ping: Any = Tru
     return SimpleNamespace(generate_batch=SimpleNamespace(options=lambda num_returns: remote), ping=method(ping))
 
 
-async def ended(place: EnginePlace) -> None:
-    """There is no process to end."""
-
-
-def group_of(monkeypatch: pytest.MonkeyPatch, *actors: Any) -> EngineGroup:
-    waiting = iter(actors)
-    monkeypatch.setattr(EnginePlace, "new_actor", lambda place: setattr(place, "actor", next(waiting)))
-    monkeypatch.setattr(EnginePlace, "end", ended)
-    settings = [EngineSettings("model", "served", "float32", 64, sync_timeout_s=TIMEOUT_S) for _ in actors]
-    slots: list[Any] = [None] * len(actors)
-    group = EngineGroup(slots, settings, "logs", TIMEOUT_S)
-    for place in group._places:
-        place.started = Started(1, None, "node", ())
-    return group
+def stream_of(group: EngineGroup) -> AsyncIterator[Any]:
+    return group._places[0].generate([], group._lose)
 
 
 def answers_of(monkeypatch: pytest.MonkeyPatch, actor: Any) -> list[Any]:
     """What the driver got from the engine, deadline 0.2 s."""
 
     async def read() -> list[Any]:
-        return [answer async for answer in group_of(monkeypatch, actor)._stream(0)([])]
+        return [answer async for answer in stream_of(engine_group(monkeypatch, actor))]
 
     return asyncio.run(read())
-
-
-def task_error(cause: Exception) -> RayTaskError:
-    return RayTaskError("generate_batch", "a stack", cause)
 
 
 def test_answers_may_take_long_together(monkeypatch: pytest.MonkeyPatch):
@@ -93,6 +75,9 @@ def test_an_engine_that_lives_but_takes_too_long_is_named_at_the_deadline(monkey
         (engine(0.01, 30, ping=task_error(TimeoutError("the engine did not answer"))), "it hangs"),
         (engine(0.01, error=RayActorError()), "engine-0 died when asked to generate"),
         (engine(0.01, error=task_error(EngineDeadError("the core has ended"))), "the core has ended"),
+        (engine(error=OutOfMemoryError("Ray killed it"), ping=RayActorError()), "Ray killed it"),
+        (engine(error=ObjectLostError("id", "owner", "site"), ping=RayActorError()), "failed to generate"),
+        (engine(error=task_error(ServerError("500 of the server")), ping=task_error(ServerError("503"))), "500 of"),
     ],
 )
 def test_an_engine_that_hangs_or_dies_is_lost(monkeypatch: pytest.MonkeyPatch, actor: Any, reason: str):
@@ -100,11 +85,19 @@ def test_an_engine_that_hangs_or_dies_is_lost(monkeypatch: pytest.MonkeyPatch, a
         answers_of(monkeypatch, actor)
 
 
+def test_an_error_of_an_engine_that_lives_is_not_taken_for_silence(monkeypatch: pytest.MonkeyPatch):
+    """Ray raises a TimeoutError of the engine as a TimeoutError of the driver too."""
+    error = task_error(TimeoutError("the engine did not answer within 3 s (generating)"))
+    assert isinstance(error, TimeoutError)
+    with pytest.raises(RemoteFailed, match="engine-0 failed to generate: TimeoutError: .* within 3 s"):
+        answers_of(monkeypatch, engine(error=error))
+
+
 def test_a_request_that_an_engine_refuses_does_not_cost_the_engine(monkeypatch: pytest.MonkeyPatch):
     async def main() -> None:
-        group = group_of(monkeypatch, engine(error=task_error(ValueError("a prompt of 99 tokens does not fit"))))
+        group = engine_group(monkeypatch, engine(error=task_error(ValueError("a prompt of 99 tokens does not fit"))))
         with pytest.raises(RemoteFailed, match="99 tokens does not fit"):
-            async for _ in group._stream(0)([]):
+            async for _ in stream_of(group):
                 pass
         assert list(group.actors) == ["engine-0"]
 
@@ -114,7 +107,7 @@ def test_a_request_that_an_engine_refuses_does_not_cost_the_engine(monkeypatch: 
 def test_only_engines_that_do_not_answer_are_dropped(monkeypatch: pytest.MonkeyPatch):
     async def main() -> None:
         hangs, dead = None, RayActorError()
-        group = group_of(monkeypatch, engine(), engine(ping=hangs), engine(), engine(ping=dead))
+        group = engine_group(monkeypatch, engine(), engine(ping=hangs), engine(), engine(ping=dead))
         before = group.membership
         assert await group.drop_lost() == ["engine-1", "engine-3"]
         assert list(group.actors) == ["engine-0", "engine-2"] and group.num_workers == 2

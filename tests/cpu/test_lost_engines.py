@@ -199,8 +199,8 @@ def test_requests_wait_for_a_new_engine_where_all_have_died(world: World):
         while sum(world.engines._router.loads) < len(PROMPTS):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
-        for index in (0, 1):
-            world.core(index).kill()
+        world.core(0).kill()
+        psutil.Process(world.engines._places[1].started.pids[0][0]).kill()  # type: ignore[union-attr]
         assert {one.policy_version for one in await requests} == {world.policy.policy_version}
         assert [one.token_ids for one in await world.answers()] == expected, "not the weights of that version"
         await world.whole_again()
@@ -212,7 +212,8 @@ def test_the_run_ends_with_one_error_when_no_engine_can_be_had(world: World):
     """The last test of the world: its engines are gone afterwards."""
 
     async def main() -> None:
-        world.engines._max_restarts = 0
+        for place in world.engines._places:
+            place.max_restarts = 0
         for index in (0, 1):
             world.core(index).send_signal(signal.SIGKILL)
         with pytest.raises(

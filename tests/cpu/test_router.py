@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from skyrl_train.inference.router import EngineFailedError, Request, Router
+from skyrl_train.inference.router import MAX_LOSSES, EngineFailedError, EngineLostError, Request, Router
 from skyrl_train.types import Generation, SamplingParams
 
 PARAMS = SamplingParams(max_generate_length=4)
@@ -128,6 +128,89 @@ def test_a_failed_engine_fails_its_waiting_callers_and_no_others(engine, reason)
             assert isinstance(result, EngineFailedError)
             assert "engine 0" in str(result) and reason in str(result)
         assert all(isinstance(result, Generation) for result in results[1::2])
+
+    asyncio.run(main())
+
+
+class Mortal(Engine):
+    """Is lost after so many answers, of which the router is told before the stream breaks off."""
+
+    def __init__(self, answers: int) -> None:
+        super().__init__()
+        self.answers, self.router, self.number = answers, None, 0
+
+    async def __call__(self, requests: list[Request]) -> AsyncIterator[list[tuple[int, Generation]]]:
+        self.batches.append(requests)
+        for index, token_ids, _ in requests[: self.answers]:
+            yield [(index, answer(token_ids))]
+        self.router.remove(self.number)
+        raise EngineLostError("it was killed")
+
+
+def mortals(*engines: Engine) -> Router:
+    router = Router(engines)
+    for number, engine in enumerate(engines):
+        if isinstance(engine, Mortal):
+            engine.router, engine.number = router, number
+    return router
+
+
+def test_what_a_lost_engine_had_not_answered_is_answered_by_the_others_and_counted_once():
+    async def main() -> None:
+        lost, other = Mortal(answers=3), Engine()
+        router = mortals(lost, other)
+        results = await asyncio.gather(*(router.generate([n, 7], PARAMS, str(n)) for n in range(16)))
+        assert [one.token_ids for one in results] == [[7, n] for n in range(16)]
+        assert len(lost.batches[0]) == 8 and sum(map(len, other.batches)) == 8 + 5
+        assert router.loads == [0, 0], "a negative load draws every prompt that follows"
+
+    asyncio.run(main())
+
+
+def test_requests_are_held_while_no_engine_serves_and_one_asks_for_help():
+    async def main() -> None:
+        asked: list[int] = []
+        engine = Engine()
+        router = Router([engine], lambda: asked.append(1))
+        router.remove(0)
+        calls = [asyncio.create_task(router.generate([n], PARAMS, "a")) for n in range(3)]
+        await asyncio.sleep(0.01)
+        assert asked and router.is_holding and not engine.batches and router.loads == [0]
+        for call in calls[:2]:
+            call.cancel()
+        router.add(0)
+        assert (await calls[2]).token_ids == [2] and not router.is_holding
+        assert [[ids for _, ids, _ in batch] for batch in engine.batches] == [[[2]]] and router.loads == [0]
+
+    asyncio.run(main())
+
+
+def test_a_prompt_goes_to_an_engine_that_is_left_and_comes_back_to_no_lost_one():
+    async def main() -> None:
+        engines = [Engine(), Engine()]
+        router = Router(engines)
+        await router.generate([1], PARAMS, "a")
+        home = 0 if engines[0].batches else 1
+        router.remove(home)
+        await router.generate([1], PARAMS, "a")
+        router.add(home)
+        await router.generate([1], PARAMS, "a")
+        assert [len(engine.batches) for engine in (engines[home], engines[1 - home])] == [1, 2]
+
+    asyncio.run(main())
+
+
+def test_a_request_that_was_with_several_lost_engines_is_given_up_by_name():
+    async def main() -> None:
+        engines = [Mortal(answers=0) for _ in range(MAX_LOSSES + 2)]
+        router = mortals(*engines)
+        with pytest.raises(
+            EngineFailedError,
+            match=f"{MAX_LOSSES} engines .* in flight, .*prompt 'row-7', 3 tokens, at most 4 .* was killed",
+        ):
+            await router.generate([1, 2, 3], PARAMS, "row-7")
+        assert sum(len(engine.batches) for engine in engines) == MAX_LOSSES
+        assert router.loads == [0] * len(engines)
 
     asyncio.run(main())
 

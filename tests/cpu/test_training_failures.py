@@ -13,6 +13,25 @@ from tests.cpu.jobs import Job, error_of, run_to_end, running, write_world
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+# Kills the engine in the n-th call of its step in the run.
+DEADLY = """\
+import itertools
+import os
+from pathlib import Path
+
+from rewards import Digits
+from tests.cpu.jobs import actor_of
+
+CALLS = itertools.count(1)
+
+class Deadly(Digits):
+    def step(self, action):
+        if next(CALLS) == int(os.environ["DEADLY_CALL"]):
+            actor_of(Path(os.environ["DEADLY_LOG"])).kill()
+        return super().step(action)
+"""
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_world(tmp_path_factory.mktemp("failures") / "world")
@@ -72,15 +91,16 @@ def test_a_killed_policy_rank_ends_the_run_within_seconds(world: Path):
         assert (job.run_dir / "report.html").exists()
 
 
-def test_a_run_goes_on_when_its_only_engine_is_killed(world: Path):
-    overrides = ["trainer.run_name=replaced", "environment.env_class=rewards:Slow", "trainer.verify_sync_every=1"]
-    with running(world, *overrides, "trainer.max_training_steps=5", "trainer.epochs=100") as job:
-        job.wait_for_step(1)
-        job.find("engine-0").kill()
-        assert job.wait() == 0 and status(job) == "finished"
-        assert [line["trainer/global_step"] for line in job.metrics][-1] == 5
-        assert job.output.count("engine-0 is lost") == 1 and "engine-0 was started anew" in job.output
-        assert not (left := job.left_behind()), left
+def test_a_run_goes_on_when_its_only_engine_is_killed_after_its_last_answer(world: Path):
+    """By the environment that scores the last sample of the first step: the sync of that step finds it dead.
+    tests/cpu/test_publish.py has the other moments."""
+    (world / "deadly.py").write_text(DEADLY)
+    overrides = ["trainer.run_name=replaced", "environment.env_class=deadly:Deadly", "trainer.verify_sync_every=1"]
+    log = world / "runs/replaced/logs/engine-0.log"
+    code, job = run_to_end(world, *overrides, environment={"DEADLY_CALL": "32", "DEADLY_LOG": str(log)})
+    assert code == 0 and status(job) == "finished", job.story()
+    assert [line["trainer/global_step"] for line in job.metrics] == [1, 2]
+    assert job.output.count("engine-0 is lost") == 1 and "engine-0 was started anew" in job.output
 
 
 def test_a_killed_engine_core_ends_the_run_within_seconds_if_it_may_not_be_replaced(world: Path):

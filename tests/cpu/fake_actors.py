@@ -1,0 +1,159 @@
+"""Actors of a few lines, behind the real groups that call them: they answer at once, or die in a chosen call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from concurrent.futures import Future
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError, RayTaskError
+
+from skyrl_train.cluster.engine_actor import Started
+from skyrl_train.cluster.engine_group import EngineGroup
+from skyrl_train.cluster.engine_place import EnginePlace
+from skyrl_train.cluster.policy_group import PolicyGroup
+from skyrl_train.cluster.worker_group import WorkerGroup
+from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.ranks import ParallelRanks
+from skyrl_train.types import Generation
+from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.transport import SendReport
+
+GIB = 2**30
+
+
+def ref(answer: Any) -> Any:
+    """A reference to this answer, or to what was raised instead of one."""
+    future: Future[Any] = Future()
+    if isinstance(answer, BaseException):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
+    return SimpleNamespace(future=lambda: future)
+
+
+def task_error(cause: Exception) -> RayTaskError:
+    """As Ray raises it: of the cause's class too."""
+    return RayTaskError("method", "a stack", cause).as_instanceof_cause()
+
+
+class Actor:
+    """Every method can be called. `answers` says what some return or raise; the others return None."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers, self.is_alive, self.called = answers, True, list[str]()
+        self.dies_in: str | None = None
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=partial(self._answer, method))
+
+    def _answer(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self.called.append(method)
+        self.is_alive &= method != self.dies_in
+        if not self.is_alive:
+            return ref(RayActorError())
+        answer = self.answers.get(method)
+        try:
+            return ref(answer(*args, **kwargs) if callable(answer) else answer)
+        except Exception as error:
+            return ref(task_error(error))
+
+
+class FakeEngine(Actor):
+    """Answers each prompt with its reverse, under the version of the last whole update."""
+
+    def __init__(self, **answers: Any) -> None:
+        super().__init__(
+            memory=[{"reserved": GIB, "free": 3.0 * GIB}],
+            start=Started(1, None, "node", ()),
+            finish_weight_update=self._finish,
+            prompt_logprobs=lambda prompts: [[0.0] * len(prompt) for prompt in prompts],
+            **answers,
+        )
+        self.policy_version = 0
+        self.num_answered = 0
+        self.dies_after_answers: int | None = None
+        """So many answers, also none, are all that it gives."""
+
+    def _finish(self, policy_version: int, digests: dict[str, int]) -> None:
+        self.policy_version = policy_version
+
+    @property
+    def generate_batch(self) -> Any:
+        return SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._stream))
+
+    async def _stream(self, requests: Any) -> AsyncIterator[Awaitable[Any]]:
+        for index, token_ids, _ in requests:
+            self._die_if_due()
+            self.num_answered += 1
+            answer = Generation(token_ids[::-1], [], "", "stop", policy_version=self.policy_version)
+            yield asyncio.sleep(0, [(index, answer)])
+        self._die_if_due()
+
+    def _die_if_due(self) -> None:
+        self.is_alive &= self.num_answered != self.dies_after_answers
+        if not self.is_alive:
+            raise RayActorError
+
+
+class FakeRank(Actor):
+    """The only rank of a policy; it tells the engines nothing, but notices who is dead."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            find_meeting_place=("host", 1),
+            build=ParallelRanks(0, 0, 0, 0, 1, True),
+            open_sender=self._open,
+            send_weights=self._send,
+            memory={"reserved": 2.0 * GIB, "free": 5.0 * GIB},
+        )
+        self.engines: dict[str, FakeEngine] = {}
+        self.num_sends = 0
+
+    def _open(self, engines: dict[str, FakeEngine], *way: Any) -> dict[str, Any]:
+        self.engines = dict(engines)
+        return {"sender": "policy-0"}
+
+    def _send(self, dtype_name: str, reach: str) -> SendReport:
+        self.num_sends += 1
+        for name, engine in self.engines.items():
+            if isinstance(engine.update_weights.remote({}).future().exception(), RayActorError):
+                raise WeightSyncError(f"{name} died while it took in the weights")
+        return SendReport(8, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {"w": 1})
+
+
+async def ended(place: EnginePlace) -> None:
+    """There is no process to end."""
+
+
+def engine_group(
+    monkeypatch: pytest.MonkeyPatch,
+    *actors: Any,
+    num_engines: int | None = None,
+    max_restarts: int = 0,
+    **settings: Any,
+) -> EngineGroup:
+    """Started engines; further actors are the replacements, in the order in which they are asked for."""
+    waiting = iter(actors)
+    monkeypatch.setattr(EnginePlace, "new_actor", lambda place: setattr(place, "actor", next(waiting)))
+    monkeypatch.setattr(EnginePlace, "end", ended)
+    num_engines = len(actors) if num_engines is None else num_engines
+    chosen = {"sync_timeout_s": 0.2} | settings
+    each = [EngineSettings("model", "served", "float32", 64, **chosen) for _ in range(num_engines)]
+    group = EngineGroup([None] * num_engines, each, "logs", 0.2, max_restarts=max_restarts)  # type: ignore[list-item]
+    for place in group._places:
+        place.started = Started(1, None, "node", ())
+    return group
+
+
+async def policy_group(monkeypatch: pytest.MonkeyPatch, rank: FakeRank) -> PolicyGroup:
+    """A started policy of one rank."""
+    monkeypatch.setattr("ray.kill", lambda actor: None)
+    monkeypatch.setattr(WorkerGroup, "spawn", lambda group: setattr(group, "actors", [rank]))
+    policy = PolicyGroup(WorkerGroup("policy", [None], "logs", 1.0))  # type: ignore[list-item]
+    await policy.start({})
+    return policy

@@ -1,0 +1,238 @@
+"""Engines that die before, in and after a weight sync: the real groups, router and publisher over fake actors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.cluster.engine_group import EngineGroup
+from skyrl_train.cluster.policy_group import PolicyGroup
+from skyrl_train.trainer.memory_report import MemoryReport
+from skyrl_train.trainer.publish import Publisher
+from skyrl_train.trainer.residency import Dedicated
+from skyrl_train.types import SamplingParams
+from tests.cpu.fake_actors import FakeEngine, FakeRank, engine_group, policy_group
+
+PARAMS = SamplingParams(max_generate_length=4)
+SYNC_CALLS = ["begin_weight_update", "update_weights", "finish_weight_update", "resume"]
+
+
+class Check:
+    """A comparison of logprobs that is due at the first sync; it asks the engines and notes when it did."""
+
+    def __init__(self, every: int = 1000) -> None:
+        self.every, self.made = every, list[int]()
+
+    def is_due(self, sync: int) -> bool:
+        return sync == 1 or sync % self.every == 0
+
+    def has_samples(self, groups: Sequence[Any]) -> bool:
+        return bool(groups)
+
+    async def expect(self, policy: PolicyGroup, groups: Sequence[Any]) -> int:
+        return policy.policy_version
+
+    async def compare(self, engines: EngineGroup, expected: int) -> None:
+        await engines.prompt_logprobs([[1, 2]])
+        self.made.append(expected)
+
+
+class World:
+    """Two engines, replacements for them, and a policy."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_engines: int, num_spares: int, max_restarts: int) -> None:
+        self.actors = [FakeEngine() for _ in range(num_engines + num_spares)]
+        self.engines = engine_group(monkeypatch, *self.actors, num_engines=num_engines, max_restarts=max_restarts)
+        self.rank, self.check = FakeRank(), Check()
+
+    async def connect(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.policy = await policy_group(monkeypatch, self.rank)
+        await self.policy.connect_engines(self.engines, "shm", 1 << 20, 0.2)
+        self.publisher = Publisher(self.policy, self.engines, "float32", self.check)  # type: ignore[arg-type]
+        self.residency = Dedicated(self.publisher, MemoryReport(self.policy, None, self.engines))
+
+    async def answers(self, count: int = 4) -> list[int]:
+        """The version that each answer was drawn from."""
+        calls = (self.engines.generate([n, n + 1], PARAMS, str(n)) for n in range(count))
+        return [answer.policy_version for answer in await asyncio.gather(*calls)]
+
+
+def in_world(
+    monkeypatch: pytest.MonkeyPatch,
+    main: Callable[[World], Awaitable[None]],
+    *,
+    num_engines: int = 2,
+    num_spares: int = 4,
+    max_restarts: int = 3,
+) -> None:
+    async def run() -> None:
+        world = World(monkeypatch, num_engines, num_spares, max_restarts)
+        await world.connect(monkeypatch)
+        try:
+            await main(world)
+        finally:
+            await world.engines.shutdown()
+
+    asyncio.run(asyncio.wait_for(run(), 5))
+
+
+@pytest.mark.parametrize("call", ["nothing", *SYNC_CALLS, "prompt_logprobs"])
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_a_step_goes_on_wherever_an_engine_dies_between_its_last_answer_and_the_next_request(
+    monkeypatch: pytest.MonkeyPatch, call: str, num_engines: int
+):
+    """ "nothing": it is dead before the sync begins, when a metric is the first thing that it is asked for."""
+
+    async def main(world: World) -> None:
+        assert await world.answers() == [0] * 4
+        world.policy.policy_version = 1
+        world.actors[0].dies_in, world.actors[0].is_alive = call, call != "nothing"
+        await world.residency.sync_weights(["a group"])  # type: ignore[list-item]
+        assert await world.answers() == [1] * 4
+        assert not world.actors[0].is_alive and world.check.made == [1]
+        world.policy.policy_version = 2
+        await world.residency.sync_weights(())
+        assert await world.answers() == [2] * 4 and len(world.engines.actors) == num_engines
+
+    in_world(monkeypatch, main, num_engines=num_engines)
+
+
+@pytest.mark.parametrize("after", [0, 2, 4])
+def test_requests_of_the_only_engine_are_answered_by_its_replacement(monkeypatch: pytest.MonkeyPatch, after: int):
+    """It dies before, between or right after its answers; in the last case nobody waits, and the sync replaces it."""
+
+    async def main(world: World) -> None:
+        world.actors[0].dies_after_answers = after
+        assert await world.answers() == [0] * 4
+        assert world.rank.num_sends == (1 if after < 4 else 0), "a rescue beside training mixes versions"
+        world.policy.policy_version = 1
+        await world.residency.sync_weights(())
+        assert await world.answers() == [1] * 4
+
+    in_world(monkeypatch, main, num_engines=1)
+
+
+def test_a_loss_that_a_request_notices_during_a_sync_is_no_reason_to_end_the_run(monkeypatch: pytest.MonkeyPatch):
+    async def main(world: World) -> None:
+        place, engine = world.engines._places[0], world.actors[0]
+
+        def notice(*args: Any) -> None:
+            engine.is_alive = False
+            world.engines._lose(place, "its stream broke off")
+            raise RayActorError
+
+        engine.answers["begin_weight_update"] = notice
+        world.policy.policy_version = 1
+        await world.publisher.publish(())
+        assert await world.answers() == [1] * 4
+
+    in_world(monkeypatch, main)
+
+
+def test_an_error_that_no_engine_is_to_blame_for_ends_the_sync(monkeypatch: pytest.MonkeyPatch):
+    async def main(world: World) -> None:
+        world.rank.is_alive = False
+        with pytest.raises(RemoteFailed, match="policy-0 died when asked to send weights"):
+            await world.publisher.publish(())
+        assert world.rank.called.count("send_weights") == 1
+
+    in_world(monkeypatch, main)
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_an_engine_that_dies_of_every_request_is_given_up_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, max_restarts: int
+):
+    async def main(world: World) -> None:
+        for engine in world.actors:
+            engine.dies_after_answers = 0
+        with pytest.raises(Exception, match="prompt '0', 2 tokens" if max_restarts else "no engine is left"):
+            await world.answers()
+        assert sum(not engine.is_alive for engine in world.actors) == 1 + max_restarts
+
+    in_world(monkeypatch, main, num_engines=1, num_spares=9, max_restarts=max_restarts)
+
+
+def test_replacements_are_counted_until_one_has_lived_from_sync_to_sync(monkeypatch: pytest.MonkeyPatch):
+    async def main(world: World) -> None:
+        (place,) = world.engines._places
+        world.actors[0].dies_after_answers = world.actors[1].dies_after_answers = 0
+        assert await world.answers() == [0] * 4, "by the third"
+        assert place.restarts == 2
+        await world.publisher.publish(())
+        assert place.restarts == 0
+
+    in_world(monkeypatch, main, num_engines=1)
+
+
+def test_a_policy_that_was_started_again_sends_to_the_engines_that_are_left(monkeypatch: pytest.MonkeyPatch):
+    async def main(world: World) -> None:
+        await world.publisher.publish(())
+        await world.policy.kill()
+        world.actors[1].is_alive = False
+        world.policy.policy_version = 3
+        await world.policy.restart()
+        await world.publisher.publish(())
+        assert list(world.rank.engines) == ["engine-0"] and await world.answers() == [3] * 4
+
+    in_world(monkeypatch, main, max_restarts=0)
+
+
+def test_a_check_that_found_no_samples_stays_due(monkeypatch: pytest.MonkeyPatch):
+    async def main(world: World) -> None:
+        for version, groups in enumerate([(), (), ["a group"], ["a group"]]):
+            world.policy.policy_version = version
+            await world.publisher.publish(groups)  # type: ignore[arg-type]
+        assert world.check.made == [2]
+
+    in_world(monkeypatch, main)
+
+
+def test_the_memory_metric_leaves_out_who_does_not_answer(monkeypatch: pytest.MonkeyPatch):
+    async def main(world: World) -> None:
+        report = MemoryReport(world.policy, None, world.engines)
+        world.actors[0].is_alive = False
+        await report.look("training")
+        whole = {"memory/training/policy_gib": 2, "memory/training/engine_gib": 1, "memory/training/device_free_gib": 3}
+        assert report.metrics() == whole
+        assert list(world.engines.actors) == ["engine-0", "engine-1"], "a metric judges nobody"
+        world.rank.is_alive = False
+        await report.look("training")
+        assert report.metrics() == {name: value for name, value in whole.items() if "policy" not in name}
+        world.actors[1].is_alive = False
+        await report.look("training")
+        assert report.metrics() == {}
+
+    in_world(monkeypatch, main)
+
+
+@pytest.mark.parametrize("method", ["sleep", "wake_weights", "wake_kv_cache"])
+def test_an_engine_that_dies_while_it_falls_asleep_or_wakes_is_dropped(monkeypatch: pytest.MonkeyPatch, method: str):
+    async def main(world: World) -> None:
+        world.actors[0].dies_in = method
+        await getattr(world.engines, method)()
+        assert list(world.engines.actors) == ["engine-1"]
+        assert world.actors[1].called.count(method) == 1, "asked once: half of it done twice would be wrong"
+        world.actors[1].dies_in = method
+        with pytest.raises(RemoteFailed, match="no engine is left .*engine-0 is lost.*engine-1 is lost: .* died when"):
+            await getattr(world.engines, method)()
+
+    in_world(monkeypatch, main, max_restarts=0)
+
+
+def test_an_engine_that_lives_and_cannot_sleep_ends_the_run(monkeypatch: pytest.MonkeyPatch):
+    async def main(world: World) -> None:
+        def refuse(**kwargs: Any) -> None:
+            raise ValueError("no room")
+
+        world.actors[0].answers["sleep"] = refuse
+        with pytest.raises(RemoteFailed, match="engine-0 failed to fall asleep: ValueError: no room"):
+            await world.engines.sleep()
+        assert len(world.engines.actors) == 2
+
+    in_world(monkeypatch, main)
