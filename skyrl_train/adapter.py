@@ -29,6 +29,8 @@ FINGERPRINT = "base_model_fingerprint"
 NOT_ADAPTED = re.compile(r"(^|\.)(mlp|block_sparse_moe)\.gate\.weight$|\.shared_expert_gate\.weight$")
 """Routers and the gate of a shared expert: one number per expert decides where a token goes, and vLLM has no LoRA for
 them."""
+SLOT_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes of vLLM's LoRA slots (0.26 to 0.33)."""
 
 Shapes = Mapping[str, tuple[int, int]]
 """Module -> (out, in) of its weight."""
@@ -91,6 +93,21 @@ def _matched(key: str, entries: Iterable[str], shapes: Shapes) -> set[str]:
 
 def _leaves(shapes: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in shapes})
+
+
+def slot_problem(rank: int, modules: Iterable[str] = ()) -> str | None:
+    """Why vLLM could not serve an adapter of these modules, or None."""
+    key, cure = "trainer.policy.model.lora", "trainer.policy.model.lora.sync=merged"
+    if rank > SLOT_RANKS[-1]:
+        return f"{key}.rank is {rank}: vLLM has slots up to {SLOT_RANKS[-1]}; lower it, or set {cure}"
+    # vLLM takes this weight apart when it loads the model (mla_attention.py) and computes with the parts, or with the
+    # layer from before it got its slot: the adapter would be bound and never served (vllm#48974, 0.26 to 0.33).
+    if any(module.endswith(".kv_b_proj") for module in modules):
+        return (
+            f"{key}.target_modules takes kv_b_proj, whose adapter vLLM would not serve: set "
+            f"{key}.exclude_modules=[kv_b_proj], or {cure}"
+        )
+    return None
 
 
 def initial_factors(module: str, shape: tuple[int, int], lora: LoraConfig, seed: int) -> tuple[Tensor, Tensor]:

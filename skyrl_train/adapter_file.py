@@ -18,11 +18,12 @@ from skyrl_train.adapter import (
     TENSORS_FILE,
     in_order,
     linear_shapes,
+    slot_problem,
     targets,
     tensor_names,
 )
 from skyrl_train.checkpoint import fingerprint
-from skyrl_train.config import LoraConfig
+from skyrl_train.config import LoraConfig, SyncedLoraConfig
 
 log = logging.getLogger(__name__)
 WITHOUT_MEANING = {
@@ -59,10 +60,14 @@ STARTS_BESIDE_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "m
 def check(folder: str, lora: LoraConfig) -> None:
     """Warns where nothing tells whether the adapter is for the base model at `folder`.
 
-    Raises: ValueError if targets match nothing in the base model, or the adapter does not fit it.
+    Raises: ValueError if targets match nothing in the base model, the adapter does not fit it, or is to be served and
+        cannot.
     """
     if lora.rank > 0:
-        targets(linear_shapes(folder), lora)
+        modules = targets(linear_shapes(folder), lora)
+        is_served = isinstance(lora, SyncedLoraConfig) and lora.sync == "adapter"
+        if is_served and (problem := slot_problem(lora.rank, modules)):
+            raise ValueError(problem)
         if lora.path is not None and (doubt := AdapterFile(lora.path, folder, lora).doubt) is not None:
             log.warning(doubt)
 

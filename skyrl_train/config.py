@@ -99,6 +99,12 @@ class LoraConfig:
     """How A starts, kaiming, xavier or normal; B starts at zero."""
     path: str | None
     """Folder with an adapter in PEFT's format to start from; null starts from one that changes nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncedLoraConfig(LoraConfig):
+    """Adapters that engines get, too."""
+
     sync: Annotated[str, OneOf(("merged", "adapter"))]
     """merged sends the engines weights with the adapter folded in, adapter sends the adapter itself."""
 
@@ -108,6 +114,13 @@ class PolicyModelConfig(ModelConfig):
     """The model that is trained, and whether as a whole."""
 
     lora: LoraConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncedModelConfig(PolicyModelConfig):
+    """The model that is trained and that engines serve."""
+
+    lora: SyncedLoraConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +201,13 @@ class PolicyConfig:
     model: PolicyModelConfig
     optimizer_config: OptimizerConfig
     megatron_config: MegatronConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncedPolicyConfig(PolicyConfig):
+    """The model that is trained and that engines serve."""
+
+    model: SyncedModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +313,7 @@ class TrainerConfig(TrainingConfig):
     """The run: sizes, intervals and what is written."""
 
     placement: PlacementConfig
+    policy: SyncedPolicyConfig
     policy_mini_batch_size: Count
     """Prompts per optimizer step."""
     update_epochs_per_batch: Count

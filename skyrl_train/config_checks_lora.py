@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from skyrl_train.adapter import slot_problem
 from skyrl_train.config import Config, LoraConfig, TrainerConfig
 
 
@@ -24,7 +25,11 @@ def lora_problems(lora: LoraConfig) -> Iterator[str]:
 def lora_sync_problems(config: Config) -> Iterator[str]:
     """Engines that cannot take an adapter."""
     lora = config.trainer.policy.model.lora
-    if lora.rank > 0 and lora.sync == "adapter" and not config.generator.run_engines_locally:
+    if lora.rank == 0 or lora.sync != "adapter":
+        return
+    if problem := slot_problem(lora.rank):
+        yield problem
+    if not config.generator.run_engines_locally:
         yield (
             "trainer.policy.model.lora.sync is adapter and generator.run_engines_locally false: servers that run "
             "already get merged weights, set lora.sync=merged"

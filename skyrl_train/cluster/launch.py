@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.cluster.engine_group import EngineGroup
@@ -281,7 +281,10 @@ def _engine_settings(config: Config, max_model_len: int, index: int) -> EngineSe
     )
 
 
-def lora_arguments(lora: LoraConfig) -> LoraConfig:
+L = TypeVar("L", bound=LoraConfig)
+
+
+def lora_arguments(lora: L) -> L:
     """The adapters' configuration for processes with other working directories."""
     return lora if lora.path is None else replace(lora, path=_seen_from_anywhere(lora.path))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ def first_adapter(vllm_config: Any) -> dict[str, Tensor]:
 def _lora_of(vllm_config: Any) -> LoraConfig:
     values = vllm_config.additional_config[ADAPTER]["lora"]
     names = {name: None if values[name] is None else tuple(values[name]) for name in MODULES}
-    return LoraConfig(**(values | names))
+    return LoraConfig(**{one.name: (values | names)[one.name] for one in fields(LoraConfig)})
 
 
 def bind(model_runner: Any, tensors: Mapping[str, Tensor], vllm_config: Any) -> Bound:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from skyrl_train.adapter import linear_shapes, targets
+from skyrl_train.adapter import SLOT_RANKS, linear_shapes, slot_problem, targets
 from skyrl_train.config import LoraConfig
 from skyrl_train.config_values import is_loopback
 
@@ -18,8 +18,6 @@ PauseMode = Literal["keep", "wait", "abort"]
 EXTENSION = "skyrl_train.inference.transfer.SyncExtension"
 ADAPTER = "skyrl_adapter"
 """Key of vLLM's additional_config."""
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Sizes of vLLM's LoRA slots (0.26 to 0.33)."""
 
 
 @dataclass(frozen=True)
@@ -152,15 +150,11 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
 def lora_arguments(model_path: str, lora: LoraConfig, seed: int) -> dict[str, Any]:
     """One slot, in the layers that are adapted and no others: vLLM (0.32) cannot score prompts where the head has one.
 
-    Raises: ValueError for a rank that vLLM has no slots for, or targets that match nothing.
+    Raises: ValueError for what vLLM has no slots for, or targets that match nothing.
     """
-    ranks = [rank for rank in LORA_RANKS if rank >= lora.rank]
-    if not ranks:
-        raise ValueError(
-            f"trainer.policy.model.lora.rank is {lora.rank}: vLLM has slots up to {LORA_RANKS[-1]}; lower it, or set "
-            "lora.sync=merged"
-        )
     modules = targets(linear_shapes(model_path), lora)
+    if problem := slot_problem(lora.rank, modules):
+        raise ValueError(problem)
     names = {name.rpartition(".")[2] for name in modules}
     if any(".experts." in name for name in modules):
         names.add("experts")
@@ -169,7 +163,7 @@ def lora_arguments(model_path: str, lora: LoraConfig, seed: int) -> dict[str, An
         "lora_target_modules": sorted(names),
         "max_loras": 1,
         "max_cpu_loras": 1,
-        "max_lora_rank": ranks[0],
+        "max_lora_rank": min(rank for rank in SLOT_RANKS if rank >= lora.rank),
         # What the workers need to know of it; adapter_slots.py reads it.
         "additional_config": {ADAPTER: {"lora": asdict(lora), "seed": seed}},
     }

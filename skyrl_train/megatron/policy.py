@@ -16,13 +16,14 @@ from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import LOSSES
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.algorithms.reductions import weighted_sum
-from skyrl_train.config import LoraConfig, MegatronConfig, OptimizerConfig
+from skyrl_train.config import LoraConfig, MegatronConfig, OptimizerConfig, SyncedLoraConfig
 from skyrl_train.device import device, peak_flops
 from skyrl_train.hub import local_folder
 from skyrl_train.megatron.export import export, export_specs, save_hf
 from skyrl_train.megatron.flops import model_cost
 from skyrl_train.megatron.gather import to_every_stage, to_first_stage
 from skyrl_train.megatron.live_sums import LiveSums
+from skyrl_train.megatron.lora import Lora
 from skyrl_train.megatron.lora_export import adapter_specs, export_adapter, merged, save_adapter
 from skyrl_train.megatron.memory import OPTIMIZER, WEIGHTS, DeviceMemory
 from skyrl_train.megatron.model import build_model, build_optimizer, dtype_of, set_learning_rate
@@ -186,7 +187,7 @@ class MegatronPolicy:
         """
         self._memory.require("export", WEIGHTS)
         lora = self.model.lora
-        if lora is not None and lora.config.sync == "adapter":
+        if lora is not None and _alone(lora):
             return ((name, tensor.to(dtype)) for name, tensor in export_adapter(lora))
         if self._live_sums is None:
             self._live_sums = LiveSums(self.model)
@@ -199,7 +200,7 @@ class MegatronPolicy:
     def export_specs(self, dtype: torch.dtype) -> list[TensorSpec]:
         """What `export` will yield on this rank, in order, without materialising a weight."""
         lora = self.model.lora
-        if lora is not None and lora.config.sync == "adapter":
+        if lora is not None and _alone(lora):
             return adapter_specs(lora, dtype)
         return export_specs(self.model, dtype)
 
@@ -252,6 +253,11 @@ class MegatronPolicy:
         self.policy_version = load_state(file, self.model.modules, self._optimizer, self.ranks)
         self._memory.forget_frozen()
         return Moved(file.stat().st_size, time.perf_counter() - started)
+
+
+def _alone(lora: Lora) -> bool:
+    """Whether engines get the adapters and not the weights."""
+    return isinstance(lora.config, SyncedLoraConfig) and lora.config.sync == "adapter"
 
 
 def step_if_finite(optimizer: Any) -> float:

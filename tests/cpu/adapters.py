@@ -13,14 +13,14 @@ import transformers
 from torch import Tensor
 
 from skyrl_train import adapter
-from skyrl_train.config import LoraConfig, load_config
+from skyrl_train.config import SyncedLoraConfig, load_config
 
 
-def lora_config(**changes: Any) -> LoraConfig:
+def lora_config(**changes: Any) -> SyncedLoraConfig:
     return replace(load_config().trainer.policy.model.lora, **{"rank": 4, "alpha": 8.0, **changes})
 
 
-def write_adapter(folder: Path, model: Path, **changes: Any) -> LoraConfig:
+def write_adapter(folder: Path, model: Path, **changes: Any) -> SyncedLoraConfig:
     """A random adapter, B not zero, for the model; returns the configuration that starts from it."""
     lora = lora_config(**changes)
     generator = torch.Generator().manual_seed(3)
@@ -56,7 +56,7 @@ class Adapted:
     """Hugging Face's model with every adapted weight replaced by W + alpha / r * B A; also where PEFT 0.21 cannot (an
     MLP beside experts of the same names)."""
 
-    def __init__(self, model: Path | str, lora: LoraConfig) -> None:
+    def __init__(self, model: Path | str, lora: SyncedLoraConfig) -> None:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.config = self._model.config
         assert lora.path is not None

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -20,6 +21,7 @@ from skyrl_train import adapter, adapter_file
 from skyrl_train.adapter_file import AdapterFile
 from skyrl_train.checkpoint import fingerprint
 from skyrl_train.config import LoraConfig
+from skyrl_train.inference.settings import EngineSettings, engine_arguments
 
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
@@ -213,6 +215,27 @@ def test_a_target_that_matches_no_module_is_refused(dense: Path, key: str):
 def test_excluding_everything_is_refused(dense: Path):
     with pytest.raises(ValueError, match="excludes every module"):
         adapter.targets(adapter.linear_shapes(str(dense)), lora_config(exclude_modules=("all-linear",)))
+
+
+def told_to_vllm(model: Path, lora: LoraConfig) -> dict[str, Any]:
+    return engine_arguments(EngineSettings(str(model), "m", "float32", 8, kv_cache_memory_bytes=1, lora=lora), "cpu")
+
+
+def test_a_rank_beyond_vllms_slots_is_refused(dense: Path):
+    with pytest.raises(ValueError, match="rank is 1024: vLLM has slots up to 512"):
+        told_to_vllm(dense, lora_config(rank=1024))
+    assert told_to_vllm(dense, lora_config(rank=9))["max_lora_rank"] == 16
+
+
+def test_an_adapter_that_vllm_would_not_serve_is_refused(tmp_path: Path):
+    latent = write_family("deepseek_v3", tmp_path)
+    for refuse in (told_to_vllm, lambda model, lora: adapter_file.check(str(model), lora)):
+        with pytest.raises(ValueError, match=r"takes kv_b_proj.*exclude_modules=\[kv_b_proj\].*sync=merged"):
+            refuse(latent, lora_config(sync="adapter"))
+    lora = lora_config(sync="adapter", exclude_modules=("kv_b_proj",))
+    assert "kv_b_proj" not in told_to_vllm(latent, lora)["lora_target_modules"]
+    adapter_file.check(str(latent), lora)
+    adapter_file.check(str(latent), lora_config(sync="merged"))
 
 
 def test_the_identity_adapter_needs_the_shapes_alone(tmp_path: Path):

@@ -346,7 +346,8 @@ def test_the_base_of_fine_tuning_has_the_keys_of_its_dataclasses_and_builds_on_t
 
 
 def test_fine_tuning_refuses_keys_and_experiments_of_reinforcement_learning():
-    for override in ("generator.n_samples_per_prompt=1", "trainer.algorithm.use_kl_loss=false"):
+    engines = ("generator.n_samples_per_prompt=1", "trainer.policy.model.lora.sync=adapter")
+    for override in (*engines, "trainer.algorithm.use_kl_loss=false"):
         with pytest.raises(ConfigError, match=r"^unknown key .* \(on the command line\)$"):
             load_sft_config([override])
     with pytest.raises(ConfigError, match=r"unknown key generator: .* \(in .*experiment/quickstart.yaml\)"):

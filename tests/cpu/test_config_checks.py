@@ -331,3 +331,10 @@ def test_one_engine_over_all_devices_or_one_on_each_may_share_them():
 def test_servers_that_run_already_get_merged_weights():
     (problem,) = problems("trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.sync=adapter", *REMOTE)
     assert "set lora.sync=merged" in problem
+
+
+def test_a_rank_that_engines_cannot_serve_is_told_before_they_start():
+    rank = "trainer.policy.model.lora.rank=513"
+    (problem,) = problems(rank, "trainer.policy.model.lora.sync=adapter")
+    assert "rank is 513: vLLM has slots up to 512" in problem
+    assert problems(rank) == ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import transformers
 
 from skyrl_train.adapter import identity_adapter
 from skyrl_train.inference.engine import Engine
-from skyrl_train.inference.settings import EngineSettings, engine_arguments
+from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.types import SamplingParams
 from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.shm import ShmSendChannel
@@ -176,12 +175,3 @@ def test_vllm_itself_serves_a_saved_adapter(world: World, tmp_path: Path):
     run(world.engine._llm.collective_rpc("skyrl_mend_slots"))
     run(world.sync(first_of(world)))
     torch.testing.assert_close(torch.tensor(run(score())), logprobs(model, prompt), rtol=0, atol=2e-5)
-
-
-def test_a_rank_beyond_vllms_slots_is_refused(world: World):
-    path = str(world.model)
-    settings = EngineSettings(path, "m", "float32", 8, kv_cache_memory_bytes=1, lora=lora_config(rank=1024))
-    with pytest.raises(ValueError, match="rank is 1024: vLLM has slots up to 512"):
-        engine_arguments(settings, "cpu")
-    arguments = engine_arguments(replace(settings, lora=lora_config(rank=9)), "cpu")
-    assert arguments["max_lora_rank"] == 16
