@@ -18,6 +18,7 @@ from families import make_trial, write_family
 from layouts import WHOLE, layout
 
 from skyrl_train.batching.split import split
+from skyrl_train.config import load_config
 from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, rules
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.policy import MegatronPolicy
@@ -49,6 +50,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+LORA = " LoRA"
+"""The end of a kind of which adapters are trained, and merged into the weights on their way."""
+KINDS |= {kind + LORA: KINDS[kind] for kind in ("dense tied", "experts", "latent attention")}
 SIZES: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
     "PP2": (2, {"pp": 2}),
@@ -76,9 +80,9 @@ def all_cases() -> list[Case]:
         for kind in KINDS
         for dtype_name in ("float32", "bfloat16")
         for sizes in SIZES
-        if sizes != "EP2" or kind in ("experts", "latent attention")
+        if sizes != "EP2" or kind.removesuffix(LORA) in ("experts", "latent attention")
         for transport in ("shm", "broadcast")
-        if transport == "shm" or sizes == "PP2"
+        if transport == "shm" or (sizes == "PP2" and not kind.endswith(LORA))
     ]
 
 
@@ -131,6 +135,7 @@ def _train_and_sync(rendezvous: Rendezvous, work: Work) -> list[Round]:
         bf16=trial.bf16,
         seed=1,
         num_optimizer_steps=10,
+        lora=replace(load_config().trainer.policy.model.lora, rank=8 if work.case.kind.endswith(LORA) else 0),
     )
     batch = split(
         trial.experience,

@@ -24,6 +24,8 @@ CASES = [
     Case("experts", "PP2", "bfloat16"),
     Case("latent attention", "TP2", "float32"),
     Case("latent attention", "EP2", "bfloat16", "broadcast"),
+    Case("dense tied LoRA", "PP2", "float32"),
+    Case("experts LoRA", "EP2", "bfloat16"),
 ]
 
 
