@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+import uuid
 from pathlib import Path
 
 import pytest
 
-from tests.cpu.jobs import ROOT, run_to_end, running, write_world
+from tests.cpu.jobs import ROOT, Job, run_to_end, running, start_command, write_world
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.timeout(900)]
 DEDICATED = [
@@ -24,6 +27,48 @@ def test_a_job_ends_with_every_sync_proven(tmp_path: Path, bf16: str):
     rows = job.metrics
     assert [row["trainer/global_step"] for row in rows if "policy/grad_norm" in row] == [1, 2]
     assert all(row["perf/sync_gb_per_s"] > 0 for row in rows if "policy/grad_norm" in row)
+
+
+@pytest.mark.parametrize("sync", ["merged", "adapter"])
+def test_a_job_that_trains_adapters_ends_with_every_sync_proven(tmp_path: Path, sync: str):
+    world = write_world(tmp_path / "world")
+    lora = ["trainer.policy.model.lora.rank=4", f"trainer.policy.model.lora.sync={sync}"]
+    kl = ["trainer.algorithm.use_kl_loss=true", "trainer.policy_mini_batch_size=8"]
+    code, job = run_to_end(world, "trainer.verify_sync_every=1", *lora, *kl, *DEDICATED)
+    assert code == 0, job.story()
+    rows = [row for row in job.metrics if "policy/grad_norm" in row]
+    assert rows[0]["policy/policy_kl"] < 1e-5 < rows[1]["policy/policy_kl"]
+    assert all(row["perf/sync_gb_per_s"] > 0 for row in rows)
+
+
+def test_two_ranks_that_overlap_the_reduction_of_adapters_gradients_train_as_one_does(tmp_path: Path):
+    world = write_world(tmp_path / "world")
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+{n % 7}="}], "response": str(n + n % 7)} for n in range(64)]
+    (world / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one, two = (fine_tune_adapters(world, num_ranks) for num_ranks in (1, 2))
+    assert "(dp2)" in two.output and len(one.metrics) == len(two.metrics) == 9
+    for mine, theirs in zip(two.metrics, one.metrics, strict=True):
+        same = [name for name in ("sft/loss", "sft/eval_loss", "policy/grad_norm") if name in theirs]
+        assert [mine[name] for name in same] == pytest.approx([theirs[name] for name in same], rel=1e-4)
+    assert two.metrics[-1]["sft/eval_loss"] < two.metrics[0]["sft/eval_loss"] - 0.2
+
+
+def fine_tune_adapters(world: Path, num_ranks: int) -> Job:
+    name = f"ranks_{num_ranks}"
+    settings = [
+        *("data.train_data=[answers.jsonl]", "data.val_data=[answers.jsonl]", "data.max_length=32"),
+        *("trainer.policy.model.path=model", "trainer.policy.model.lora.rank=4", "trainer.bf16=false"),
+        *("trainer.logger=[jsonl]", f"trainer.run_name={name}", "trainer.policy.optimizer_config.lr=1e-2"),
+        *("trainer.train_batch_size=16", "trainer.max_tokens_per_microbatch=64", "trainer.epochs=2"),
+        f"trainer.placement.policy_num_gpus_per_node={num_ranks}",
+    ]
+    command = [sys.executable, "-m", "skyrl_train.entrypoints.main_sft", *settings]
+    job = start_command(command, world, name, uuid.uuid4().hex, {})
+    try:
+        assert job.wait() == 0, job.story()
+    finally:
+        job.kill()
+    return job
 
 
 def test_the_quickstart_learns(tmp_path: Path):
