@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
@@ -126,7 +127,16 @@ def bind(model_runner: Any, tensors: Mapping[str, Tensor], vllm_config: Any) -> 
 
 
 def _holds(layer: Any, slot: int, lora: Any) -> bool:
-    """Whether the slot's bits are the adapter's. Layers that cut it among ranks, and experts, are not looked into."""
+    """Whether the slot's bits are the adapter's. Layers that cut it among ranks are not looked into, nor experts of
+    models that keep gate and up in one tensor (FusedMoE3DWithLoRA)."""
+    if type(layer) is FusedMoEWithLoRA and layer.tp_size == 1:
+        gate_up_a, gate_up_b = layer.w13_lora_a_stacked, layer.w13_lora_b_stacked
+        buffers = (gate_up_a[0], *layer.w2_lora_a_stacked, *gate_up_a[1:])
+        buffers += (gate_up_b[0], *layer.w2_lora_b_stacked, *gate_up_b[1:])
+        return all(
+            torch.equal(stacked[slot, :, : value.shape[1], : value.shape[2]].cpu(), value.to(stacked.dtype))
+            for stacked, value in zip(buffers, (*lora.lora_a, *lora.lora_b), strict=True)
+        )
     if not isinstance(layer, BaseLinearLayerWithLoRA) or layer.tp_size > 1:
         return True
 

@@ -24,7 +24,8 @@ from skyrl_train.megatron.flops import model_cost
 from skyrl_train.megatron.gather import to_every_stage, to_first_stage
 from skyrl_train.megatron.live_sums import LiveSums
 from skyrl_train.megatron.lora import Lora
-from skyrl_train.megatron.lora_export import adapter_specs, export_adapter, merged, save_adapter
+from skyrl_train.megatron.lora_export import adapter_specs, merged, save_adapter
+from skyrl_train.megatron.lora_sums import checked_adapters
 from skyrl_train.megatron.memory import OPTIMIZER, WEIGHTS, DeviceMemory
 from skyrl_train.megatron.model import build_model, build_optimizer, dtype_of, set_learning_rate
 from skyrl_train.megatron.packing import Packer
@@ -183,12 +184,12 @@ class MegatronPolicy:
 
         Weights (see megatron/export.py), with adapters folded in, or where `lora.sync` says so the adapters alone.
 
-        Raises: WeightSyncError at its end where they are not the weights of this moment (megatron/live_sums.py).
+        Raises: WeightSyncError at its end where they are not the weights of this moment (live_sums.py, lora_sums.py).
         """
         self._memory.require("export", WEIGHTS)
         lora = self.model.lora
         if lora is not None and _alone(lora):
-            return ((name, tensor.to(dtype)) for name, tensor in export_adapter(lora))
+            return checked_adapters(lora, dtype)
         if self._live_sums is None:
             self._live_sums = LiveSums(self.model)
         if lora is None:

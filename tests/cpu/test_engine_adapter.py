@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,6 +153,52 @@ def test_slots_that_take_nothing_or_something_else_are_noticed(world: World):
     call_workers(world, "skyrl_spoil_slots")
     message = refused(world, first)
     assert "hold other values than were sent" in message and "o_proj" in message
+
+
+def test_a_slot_of_experts_that_holds_something_else_is_noticed():
+    """vLLM's layer without the kernels that need a GPU: its slots, and what it writes into them."""
+    from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
+    from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
+
+    from skyrl_train.inference.adapter_slots import _holds
+
+    hidden, inner, rank = 6, 5, 3
+    layer = FusedMoEWithLoRA.__new__(FusedMoEWithLoRA)
+    torch.nn.Module.__init__(layer)
+    layer.tp_size, layer.tp_rank, layer.device, layer._w13_slices = 1, 0, torch.device("cpu"), 2
+    layer.moe_config = SimpleNamespace(
+        hidden_dim=hidden,
+        num_experts=2,
+        num_local_experts=2,
+        intermediate_size_per_partition=inner,
+        moe_parallel_config=SimpleNamespace(use_ep=False, ep_rank=0),
+    )
+    slots = SimpleNamespace(
+        max_loras=2,
+        max_lora_rank=8,
+        lora_dtype=torch.float32,
+        fully_sharded_loras=False,
+        enable_moe_shared_loras=False,
+    )
+    layer.create_lora_weights(slots.max_loras, slots)
+    shapes = [(hidden, inner), (inner, hidden), (hidden, inner)]  # gate, down, up
+    modules = [
+        LoRALayerWeights(f"{e}.{m}", rank, 6, torch.randn(rank, ins), torch.randn(outs, rank))
+        for e in range(2)
+        for m, (ins, outs) in enumerate(shapes)
+    ]
+    lora = PackedLoRALayerWeights.pack_moe(modules, "experts").optimize()
+    layer.set_lora(1, lora.lora_a, lora.lora_b)
+    assert _holds(layer, 1, lora) and not _holds(layer, 0, lora)
+    kinds = ("w13_lora_a", "w2_lora_a", "w13_lora_b", "w2_lora_b")
+    buffers = [one for kind in kinds for one in getattr(layer, f"{kind}_stacked")]
+    assert len(buffers) == 6
+    for buffer in buffers:
+        buffer[1, 1, 0, 0] += 1
+        assert not _holds(layer, 1, lora)
+        buffer[1, 1, 0, 0] -= 1
+    layer.set_lora(1, lora.lora_a, lora.lora_b)
+    assert _holds(layer, 1, lora)
 
 
 def test_vllm_itself_serves_a_saved_adapter(world: World, tmp_path: Path):
