@@ -1,6 +1,7 @@
 """Everything that a rank of the policy must know to go on in another process of the same layout, as one file.
 
-Weights, optimizer state, random states and the policy version, bit for bit.
+Trained weights, optimizer state, random states and the policy version, bit for bit. Frozen weights (all but adapters
+under LoRA) are those of the checkpoint that the other process loads; of them names and shapes are kept.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from skyrl_train.device import device_type
 from skyrl_train.megatron.memory import torch_optimizers
 from skyrl_train.ranks import ParallelRanks
 
-FORMAT = 1
+FORMAT = 2
 
 
 def state_file(folder: str | Path, rank: int) -> Path:
@@ -35,6 +36,7 @@ def save_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: Para
         "format": FORMAT,
         "ranks": asdict(ranks),
         "policy_version": policy_version,
+        "shapes": [_shapes(module) for module in modules],
         "weights": [_named(module) for module in modules],
         "optimizer": [_optimizer_state(one) for one in torch_optimizers(optimizer)],
         "random": _random_states(),
@@ -60,10 +62,12 @@ def load_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: Para
             f"{file} was written by format {state['format']} and rank {state['ranks']}; this is format {FORMAT} and "
             f"rank {asdict(ranks)}"
         )
-    for module, saved in zip(modules, state["weights"], strict=True):
+    for module, shapes, saved in zip(modules, state["shapes"], state["weights"], strict=True):
         mine = _named(module)
-        if {name: tensor.shape for name, tensor in mine.items()} != {n: t.shape for n, t in saved.items()}:
+        if _shapes(module) != shapes:
             raise ValueError(f"{file} holds the weights of another model or layout")
+        if differing := sorted(mine.keys() ^ saved.keys()):
+            raise ValueError(f"{file} is of a run that trained other weights: {differing[0]} was trained in one alone")
         for name, tensor in mine.items():
             tensor.copy_(saved[name])
     for one, saved in zip(torch_optimizers(optimizer), state["optimizer"], strict=True):
@@ -72,8 +76,14 @@ def load_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: Para
     return int(state["policy_version"])
 
 
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(one.shape) for name, one in (*module.named_parameters(), *module.named_buffers())}
+
+
 def _named(module: nn.Module) -> dict[str, Tensor]:
-    return {name: one.detach() for name, one in (*module.named_parameters(), *module.named_buffers())}
+    """What training may change."""
+    trained = ((name, one) for name, one in module.named_parameters() if one.requires_grad)
+    return {name: one.detach() for name, one in (*trained, *module.named_buffers())}
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -28,7 +28,15 @@ ADAM = replace(OPTIMIZER, lr=1e-2)
 def build(rendezvous: Rendezvous, trial: Trial, one: Layout, *, bf16: bool) -> tuple[MegatronPolicy, TrainBatch]:
     objective = replace(trial.objective, kl_coef=0.0)
     policy = MegatronPolicy(
-        rendezvous, trial.model_path, one.megatron, ADAM, objective, bf16=bf16, seed=1, num_optimizer_steps=4
+        rendezvous,
+        trial.model_path,
+        one.megatron,
+        ADAM,
+        objective,
+        bf16=bf16,
+        seed=1,
+        num_optimizer_steps=4,
+        lora=trial.lora,
     )
     batch = split(
         trial.experience,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from adapters import lora_config
 from families import make_trial, write_family
 from layouts import layout
 from test_memory import build, everything
 
+from skyrl_train.config import LoraConfig
 from skyrl_train.megatron.layout_check import Layout, Trial
 from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.ranks import Rendezvous
+from skyrl_train.megatron.state import load_state, save_state
+from skyrl_train.ranks import ParallelRanks, Rendezvous
 
 pytestmark = pytest.mark.slow
 
@@ -43,15 +48,20 @@ def _updates(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, bool, int, 
     return {"state": everything(policy), "version": policy.policy_version, "random": torch.rand(3)}
 
 
+LORA = lora_config(dropout=0.1)
+NO_OPTIMIZER = SimpleNamespace(chained_optimizers=[])
+
+
 @pytest.mark.parametrize(
-    ("processes", "sizes", "bf16"),
-    [(1, {}, False), (2, {}, True), (2, {"pp": 2, "vpp": 2}, True)],
-    ids=["fp32", "bf16 DP2", "bf16 PP2 VPP2"],
+    ("processes", "sizes", "bf16", "lora"),
+    [(1, {}, False, None), (2, {}, True, None), (2, {"pp": 2, "vpp": 2}, True, None), (2, {}, True, LORA)],
+    ids=["fp32", "bf16 DP2", "bf16 PP2 VPP2", "adapters bf16 DP2"],
 )
 def test_processes_that_were_replaced_end_at_the_same_bits(
-    processes: int, sizes: dict[str, Any], bf16: bool, dense: Path, tmp_path: Path
+    processes: int, sizes: dict[str, Any], bf16: bool, lora: LoraConfig | None, dense: Path, tmp_path: Path
 ):
-    trial, one = make_trial(dense, [7, 30, 12, 9, 25, 40, 3, 18]), layout(processes, sizes)
+    trial = replace(make_trial(dense, [7, 30, 12, 9, 25, 40, 3, 18]), lora=lora)
+    one = layout(processes, sizes)
 
     def run(num_updates: int, folder: Path | None, saves: bool) -> list[dict[str, Any]]:
         arguments = (trial, one, bf16, num_updates, folder, saves)
@@ -66,6 +76,8 @@ def test_processes_that_were_replaced_end_at_the_same_bits(
         assert mine["state"].keys() == theirs["state"].keys()
         assert not [name for name, tensor in mine["state"].items() if not torch.equal(tensor, theirs["state"][name])]
         assert torch.equal(mine["random"], theirs["random"])
+    saved = torch.load(tmp_path / "rank_0.pt")["weights"][0]
+    assert all(".lora." in name for name in saved) == (lora is not None), "frozen weights are in the checkpoint already"
 
 
 def _load_elsewhere(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, Path]) -> str:
@@ -87,3 +99,21 @@ def test_the_state_of_another_layout_or_model_is_refused(dense: Path, tmp_path: 
     other = make_trial(write_family("qwen2", tmp_path / "other"), [7, 30, 12, 9])
     (message,) = run_on_ranks(_load_elsewhere, (other, layout(1, {}), tmp_path), 1, timeout_s=120)
     assert "holds the weights of another model or layout" in message
+
+
+class _Frozen(torch.nn.Module):
+    """Two weights, of which all or the last one are trained."""
+
+    def __init__(self, *, trains_first: bool) -> None:
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.zeros(2), requires_grad=trains_first)
+        self.last = torch.nn.Parameter(torch.zeros(3))
+
+
+def test_the_state_of_a_run_that_trained_other_weights_is_refused(tmp_path: Path):
+    ranks = ParallelRanks(tp_rank=0, pp_rank=0, dp_rank=0, cp_rank=0, dp_size=1, is_last_stage=True)
+    file = tmp_path / "rank_0.pt"
+    save_state(file, [_Frozen(trains_first=False)], NO_OPTIMIZER, ranks, 3)
+    assert load_state(file, [_Frozen(trains_first=False)], NO_OPTIMIZER, ranks) == 3
+    with pytest.raises(ValueError, match="of a run that trained other weights: first was trained in one alone"):
+        load_state(file, [_Frozen(trains_first=True)], NO_OPTIMIZER, ranks)
