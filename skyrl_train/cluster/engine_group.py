@@ -75,6 +75,11 @@ class EngineGroup:
         return sum(place.num_workers for place in self._up)
 
     @property
+    def shared_ranks(self) -> set[int]:
+        """Policy ranks whose devices the engines that are up use, where they have none of their own."""
+        return {rank for place in self._up for rank in place.slot.shares}
+
+    @property
     def urls(self) -> tuple[str, ...]:
         """Of the engines' HTTP endpoints, where they have them; known when they have started."""
         started = [place.started for place in self._up]

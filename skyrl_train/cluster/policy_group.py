@@ -30,6 +30,7 @@ class Shards:
         self.refs = [ray.put(batch) for batch in batches]
 
 
+CLOSE_SENDER_S = 5.0
 REACHES: dict[str, Reach] = {"vllm_nccl": "first_stage", "cuda_ipc": "every_stage"}
 """Where a backend needs the tensors of all stages; elsewhere each stage sends its own."""
 
@@ -142,6 +143,8 @@ class PolicyGroup:
         """To the engines: backend, bytes of a bucket, deadline of each wait for them."""
         self._membership: int | None = None
         """Of the engines that the senders are connected with; None where they must be connected anew."""
+        self._feeders: list[int] = []
+        """Ranks that share a GPU with an engine and send to it, where each engine has a sender of its own."""
         self._state_folder: str | None = None
         self.policy_version = 0
         self.has_changed = False
@@ -296,11 +299,15 @@ class PolicyGroup:
         self._membership = membership
 
     async def _connect_every_rank(self, engines: EngineGroup, way: tuple[Any, ...]) -> None:
-        """Every rank feeds the engine's worker on its own GPU. The first one speaks for all, who send the same."""
-        speakers = [engines.actors] + [{}] * (len(self._ranks) - 1)
-        opens = (
-            self._group.one(rank, "open_sender", spoken_to, *way, "policy") for rank, spoken_to in enumerate(speakers)
-        )
+        """A rank feeds the engine's worker on its own GPU, if that one is up. The first speaks for all, who send the
+        same."""
+        everybody = range(len(self._ranks))
+        self._feeders = sorted(engines.shared_ranks) or list(everybody)
+        closes = (self._group.one(rank, "close") for rank in everybody if rank not in self._feeders)
+        await asyncio.gather(*closes)
+        speakers = [engines.actors] + [{}] * (len(self._feeders) - 1)
+        pairs = zip(self._feeders, speakers, strict=True)
+        opens = (self._group.one(rank, "open_sender", spoken_to, *way, "policy") for rank, spoken_to in pairs)
         infos = await asyncio.gather(*opens)
         addresses: dict[str, str] = {}
         for info in infos:
@@ -312,7 +319,7 @@ class PolicyGroup:
     def _senders(self) -> list[int]:
         """The ranks that send."""
         if self._reach == "every_stage":
-            return list(range(len(self._ranks)))
+            return self._feeders
         owners = [rank for rank, place in enumerate(self._ranks) if place.owns_stage]
         return owners if self._reach == "own_stage" else [rank for rank in owners if self._ranks[rank].pp_rank == 0]
 
@@ -328,8 +335,11 @@ class PolicyGroup:
             return await self._send(engines, dtype_name)
         except BaseException:
             self._membership = None
-            with contextlib.suppress(RemoteFailed):  # a rank that is lost has no sender left
-                await asyncio.gather(*(self._group.one(rank, "close_sender") for rank in self._senders))
+            # A rank that is lost has no sender left; one that still waits for somebody closes its own later, and before
+            # it opens another. The error must not wait for either.
+            closes = (self._group.one(rank, "close_sender") for rank in self._senders)
+            with contextlib.suppress(RemoteFailed, TimeoutError):
+                await asyncio.wait_for(asyncio.gather(*closes), CLOSE_SENDER_S)
             raise
 
     async def _send(self, engines: EngineGroup, dtype_name: str) -> SyncResult:

@@ -164,12 +164,13 @@ class Engine:
     async def sleep(self, *, keep_weights: bool = False) -> None:
         """Free the memory of the KV cache and of the weights, which come back from host memory or with an update.
 
-        Running requests are frozen; they go on when the engine is awake.
+        Running requests are frozen; they go on when the engine is awake. Those of an engine whose update broke off
+        before its KV cache was awake are aborted.
         """
         if self._adapter is not None:
             keep_weights = True  # no update brings the base model
         if len(self._asleep) == 1:
-            await self.wake_kv_cache()
+            await self._wake_to_sleep()
         if self._asleep:
             return
         if device_type() == "cpu":
@@ -202,6 +203,14 @@ class Engine:
         if "kv_cache" in self._asleep:
             await self._wake("kv_cache")
             await self.resume()
+
+    async def _wake_to_sleep(self) -> None:
+        """vLLM (0.26) falls asleep only as a whole, and its scheduler goes on when the last memory wakes: over half a
+        model, so there must be nothing to go on with."""
+        if self._needs_weights:
+            await self._call(self._llm.collective_rpc("skyrl_close_update"), "closing a broken weight update")
+            await self._call(self._llm.pause_generation(mode="abort", clear_cache=True), "aborting frozen requests")
+        await self._wake("kv_cache")
 
     async def _wake(self, tag: str) -> None:
         try:

@@ -50,20 +50,48 @@ def _specs_of_stages(specs: Sequence[TensorSpec], group: dist.ProcessGroup) -> l
     return of_stage
 
 
+class _Export:
+    """What this rank's stage exports. If that fails, zeros take the place of what is missing, because the other ranks
+    wait for it; `raise_error` then ends the gathering."""
+
+    def __init__(self, named_tensors: NamedTensors, specs: Sequence[TensorSpec]) -> None:
+        self._named_tensors, self._specs = named_tensors, specs
+        self._error: Exception | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """(name, tensor, whether it is exported)"""
+        count = 0
+        try:
+            for name, tensor in self._named_tensors:
+                yield name, tensor.contiguous(), True
+                count += 1
+        except Exception as error:
+            self._error = error
+        for spec in self._specs[count:] if self._error is not None else ():
+            yield spec.name, torch.zeros(spec.shape, dtype=spec.dtype, device=device()), False
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
 def _spread(
     named_tensors: NamedTensors, of_stage: Sequence[Sequence[TensorSpec]], group: dist.ProcessGroup
 ) -> NamedTensors:
-    for source, stage in zip(dist.get_process_group_ranks(group), of_stage, strict=True):
-        if source == dist.get_rank():
-            for name, tensor in named_tensors:
-                tensor = tensor.contiguous()
+    own = dist.get_rank(group)
+    export = _Export(named_tensors, of_stage[own])
+    for number, (source, specs) in enumerate(zip(dist.get_process_group_ranks(group), of_stage, strict=True)):
+        if number == own:
+            for name, tensor, is_exported in export:
                 dist.broadcast(tensor, source, group=group)
-                yield name, tensor
+                if is_exported:
+                    yield name, tensor
             continue
-        for spec in stage:
-            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device())
+        for spec in specs:
+            tensor = _empty(spec)
             dist.broadcast(tensor, source, group=group)
             yield spec.name, tensor
+    export.raise_error()
 
 
 def _move(
@@ -71,13 +99,20 @@ def _move(
 ) -> NamedTensors:
     first, *others = dist.get_process_group_ranks(group)
     is_first, is_owner = dist.get_rank() == first, is_stage_owner()
-    for name, tensor in named_tensors:
+    export = _Export(named_tensors, of_stage[dist.get_rank(group)])
+    for name, tensor, is_exported in export:
         if is_owner and not is_first:
-            dist.send(tensor.contiguous(), dst=first, group=group)
-        yield name, tensor
+            dist.send(tensor, dst=first, group=group)
+        if is_exported:
+            yield name, tensor
     if is_owner and is_first:
         for source, specs in zip(others, of_stage[1:], strict=True):
             for spec in specs:
-                tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device())
+                tensor = _empty(spec)
                 dist.recv(tensor, src=source, group=group)
                 yield spec.name, tensor
+    export.raise_error()
+
+
+def _empty(spec: TensorSpec) -> Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device=device())

@@ -101,12 +101,13 @@ class Colocated:
         self._policy_parts: frozenset[str] = frozenset()
         """What of the policy is on its devices."""
         self._reference_is_in = False
-        self._engines_are: Literal["awake", "without KV cache", "asleep", "without weights"] = "awake"
+        self._engines_are: Literal["awake", "without KV cache", "half loaded", "asleep", "without weights"] = "awake"
+        """"half loaded": they may hold memory, and have no right to answer before a whole sync."""
         self._moved: dict[str, list[Moved]] = {}
 
     async def for_rollout(self) -> None:
         await self._reference_leaves()
-        if self._engines_are == "without weights":
+        if self._engines_are in ("without weights", "half loaded"):
             await self.sync_weights(())
         await self._policy_leaves()
         if self._engines_are != "awake":
@@ -134,11 +135,12 @@ class Colocated:
         await self._reference_leaves()
         await self._policy_enters(WEIGHTS)
         await self._policy_leaves(OPTIMIZER)
-        if self._engines_are in ("asleep", "without weights"):
+        before, self._engines_are = self._engines_are, "half loaded"
+        if before not in ("awake", "without KV cache"):
             await self._timed("engine_wake", self._engines.wake_weights())
         result, expected = await self._publisher.send(groups)
+        self._engines_are = "awake" if before == "awake" else "without KV cache"
         await self._report.look("sync")
-        self._engines_are = "without KV cache" if self._engines_are != "awake" else "awake"
         if expected is not None:
             await self._policy_leaves()
             await self._timed("engine_wake", self._wake_engines())
@@ -173,11 +175,12 @@ class Colocated:
         return metrics
 
     async def _engines_leave(self) -> None:
-        if self._engines_are in ("awake", "without KV cache"):
+        if self._engines_are != "without weights":
             await self._timed("engine_sleep", self._engines.sleep())
         self._engines_are = "without weights"
 
     async def _wake_engines(self) -> None:
+        self._engines_are = "without KV cache"  # also if it fails halfway: whoever woke has to fall asleep again
         await self._engines.wake_weights()
         await self._engines.wake_kv_cache()
         self._engines_are = "awake"

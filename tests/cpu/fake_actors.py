@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from skyrl_train.cluster.engine_actor import Started
 from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.engine_place import EnginePlace
+from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.policy_group import PolicyGroup
 from skyrl_train.cluster.worker_group import WorkerGroup
 from skyrl_train.inference.settings import EngineSettings
@@ -27,7 +28,9 @@ GIB = 2**30
 
 
 def ref(answer: Any) -> Any:
-    """A reference to this answer, or to what was raised instead of one."""
+    """A reference to this answer, to what was raised instead of one, or to a future answer."""
+    if isinstance(answer, Future):
+        return SimpleNamespace(future=lambda: answer)
     future: Future[Any] = Future()
     if isinstance(answer, BaseException):
         future.set_exception(answer)
@@ -101,24 +104,31 @@ class FakeEngine(Actor):
 
 
 class FakeRank(Actor):
-    """The only rank of a policy; it tells the engines nothing, but notices who is dead."""
+    """A rank of a policy; it tells the engines nothing, but notices who is dead."""
 
-    def __init__(self) -> None:
+    def __init__(self, pp_rank: int = 0) -> None:
         super().__init__(
             find_meeting_place=("host", 1),
-            build=ParallelRanks(0, 0, 0, 0, 1, True),
+            build=ParallelRanks(0, pp_rank, 0, 0, 1, True),
             open_sender=self._open,
             send_weights=self._send,
+            close=self._close,
             memory={"reserved": 2.0 * GIB, "free": 5.0 * GIB},
         )
         self.engines: dict[str, FakeEngine] = {}
+        self.is_open = False
         self.num_sends = 0
 
     def _open(self, engines: dict[str, FakeEngine], *way: Any) -> dict[str, Any]:
-        self.engines = dict(engines)
-        return {"sender": "policy-0"}
+        self.engines, self.is_open = dict(engines), True
+        return {"sender": "policy-0", "addresses": {id(self): "socket"}}
 
-    def _send(self, dtype_name: str, reach: str) -> SendReport:
+    def _close(self) -> None:
+        self.engines, self.is_open = {}, False
+
+    def _send(self, dtype_name: str, reach: str) -> SendReport | None:
+        if not self.is_open:
+            return None
         self.num_sends += 1
         for name, engine in self.engines.items():
             if isinstance(engine.update_weights.remote({}).future().exception(), RayActorError):
@@ -135,25 +145,29 @@ def engine_group(
     *actors: Any,
     num_engines: int | None = None,
     max_restarts: int = 0,
-    **settings: Any,
+    ranks_each: int = 0,
 ) -> EngineGroup:
-    """Started engines; further actors are the replacements, in the order in which they are asked for."""
+    """Started engines; further actors are the replacements, in the order in which they are asked for.
+
+    Args: ranks_each: policy ranks whose devices each engine shares.
+    """
     waiting = iter(actors)
     monkeypatch.setattr(EnginePlace, "new_actor", lambda place: setattr(place, "actor", next(waiting)))
     monkeypatch.setattr(EnginePlace, "end", ended)
     num_engines = len(actors) if num_engines is None else num_engines
-    chosen = {"sync_timeout_s": 0.2} | settings
-    each = [EngineSettings("model", "served", "float32", 64, **chosen) for _ in range(num_engines)]
-    group = EngineGroup([None] * num_engines, each, "logs", 0.2, max_restarts=max_restarts)  # type: ignore[list-item]
+    each = [EngineSettings("model", "served", "float32", 64, sync_timeout_s=0.2) for _ in range(num_engines)]
+    shares = [tuple(range(n * ranks_each, (n + 1) * ranks_each)) for n in range(num_engines)]
+    slots = [Slot(None, 1.0, 0, some) for some in shares]  # type: ignore[arg-type]
+    group = EngineGroup(slots, each, "logs", 0.2, max_restarts=max_restarts)
     for place in group._places:
         place.started = Started(1, None, "node", ())
     return group
 
 
-async def policy_group(monkeypatch: pytest.MonkeyPatch, rank: FakeRank) -> PolicyGroup:
-    """A started policy of one rank."""
+async def policy_group(monkeypatch: pytest.MonkeyPatch, *ranks: FakeRank) -> PolicyGroup:
+    """A started policy."""
     monkeypatch.setattr("ray.kill", lambda actor: None)
-    monkeypatch.setattr(WorkerGroup, "spawn", lambda group: setattr(group, "actors", [rank]))
-    policy = PolicyGroup(WorkerGroup("policy", [None], "logs", 1.0))  # type: ignore[list-item]
+    monkeypatch.setattr(WorkerGroup, "spawn", lambda group: setattr(group, "actors", list(ranks)))
+    policy = PolicyGroup(WorkerGroup("policy", [None] * len(ranks), "logs", 1.0))  # type: ignore[list-item]
     await policy.start({})
     return policy

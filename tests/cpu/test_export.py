@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.model import build_model, build_optimizer
 from skyrl_train.megatron.parallel import join
 from skyrl_train.ranks import Rendezvous
+from skyrl_train.weight_sync.bucket import TensorSpec
+from skyrl_train.weight_sync.errors import WeightSyncError
 
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tied, one process": ("qwen3_tied", 1, {}),
@@ -107,6 +111,42 @@ def test_every_weight_leaves_once_as_it_came(family: str, processes: int, sizes:
     index = json.loads((tmp_path / "saved/model.safetensors.index.json").read_text())
     assert sorted(index["weight_map"]) == sorted(source)
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in source.values())
+
+
+def _gather_with_failures(rendezvous: Rendezvous, megatron: MegatronConfig) -> list[tuple[list[str], str]]:
+    """Both ways of gathering the tensors of two stages, of which one fails after some: (names, error) of each."""
+    stage = join(rendezvous, megatron, seed=1).pp_rank
+    specs = [TensorSpec(f"{stage}.{number}", torch.float32, (2, number + 1)) for number in range(3)]
+
+    def tensors(num_good: int) -> Iterator[tuple[str, Tensor]]:
+        for spec in specs[:num_good]:
+            yield spec.name, torch.full(spec.shape, float(stage))
+        raise WeightSyncError(f"stage {stage} cannot go on")
+
+    ended = []
+    for gather, failing, num_good in product((to_first_stage, to_every_stage), (0, 1), (0, 2, 3)):
+        good = ((spec.name, torch.full(spec.shape, float(stage))) for spec in specs)
+        names, error = [], ""
+        try:
+            for name, tensor in gather(specs, tensors(num_good) if stage == failing else good)[1]:
+                names.append(name)
+                assert stage == failing or not name.startswith(str(stage)) or tensor.eq(stage).all()
+        except WeightSyncError as raised:
+            error = str(raised)
+        ended.append((names, error))
+    return ended
+
+
+def test_ranks_are_not_left_in_a_collective_by_a_stage_that_cannot_export():
+    """Over gloo each wait would last the 20 seconds that the group is given, over NCCL for ever."""
+    found = run_on_ranks(_gather_with_failures, layout(2, {"pp": 2}).megatron, 2, timeout_s=20)
+    cases = list(product(("first", "every"), (0, 1), (0, 2, 3)))
+    for stage, ended in enumerate(found):
+        for (reach, failing, num_good), (names, error) in zip(cases, ended, strict=True):
+            assert error == (f"stage {stage} cannot go on" if stage == failing else "")
+            own = [f"{stage}.{number}" for number in range(num_good if stage == failing else 3)]
+            theirs = [f"{1 - stage}.{number}" for number in range(3)] if reach == "every" or stage == 0 else []
+            assert sorted(names) == sorted(own + theirs)
 
 
 def test_a_saved_checkpoint_is_the_same_model_for_transformers(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -181,6 +182,42 @@ def test_a_policy_that_was_started_again_sends_to_the_engines_that_are_left(monk
         assert list(world.rank.engines) == ["engine-0"] and await world.answers() == [3] * 4
 
     in_world(monkeypatch, main, max_restarts=0)
+
+
+def test_ranks_without_an_engine_on_their_gpus_open_no_sender(monkeypatch: pytest.MonkeyPatch):
+    """Through CUDA IPC a sender waits for the worker on its own GPU; nobody would ever join that of a lost engine."""
+
+    async def main() -> None:
+        ranks, actors = [FakeRank(number) for number in range(4)], [FakeEngine(), FakeEngine()]
+        engines = engine_group(monkeypatch, *actors, ranks_each=2)
+        policy = await policy_group(monkeypatch, *ranks)
+        await policy.connect_engines(engines, "cuda_ipc", 1 << 20, 0.2)
+        publisher = Publisher(policy, engines, "float32", Check())  # type: ignore[arg-type]
+        await publisher.publish(())
+        assert [rank.is_open for rank in ranks] == [True] * 4 and [len(rank.engines) for rank in ranks] == [2, 0, 0, 0]
+        actors[0].dies_in = "update_weights"
+        policy.policy_version = 1
+        await publisher.publish(())
+        assert [rank.is_open for rank in ranks] == [False, False, True, True]
+        assert list(ranks[2].engines) == ["engine-1"] and actors[1].policy_version == 1
+        assert all(rank.called.count("send_weights") == 3 for rank in ranks), "all take part in every export"
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+
+
+def test_a_broken_sync_says_so_before_its_ranks_have_let_go(monkeypatch: pytest.MonkeyPatch):
+    """A rank that waits for somebody cannot close its sender before the deadline of that wait."""
+
+    async def main(world: World) -> None:
+        def refuse(*args: Any) -> None:
+            raise ValueError("a tensor of another shape")
+
+        monkeypatch.setattr("skyrl_train.cluster.policy_group.CLOSE_SENDER_S", 0.05)
+        world.rank.answers |= {"send_weights": refuse, "close_sender": Future()}
+        with pytest.raises(RemoteFailed, match="policy-0 failed to send weights: ValueError: a tensor of another"):
+            await asyncio.wait_for(world.publisher.publish(()), 0.5)
+
+    in_world(monkeypatch, main)
 
 
 def test_a_check_that_found_no_samples_stays_due(monkeypatch: pytest.MonkeyPatch):

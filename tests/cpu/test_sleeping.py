@@ -13,6 +13,7 @@ from torch import nn
 from skyrl_train.inference.engine import Engine, EngineDeadError
 from skyrl_train.inference.settings import EngineSettings, engine_arguments
 from skyrl_train.inference.sleeping import Unsynced, plain_tensors
+from skyrl_train.weight_sync.errors import WeightSyncError
 
 SETTINGS = EngineSettings("model", "tiny", "float32", 128, kv_cache_memory_bytes=1 << 20, enable_sleep_mode=True)
 
@@ -49,6 +50,84 @@ def test_sleep_mode_is_asked_for_only_where_vllm_has_it():
     assert "enable_sleep_mode" not in engine_arguments(SETTINGS, "cpu")
 
 
+class Core:
+    """Stands for vLLM's core with requests in flight, as far as it falls asleep and wakes (0.26 to 0.32)."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.asleep: set[str] = set()
+        self.is_whole, self.frozen, self.is_paused = True, 3, False
+
+    async def sleep(self, level: int, mode: str) -> None:
+        assert mode == "keep" and not self.asleep, "it would unmap a second time what sleeps"
+        self.asleep, self.is_paused = {"weights", "kv_cache"}, True
+        self.is_whole &= level == 1
+
+    async def wake_up(self, tags: list[str]) -> None:
+        self.asleep -= set(tags)
+        if not self.asleep:
+            self._go_on()
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        self.is_paused = True
+        self.frozen = 0 if mode == "abort" else self.frozen
+
+    async def resume_generation(self) -> None:
+        self._go_on()
+
+    def _go_on(self) -> None:
+        assert self.is_whole or not self.frozen, "a step over half a model"
+        self.is_paused = False
+
+    async def start_weight_update(self) -> None:
+        self.is_whole = False
+
+    async def collective_rpc(self, method: str) -> None:
+        assert method in ("skyrl_keep_unsynced", "skyrl_restore_unsynced", "skyrl_close_update")
+
+
+def engine_of(llm: Any) -> Engine:
+    engine = Engine.__new__(Engine)
+    engine._settings, engine._running_llm = SETTINGS, llm
+    engine._asleep, engine._paused, engine._needs_weights = set(), False, False
+    engine._running = asyncio.Event()
+    engine._server = engine._adapter = None
+    engine._requests = engine._versions = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    return engine
+
+
+def test_an_engine_whose_update_broke_off_falls_asleep_again_and_draws_nothing_meanwhile():
+    core = Core()
+
+    async def main() -> None:
+        engine = engine_of(core)
+        await engine.sleep()
+        await engine.wake_weights()
+        await engine.begin_weight_update()
+        await engine.sleep()
+        assert core.asleep == {"weights", "kv_cache"} and core.is_paused
+        with pytest.raises(WeightSyncError):
+            await engine.resume()
+        await engine.wake_weights()
+        await engine.begin_weight_update()
+
+    asyncio.run(main())
+
+
+def test_a_whole_engine_keeps_its_frozen_requests_when_it_sleeps_before_its_kv_cache_was_awake():
+    core = Core()
+
+    async def main() -> None:
+        engine = engine_of(core)
+        await engine.sleep(keep_weights=True)
+        await engine.wake_weights()
+        await engine.sleep(keep_weights=True)
+        assert core.asleep == {"weights", "kv_cache"} and core.frozen == 3
+
+    asyncio.run(main())
+
+
 class Sleeper:
     """Stands for vLLM on a device that has become too full."""
 
@@ -72,12 +151,7 @@ def test_an_engine_that_cannot_wake_ends_and_frees_its_memory():
     llm: Any = Sleeper()
 
     async def main() -> None:
-        engine = Engine.__new__(Engine)
-        engine._settings, engine._running_llm = SETTINGS, llm
-        engine._asleep, engine._paused, engine._needs_weights = set(), False, False
-        engine._running = asyncio.Event()
-        engine._server = engine._adapter = None
-        engine._requests = engine._versions = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+        engine = engine_of(llm)
         await engine.sleep(keep_weights=True)
         with pytest.raises(EngineDeadError, match=r"weights: CUDA out of memory.*gpu_memory_utilization"):
             await engine.wake_weights()
