@@ -8,7 +8,7 @@ went the long way has shown, byte for byte, that the parameters then hold what t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,8 +92,8 @@ class CopyPlan:
         return [copy.target for copy in self._copies[name]]
 
     @property
-    def names(self) -> list[str]:
-        return list(self._copies)
+    def names(self) -> KeysView[str]:
+        return self._copies.keys()
 
 
 class Trial:
@@ -113,7 +113,7 @@ class Trial:
         """After the update: whether all of the model's parameters hold exactly what was watched."""
         return (
             self._plan.is_of(model)
-            and self._digests.keys() == set(self._plan.names)
+            and self._digests.keys() == self._plan.names
             and all(
                 [_digest(target) for target in self._plan.targets(name)] == digests
                 for name, digests in self._digests.items()

@@ -26,6 +26,8 @@ from skyrl_train.weight_sync.transport import Check, ControlMessage
 BUFFERS = 2
 CHECK_EVERY_S = 0.2
 POLL_S = 0.0002
+GIVEN_UP = "given up"
+"""Key in the store by which the receivers learn that no more comes: NCCL tells nobody that a peer has left."""
 
 
 class BroadcastGroup:
@@ -86,12 +88,13 @@ class BroadcastGroup:
             raise PeerLostError(f"a broadcast of weights failed: {error}") from error
 
     def close(self) -> None:
-        """Returns at once, also while a broadcast waits for a peer."""
+        """Returns at once, also while a broadcast waits for a peer; again, it does nothing."""
+        if self._backend is None:
+            return
         if self._device.type == "cuda":
             self._backend.abort()
         # gloo's destructor (torch 2.13) waits for what is in flight, up to its deadline; its abort ends nothing.
-        last_reference = [self._backend]
-        del self._backend
+        last_reference, self._backend = [self._backend], None
         threading.Thread(target=last_reference.clear, daemon=True).start()
 
 
@@ -167,6 +170,7 @@ class BroadcastSendChannel:
         group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(RuntimeError):
+                self._store.set(GIVEN_UP, "1")
                 group.close()
 
     def close(self) -> None:
@@ -186,6 +190,7 @@ class BroadcastReceiveChannel:
         store = dist.TCPStore(
             init_info["host"], init_info["port"], is_master=False, timeout=timedelta(seconds=timeout_s)
         )
+        self._store = store
         rank = init_info["rank_offset"] + worker_rank
         self._group = BroadcastGroup(store, rank, init_info["world_size"], device, timeout_s, "weights")
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device)] * BUFFERS
@@ -208,7 +213,7 @@ class BroadcastReceiveChannel:
             self._works.append(self._group.broadcast(self._buffers[slot][:size]))
 
     def next(self) -> Tensor:
-        self._group.order(self._works[self._next])
+        self._group.order(self._works[self._next], self._check_sender)
         return self._buffers[self._next % BUFFERS][: self._sizes[self._next]]
 
     def release(self) -> None:
@@ -216,8 +221,20 @@ class BroadcastReceiveChannel:
         self._start()
 
     def end(self) -> None:
-        for work in self._works[-BUFFERS:]:
-            self._group.settle(work)
+        try:
+            for work in self._works[-BUFFERS:]:
+                self._group.settle(work, self._check_sender)
+        except WeightSyncError:
+            self._group.close()  # on a GPU its kernel would go on waiting, and the engine with it
+            raise
+
+    def _check_sender(self) -> None:
+        try:
+            is_given_up = self._store.check([GIVEN_UP])
+        except RuntimeError as error:
+            raise PeerLostError("the sender of the weights has ended in the middle of an update") from error
+        if is_given_up:
+            raise WeightSyncError("the sender gave up this weight update")
 
     def close(self) -> None:
         self._buffers = []

@@ -15,11 +15,15 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
 from typing import Any
 
 from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
 
 CHECK_EVERY_S = 0.05
+FOLDERS = "/tmp"
+"""Not TMPDIR: a socket's path has at most 107 bytes."""
+FORGOTTEN_S = 3600.0
 ABORTED = -1
 """Instead of a bucket's number: the rest of the update will not come."""
 
@@ -29,8 +33,8 @@ class SignalHub:
 
     def __init__(self, num_receivers: int, timeout_s: float) -> None:
         self._num_receivers, self._timeout_s = num_receivers, timeout_s
-        # A socket's path has at most 107 bytes, which the folder of TMPDIR may exceed.
-        self._folder = tempfile.mkdtemp(prefix="skyrl_sync_", dir="/tmp")
+        _remove_forgotten_folders(FOLDERS, FORGOTTEN_S + timeout_s)
+        self._folder = tempfile.mkdtemp(prefix="skyrl_sync_", dir=FOLDERS)
         self.address = f"{self._folder}/socket"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.address)
@@ -97,6 +101,14 @@ class SignalHub:
         for receiver in self._receivers:
             receiver.close()
         self._receivers = []
+
+
+def _remove_forgotten_folders(parent: str, age_s: float) -> None:
+    """Of senders that were killed while they waited for their receivers; afterwards there is no folder any more."""
+    for folder in Path(parent).glob("skyrl_sync_*"):
+        with contextlib.suppress(OSError):  # gone by now, or another user's
+            if time.time() - folder.stat().st_mtime > age_s:
+                shutil.rmtree(folder)
 
 
 class SignalPeer:

@@ -75,6 +75,24 @@ class Slow(Digits):
         return super().step(action)
 """
 
+# Kills the engine in the n-th call of its step in the run.
+DEADLY = """\
+import itertools
+import os
+from pathlib import Path
+
+from rewards import Digits
+from tests.cpu.jobs import actor_of
+
+CALLS = itertools.count(1)
+
+class Deadly(Digits):
+    def step(self, action):
+        if next(CALLS) == int(os.environ["DEADLY_CALL"]):
+            actor_of(Path(os.environ["DEADLY_LOG"])).kill()
+        return super().step(action)
+"""
+
 
 def write_world(folder: Path, num_rows: int = 32) -> Path:
     """Model, data, experiment and environments of a tiny run."""

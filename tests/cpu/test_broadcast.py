@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from skyrl_train.weight_sync.broadcast import BroadcastReceiveChannel, BroadcastSendChannel
+from skyrl_train.weight_sync.broadcast import BroadcastGroup, BroadcastReceiveChannel, BroadcastSendChannel
 from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.transport import Receiver, Sender
-from tests.cpu.sending import specs_of
+from tests.cpu.sending import InThread, specs_of
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
@@ -118,6 +118,45 @@ def test_a_receiver_that_dies_or_fails_fails_the_send_soon(die_at: str, value: f
     with pytest.raises(WeightSyncError, match="build a new one"):
         sender.send([], [])
     workers.end()
+
+
+@pytest.mark.parametrize("at", ["a bucket", "the end"])
+def test_receivers_learn_from_the_store_that_no_more_comes(monkeypatch: pytest.MonkeyPatch, at: str):
+    """As under NCCL, where nobody notices that a peer has left: the groups are not closed here. A receiver that waited
+    for its deadline would not say in time that its engine lives."""
+    channel = BroadcastSendChannel(2, CPU, 20)
+    ends: list[BroadcastReceiveChannel] = []
+
+    def receive(number: int) -> None:
+        end = BroadcastReceiveChannel(channel.init_info | {"rank_offset": number}, 0, CPU, 20)
+        ends.append(end)
+        end.begin(1, [8, 8])
+        if at == "a bucket":
+            end.next()
+            end.release()
+            end.next()
+        else:
+            end.end()
+
+    receivers = [InThread(lambda number=number: receive(number)) for number in (1, 2)]  # type: ignore[misc]
+    channel.connect()
+    channel.begin(1)
+    channel.buffer(8, lambda: None).zero_()
+    channel.publish(8)
+    time.sleep(0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(BroadcastGroup, "close", lambda group: None)
+        group = channel._group
+        started = time.monotonic()
+        channel.abort()
+        for receiver in receivers:
+            with pytest.raises(WeightSyncError, match="the sender gave up this weight update"):
+                receiver.wait()
+        assert time.monotonic() - started < 5
+    for each in (group, *(end._group for end in ends)):
+        assert each is not None
+        each.close()
+        each.close()
 
 
 def test_connecting_without_receivers_fails_within_the_deadline():

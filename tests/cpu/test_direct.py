@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -184,3 +185,18 @@ def test_a_plan_is_not_proven_by_a_part_of_an_update():
     model.load_weights(weights(2))
     trial.watch(weights(2)[:-1])
     assert not trial.passed(model)
+
+
+class Unlisted(dict[str, Any]):
+    def __iter__(self) -> Any:
+        raise AssertionError("all names were gone through to find one")
+
+
+def test_a_tensor_is_found_without_going_through_all_names():
+    """With 18,432 tensors of experts that took 3 s of a sync."""
+    model = Loads()
+    plan = plan_of(model)
+    plan._copies = Unlisted(plan._copies)
+    trial = Trial(plan)
+    trial.watch(weights(2))
+    assert len(trial._digests) == len(weights(2))

@@ -208,7 +208,7 @@ def test_a_request_that_was_with_several_lost_engines_is_given_up_by_name():
             EngineFailedError,
             match=f"{MAX_LOSSES} engines .* in flight, .*prompt 'row-7', 3 tokens, at most 4 .* was killed",
         ):
-            await router.generate([1, 2, 3], PARAMS, "row-7")
+            await asyncio.wait_for(router.generate([1, 2, 3], PARAMS, "row-7"), 5)
         assert sum(len(engine.batches) for engine in engines) == MAX_LOSSES
         assert router.loads == [0] * len(engines)
 

@@ -8,28 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.jobs import Job, error_of, run_to_end, running, write_world
+from tests.cpu.jobs import DEADLY, Job, error_of, run_to_end, running, write_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-# Kills the engine in the n-th call of its step in the run.
-DEADLY = """\
-import itertools
-import os
-from pathlib import Path
-
-from rewards import Digits
-from tests.cpu.jobs import actor_of
-
-CALLS = itertools.count(1)
-
-class Deadly(Digits):
-    def step(self, action):
-        if next(CALLS) == int(os.environ["DEADLY_CALL"]):
-            actor_of(Path(os.environ["DEADLY_LOG"])).kill()
-        return super().step(action)
-"""
 
 
 @pytest.fixture(scope="module")
