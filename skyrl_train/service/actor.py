@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 import yaml
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from skyrl_train import adapter_file
 from skyrl_train.cluster.launch import launch, served_model_name
@@ -20,7 +24,7 @@ from skyrl_train.model_checks import longest_conversation
 from skyrl_train.service.feed import Feed
 from skyrl_train.service.job import Job, JobReader, SaveJob
 from skyrl_train.service.learning import Learning
-from skyrl_train.service.queue import JobQueue
+from skyrl_train.service.queue import JobQueue, ServiceBroken
 from skyrl_train.tracking.changes import changed_values
 from skyrl_train.tracking.run_dir import create_run_dir
 from skyrl_train.tracking.sinks import build_tracker
@@ -29,6 +33,10 @@ from skyrl_train.trainer.learner import build_learner
 from skyrl_train.trainer.rules import objective
 from skyrl_train.types import Metrics
 
+log = logging.getLogger(__name__)
+
+END_S = 5.0
+"""After which a service that could not start, or was stopped, ends its own process: its caller may be gone."""
 UNKNOWN_END = 1_000_000_000
 """Optimizer steps of a service, which has no last one; the scheduler's end, which constant_with_warmup never reads."""
 
@@ -48,17 +56,53 @@ class State:
 
 
 class ServiceActor:
-    """It is built by `open`: of an error in an actor's constructor Ray keeps no more than the text of a stack."""
+    """The first call of any method starts the processes, and every call waits until they are up.
 
-    async def open(self, folder: str, config: Config, cluster: Cluster, keep_state: bool) -> State:
-        """Start the processes.
+    Every method raises what kept them from starting (ValueError, RemoteFailed), after all that was started has ended.
+    The constructor starts nothing: of an error in it Ray keeps no more than the text of a stack.
+    """
 
-        Args: folder is the caller's, for relative paths; where this node does not have it they are as on any node.
-        Raises: ValueError, RemoteFailed, after ending what was started.
+    def __init__(
+        self, folder: str, config: Config, cluster: Cluster, keep_state: bool, environment: Mapping[str, str]
+    ) -> None:
+        """Args:
+        folder: the caller's, for relative paths; where this node does not have it they are as on any node.
+        environment: the variables that the configuration names, as the caller has them.
         """
-        if Path(folder).is_dir():
-            os.chdir(folder)
-        self._config, self._timers, self._feed = config, Timers(), Feed()
+        self._folder, self._config, self._cluster, self._keep_state = folder, config, cluster, keep_state
+        self._environment = environment
+        self._timers, self._feed = Timers(), Feed()
+        self._reading = asyncio.Lock()
+        self._starting: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    async def _started(self) -> None:
+        if self._closing is not None:
+            raise ServiceBroken("the service was stopped")
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._open())
+        try:
+            await asyncio.shield(self._starting)
+        except asyncio.CancelledError:
+            if self._starting.cancelled():
+                raise ServiceBroken("the service was stopped while it started") from None
+            raise
+
+    async def _open(self) -> None:
+        try:
+            await self._start_run()
+        except Exception:
+            asyncio.get_running_loop().call_later(END_S, self._end)
+            raise
+
+    def _end(self) -> None:
+        ray.kill(ray.get_runtime_context().current_actor)
+
+    async def _start_run(self) -> None:
+        os.environ.update(self._environment)
+        if Path(self._folder).is_dir():
+            os.chdir(self._folder)
+        config = self._config
         config_yaml = to_yaml(config)
         self._run_dir = create_run_dir(
             Path(config.trainer.run_dir),
@@ -68,12 +112,12 @@ class ServiceActor:
         )
         log_to(str(self._run_dir.logs / "service.log"))
         try:
-            return await self._start(cluster, keep_state)
+            await self._start()
         except BaseException:
             self._run_dir.finish("failed")
             raise
 
-    async def _start(self, cluster: Cluster, keep_state: bool) -> State:
+    async def _start(self) -> None:
         config, trainer = self._config, self._config.trainer
         folder = local_folder(trainer.policy.model.path)
         model = AutoConfig.from_pretrained(folder)
@@ -84,22 +128,35 @@ class ServiceActor:
         goal = objective(
             trainer.algorithm, config.generator.sampling_params, trainer.policy.megatron_config.logprobs_chunk_size
         )
-        max_model_len = min(longest_conversation(config.generator), positions)
-        self._processes = await launch(config, cluster, max_model_len, goal, UNKNOWN_END, str(self._run_dir.logs))
+        self._max_model_len = min(longest_conversation(config.generator), positions)
+        self._processes = await launch(
+            config, self._cluster, self._max_model_len, goal, UNKNOWN_END, str(self._run_dir.logs)
+        )
+        try:
+            self._build(model)
+        except BaseException:
+            await self._processes.stop()
+            raise
+
+    def _build(self, model: PretrainedConfig) -> None:
+        """What works on the started processes."""
+        config, trainer = self._config, self._config.trainer
         learner = build_learner(config, model, self._processes, self._timers)
-        states = str(Path(trainer.placement.state_path).expanduser().resolve() / "service") if keep_state else None
+        states = (
+            str(Path(trainer.placement.state_path).expanduser().resolve() / "service") if self._keep_state else None
+        )
         self._learning = Learning(
-            self._processes, learner, self._timers, state_path=states, max_model_len=max_model_len
+            self._processes, learner, self._timers, state_path=states, max_model_len=self._max_model_len
         )
         values: dict[str, Any] = yaml.safe_load(to_yaml(config))
         self._tracker = build_tracker(
             trainer.logger, self._run_dir.path, trainer.project_name, trainer.run_name, values
         )
         self._queue: JobQueue[Job, Metrics] = JobQueue(self._run_and_log, self._learning.recover)
-        return self.state()
 
-    def state(self) -> State:
+    async def state(self) -> State:
         """As it is now."""
+        await self._started()
         return State(
             model_name=served_model_name(self._config),
             urls=self._processes.engines.urls,
@@ -110,22 +167,46 @@ class ServiceActor:
 
     async def train(self, groups: object) -> Metrics:
         """Raises: ValueError before the job is queued; JobFailed, ServiceBroken."""
-        return await self._queue.submit(self._reader.train(groups))
+        return await self._do("train", groups)
 
     async def train_sft(self, rows: object) -> Metrics:
         """Raises: as `train`."""
-        return await self._queue.submit(self._reader.sft(rows))
+        return await self._do("sft", rows)
 
     async def save(self, folder: object) -> None:
         """Raises: as `train`."""
-        await self._queue.submit(self._reader.save(folder))
+        await self._do("save", folder)
+
+    async def _do(self, kind: str, given: object) -> Metrics:
+        """Jobs are read one after the other, so that a long one is not overtaken, and beside whatever else goes on."""
+        await self._started()
+        async with self._reading:
+            read: Callable[[object], Job] = getattr(self._reader, kind)
+            answer = self._queue.put(await asyncio.to_thread(read, given))
+        return await answer
 
     async def metrics_after(self, number: int, patience_s: float) -> tuple[int, list[Metrics]]:
         """Of the jobs after the one of this number; see Feed.after."""
+        await self._started()
         return await self._feed.after(number, patience_s)
 
     async def close(self) -> None:
-        """End every process but this one."""
+        """End every process; this one follows. Returns when that is done, whoever asked first."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        try:
+            if self._starting is not None:
+                self._starting.cancel()
+                await asyncio.wait({self._starting})
+                if not self._starting.cancelled() and self._starting.exception() is None:
+                    await self._stop_run()
+        finally:
+            asyncio.get_running_loop().call_later(END_S, self._end)
+
+    async def _stop_run(self) -> None:
         await self._queue.close()
         self._tracker.close()
         await self._processes.stop()

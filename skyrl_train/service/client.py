@@ -57,9 +57,9 @@ class TrainingService:
                 raise ValueError(
                     f"a service {name!r} runs in this cluster: use TrainingService.connect({name!r}), or another name"
                 )
-            actor = _place(name).remote()
+            actor = _place(name).remote(os.getcwd(), config, cluster, keep_state, _named_variables(config))
             try:
-                state = _answer(actor.open.remote(os.getcwd(), config, cluster, keep_state))
+                state = _answer(actor.state.remote())
             except BaseException:
                 ray.kill(actor)
                 raise
@@ -198,6 +198,12 @@ def _place(name: str) -> Any:
         runtime_env={"env_vars": worker_environment()},
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
     )
+
+
+def _named_variables(config: Config) -> dict[str, str]:
+    """Variables of this program's environment that the service reads: it may live on another node."""
+    name = config.generator.remote_api_key_env
+    return {} if name is None else {name: os.environ[name]}
 
 
 def _joined() -> Cluster:

@@ -33,9 +33,13 @@ class JobQueue(Generic[J, R]):
         self._task: asyncio.Task[None] | None = None
 
     async def submit(self, job: J) -> R:
-        """The job's result, when it has come to its turn and is done.
+        """As `put`, and wait."""
+        return await self.put(job)
 
-        Raises: JobFailed, ServiceBroken.
+    def put(self, job: J) -> asyncio.Future[R]:
+        """The job's result, when it has come to its turn and is done, or JobFailed, ServiceBroken.
+
+        Raises: ServiceBroken.
         """
         self._refuse_if_broken()
         if self._task is None:
@@ -43,7 +47,7 @@ class JobQueue(Generic[J, R]):
         answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._waiting.put_nowait((job, answer))
         # Shielded: a caller's cancellation must not make the job's result an error of the worker.
-        return await asyncio.shield(answer)
+        return asyncio.shield(answer)
 
     @property
     def num_waiting(self) -> int:

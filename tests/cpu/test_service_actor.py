@@ -1,0 +1,140 @@
+"""The service's own process: callers who come while it starts, a start that fails, and jobs that take long to read."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from skyrl_train.cluster.session import Cluster
+from skyrl_train.config import load_config
+from skyrl_train.service import actor
+from skyrl_train.service.actor import ServiceActor
+from skyrl_train.service.queue import JobQueue, ServiceBroken
+
+CONFIG = load_config([])
+CLUSTER = Cluster("", is_local=True, has_gpus=False)
+
+
+class Reader:
+    """Takes as many seconds as the job says."""
+
+    def sft(self, rows: float) -> float:
+        time.sleep(rows)
+        return rows
+
+
+class Actor(ServiceActor):
+    """Without processes: the start takes 20 ms, and fails where it is told to."""
+
+    def __init__(self, failure: str = "") -> None:
+        super().__init__("/", CONFIG, CLUSTER, True, {})
+        self.failure, self.story, self.jobs = failure, [], []  # type: ignore[var-annotated]
+
+    async def _start_run(self) -> None:
+        self.story.append("start")
+        try:
+            await asyncio.sleep(0.02)
+        except asyncio.CancelledError:
+            self.story.append("cancelled")
+            raise
+        if self.failure:
+            raise ValueError(self.failure)
+        self._reader: Any = Reader()
+        self._queue = JobQueue(self._note, self._recover)  # type: ignore[arg-type]
+
+    async def _note(self, job: Any) -> dict[str, float]:
+        self.jobs.append(job)
+        return {"job": job}
+
+    async def _recover(self, error: Exception) -> str:
+        raise AssertionError("no job fails here")
+
+    async def _stop_run(self) -> None:
+        await asyncio.sleep(0.02)
+        self.story.append("stopped")
+
+    def _end(self) -> None:
+        self.story.append("end")
+
+
+def run(body: Callable[[], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor, "END_S", 0.01)
+    asyncio.run(body())  # type: ignore[arg-type]
+
+
+def test_all_who_come_while_it_starts_wait_for_the_one_start(monkeypatch: pytest.MonkeyPatch):
+    async def body() -> None:
+        service = Actor()
+        assert await asyncio.gather(*(service.train_sft(0.001) for _ in range(3))) == [{"job": 0.001}] * 3
+        assert service.story == ["start"]
+
+    run(body, monkeypatch)
+
+
+def test_a_start_that_fails_tells_everybody_why_and_the_process_ends_itself(monkeypatch: pytest.MonkeyPatch):
+    async def body() -> None:
+        service = Actor("no such model")
+        calls = service.state(), service.train_sft(0), service.metrics_after(0, 1)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert [str(one) for one in answers] == ["no such model"] * 3
+        await asyncio.sleep(0.03)
+        assert service.story == ["start", "end"]
+
+    run(body, monkeypatch)
+
+
+def test_a_caller_who_goes_away_does_not_end_the_start(monkeypatch: pytest.MonkeyPatch):
+    async def body() -> None:
+        service = Actor()
+        starter = asyncio.ensure_future(service.train_sft(0))
+        await asyncio.sleep(0.001)
+        starter.cancel()
+        assert await service.train_sft(0) == {"job": 0} and service.story == ["start"]
+
+    run(body, monkeypatch)
+
+
+def test_a_service_can_be_stopped_while_it_starts(monkeypatch: pytest.MonkeyPatch):
+    async def body() -> None:
+        service = Actor()
+        waiting = asyncio.ensure_future(service.train_sft(0))
+        await asyncio.sleep(0.001)
+        await service.close()
+        with pytest.raises(ServiceBroken, match="was stopped while it started"):
+            await waiting
+        with pytest.raises(ServiceBroken, match="was stopped"):
+            await service.state()
+        await asyncio.sleep(0.03)
+        assert service.story == ["start", "cancelled", "end"]
+
+    run(body, monkeypatch)
+
+
+def test_all_who_stop_it_hear_when_it_has_stopped(monkeypatch: pytest.MonkeyPatch):
+    async def body() -> None:
+        service = Actor()
+        await service.train_sft(0)
+        first = asyncio.ensure_future(service.close())
+        await service.close()
+        assert service.story == ["start", "stopped"]
+        await first
+
+    run(body, monkeypatch)
+
+
+def test_a_job_that_takes_long_to_read_holds_nobody_up_and_is_not_overtaken(monkeypatch: pytest.MonkeyPatch):
+    async def body() -> None:
+        service = Actor()
+        await service.train_sft(0)
+        jobs = [asyncio.ensure_future(service.train_sft(seconds)) for seconds in (0.2, 0.001)]
+        started = time.monotonic()
+        await asyncio.sleep(0.01)
+        assert time.monotonic() - started < 0.1, "the event loop stood still"
+        await asyncio.gather(*jobs)
+        assert service.jobs == [0, 0.2, 0.001]
+
+    run(body, monkeypatch)
