@@ -12,31 +12,50 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
-from skyrl_train.service import TrainingService
+from skyrl_train.service import StaleSamples, TrainingService
 
 REWARDS = {"maybe": 1.0, "no": 0.75, "yes": 0.5}
 PROMPTS = ["yes, no or maybe?", "maybe, no or yes?", "no, yes or maybe?", "say one of the three:"]
 NUM_EXAMPLE_JOBS, NUM_JOBS, SAMPLES = 20, 40, 16
 
 
-def ask(url: str, model: str, prompt: str) -> str:
+class Moved(Exception):
+    """The version that was asked for is served no more."""
+
+
+def ask(url: str, model: str, prompt: str) -> dict[str, Any]:
     """One answer, drawn at temperature 1."""
     body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 8, "temperature": 1.0}
     request = urllib.request.Request(
         f"{url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return json.load(answer)["choices"][0]["message"]["content"] or ""
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            raise Moved from None
+        raise
 
 
-def sample(prompt: str, answer: str) -> dict[str, object]:
-    """What the service trains on."""
-    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    return {"messages": messages, "reward": REWARDS.get(answer, 0.0)}
+def conversation(prompt: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def sample(prompt: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """What the service trains on. It refuses samples that other weights drew, whole or in part."""
+    text = answer["choices"][0]["message"]["content"] or ""
+    return {
+        "messages": conversation(prompt, text),
+        "reward": REWARDS.get(text, 0.0),
+        "policy_versions": answer["policy_versions"],
+    }
 
 
 async def main(name: str, address: str) -> None:
@@ -44,17 +63,23 @@ async def main(name: str, address: str) -> None:
     url, threads = service.openai_base_url, ThreadPoolExecutor(SAMPLES)
     while (version := service.policy_version) < NUM_JOBS:  # one optimizer step per job
         if version < NUM_EXAMPLE_JOBS:
-            rows = [{"messages": sample(prompt, answer)["messages"]} for prompt in PROMPTS for answer in REWARDS]
+            rows = [{"messages": conversation(prompt, answer)} for prompt in PROMPTS for answer in REWARDS]
             metrics = await service.train_sft(rows)
             print(f"version {service.policy_version}: loss on the examples {metrics['sft/loss']:.3f}", flush=True)
             continue
-        model = f"{service.model_name}@{version}"  # exactly these weights, or an error
         asked = [prompt for prompt in PROMPTS for _ in range(SAMPLES)]
-        answers = list(threads.map(partial(ask, url, model), asked))
-        samples = [sample(prompt, answer) for prompt, answer in zip(asked, answers, strict=True)]
-        groups = [samples[start : start + SAMPLES] for start in range(0, len(samples), SAMPLES)]
-        metrics = await service.train(groups)
-        reward, maybe = metrics["reward/avg_raw_reward"], answers.count("maybe") / len(answers)
+        print(f"draws from version {version}", flush=True)
+        try:
+            answers = list(threads.map(partial(ask, url, f"{service.model_name}@{version}"), asked))
+            samples = [sample(prompt, answer) for prompt, answer in zip(asked, answers, strict=True)]
+            groups = [samples[start : start + SAMPLES] for start in range(0, len(samples), SAMPLES)]
+            print(f"hands in samples of version {version}", flush=True)
+            metrics = await service.train(groups)
+        except (Moved, StaleSamples):  # another caller's job came between, or that of an earlier life
+            print(f"version {version} is no more: draws again", flush=True)
+            continue
+        reward = metrics["reward/avg_raw_reward"]
+        maybe = sum(one["messages"][-1]["content"] == "maybe" for one in samples) / len(samples)
         print(f"version {service.policy_version}: mean reward {reward:.3f}, maybe {maybe:.0%}", flush=True)
 
 

@@ -2,6 +2,6 @@
 
 from skyrl_train.service.client import TrainingService
 from skyrl_train.service.job import ChatSample, TokenSample
-from skyrl_train.service.queue import JobFailed, ServiceBroken
+from skyrl_train.service.queue import JobFailed, ServiceBroken, StaleSamples
 
-__all__ = ["ChatSample", "JobFailed", "ServiceBroken", "TokenSample", "TrainingService"]
+__all__ = ["ChatSample", "JobFailed", "ServiceBroken", "StaleSamples", "TokenSample", "TrainingService"]

@@ -91,8 +91,8 @@ class TrainingService:
         """Train on groups, each a list of the samples of one prompt (docs/service.md). Returns: the job's metrics.
 
         When it returns the engines serve the new version, and all memory that the job took is free again.
-        Raises: ValueError naming the group and sample, before anything is queued; JobFailed if the job had no effect;
-            ServiceBroken if the service can train no more.
+        Raises: ValueError naming the group and sample, before anything is queued; StaleSamples, JobFailed if the job
+            had no effect; ServiceBroken if the service can train no more.
         """
         return await self._call(self._actor.train.remote([list(group) for group in _listed(groups)]))
 
@@ -132,7 +132,8 @@ class TrainingService:
 
     @property
     def model_name(self) -> str:
-        """NAME over HTTP: the newest weights; `NAME@VERSION` is this version or an error."""
+        """NAME over HTTP: the newest weights. `NAME@VERSION` is let in while this version is served, else it is an
+        error; an answer's `policy_versions` say what drew it (docs/serving.md)."""
         return self._state.model_name
 
     @property

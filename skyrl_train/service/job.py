@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,8 @@ class ChatSample:
 
     messages: list[Message]
     reward: float
+    policy_versions: list[int] | None = None
+    """As the engine's answer names them; where given, a job is refused unless they are the version that is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,8 @@ class TokenSample:
     reward: float
     logprobs: list[float] | None = None
     """[L] the engine's, read where loss_mask is 1; only compared with the trainer's own, for the metrics."""
+    policy_versions: list[int] | None = None
+    """As the engine's answer names them; where given, a job is refused unless they are the version that is trained."""
 
 
 KINDS = (ChatSample, TokenSample)
@@ -53,6 +57,8 @@ class TrainJob:
     num_mini_batches: int
     has_logprobs: bool
     """Whether every sample came with the engine's logprobs."""
+    drawn_by: Mapping[int, str]
+    """Versions that samples were drawn by -> the first of these samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +93,19 @@ class JobReader:
         """Groups of one prompt's samples each: ChatSample, TokenSample, or dicts with their fields."""
         read = tuple(self._group(number, group) for number, group in enumerate(_filled(groups, "groups", "group")))
         num = len(read)
+        drawn_by: dict[int, str] = {}
+        for _, _, versions in reversed(read):
+            drawn_by |= versions
         if num > self._mini_batch_size and num % self._mini_batch_size:
             raise ValueError(
                 f"a job of {num} groups cannot be cut into mini-batches of trainer.policy_mini_batch_size="
                 f"{self._mini_batch_size}: give a multiple of it, or at most that many"
             )
         return TrainJob(
-            tuple(group for group, _ in read),
+            tuple(group for group, _, _ in read),
             max(1, num // self._mini_batch_size),
-            all(has_logprobs for _, has_logprobs in read),
+            all(has_logprobs for _, has_logprobs, _ in read),
+            drawn_by,
         )
 
     def sft(self, rows: object) -> SftJob:
@@ -110,7 +120,7 @@ class JobReader:
             raise ValueError(f"folder must be an absolute path, as the service sees it, got {_short(folder)}")
         return SaveJob(folder)
 
-    def _group(self, number: int, group: Any) -> tuple[Group, bool]:
+    def _group(self, number: int, group: Any) -> tuple[Group, bool, dict[int, str]]:
         where = f"group {number}"
         group = _filled(group, where, "sample")
         if len(group) == 1 and self._estimator in GROUP_ESTIMATORS:
@@ -119,15 +129,18 @@ class JobReader:
                 "advantage: hand in several samples of each prompt, or use reinforce++"
             )
         samples, has_logprobs = [], True
+        drawn_by: dict[int, str] = {}
         for index, given in enumerate(group):
             try:
                 typed = typed_sample(given)
                 samples.append(self._sample(typed))
+                for version in _versions(typed):
+                    drawn_by.setdefault(version, f"{where}, sample {index}")
             except ValueError as error:
                 raise ValueError(f"{where}, sample {index}: {error}") from error
             has_logprobs &= isinstance(typed, TokenSample) and typed.logprobs is not None
         prompt = Prompt(uid=str(number), messages=[], env_class="", extras={}, data_source="service")
-        return Group(prompt, tuple(samples)), has_logprobs
+        return Group(prompt, tuple(samples)), has_logprobs, drawn_by
 
     def _sample(self, given: ChatSample | TokenSample) -> Sample:
         reward = _number(given.reward, "reward")
@@ -184,12 +197,12 @@ def typed_sample(given: object) -> ChatSample | TokenSample:
         raise ValueError(f"expected a dict, ChatSample or TokenSample, got {_short(given)}")
     kind: type[ChatSample | TokenSample] = ChatSample if "messages" in given else TokenSample
     names = [field.name for field in fields(kind)]
+    required = [field.name for field in fields(kind) if field.default is MISSING]
     for key in given:
         if key not in names:
             near = nearest(str(key), names)
             hint = f"did you mean {near}?" if near else f"there are {', '.join(names)}"
             raise ValueError(f"{key!r} is no field of a {kind.__name__}; {hint}")
-    required = [name for name in names if name != "logprobs"]
     if missing := [name for name in required if name not in given]:
         either = "" if kind is ChatSample else " (or messages and reward)"
         raise ValueError(f"{', '.join(missing)} is missing: a sample has {', '.join(required)}{either}")
@@ -212,6 +225,15 @@ def _of_tokens(given: TokenSample) -> tuple[list[int], list[bool], list[float] |
         return ids, trained, None
     read = [_number(one, "logprobs") if wrote else 0.0 for one, wrote in zip(logprobs, trained, strict=True)]
     return ids, trained, read
+
+
+def _versions(given: ChatSample | TokenSample) -> list[int]:
+    if given.policy_versions is None:
+        return []
+    versions = _list(given.policy_versions, "policy_versions")
+    if wrong := [one for one in versions if isinstance(one, bool) or not isinstance(one, int)]:
+        raise ValueError(f"policy_versions holds {wrong[0]!r}: they must be whole numbers")
+    return versions
 
 
 def _list(value: Any, name: str) -> list[Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.launch import Processes
 from skyrl_train.service.job import Job, SaveJob, TrainJob
+from skyrl_train.service.queue import StaleSamples
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.learner import Learner
 from skyrl_train.types import Metrics
@@ -45,6 +46,8 @@ class Learning:
             await self._processes.policy.save_hf(job.folder)
             await self._learner.residency.for_rollout()
             return {}
+        if isinstance(job, TrainJob):
+            self._refuse_stale(job)
         self._timers.reset()
         with self._timers("step"):
             metrics = await self._train(job) if isinstance(job, TrainJob) else await self._fine_tune(job)
@@ -54,6 +57,15 @@ class Learning:
         if self._folders is not None:
             self._saved = self._unfinished
         return metrics | self._timers.metrics() | {"service/policy_version": float(self.policy_version)}
+
+    def _refuse_stale(self, job: TrainJob) -> None:
+        """Looked at when the job's turn has come: those before it move the version."""
+        for version, where in job.drawn_by.items():
+            if version != self.policy_version:
+                raise StaleSamples(
+                    f"{where} was drawn by version {version}, and the policy is version {self.policy_version}: draw "
+                    "it again, or leave out policy_versions to train on it without a correction"
+                )
 
     async def _train(self, job: TrainJob) -> Metrics:
         scored = [group for group in job.groups if len(group.samples[0].token_ids) <= self._max_model_len]

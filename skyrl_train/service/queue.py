@@ -17,6 +17,10 @@ class JobFailed(RuntimeError):
     """The job had no effect; the service goes on."""
 
 
+class StaleSamples(JobFailed):
+    """They were drawn by other weights than those that the job would have trained; draw them again."""
+
+
 class ServiceBroken(RuntimeError):
     """The service trains no more."""
 
@@ -86,7 +90,8 @@ class JobQueue(Generic[J, R]):
             self._broken = f"it could not recover from a failed job ({reason}): {second or type(second).__name__}"
             self._refuse_waiting()
             return ServiceBroken(self._broken)
-        failed = JobFailed(f"{reason}; {outcome}")
+        kind = type(error) if isinstance(error, JobFailed) else JobFailed
+        failed = kind(f"{reason}; {outcome}")
         failed.__cause__ = error
         return failed
 

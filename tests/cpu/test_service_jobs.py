@@ -53,6 +53,12 @@ def test_logprobs_count_as_given_only_if_every_sample_has_them():
     assert not READER.train([[with_them, tokens()]]).has_logprobs
 
 
+def test_versions_that_drew_samples_are_kept_with_the_first_place_of_each():
+    groups = [[tokens(policy_versions=[3]), chat("2", 1.0) | {"policy_versions": [3, 4]}], [tokens(), tokens()]]
+    job = JobReader(CONFIG, TOKENIZER, 66, 500).train([*groups, [tokens(policy_versions=[4])] * 2, GROUP])
+    assert job.drawn_by == {3: "group 0, sample 0", 4: "group 0, sample 1"}
+
+
 def test_groups_are_cut_into_the_configured_mini_batches():
     assert [READER.train([GROUP] * num).num_mini_batches for num in (1, 2, 4)] == [1, 1, 2]
 
@@ -81,6 +87,8 @@ def test_groups_are_cut_into_the_configured_mini_batches():
         ([[tokens(token_ids=[5, 6, 7.5]), tokens()]], "token_ids holds 7.5: they must be whole numbers"),
         ([[tokens(token_ids=[5] * 41, loss_mask=[1] * 41), tokens()]], "it has 41 tokens, and the model takes 40"),
         ([[ChatSample(messages=ASKED, reward=1.0), tokens()]], "no message has the role assistant"),
+        ([[tokens(policy_versions=["7"]), tokens()]], "policy_versions holds '7': they must be whole numbers"),
+        ([[tokens(policy_versions=7), tokens()]], "policy_versions must be a list of at least one number, got int 7"),
         ([[{"messages": "hi", "reward": 1}, tokens()]], "expected a list of chat messages, got str 'hi'"),
     ],
 )

@@ -9,9 +9,9 @@ import pytest
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.service.feed import Feed
-from skyrl_train.service.job import SaveJob, SftJob
+from skyrl_train.service.job import SaveJob, SftJob, TrainJob
 from skyrl_train.service.learning import Learning
-from skyrl_train.service.queue import JobFailed, JobQueue, ServiceBroken
+from skyrl_train.service.queue import JobFailed, JobQueue, ServiceBroken, StaleSamples
 from skyrl_train.tracking.timers import Timers
 
 Test = Callable[[], Awaitable[None]]
@@ -215,6 +215,29 @@ def test_after_a_failure_the_last_version_goes_on_and_its_state_is_never_written
         learner.fails_in = ""
         await learning.run(SftJob(()))
         assert calls == ["save 2 in b", "rollout"] and learning.policy_version == 2
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("drawn_by", [{0: "group 0, sample 2"}, {1: "group 0, sample 0", 2: "group 1, sample 3"}])
+def test_samples_of_other_versions_than_the_trained_one_are_refused_when_their_turn_comes(drawn_by: dict[int, str]):
+    async def body() -> None:
+        policy = Policy([])
+        learning = Learning(
+            Processes(policy),  # type: ignore[arg-type]
+            Learner(policy, []),  # type: ignore[arg-type]
+            Timers(),
+            state_path=None,
+            max_model_len=9,
+        )
+        queue = JobQueue(learning.run, learning.recover)
+        job = TrainJob((), 1, False, drawn_by)
+        _, refused = await asyncio.gather(queue.submit(SftJob(())), queue.submit(job), return_exceptions=True)
+        assert isinstance(refused, StaleSamples)
+        version, where = next((version, where) for version, where in drawn_by.items() if version != 1)
+        assert str(refused).startswith(f"{where} was drawn by version {version}, and the policy is version 1: draw it")
+        assert str(refused).endswith("nothing was changed, version 1 goes on") and policy.num_updates == 1
+        await queue.close()
 
     asyncio.run(body())
 
