@@ -60,7 +60,7 @@ def sample(prompt: str, answer: dict[str, Any]) -> dict[str, Any]:
 
 async def main(name: str, address: str) -> None:
     service = TrainingService.connect(name, address)
-    url, threads = service.openai_base_url, ThreadPoolExecutor(SAMPLES)
+    threads = ThreadPoolExecutor(SAMPLES)
     while (version := service.policy_version) < NUM_JOBS:  # one optimizer step per job
         if version < NUM_EXAMPLE_JOBS:
             rows = [{"messages": conversation(prompt, answer)} for prompt in PROMPTS for answer in REWARDS]
@@ -70,6 +70,7 @@ async def main(name: str, address: str) -> None:
         asked = [prompt for prompt in PROMPTS for _ in range(SAMPLES)]
         print(f"draws from version {version}", flush=True)
         try:
+            url = service.openai_base_url
             answers = list(threads.map(partial(ask, url, f"{service.model_name}@{version}"), asked))
             samples = [sample(prompt, answer) for prompt, answer in zip(asked, answers, strict=True)]
             groups = [samples[start : start + SAMPLES] for start in range(0, len(samples), SAMPLES)]
@@ -77,6 +78,10 @@ async def main(name: str, address: str) -> None:
             metrics = await service.train(groups)
         except (Moved, StaleSamples):  # another caller's job came between, or that of an earlier life
             print(f"version {version} is no more: draws again", flush=True)
+            continue
+        except OSError as error:  # the engine is lost; another one is started
+            print(f"no answer ({error}): asks again", flush=True)
+            await asyncio.sleep(1)
             continue
         reward = metrics["reward/avg_raw_reward"]
         maybe = sum(one["messages"][-1]["content"] == "maybe" for one in samples) / len(samples)

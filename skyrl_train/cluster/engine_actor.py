@@ -48,11 +48,16 @@ class EngineActor(Engine):
         log_to(log_path)
         talk_through_node_address()
 
-    async def start(self, settings: EngineSettings) -> Started:
-        """A hub model is downloaded to this node first."""
+    async def start(self, settings: EngineSettings, *, waits_for_weights: bool = False) -> Started:
+        """A hub model is downloaded to this node first.
+
+        Args: waits_for_weights: answer nobody before the first weight sync, for others serve newer weights.
+        """
         http = settings.http and replace(settings.http, advertised_host=host())
         super().__init__(replace(settings, model_path=local_folder(settings.model_path), http=http))
         num_workers = (await self.ready())["num_workers"]
+        if waits_for_weights:
+            await self.pause()
         return _started(num_workers, None if http is None else await self.start_server())
 
 
@@ -62,7 +67,8 @@ class RemoteEngineActor(RemoteEngine):
     def __init__(self, log_path: str, visible_devices: str | None) -> None:
         log_to(log_path)
 
-    async def start(self, settings: RemoteEngineSettings) -> Started:
+    async def start(self, settings: RemoteEngineSettings, *, waits_for_weights: bool = False) -> Started:
+        """What the server answers before the first weight sync is its own matter."""
         super().__init__(replace(settings, model_path=local_folder(settings.model_path)))
         return _started((await self.ready())["num_workers"])
 

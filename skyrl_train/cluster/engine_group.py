@@ -70,6 +70,11 @@ class EngineGroup:
         return {place.name: place.actor for place in self._up}
 
     @property
+    def has_replacement(self) -> bool:
+        """Whether the start of an engine in the place of a lost one has ended, well or not: `admit_replacements`."""
+        return any(place.replacement is not None and place.replacement.done() for place in self._places)
+
+    @property
     def num_workers(self) -> int:
         """Of the engines that are up."""
         return sum(place.num_workers for place in self._up)

@@ -144,7 +144,7 @@ class EnginePlace:
             self.restarts += 1
             self.new_actor()
             try:
-                self.started, self.syncs = await self.call("start", "start", self.settings), 0
+                self.started, self.syncs = await self.call("start", "start", self.settings, waits_for_weights=True), 0
                 log.warning("%s was started anew; it serves from the next weight sync on", self.name)
                 return
             except RemoteFailed as error:

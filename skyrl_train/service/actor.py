@@ -22,9 +22,10 @@ from skyrl_train.config import RL, Config, to_yaml
 from skyrl_train.hub import local_folder
 from skyrl_train.model_checks import longest_conversation
 from skyrl_train.service.feed import Feed
-from skyrl_train.service.job import Job, JobReader, SaveJob
+from skyrl_train.service.job import Job, JobReader, SftJob, TrainJob
 from skyrl_train.service.learning import Learning
 from skyrl_train.service.queue import JobQueue, ServiceBroken
+from skyrl_train.service.watch import watch
 from skyrl_train.tracking.changes import changed_values
 from skyrl_train.tracking.run_dir import create_run_dir
 from skyrl_train.tracking.sinks import build_tracker
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 END_S = 5.0
 """After which a service that could not start, or was stopped, ends its own process: its caller may be gone."""
+WATCH_S = 5.0
+"""Between two looks at the engines of a service that has nothing to do."""
 UNKNOWN_END = 1_000_000_000
 """Optimizer steps of a service, which has no last one; the scheduler's end, which constant_with_warmup never reads."""
 
@@ -48,7 +51,9 @@ class State:
     model_name: str
     """Over HTTP it is this and `this@policy_version`."""
     urls: tuple[str, ...]
-    """Of the engines, without `/v1`; empty without generator.enable_http_endpoint."""
+    """Of the engines that are up, without `/v1`."""
+    has_endpoint: bool
+    """generator.enable_http_endpoint."""
     policy_version: int
     num_jobs: int
     """Finished ones."""
@@ -153,6 +158,7 @@ class ServiceActor:
             trainer.logger, self._run_dir.path, trainer.project_name, trainer.run_name, values
         )
         self._queue: JobQueue[Job, Metrics] = JobQueue(self._run_and_log, self._learning.recover)
+        self._watch = asyncio.create_task(watch(self._queue, WATCH_S))
 
     async def state(self) -> State:
         """As it is now."""
@@ -160,6 +166,7 @@ class ServiceActor:
         return State(
             model_name=served_model_name(self._config),
             urls=self._processes.engines.urls,
+            has_endpoint=self._config.generator.enable_http_endpoint,
             policy_version=self._learning.policy_version,
             num_jobs=self._feed.last,
             run_dir=str(self._run_dir.path),
@@ -207,6 +214,7 @@ class ServiceActor:
             asyncio.get_running_loop().call_later(END_S, self._end)
 
     async def _stop_run(self) -> None:
+        self._watch.cancel()
         await self._queue.close()
         self._tracker.close()
         await self._processes.stop()
@@ -214,7 +222,7 @@ class ServiceActor:
 
     async def _run_and_log(self, job: Job) -> Metrics:
         metrics = await self._learning.run(job)
-        if not isinstance(job, SaveJob):
+        if isinstance(job, TrainJob | SftJob):
             number = self._feed.last + 1
             metrics |= {"service/job": float(number)}
             self._tracker.log(number, metrics)

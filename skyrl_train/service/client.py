@@ -119,15 +119,21 @@ class TrainingService:
 
     @property
     def openai_base_url(self) -> str:
-        """Of the first engine. Raises: ValueError if it offers none."""
+        """Of the first engine. Raises: as `openai_base_urls`."""
         return self.openai_base_urls[0]
 
     @property
     def openai_base_urls(self) -> tuple[str, ...]:
-        """Of all engines, for clients that spread their requests. Raises: ValueError if there are none."""
+        """Of all engines that are up, for clients that spread their requests. One that replaces a lost one may have
+        another.
+
+        Raises: ValueError if the configuration has none, ConnectionError while no engine is up.
+        """
         self._state = _answer(self._actor.state.remote())
-        if not self._state.urls:
+        if not self._state.has_endpoint:
             raise ValueError("the service's engines have no HTTP endpoint: set generator.enable_http_endpoint=true")
+        if not self._state.urls:
+            raise ConnectionError("no engine of the service is up: lost ones are being replaced, ask again in a minute")
         return tuple(f"{url}/v1" for url in self._state.urls)
 
     @property

@@ -75,7 +75,12 @@ class SaveJob:
     folder: str
 
 
-Job = TrainJob | SftJob | SaveJob
+@dataclass(frozen=True, slots=True)
+class CareJob:
+    """Find lost engines, and give the weights to those that were started in their place. The service's own."""
+
+
+Job = TrainJob | SftJob | SaveJob | CareJob
 
 
 class JobReader:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.launch import Processes
-from skyrl_train.service.job import Job, SaveJob, TrainJob
+from skyrl_train.service.job import CareJob, Job, SaveJob, SftJob, TrainJob
 from skyrl_train.service.queue import StaleSamples
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.learner import Learner
@@ -46,6 +46,9 @@ class Learning:
             await self._processes.policy.save_hf(job.folder)
             await self._learner.residency.for_rollout()
             return {}
+        if isinstance(job, CareJob):
+            await self._care_for_engines()
+            return {}
         if isinstance(job, TrainJob):
             self._refuse_stale(job)
         self._timers.reset()
@@ -82,9 +85,15 @@ class Learning:
             "generate/avg_num_tokens": written / len(samples),
         }
 
-    async def _fine_tune(self, job: Job) -> Metrics:
-        assert not isinstance(job, TrainJob | SaveJob)
+    async def _fine_tune(self, job: SftJob) -> Metrics:
         return await self._learner.learn_examples(job.examples, before_sync=self._save_state)
+
+    async def _care_for_engines(self) -> None:
+        """A replacement holds the weights of the model as it came, and answers after a sync."""
+        await self._processes.engines.drop_lost()
+        if self._processes.engines.has_replacement:
+            await self._learner.residency.sync_weights(())
+            await self._learner.residency.for_rollout()
 
     async def _save_state(self) -> None:
         """Into the folder that does not hold the last version's."""
@@ -104,6 +113,9 @@ class Learning:
     async def recover(self, error: Exception) -> str:
         """Serve and train `policy_version` again. Raises: what keeps it from that."""
         policy, residency = self._processes.policy, self._learner.residency
+        if isinstance(error, RemoteFailed):
+            await self._processes.engines.drop_lost()
+            await self._processes.engines.admit_replacements()
         if policy.num_updates == self._updates_before and await self._is_sound(error):
             await residency.for_rollout()
             return f"nothing was changed, version {self.policy_version} goes on"

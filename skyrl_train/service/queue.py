@@ -34,6 +34,7 @@ class JobQueue(Generic[J, R]):
         self._run, self._recover = run, recover
         self._waiting: asyncio.Queue[tuple[J, asyncio.Future[R]]] = asyncio.Queue()
         self._broken: str | None = None
+        self._is_running = False
         self._task: asyncio.Task[None] | None = None
 
     async def submit(self, job: J) -> R:
@@ -54,8 +55,9 @@ class JobQueue(Generic[J, R]):
         return asyncio.shield(answer)
 
     @property
-    def num_waiting(self) -> int:
-        return self._waiting.qsize()
+    def is_idle(self) -> bool:
+        """No job runs or waits."""
+        return not self._is_running and self._waiting.empty()
 
     async def close(self, why: str = "the service was stopped") -> None:
         """End the job in flight and refuse those that wait."""
@@ -67,7 +69,9 @@ class JobQueue(Generic[J, R]):
 
     async def _work(self) -> None:
         while True:
+            self._is_running = False
             job, answer = await self._waiting.get()
+            self._is_running = True
             try:
                 result = await self._run(job)
             except asyncio.CancelledError:

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -66,14 +67,14 @@ def served(service: TrainingService, version: int) -> bool:
     return statuses == [404, 200, 404] and ask(service, name)["policy_versions"] == [version]
 
 
-def policy_process(run_dir: str) -> int:
-    (pid,) = (
+def process_of(log: str, run_dir: str) -> int:
+    """The first of those that write it."""
+    return next(
         process.pid
         for process in psutil.process_iter()
         if os.path.exists(f"/proc/{process.pid}/fd/1")
-        and os.readlink(f"/proc/{process.pid}/fd/1") == f"{run_dir}/logs/policy-0.log"
+        and os.readlink(f"/proc/{process.pid}/fd/1") == f"{run_dir}/logs/{log}.log"
     )
-    return pid
 
 
 def nobody_is_there(address: str) -> None:
@@ -116,10 +117,26 @@ async def trained(service: TrainingService) -> None:
     assert examples["service/policy_version"] == version + 6 and 0 < examples["sft/loss"] < 20
 
 
+async def lost_an_engine_while_idle(service: TrainingService) -> None:
+    """Another one takes its place without a job."""
+    version = service.policy_version
+    os.kill(process_of("engine-0", service.run_dir), signal.SIGKILL)
+    deadline = time.monotonic() + 120
+    while True:
+        assert time.monotonic() < deadline, "no engine came"
+        try:
+            assert served(service, version)
+            break
+        except OSError:
+            await asyncio.sleep(0.5)
+    examples = await service.train_sft([{"messages": chat_group(1)[0]["messages"]}])
+    assert examples["service/policy_version"] == version + 1 and served(service, version + 1)
+
+
 async def crashed(service: TrainingService) -> None:
     """A dead rank costs the job, and nothing of what was learned before it."""
     version = service.policy_version
-    os.kill(policy_process(service.run_dir), signal.SIGKILL)
+    os.kill(process_of("policy-0", service.run_dir), signal.SIGKILL)
     job, follower = service.train([chat_group(0, 0.5, 1.0)]), service.train([chat_group(1.0, 0.5, 0)])
     failed, followed = await asyncio.gather(job, follower, return_exceptions=True)
     assert isinstance(failed, JobFailed), failed
@@ -131,7 +148,7 @@ async def crashed(service: TrainingService) -> None:
 async def crashed_while_idle(service: TrainingService, folder: Path) -> None:
     """The weights after the restart are those before it, bit for bit."""
     await service.save(str(folder / "before"))
-    os.kill(policy_process(service.run_dir), signal.SIGKILL)
+    os.kill(process_of("policy-0", service.run_dir), signal.SIGKILL)
     version = service.policy_version
     with contextlib.suppress(JobFailed):
         await service.train([chat_group(0, 0.5, 1.0)])
@@ -157,6 +174,7 @@ async def visit(name: str, address: str, folder: str) -> None:
     await trained(service)
     await crashed_while_idle(service, Path(folder))
     await crashed(service)
+    await lost_an_engine_while_idle(service)
     numbers = []
     async for record in service.metrics():
         numbers.append(record["service/job"])

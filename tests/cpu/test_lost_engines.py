@@ -108,8 +108,11 @@ class World:
         await asyncio.wait_for(asyncio.gather(*tasks), 250)
 
     async def whole_again(self) -> None:
-        """Both engines serve."""
+        """Both engines serve; the new one answers nobody before it has the weights."""
         await self.wait_for_replacements()
+        for place in self.engines._places:
+            if not place.is_up:
+                assert (await place.actor.stats.remote())["paused"]
         await self.train()
         await self.publisher.publish(self.groups)
         await self.assert_all_serve_the_policy(2)

@@ -12,6 +12,7 @@ from skyrl_train.service.feed import Feed
 from skyrl_train.service.job import SaveJob, SftJob, TrainJob
 from skyrl_train.service.learning import Learning
 from skyrl_train.service.queue import JobFailed, JobQueue, ServiceBroken, StaleSamples
+from skyrl_train.service.watch import watch
 from skyrl_train.tracking.timers import Timers
 
 Test = Callable[[], Awaitable[None]]
@@ -147,9 +148,20 @@ class Policy:
         self.policy_version = policy_version
 
 
+class Engines:
+    def __init__(self, calls: list[str]) -> None:
+        self.calls, self.has_replacement = calls, False
+
+    async def drop_lost(self) -> None:
+        self.calls.append("drop lost")
+
+    async def admit_replacements(self) -> None:
+        self.calls.append("admit")
+
+
 class Processes:
     def __init__(self, policy: Policy) -> None:
-        self.policy, self.reference = policy, None
+        self.policy, self.reference, self.engines = policy, None, Engines(policy.calls)
 
 
 class Residency:
@@ -191,8 +203,8 @@ class Learner:
     ("fails_in", "expected"),
     [
         ("cut", ["rollout"]),
-        ("update", ["kill", "restart at 1 from a", "sync", "rollout"]),
-        ("sync", ["save 2 in b", "kill", "restart at 1 from a", "sync", "rollout"]),
+        ("update", ["drop lost", "admit", "kill", "restart at 1 from a", "sync", "rollout"]),
+        ("sync", ["save 2 in b", "drop lost", "admit", "kill", "restart at 1 from a", "sync", "rollout"]),
     ],
 )
 def test_after_a_failure_the_last_version_goes_on_and_its_state_is_never_written_over(
@@ -215,6 +227,43 @@ def test_after_a_failure_the_last_version_goes_on_and_its_state_is_never_written
         learner.fails_in = ""
         await learning.run(SftJob(()))
         assert calls == ["save 2 in b", "rollout"] and learning.policy_version == 2
+
+    asyncio.run(body())
+
+
+def test_engines_are_looked_after_between_jobs_and_those_that_came_are_given_the_weights():
+    async def body() -> None:
+        policy = Policy([])
+        processes, learner = Processes(policy), Learner(policy, policy.calls)
+        learning = Learning(processes, learner, Timers(), state_path=None, max_model_len=9)  # type: ignore[arg-type]
+        queue = JobQueue(learning.run, learning.recover)
+        watching = asyncio.ensure_future(watch(queue, 0.01))
+        await asyncio.sleep(0.05)
+        assert set(policy.calls) == {"drop lost"}
+        processes.engines.has_replacement = True
+        await asyncio.sleep(0.05)
+        last = len(policy.calls) - policy.calls[::-1].index("sync")
+        assert policy.calls[last - 2 : last + 1] == ["drop lost", "sync", "rollout"]
+        await queue.close()
+        await asyncio.wait_for(watching, 1)
+
+    asyncio.run(body())
+
+
+def test_nobody_looks_after_engines_while_a_job_runs():
+    async def body() -> None:
+        seen: list[object] = []
+
+        async def run(job: object) -> None:
+            seen.append(job)
+            await asyncio.sleep(0.05)
+
+        queue = JobQueue(run, Work().recover)
+        watching = asyncio.ensure_future(watch(queue, 0.01))
+        await asyncio.gather(queue.submit(1), queue.submit(2))
+        assert seen == [1, 2]
+        watching.cancel()
+        await queue.close()
 
     asyncio.run(body())
 
