@@ -99,7 +99,7 @@ async def _train(
             del state["random"]["python"], state["random"]["numpy"]
     finally:
         await processes.stop()
-        release.close()
+        await release.close()
     return (states, metrics), (leaving, entering)
 
 

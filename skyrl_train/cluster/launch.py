@@ -41,7 +41,7 @@ class Processes:
         await self.engines.shutdown()
         await asyncio.gather(*(group.shutdown() for group in self.groups))
         self.placement.remove()
-        self.release.close()
+        await self.release.close()
 
 
 async def launch(
@@ -164,7 +164,7 @@ async def _spawn(
         max_restarts=0 if trainer.placement.colocate_all else config.generator.max_engine_restarts,
     )
     reference = ReferenceGroup(groups[1]) if len(groups) > 1 else None
-    release = build_release(trainer.placement) if trainer.placement.colocate_all else Stay()
+    release = build_release(trainer) if trainer.placement.colocate_all else Stay()
     return Processes(cluster, placement, PolicyGroup(policy), reference, engines, release, tuple(groups))
 
 

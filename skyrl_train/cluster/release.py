@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
-from skyrl_train.config import PlacementConfig
+from skyrl_train.config import TrainerConfig
 from skyrl_train.ranks import Moved
 
+REMOVE_S = 60
+"""Patience with nodes that remove a run's states."""
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 
@@ -25,8 +32,8 @@ class Release(Protocol):
 
     async def enter(self, group: PolicyGroup | ReferenceGroup, *parts: str) -> Moved: ...
 
-    def close(self) -> None:
-        """The run is over."""
+    async def close(self) -> None:
+        """The run is over, and its processes have ended."""
 
 
 class Stay:
@@ -38,7 +45,7 @@ class Stay:
     async def enter(self, group: PolicyGroup | ReferenceGroup, *parts: str) -> Moved:
         return Moved(0, 0.0)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Nothing lies anywhere."""
 
 
@@ -53,16 +60,16 @@ class Offload:
         started = time.perf_counter()
         return _together(await group.reload(*parts), started)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Host memory ends with its processes."""
 
 
 class Exit:
     """The processes end, so nothing at all is left; the next turn starts new ones with the same state."""
 
-    def __init__(self, state_path: str) -> None:
-        """Args: state_path of a folder that this run alone uses, on every node."""
-        self._state_path = str(Path(state_path).expanduser().resolve())
+    def __init__(self, folder: str) -> None:
+        """Args: folder of the states that this run alone uses, on every node."""
+        self._folder = folder
         self._optimizer_is_gone = False
 
     async def leave(self, group: PolicyGroup | ReferenceGroup, *parts: str) -> Moved:
@@ -71,7 +78,7 @@ class Exit:
         if not group.is_running:
             return Moved(0, 0.0)
         if isinstance(group, PolicyGroup) and group.has_changed:
-            moved = await group.save_state(self._state_path)
+            moved = await group.save_state(self._folder)
         if parts == (OPTIMIZER,) and isinstance(group, PolicyGroup):
             await group.drop(OPTIMIZER)
             self._optimizer_is_gone = True
@@ -87,15 +94,42 @@ class Exit:
             self._optimizer_is_gone &= group.is_running
         return _together([] if group.is_running else await group.restart(), started)
 
-    def close(self) -> None:
-        """Remove the state, on this node."""
-        shutil.rmtree(self._state_path, ignore_errors=True)
+    async def close(self) -> None:
+        await remove_states(self._folder)
 
 
-def build_release(config: PlacementConfig) -> Release:
-    if config.release == "exit":
-        return Exit(config.state_path)
-    return Offload() if config.release == "offload" else Stay()
+def build_release(config: TrainerConfig) -> Release:
+    release = config.placement.release
+    if release == "exit":
+        return Exit(states_folder(config))
+    return Offload() if release == "offload" else Stay()
+
+
+def states_folder(config: TrainerConfig) -> str:
+    """The same on every node. Runs that share trainer.placement.state_path have folders of their names in it."""
+    return str(Path(config.placement.state_path).expanduser().resolve() / config.run_name)
+
+
+async def remove_states(folder: str) -> None:
+    """Delete a run's `states_folder` on all nodes, and the folder above where nothing else lies in it."""
+    here = ray.get_runtime_context().get_node_id()
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    remove = ray.remote(_remove)
+    answers = [
+        remove.options(  # type: ignore[attr-defined]
+            num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote(folder)
+        for node in others
+    ]
+    await asyncio.to_thread(_remove, folder)
+    if answers:
+        await asyncio.wait([asyncio.wrap_future(one.future()) for one in answers], timeout=REMOVE_S)
+
+
+def _remove(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        Path(folder).parent.rmdir()
 
 
 def _together(moved: Sequence[Moved], started: float) -> Moved:

@@ -246,12 +246,13 @@ class MegatronPolicy:
         num_bytes = save_state(file, self.model.modules, self._optimizer, self.ranks, self.policy_version)
         return Moved(num_bytes, time.perf_counter() - started)
 
-    def load_state(self, folder: str) -> Moved:
-        """Raises: ValueError for the file of another rank, layout or model."""
+    def load_state(self, folder: str, policy_version: int) -> Moved:
+        """Raises: ValueError for the file of another version, rank, layout or model."""
         self._memory.require("load_state", WEIGHTS, OPTIMIZER)
         started = time.perf_counter()
         file = state_file(folder, dist.get_rank())
-        self.policy_version = load_state(file, self.model.modules, self._optimizer, self.ranks)
+        load_state(file, self.model.modules, self._optimizer, self.ranks, policy_version)
+        self.policy_version = policy_version
         self._memory.forget_frozen()
         return Moved(file.stat().st_size, time.perf_counter() - started)
 

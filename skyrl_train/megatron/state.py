@@ -49,10 +49,10 @@ def save_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: Para
 
 
 @torch.no_grad()
-def load_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks) -> int:
-    """Take over the file's values in place; returns its policy version.
+def load_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> None:
+    """Take over the file's values in place.
 
-    Raises: ValueError if it is missing or was written by another rank, layout or model.
+    Raises: ValueError if it is missing, of another version, or was written by another rank, layout or model.
     """
     if not file.exists():
         raise ValueError(f"there is no state {file}: it was saved by fewer ranks, or on another node")
@@ -61,6 +61,11 @@ def load_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: Para
         raise ValueError(
             f"{file} was written by format {state['format']} and rank {state['ranks']}; this is format {FORMAT} and "
             f"rank {asdict(ranks)}"
+        )
+    if state["policy_version"] != policy_version:
+        raise ValueError(
+            f"{file} holds version {state['policy_version']} and not {policy_version}: another run writes into the "
+            "same folder; give each its own trainer.run_name or trainer.placement.state_path"
         )
     for module, shapes, saved in zip(modules, state["shapes"], state["weights"], strict=True):
         mine = _named(module)
@@ -73,7 +78,6 @@ def load_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: Para
     for one, saved in zip(torch_optimizers(optimizer), state["optimizer"], strict=True):
         _load_optimizer(one, saved)
     _set_random_states(state["random"])
-    return int(state["policy_version"])
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:

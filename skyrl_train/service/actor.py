@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from skyrl_train import adapter_file
 from skyrl_train.cluster.launch import launch, served_model_name
 from skyrl_train.cluster.process import log_to
+from skyrl_train.cluster.release import remove_states, states_folder
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import RL, Config, to_yaml
 from skyrl_train.hub import local_folder
@@ -147,9 +148,7 @@ class ServiceActor:
         """What works on the started processes."""
         config, trainer = self._config, self._config.trainer
         learner = build_learner(config, model, self._processes, self._timers)
-        states = (
-            str(Path(trainer.placement.state_path).expanduser().resolve() / "service") if self._keep_state else None
-        )
+        states = states_folder(trainer) if self._keep_state else None
         self._learning = Learning(
             self._processes, learner, self._timers, state_path=states, max_model_len=self._max_model_len
         )
@@ -218,6 +217,7 @@ class ServiceActor:
         await self._queue.close()
         self._tracker.close()
         await self._processes.stop()
+        await remove_states(states_folder(self._config.trainer))
         self._run_dir.finish("finished")
 
     async def _run_and_log(self, job: Job) -> Metrics:

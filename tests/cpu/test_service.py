@@ -38,6 +38,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str
         job.process.send_signal(signal.SIGINT)
         assert job.wait(60) == 0, job.story()
         assert not (left := job.left_behind()), left
+        assert not (job.run_dir / "state").exists(), "nobody needs it any more"
     finally:
         job.kill()
 

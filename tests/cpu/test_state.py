@@ -33,7 +33,7 @@ def _updates(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, bool, int, 
     trial, one, bf16, num_updates, folder, saves = arguments
     policy, batch = build(rendezvous, trial, one, bf16=bf16)
     if folder is not None and not saves:
-        policy.load_state(str(folder))
+        policy.load_state(str(folder), 2)
     for _ in range(num_updates):
         policy.update(batch)
     moved = None
@@ -80,24 +80,26 @@ def test_processes_that_were_replaced_end_at_the_same_bits(
     assert all(".lora." in name for name in saved) == (lora is not None), "frozen weights are in the checkpoint already"
 
 
-def _load_elsewhere(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, Path]) -> str:
-    trial, one, folder = arguments
+def _load_elsewhere(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, Path, int]) -> str:
+    trial, one, folder, version = arguments
     policy, _ = build(rendezvous, trial, one, bf16=False)
     try:
-        policy.load_state(str(folder))
+        policy.load_state(str(folder), version)
     except ValueError as error:
         return str(error)
     return "no error"
 
 
-def test_the_state_of_another_layout_or_model_is_refused(dense: Path, tmp_path: Path):
+def test_the_state_of_another_layout_version_or_model_is_refused(dense: Path, tmp_path: Path):
     trial = make_trial(dense, [7, 30, 12, 9])
     run_on_ranks(_updates, (trial, layout(1, {}), False, 0, tmp_path, True), 1, timeout_s=120)
-    other_layout = run_on_ranks(_load_elsewhere, (trial, layout(2, {"tp": 2}), tmp_path), 2, timeout_s=120)
+    other_layout = run_on_ranks(_load_elsewhere, (trial, layout(2, {"tp": 2}), tmp_path, 0), 2, timeout_s=120)
     assert "holds the weights of another model or layout" in other_layout[0]
     assert "saved by fewer ranks" in other_layout[1]
+    (message,) = run_on_ranks(_load_elsewhere, (trial, layout(1, {}), tmp_path, 7), 1, timeout_s=120)
+    assert "holds version 0 and not 7: another run writes into the same folder" in message
     other = make_trial(write_family("qwen2", tmp_path / "other"), [7, 30, 12, 9])
-    (message,) = run_on_ranks(_load_elsewhere, (other, layout(1, {}), tmp_path), 1, timeout_s=120)
+    (message,) = run_on_ranks(_load_elsewhere, (other, layout(1, {}), tmp_path, 0), 1, timeout_s=120)
     assert "holds the weights of another model or layout" in message
 
 
@@ -114,6 +116,6 @@ def test_the_state_of_a_run_that_trained_other_weights_is_refused(tmp_path: Path
     ranks = ParallelRanks(tp_rank=0, pp_rank=0, dp_rank=0, cp_rank=0, dp_size=1, is_last_stage=True)
     file = tmp_path / "rank_0.pt"
     save_state(file, [_Frozen(trains_first=False)], NO_OPTIMIZER, ranks, 3)
-    assert load_state(file, [_Frozen(trains_first=False)], NO_OPTIMIZER, ranks) == 3
+    load_state(file, [_Frozen(trains_first=False)], NO_OPTIMIZER, ranks, 3)
     with pytest.raises(ValueError, match="of a run that trained other weights: first was trained in one alone"):
-        load_state(file, [_Frozen(trains_first=True)], NO_OPTIMIZER, ranks)
+        load_state(file, [_Frozen(trains_first=True)], NO_OPTIMIZER, ranks, 3)
