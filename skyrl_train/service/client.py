@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,7 +25,7 @@ NAMESPACE = "skyrl_train"
 POLL_S = 20.0
 MAX_CONCURRENCY = 1000
 """Jobs that wait and readers of metrics are calls in flight."""
-Group = Sequence[ChatSample | TokenSample | Mapping[str, Any]]
+Group = Iterable[ChatSample | TokenSample | Mapping[str, Any]]
 
 
 class TrainingService:
@@ -87,18 +87,18 @@ class TrainingService:
             stack.pop_all()
         return cls(actor, name, str(ray.get_runtime_context().gcs_address), state, ExitStack())
 
-    async def train(self, groups: Sequence[Group]) -> Metrics:
+    async def train(self, groups: Iterable[Group]) -> Metrics:
         """Train on groups, each a list of the samples of one prompt (docs/service.md). Returns: the job's metrics.
 
         When it returns the engines serve the new version, and all memory that the job took is free again.
         Raises: ValueError naming the group and sample, before anything is queued; StaleSamples, JobFailed if the job
             had no effect; ServiceBroken if the service can train no more.
         """
-        return await self._call(self._actor.train.remote([list(group) for group in _listed(groups)]))
+        return await self._call(self._actor.train.remote(listed(groups, 2)))
 
-    async def train_sft(self, rows: Sequence[Mapping[str, Any]]) -> Metrics:
+    async def train_sft(self, rows: Iterable[Mapping[str, Any]]) -> Metrics:
         """One step of supervised fine-tuning on rows as in docs/sft.md. Returns and raises: as `train`."""
-        return await self._call(self._actor.train_sft.remote(list(_listed(rows))))
+        return await self._call(self._actor.train_sft.remote(listed(rows, 1)))
 
     async def save(self, folder: str) -> None:
         """Write a Hugging Face checkpoint of the model as it is when the jobs before are done. Raises: as `train`.
@@ -168,9 +168,13 @@ class TrainingService:
             raise _plain(error) from None
 
 
-def _listed(value: Any) -> Any:
-    """Iterables as they are; anything else for the service to refuse in its own words."""
-    return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+def listed(given: Any, depth: int) -> Any:
+    """Iterables, and those in them, as lists that can travel; what is none the service refuses in its own words."""
+    if depth == 0 or isinstance(given, str | bytes | Mapping | ChatSample | TokenSample):
+        return given
+    if not isinstance(given, Iterable):
+        return given
+    return [listed(one, depth - 1) for one in given]
 
 
 def _answer(ref: Any) -> Any:

@@ -8,6 +8,7 @@ import pytest
 
 from skyrl_train.config import ConfigError, load_config
 from skyrl_train.service.checks import check_service
+from skyrl_train.service.client import listed
 from skyrl_train.service.job import ChatSample, JobReader, TokenSample
 from tests.cpu.tiny import chatml_tokenizer
 
@@ -59,6 +60,13 @@ def test_versions_that_drew_samples_are_kept_with_the_first_place_of_each():
     assert job.drawn_by == {3: "group 0, sample 0", 4: "group 0, sample 1"}
 
 
+def test_groups_and_rows_may_come_from_generators():
+    groups = listed(((tokens(reward=reward) for reward in (0.0, 1.0)) for _ in range(2)), 2)
+    assert [len(group.samples) for group in READER.train(groups).groups] == [2, 2]
+    rows = listed(({"input_ids": [5, 6], "loss_mask": [0, 1]} for _ in range(3)), 1)
+    assert len(READER.sft(rows).examples) == 3
+
+
 def test_groups_are_cut_into_the_configured_mini_batches():
     assert [READER.train([GROUP] * num).num_mini_batches for num in (1, 2, 4)] == [1, 1, 2]
 
@@ -71,6 +79,11 @@ def test_groups_are_cut_into_the_configured_mini_batches():
         ([[]], "group 0 must be a list of at least one sample"),
         ([GROUP, [tokens()]], "group 1 has one sample, to which trainer.algorithm.advantage_estimator=grpo gives no"),
         ([GROUP] * 3, "a job of 3 groups cannot be cut into mini-batches of trainer.policy_mini_batch_size=2"),
+        (5, "groups must be a list of at least one group, got int 5"),
+        ([5], "group 0 must be a list of at least one sample, got int 5"),
+        (tokens(), "groups must be a list of at least one group, got dict {'token_ids'"),
+        ([tokens()], "group 0 must be a list of at least one sample, got dict {'token_ids'"),
+        (iter([TokenSample(**tokens())]), "group 0 must be a list of at least one sample, got TokenSample"),
         ([[tokens(), 5]], "group 0, sample 1: expected a dict, ChatSample or TokenSample, got int 5"),
         ([[tokens(rewards=1), tokens()]], "group 0, sample 0: 'rewards' is no field of a TokenSample; did you mean"),
         ([[{"token_ids": [1, 2]}, tokens()]], "loss_mask, reward is missing"),
@@ -94,7 +107,7 @@ def test_groups_are_cut_into_the_configured_mini_batches():
 )
 def test_groups_that_cannot_be_trained_on_are_refused_with_place_and_reason(groups: Any, expected: str):
     with pytest.raises(ValueError) as error:
-        READER.train(groups)
+        READER.train(listed(groups, 2))
     assert expected in str(error.value)
 
 
@@ -107,6 +120,7 @@ def test_rows_are_those_of_fine_tuning():
     ("rows", "expected"),
     [
         ([], "rows must be a list of at least one row"),
+        (tokens(), "rows must be a list of at least one row, got dict"),
         ([7], "row 0 must be a dict, got int 7"),
         ([{"input_ids": [5, 6], "loss_mask": [0, 1]}, {"text": "x"}], "row 1: a row needs `messages`, or"),
         ([{"input_ids": [5] * 41, "loss_mask": [1] * 41}], "row 0: it has 41 tokens, and the model takes 40"),
@@ -114,7 +128,7 @@ def test_rows_are_those_of_fine_tuning():
 )
 def test_rows_that_cannot_be_trained_on_are_refused_with_place_and_reason(rows: Any, expected: str):
     with pytest.raises(ValueError) as error:
-        READER.sft(rows)
+        READER.sft(listed(rows, 1))
     assert expected in str(error.value)
 
 
