@@ -49,17 +49,26 @@ class Terminated(KeyboardInterrupt):
 def execute(command: Command[T], argv: Sequence[str]) -> int:
     """Run what the command line asks for and return the exit code. Every failure is one clear message."""
     console = Console()
+
+    def work() -> int:
+        config = command.program.read(argv)
+        prepare(command, config)
+        command.check(config, None, True)
+        return run(command, config, console)
+
+    return guarded(work, console)
+
+
+def guarded(work: Callable[[], int], console: Console) -> int:
+    """The exit code of `work`; a configuration that cannot work and a signal while it runs have their own."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("skyrl_train").setLevel(logging.INFO)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
     try:
-        config = command.program.read(argv)
-        prepare(command, config)
-        command.check(config, None, True)
-        return run(command, config, console)
+        return work()
     except ConfigError as error:
-        _print_error(str(error), console)
+        print_error(str(error), console)
         return 2
     except KeyboardInterrupt as interrupt:
         console.print("interrupted", style="yellow")
@@ -104,12 +113,12 @@ def run(command: Command[T], config: T, console: Console) -> int:
         ended_by = asyncio.run(_until_signal(one, run_dir, console))
         status, code = ("finished", 0) if ended_by is None else ("interrupted", 128 + ended_by)
     except ConfigError as error:
-        _print_error(str(error), console)
+        print_error(str(error), console)
         code = 2
     except KeyboardInterrupt as interrupt:
         status, code = "interrupted", _exit_code(interrupt)
     except Exception as error:
-        _report_failure(error, run_dir, console)
+        report_failure(error, run_dir, console)
     finally:
         if run_dir is not None:
             run_dir.finish(status)
@@ -160,7 +169,8 @@ async def _until_signal(one: Run, run_dir: RunDir, console: Console) -> int | No
     return received[0] if received else None
 
 
-def _report_failure(error: Exception, run_dir: RunDir | None, console: Console) -> None:
+def report_failure(error: Exception, run_dir: RunDir | None, console: Console) -> None:
+    """One message; the stack goes into the run's folder, where there is one."""
     where = ""
     if run_dir is not None:
         path, story = run_dir.logs / "driver.log", "".join(traceback.format_exception(error))
@@ -170,10 +180,10 @@ def _report_failure(error: Exception, run_dir: RunDir | None, console: Console) 
         except OSError as full:
             where = f"\n{path} could not be written ({full}), so the whole story stands here:\n{story}"
     kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
-    _print_error(f"{kind}{error}{where}", console)
+    print_error(f"{kind}{error}{where}", console)
 
 
-def _print_error(message: str, console: Console) -> None:
+def print_error(message: str, console: Console) -> None:
     console.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
 
 

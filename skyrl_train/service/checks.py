@@ -10,10 +10,15 @@ from skyrl_train.config_checks_lora import lora_problems
 from skyrl_train.model_checks import model_problems
 
 
-def check_service(config: Config) -> None:
-    """Raises: ConfigError with everything that cannot work. The data keys are not read: callers bring the samples."""
+def check_service(config: Config, files: bool = True) -> None:
+    """Raises: ConfigError with everything that cannot work. The data keys are not read: callers bring the samples.
+
+    Args: files: as for `check`.
+    """
     check(config, None, files=False)
-    problems = [*_problems(config), *model_problems(config), *lora_problems(config.trainer.policy.model.lora)]
+    problems = [*_problems(config)]
+    if files:
+        problems += [*model_problems(config), *lora_problems(config.trainer.policy.model.lora)]
     if problems:
         raise ConfigError(problems)
 

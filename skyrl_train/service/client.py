@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.session import Cluster, attach, connect, worker_environment
@@ -23,6 +24,8 @@ from skyrl_train.types import Metrics
 
 NAMESPACE = "skyrl_train"
 POLL_S = 20.0
+CLOSE_S = 60
+"""Patience with a service that is to end while it starts."""
 MAX_CONCURRENCY = 1000
 """Jobs that wait and readers of metrics are calls in flight."""
 Group = Iterable[ChatSample | TokenSample | Mapping[str, Any]]
@@ -61,7 +64,11 @@ class TrainingService:
             try:
                 state = _answer(actor.state.remote())
             except BaseException:
-                ray.kill(actor)
+                try:
+                    with contextlib.suppress(RayError):
+                        ray.get(actor.close.remote(), timeout=CLOSE_S)
+                finally:
+                    ray.kill(actor)
                 raise
         except BaseException:
             at_end.close()
