@@ -171,6 +171,7 @@ def _listen(host: str, port: int) -> socket.socket:
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
+            listening.listen()  # or a second process could bind the same port, and fail only when it serves
         except OSError:
             listening.close()
             raise

@@ -340,6 +340,35 @@ def test_a_port_that_is_taken_is_an_error_that_says_so(world: World):
         run(another_server(world, port=int(world.url.rsplit(":")[-1])).start(0))
 
 
+def test_of_two_that_start_together_one_gets_the_port():
+    from skyrl_train.inference.server import _listen
+
+    with (
+        contextlib.closing(_listen("127.0.0.1", 0)) as first,
+        pytest.raises(ValueError, match="cannot be listened on"),
+    ):
+        _listen("127.0.0.1", first.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("starts", "num_tokens", "expected"),
+    [
+        ([(3, 0)], 5, ((3, 5),)),
+        ([(3, 0), (4, 2), (5, 4)], 6, ((3, 2), (4, 2), (5, 2))),
+        # A stop string takes back the tokens of version 5, then half of those of version 4 as well.
+        ([(3, 0), (4, 2), (5, 4)], 4, ((3, 2), (4, 2))),
+        ([(3, 0), (4, 2), (5, 4)], 3, ((3, 2), (4, 1))),
+        ([(3, 0), (4, 2)], 1, ((3, 1),)),
+        ([(3, 0), (4, 0)], 2, ((4, 2),)),
+        ([(3, 0), (4, 0)], 0, ((4, 0),)),
+    ],
+)
+def test_tokens_that_a_stop_string_takes_back_are_no_versions(starts: Any, num_tokens: int, expected: Any):
+    from skyrl_train.inference.versions import spans_of
+
+    assert spans_of(starts, num_tokens) == expected
+
+
 def is_free(port: int) -> bool:
     with contextlib.closing(socket.socket()) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
