@@ -197,7 +197,9 @@ class PolicyGroup:
         self._membership = None
         self._group.spawn()
         await self.start(self._kwargs)
-        return [] if self._state_folder is None else await self._group.all("load_state", self._state_folder, self.policy_version)
+        if self._state_folder is None:
+            return []
+        return await self._group.all("load_state", self._state_folder, self.policy_version)
 
     async def kill(self) -> None:
         """End processes that may be dead or hang; updates since the last `save_state` are lost."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ import pytest
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.policy_group import PolicyGroup
+from skyrl_train.service.job import CareJob
+from skyrl_train.service.learning import Learning
+from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.memory_report import MemoryReport
 from skyrl_train.trainer.publish import Publisher
 from skyrl_train.trainer.residency import Dedicated
@@ -222,6 +226,28 @@ def test_a_broken_sync_says_so_before_its_ranks_have_let_go(monkeypatch: pytest.
             await asyncio.wait_for(world.publisher.publish(()), 0.5)
 
     in_world(monkeypatch, main)
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_a_service_replaces_an_engine_that_died_between_two_jobs(monkeypatch: pytest.MonkeyPatch, num_engines: int):
+    async def main(world: World) -> None:
+        processes = SimpleNamespace(policy=world.policy, engines=world.engines, reference=None)
+        learner = SimpleNamespace(residency=world.residency)
+        service = Learning(processes, learner, Timers(), state_path=None, max_model_len=9)  # type: ignore[arg-type]
+        world.policy.policy_version = 5
+        await world.publisher.publish(())
+        sends = world.rank.num_sends
+        await service.run(CareJob())
+        assert world.rank.num_sends == sends, "nobody was lost"
+        world.actors[0].is_alive = False
+        await service.run(CareJob())
+        while len(world.engines.actors) < num_engines:
+            await asyncio.sleep(0)
+            await service.run(CareJob())
+        assert world.rank.num_sends == sends + 1 and await world.answers() == [5] * 4
+        assert world.actors[num_engines].policy_version == 5
+
+    in_world(monkeypatch, main, num_engines=num_engines)
 
 
 def test_a_check_that_found_no_samples_stays_due(monkeypatch: pytest.MonkeyPatch):
