@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.jobs import ROOT, Job, start_command
+from tests.cpu.jobs import ROOT, Job, start_command, write_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NAME = "agents"
@@ -105,3 +105,14 @@ def test_other_callers_hand_in_tokens_and_bad_jobs_and_survive_a_killed_rank(ser
     assert log.count("the trainer is started again at version") == 2
     rows = [json.loads(line) for line in (service.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["service/job"] for row in rows] == [float(number) for number in range(1, len(rows) + 1)]
+
+
+def test_a_job_is_answered_when_its_trainer_is_gone_and_all_ends_with_the_service(tmp_path: Path):
+    program = [sys.executable, str(Path(__file__).with_name("service_turns.py"))]
+    job = start_command(program, write_world(tmp_path / "world"), "turns", uuid.uuid4().hex, {})
+    try:
+        assert job.wait() == 0, job.story()
+        assert job.output.rstrip().endswith("all is well")
+        assert not (left := job.left_behind()), left
+    finally:
+        job.kill()
