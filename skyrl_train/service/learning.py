@@ -90,8 +90,13 @@ class Learning:
 
     async def _care_for_engines(self) -> None:
         """A replacement holds the weights of the model as it came, and answers after a sync."""
-        await self._processes.engines.drop_lost()
-        if self._processes.engines.has_replacement:
+        engines = self._processes.engines
+        await engines.drop_lost()
+        if not engines.has_replacement:
+            return
+        before = engines.membership
+        await engines.admit_replacements()
+        if engines.membership != before:
             await self._learner.residency.sync_weights(())
             await self._learner.residency.for_rollout()
 
