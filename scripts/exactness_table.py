@@ -1,8 +1,9 @@
-"""Measure every family under every layout against Hugging Face and write the table of docs/exactness.md.
+"""Measure every family under every layout against Hugging Face and write the tables of docs/exactness.md.
 
-    python scripts/exactness_table.py [--families qwen3_tied,mixtral] [--check]
+    python scripts/exactness_table.py [--families qwen3_tied,mixtral] [--lora] [--check]
 
-Takes about four minutes on two cores. Without --check the table in docs/exactness.md is replaced.
+Takes about four minutes on two cores. With --lora it measures the gradients of adapters instead. Without --check the
+table in docs/exactness.md is replaced.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from adapters import Adapted, write_adapter  # noqa: E402
 from families import FAMILIES, MOE, hugging_face, make_trial, write_family  # noqa: E402
 from layouts import DENSE, EXPERT, EXPERT_FOUR, FOUR, layout, without_buffers  # noqa: E402
 
@@ -31,6 +33,7 @@ from skyrl_train.megatron.layout_check import BFLOAT16, FLOAT32, Bounds, Differe
 
 PAGE = ROOT / "docs/exactness.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->"
+BEGIN_LORA, END_LORA = "<!-- table of adapters -->\n", "<!-- end of table of adapters -->"
 HEADER = "| family | layout | gradient | worst tensor | logprobs | metrics |\n|---|---|---|---|---|---|\n"
 
 
@@ -64,6 +67,19 @@ def rows(family: str, folder: Path) -> list[str]:
     return lines
 
 
+def adapter_rows(family: str, folder: Path) -> list[str]:
+    """One row per layout in float32: gradients of A and B, against autograd through W + alpha / r B A."""
+    path = write_family(family, folder / family)
+    lora = write_adapter(folder / f"{family}_adapter", path)
+    trial = replace(make_trial(path), lora=lora)
+    reference = hugging_face(trial, model=Adapted(path, lora), gradients_of=Adapted.gradients).outcome
+    lines = []
+    for name, (processes, sizes) in (EXPERT | EXPERT_FOUR if family in MOE else DENSE | FOUR).items():
+        outcome = run_layout(trial, layout(processes, sizes))
+        lines.append(row(family, name, compare(without_buffers(outcome, reference.metrics), reference), FLOAT32))
+    return lines
+
+
 def summary(lines: list[str]) -> list[str]:
     """Per family the largest values over its layouts in float32, and the number of layouts."""
     worst: dict[str, list[list[float]]] = {}
@@ -77,10 +93,10 @@ def summary(lines: list[str]) -> list[str]:
     ]
 
 
-def write_page(lines: list[str]) -> None:
+def write_page(lines: list[str], begin: str, end: str) -> None:
     """Replace what stands between the two marks of the page."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
+    before, _, rest = PAGE.read_text().partition(begin)
+    after = rest.partition(end)[2]
     versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "megatron-core", "mbridge", "transformers"))
     head = HEADER.replace("layout", "float32 layouts", 1)
     text = (
@@ -88,12 +104,13 @@ def write_page(lines: list[str]) -> None:
         f"{head}{''.join(summary(lines))}\n"
         f"<details><summary>Every layout</summary>\n\n{HEADER}{''.join(lines)}\n</details>\n"
     )
-    PAGE.write_text(f"{before}{BEGIN}{text}{END}{after}")
+    PAGE.write_text(f"{before}{begin}{text}{end}{after}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated")
+    parser.add_argument("--lora", action="store_true", help="gradients of adapters")
     parser.add_argument("--check", action="store_true", help="print the table, do not write it")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -102,11 +119,11 @@ def main() -> int:
     started, lines = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
         for family in arguments.families.split(","):
-            lines += rows(family, Path(folder))
+            lines += (adapter_rows if arguments.lora else rows)(family, Path(folder))
             print("".join(line for line in lines if line.startswith(f"| {family} |")), end="", flush=True)
     print(f"{len(lines)} rows in {time.monotonic() - started:.0f} s")
     if not arguments.check:
-        write_page(lines)
+        write_page(lines, *((BEGIN_LORA, END_LORA) if arguments.lora else (BEGIN, END)))
     return int(any("**broken**" in line for line in lines))
 
 
