@@ -118,9 +118,6 @@ class Learning:
     async def recover(self, error: Exception) -> str:
         """Serve and train `policy_version` again. Raises: what keeps it from that."""
         policy, residency = self._processes.policy, self._learner.residency
-        if isinstance(error, RemoteFailed):
-            await self._processes.engines.drop_lost()
-            await self._processes.engines.admit_replacements()
         if policy.num_updates == self._updates_before and await self._is_sound(error):
             await residency.for_rollout()
             return f"nothing was changed, version {self.policy_version} goes on"
@@ -129,6 +126,8 @@ class Learning:
                 "the trainer's processes are lost or hold half an update, and without service states "
                 "(keep_state=False) there is nothing to start them from. Start a service from the last save"
             )
+        await self._processes.engines.drop_lost()
+        await self._processes.engines.admit_replacements()
         log.warning("the trainer is started again at version %d", self.policy_version)
         reference = self._processes.reference
         own = reference if reference is not None and not reference.is_policy and reference.is_running else None

@@ -298,16 +298,18 @@ def test_samples_of_other_versions_than_the_trained_one_are_refused_when_their_t
 def test_without_kept_states_only_half_an_update_cannot_be_taken_back():
     async def body() -> None:
         policy = Policy([])
-        learner = Learner(policy, [])
+        learner = Learner(policy, policy.calls)
         learning = Learning(Processes(policy), learner, Timers(), state_path=None, max_model_len=9)  # type: ignore[arg-type]
         await learning.run(SftJob(()))
         learner.fails_in = "cut"
         with pytest.raises(ValueError) as refused:
             await learning.run(SftJob(()))
         assert await learning.recover(refused.value) == "nothing was changed, version 1 goes on"
+        policy.calls.clear()
         with pytest.raises(RemoteFailed) as error:
             await learning.run(SaveJob("/full"))
         assert await learning.recover(error.value) == "nothing was changed, version 1 goes on"
+        assert policy.calls == ["rollout"], "an engine that is admitted needs weights, and none are sent"
         policy.idle = False
         with pytest.raises(RuntimeError, match="keep_state=False"):
             await learning.recover(error.value)
