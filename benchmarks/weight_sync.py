@@ -118,7 +118,7 @@ async def run_syncs(config: Config, count: int, folder: Path) -> list[dict[str, 
             found = []
             for _ in range(count):
                 moved = await _make_room(processes) if config.trainer.placement.colocate_all else {}
-                result = await processes.policy.send_weights(processes.engines, config.generator.model_dtype)
+                result = await processes.policy.send_weights(config.generator.model_dtype)
                 if config.trainer.placement.colocate_all:
                     moved |= await _give_room(processes)
                 found.append(

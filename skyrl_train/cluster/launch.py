@@ -92,12 +92,12 @@ async def launch(
 async def _send_first_weights(processes: Processes, config: Config) -> None:
     policy, engines, dtype_name = processes.policy, processes.engines, config.generator.model_dtype
     if not config.trainer.placement.colocate_all:
-        await policy.send_weights(engines, dtype_name)
+        await policy.send_weights(dtype_name)
         return
     await engines.sleep()
     await processes.release.enter(policy, WEIGHTS)
     await engines.wake_weights()
-    await policy.send_weights(engines, dtype_name)
+    await policy.send_weights(dtype_name)
     await processes.release.leave(policy, WEIGHTS)
     await engines.wake_kv_cache()
 

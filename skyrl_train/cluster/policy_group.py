@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +11,11 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.objective import Objective
-from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.cluster.worker_group import Reach, WorkerGroup
+from skyrl_train.cluster.weight_way import SyncResult, WeightWay
+from skyrl_train.cluster.worker_group import WorkerGroup
 from skyrl_train.ranks import Moved, ParallelRanks, UpdateReport
 from skyrl_train.types import Metrics, TrainBatch
-from skyrl_train.weight_sync.transport import SendReport
 
 
 class Shards:
@@ -28,26 +24,6 @@ class Shards:
     def __init__(self, batches: Sequence[TrainBatch]) -> None:
         self.batches = batches
         self.refs = [ray.put(batch) for batch in batches]
-
-
-CLOSE_SENDER_S = 5.0
-REACHES: dict[str, Reach] = {"vllm_nccl": "first_stage", "cuda_ipc": "every_stage"}
-"""Where a backend needs the tensors of all stages; elsewhere each stage sends its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class SyncResult:
-    """One weight sync."""
-
-    num_bytes: int
-    seconds: float
-    """From pausing the engines to their resuming."""
-    begin_s: float
-    """Of it, pausing and opening the update."""
-    finish_s: float
-    """Of it, comparing digests, closing the update and resuming."""
-    reports: tuple[SendReport, ...]
-    """One of each pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +113,9 @@ class PolicyGroup:
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
         self._ranks: list[ParallelRanks] = []
-        self._reach: Reach = "own_stage"
         self._kwargs: dict[str, Any] = {}
-        self._way: tuple[EngineGroup, str, int, float] | None = None
-        """To the engines: backend, bytes of a bucket, deadline of each wait for them."""
-        self._membership: int | None = None
-        """Of the engines that the senders are connected with; None where they must be connected anew."""
-        self._feeders: list[int] = []
-        """Ranks that share a GPU with an engine and send to it, where each engine has a sender of its own."""
+        self._way: WeightWay | None = None
+        """To the engines."""
         self._state_folder: str | None = None
         self.policy_version = 0
         self.has_changed = False
@@ -193,8 +164,9 @@ class PolicyGroup:
         await self._group.end()
 
     async def restart(self) -> list[Moved]:
-        """New processes with the saved state; `send_weights` connects them to the engines."""
-        self._membership = None
+        """New processes with the saved state."""
+        if self._way is not None:
+            self._way.forget()
         self._group.spawn()
         await self.start(self._kwargs)
         if self._state_folder is None:
@@ -273,103 +245,18 @@ class PolicyGroup:
         return metrics, UpdateTotals(bubble=max(0.0, bubble), mfu=mfu)
 
     async def connect_engines(self, engines: EngineGroup, backend: str, bucket_bytes: int, timeout_s: float) -> None:
-        """Open the way for weights: each pipeline stage's owner sends its own tensors to every engine that is up.
-
-        Stock vLLM knows one sender only: there the first stage's owner sends the tensors of all stages. Processes that
-        are ended are connected by `send_weights` when they are started again.
-        """
-        self._reach = REACHES.get(backend, "own_stage")
-        self._way = engines, backend, bucket_bytes, timeout_s
+        """Open the way for weights; `send_weights` does it for processes that are started later. Args: as WeightWay."""
+        self._way = WeightWay(self._group, self._ranks, engines, backend, bucket_bytes, timeout_s)
         if self.is_running:
-            await self._connect()
+            await self._way.connect()
 
-    async def _connect(self) -> None:
-        if self._way is None:
-            return
-        engines, backend, bucket_bytes, timeout_s = self._way
-        await engines.drop_lost()  # senders would wait for those until the deadline
-        if not engines.actors:
-            raise RemoteFailed("no engine is up that weights could be sent to")
-        membership, self._membership = engines.membership, None
-        way = backend, bucket_bytes, engines.num_workers, timeout_s
-        if self._reach == "every_stage":
-            await self._connect_every_rank(engines, way)
-        else:
-            for rank in self._senders:
-                info = await self._group.one(rank, "open_sender", engines.actors, *way, self._group.calls.names[rank])
-                await asyncio.gather(engines.init_weight_sync(info), self._group.one(rank, "connect_sender"))
-        self._membership = membership
-
-    async def _connect_every_rank(self, engines: EngineGroup, way: tuple[Any, ...]) -> None:
-        """A rank feeds the engine's worker on its own GPU, if that one is up. The first speaks for all, who send the
-        same."""
-        everybody = range(len(self._ranks))
-        self._feeders = sorted(engines.shared_ranks) or list(everybody)
-        closes = (self._group.one(rank, "close") for rank in everybody if rank not in self._feeders)
-        await asyncio.gather(*closes)
-        speakers = [engines.actors] + [{}] * (len(self._feeders) - 1)
-        pairs = zip(self._feeders, speakers, strict=True)
-        opens = (self._group.one(rank, "open_sender", spoken_to, *way, "policy") for rank, spoken_to in pairs)
-        infos = await asyncio.gather(*opens)
-        addresses: dict[str, str] = {}
-        for info in infos:
-            addresses |= info["addresses"]
-        connects = (self._group.one(rank, "connect_sender") for rank in self._senders)
-        await asyncio.gather(engines.init_weight_sync(infos[0] | {"addresses": addresses}), *connects)
-
-    @property
-    def _senders(self) -> list[int]:
-        """The ranks that send."""
-        if self._reach == "every_stage":
-            return self._feeders
-        owners = [rank for rank, place in enumerate(self._ranks) if place.owns_stage]
-        return owners if self._reach == "own_stage" else [rank for rank in owners if self._ranks[rank].pp_rank == 0]
-
-    async def send_weights(self, engines: EngineGroup, dtype_name: str) -> SyncResult:
+    async def send_weights(self, dtype_name: str) -> SyncResult:
         """Move the current weights into the running engines and have them served as the current version.
 
-        The way is opened anew where an engine was lost or replaced since, or the last sync broke off.
-        Raises: RemoteFailed; the engines then stay paused, and none of them waits for the senders any more.
+        Raises: as WeightWay.send.
         """
-        try:
-            if self._membership != engines.membership:
-                await self._connect()
-            return await self._send(engines, dtype_name)
-        except BaseException:
-            self._membership = None
-            # A rank that is lost has no sender left; one that still waits for somebody closes its own later, and before
-            # it opens another. The error must not wait for either.
-            closes = (self._group.one(rank, "close_sender") for rank in self._senders)
-            with contextlib.suppress(RemoteFailed, TimeoutError):
-                await asyncio.wait_for(asyncio.gather(*closes), CLOSE_SENDER_S)
-            raise
-
-    async def _send(self, engines: EngineGroup, dtype_name: str) -> SyncResult:
-        started = time.perf_counter()
-        await engines.begin_weight_update()
-        begun = time.perf_counter()
-        reports: list[SendReport] = []
-        # One stage after another: engines that took two senders' broadcasts in different order would wait for each
-        # other. It is also the order of the layers, in which vLLM loads them without holding back parts of one.
-        each_stage = self._reach == "own_stage"
-        for stage in range(1 + max(place.pp_rank for place in self._ranks) if each_stage else 1):
-            ranks = [rank for rank, place in enumerate(self._ranks) if place.pp_rank == stage or not each_stage]
-            refs = [self._group.actors[rank].send_weights.remote(dtype_name, self._reach) for rank in ranks]
-            results = await self._group.calls.gather("send weights", refs, ranks)
-            reports += [report for report in results if report is not None]
-        if self._reach == "every_stage":
-            assert all(report.digests == reports[0].digests for report in reports), "ranks sent different weights"
-            reports = reports[:1]
-        digests: dict[str, int] = {}
-        for report in reports:
-            digests |= report.digests
-        assert len(digests) == sum(len(report.digests) for report in reports), "two stages sent the same tensor"
-        sent = time.perf_counter()
-        await engines.finish_weight_update(self.policy_version, digests)
-        await engines.resume()
-        ended = time.perf_counter()
-        num_bytes = sum(report.num_bytes for report in reports)
-        return SyncResult(num_bytes, ended - started, begun - started, ended - sent, tuple(reports))
+        assert self._way is not None, "call connect_engines first"
+        return await self._way.send(dtype_name, self.policy_version)
 
     async def save_hf(self, folder: str) -> None:
         """Write a Hugging Face checkpoint of the current weights."""

@@ -10,7 +10,8 @@ from skyrl_train.batching.build import Advantage, build_experience, experience_m
 from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.batching.split import balance_metrics, split
 from skyrl_train.cluster.launch import Processes
-from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup, Shards, SyncResult
+from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup, Shards
+from skyrl_train.cluster.weight_way import SyncResult
 from skyrl_train.config import Config
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.memory_report import MemoryReport

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.cluster.policy_group import PolicyGroup, SyncResult
+from skyrl_train.cluster.policy_group import PolicyGroup
+from skyrl_train.cluster.weight_way import SyncResult
 from skyrl_train.trainer.sync_check import Expected, SyncCheck
 from skyrl_train.types import Group
 
@@ -80,7 +81,7 @@ class Publisher:
             await self._engines.admit_replacements()
             membership = self._engines.membership
             try:
-                return await self._policy.send_weights(self._engines, self._dtype_name)
+                return await self._policy.send_weights(self._dtype_name)
             except RemoteFailed as error:
                 await self._go_on_without_the_lost(error, membership, "the weight sync")
 

@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, Protocol
 
 from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup, SyncResult
+from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
 from skyrl_train.cluster.release import OPTIMIZER, WEIGHTS, Release
+from skyrl_train.cluster.weight_way import SyncResult
 from skyrl_train.ranks import Moved
 from skyrl_train.trainer.memory_report import MemoryReport
 from skyrl_train.trainer.publish import Publisher
@@ -175,12 +176,11 @@ class Colocated:
         return metrics
 
     async def _engines_leave(self) -> None:
-        if self._engines_are != "without weights":
+        if self._engines_are != "without weights":  # also "asleep", from which a wake may have failed halfway
             await self._timed("engine_sleep", self._engines.sleep())
         self._engines_are = "without weights"
 
     async def _wake_engines(self) -> None:
-        self._engines_are = "without KV cache"  # also if it fails halfway: whoever woke has to fall asleep again
         await self._engines.wake_weights()
         await self._engines.wake_kv_cache()
         self._engines_are = "awake"

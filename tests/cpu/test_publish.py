@@ -188,6 +188,7 @@ def test_a_policy_that_was_started_again_sends_to_the_engines_that_are_left(monk
         await world.policy.restart()
         await world.publisher.publish(())
         assert list(world.rank.engines) == ["engine-0"] and await world.answers() == [3] * 4
+        assert world.rank.called.count("open_sender") == 2, "the dead one would be waited for until the deadline"
 
     in_world(monkeypatch, main, max_restarts=0)
 
@@ -220,7 +221,7 @@ def test_a_broken_sync_says_so_before_its_ranks_have_let_go(monkeypatch: pytest.
         def refuse(*args: Any) -> None:
             raise ValueError("a tensor of another shape")
 
-        monkeypatch.setattr("skyrl_train.cluster.policy_group.CLOSE_SENDER_S", 0.05)
+        monkeypatch.setattr("skyrl_train.cluster.weight_way.CLOSE_SENDER_S", 0.05)
         world.rank.answers |= {"send_weights": refuse, "close_sender": Future()}
         with pytest.raises(RemoteFailed, match="policy-0 failed to send weights: ValueError: a tensor of another"):
             await asyncio.wait_for(world.publisher.publish(()), 0.5)

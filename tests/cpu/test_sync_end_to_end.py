@@ -92,7 +92,7 @@ class World:
         return metrics
 
     async def sync(self) -> None:
-        await self.processes.policy.send_weights(self.processes.engines, "float32")
+        await self.processes.policy.send_weights("float32")
 
     async def export(self) -> Path:
         target = self.folder / f"version_{self.processes.policy.policy_version}"
