@@ -14,11 +14,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from safetensors.torch import load_file
 
 from skyrl_train.service import JobFailed, TrainingService
+from tests.cpu.jobs import actor_of
 
 PROMPT = "yes, no or maybe?"
 
@@ -67,16 +67,6 @@ def served(service: TrainingService, version: int) -> bool:
     return statuses == [404, 200, 404] and ask(service, name)["policy_versions"] == [version]
 
 
-def process_of(log: str, run_dir: str) -> int:
-    """The first of those that write it."""
-    return next(
-        process.pid
-        for process in psutil.process_iter()
-        if os.path.exists(f"/proc/{process.pid}/fd/1")
-        and os.readlink(f"/proc/{process.pid}/fd/1") == f"{run_dir}/logs/{log}.log"
-    )
-
-
 def nobody_is_there(address: str) -> None:
     try:
         TrainingService.connect("nobody", address)
@@ -120,7 +110,7 @@ async def trained(service: TrainingService) -> None:
 async def lost_an_engine_while_idle(service: TrainingService) -> None:
     """Another one takes its place without a job."""
     version = service.policy_version
-    os.kill(process_of("engine-0", service.run_dir), signal.SIGKILL)
+    os.kill(actor_of(Path(service.run_dir, "logs/engine-0.log")).pid, signal.SIGKILL)
     deadline = time.monotonic() + 120
     while True:
         assert time.monotonic() < deadline, "no engine came"
@@ -136,7 +126,7 @@ async def lost_an_engine_while_idle(service: TrainingService) -> None:
 async def crashed(service: TrainingService) -> None:
     """A dead rank costs the job, and nothing of what was learned before it."""
     version = service.policy_version
-    os.kill(process_of("policy-0", service.run_dir), signal.SIGKILL)
+    os.kill(actor_of(Path(service.run_dir, "logs/policy-0.log")).pid, signal.SIGKILL)
     job, follower = service.train([chat_group(0, 0.5, 1.0)]), service.train([chat_group(1.0, 0.5, 0)])
     failed, followed = await asyncio.gather(job, follower, return_exceptions=True)
     assert isinstance(failed, JobFailed), failed
@@ -148,7 +138,7 @@ async def crashed(service: TrainingService) -> None:
 async def crashed_while_idle(service: TrainingService, folder: Path) -> None:
     """The weights after the restart are those before it, bit for bit."""
     await service.save(str(folder / "before"))
-    os.kill(process_of("policy-0", service.run_dir), signal.SIGKILL)
+    os.kill(actor_of(Path(service.run_dir, "logs/policy-0.log")).pid, signal.SIGKILL)
     version = service.policy_version
     with contextlib.suppress(JobFailed):
         await service.train([chat_group(0, 0.5, 1.0)])

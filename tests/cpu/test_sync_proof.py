@@ -1,6 +1,6 @@
 """Over three syncs with training between them, a running engine stays bit for bit what a fresh one on the export is.
 
-These cases cover each kind of model, layout, dtype and transport; `scripts/sync_matrix.py` runs all combinations.
+These cases cover each kind of model, way of cutting it, dtype and transport; `scripts/sync_matrix.py` runs all.
 """
 
 from __future__ import annotations
@@ -17,12 +17,8 @@ from sync_proof import SYNCS, Case, Round, prove, write_kind
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CASES = [
     Case("dense tied", "PP2", "float32", "broadcast"),
-    Case("dense tied", "TP2", "bfloat16"),
-    Case("dense untied", "one process", "bfloat16"),
     Case("dense untied", "TP2", "float32"),
-    Case("experts", "EP2", "float32"),
     Case("experts", "PP2", "bfloat16"),
-    Case("latent attention", "TP2", "float32"),
     Case("latent attention", "EP2", "bfloat16", "broadcast"),
     Case("dense tied LoRA", "PP2", "float32"),
     Case("experts LoRA", "EP2", "bfloat16"),
