@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from planted_deaths import EXTENSION, VARIABLE
 
 from skyrl_train.batching.build import build_experience
@@ -26,7 +25,8 @@ from skyrl_train.config import Config, load_config
 from skyrl_train.trainer.publish import Publisher
 from skyrl_train.trainer.rules import advantage, micro_batch_rules, objective
 from skyrl_train.trainer.sync_check import SyncCheck
-from skyrl_train.types import Generation, Group, Prompt, Sample, SamplingParams
+from skyrl_train.types import Generation, Group, Prompt, SamplingParams
+from tests.cpu.samples import sample
 from tests.cpu.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -124,20 +124,6 @@ class World:
         children = [psutil.Process(pid) for pid, _ in started.pids[1:]]
         (core,) = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
         return core
-
-
-def sample(prompt: list[int], generation: Generation, reward: float) -> Sample:
-    length = len(prompt)
-    return Sample(
-        token_ids=torch.tensor(prompt + generation.token_ids),
-        loss_mask=torch.tensor([False] * length + [True] * len(generation.token_ids)),
-        rollout_logprobs=torch.tensor([0.0] * length + generation.logprobs),
-        prompt_length=length,
-        reward=reward,
-        stop_reason=generation.stop_reason,
-        turns=1,
-        policy_version=generation.policy_version,
-    )
 
 
 @pytest.fixture(scope="module")

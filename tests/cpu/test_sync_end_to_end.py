@@ -11,7 +11,6 @@ from typing import Any
 
 import planted_faults
 import pytest
-import torch
 
 from skyrl_train.batching.build import build_experience
 from skyrl_train.batching.split import split
@@ -23,7 +22,8 @@ from skyrl_train.config import Config, load_config
 from skyrl_train.inference.engine import Engine
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.trainer.rules import advantage, micro_batch_rules, objective
-from skyrl_train.types import ExperienceBatch, Generation, Group, Prompt, Sample, SamplingParams
+from skyrl_train.types import ExperienceBatch, Generation, Group, Prompt, SamplingParams
+from tests.cpu.samples import sample
 from tests.cpu.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -98,20 +98,6 @@ class World:
         target = self.folder / f"version_{self.processes.policy.policy_version}"
         await self.processes.policy.save_hf(str(target))
         return target
-
-
-def sample(prompt: list[int], generation: Generation, reward: float) -> Sample:
-    length = len(prompt)
-    return Sample(
-        token_ids=torch.tensor(prompt + generation.token_ids),
-        loss_mask=torch.tensor([False] * length + [True] * len(generation.token_ids)),
-        rollout_logprobs=torch.tensor([0.0] * length + generation.logprobs),
-        prompt_length=length,
-        reward=reward,
-        stop_reason=generation.stop_reason,
-        turns=1,
-        policy_version=generation.policy_version,
-    )
 
 
 @pytest.fixture(scope="module")
