@@ -1,30 +1,27 @@
 """Gives a rank's device memory back between its turns, and takes it again with every bit as it was.
 
-Megatron's parameters are views of a few flat buffers, the optimizer's float32 shards are views or tensors of their own,
-and both sides keep views that nobody lists. So storages are emptied, not tensors replaced: a view of a storage that
-was emptied and filled again is a view of the same values. Each storage has its place in pinned host memory, which is
-made once and used at every turn. Gradients are not copied: they are zero when they come back.
+Megatron's parameters are views of a few flat buffers, and both it and its optimizer keep views that nobody lists. So
+storages are emptied and filled again under their tensors (storages.py); only what one tensor alone holds may get a
+storage in common with others. Copies wait in pinned host memory (host_memory.py). Gradients are not copied: they are
+zero when they come back.
 """
 
 from __future__ import annotations
 
-import mmap
 import time
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from skyrl_train.device import device_type, empty_cache, synchronize
+from skyrl_train.device import empty_cache, synchronize
+from skyrl_train.megatron.host_memory import HostMemory
+from skyrl_train.megatron.storages import Piece, pieces_of, storage_key
 from skyrl_train.ranks import Moved
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 PARTS = (WEIGHTS, OPTIMIZER)
 """`optimizer` is the optimizer's state with the gradients."""
-ALIGNMENT = 512
-"""Bytes; places in host memory start at a multiple of it."""
 
 
 class Offloaded(RuntimeError):
@@ -37,7 +34,7 @@ class DeviceMemory:
     def __init__(self, modules: Sequence[nn.Module], optimizer: Any = None) -> None:
         self._modules, self._optimizer = modules, optimizer
         self._host = HostMemory()
-        self._away: dict[str, list[_Piece]] = {}
+        self._away: dict[str, list[Piece]] = {}
         self._dropped: set[str] = set()
 
     def offload(self, *parts: str) -> Moved:
@@ -47,7 +44,7 @@ class DeviceMemory:
         """
         started = time.perf_counter()
         leaving = [part for part in parts or PARTS if part not in self._away]
-        pieces = {part: list(self._pieces(part)) for part in leaving}
+        pieces = {part: self._pieces(part) for part in leaving}
         everything = [piece for part in leaving for piece in pieces[part]]
         num_bytes = self._host.take([piece for piece in everything if piece.is_kept])
         if OPTIMIZER in leaving:
@@ -55,7 +52,7 @@ class DeviceMemory:
             for parameter in _main_parameters(self._optimizer):
                 parameter.grad = None
         for piece in everything:
-            piece.storage.resize_(0)
+            piece.empty()
         self._away |= pieces
         empty_cache()
         return Moved(num_bytes, time.perf_counter() - started)
@@ -67,12 +64,12 @@ class DeviceMemory:
             raise Offloaded(f"the {' and '.join(sorted(dropped))} of this rank were dropped and cannot come back")
         coming = [part for part in parts or PARTS if part in self._away]
         pieces = [piece for part in coming for piece in self._away[part]]
-        for piece in pieces:
-            piece.storage.resize_(piece.num_bytes)
         num_bytes = self._host.give([piece for piece in pieces if piece.is_kept])
         for piece in pieces:
             if not piece.is_kept:
-                piece.bytes().zero_()
+                piece.come_back()
+                for _, run in piece.runs():
+                    run.zero_()
         synchronize()
         for part in coming:
             del self._away[part]
@@ -82,7 +79,7 @@ class DeviceMemory:
         """Free the parts (all of them by default) without a copy: they never come back to this process."""
         for part in parts or PARTS:
             for piece in self._pieces(part) if part not in self._away else ():
-                piece.storage.resize_(0)
+                piece.empty()
             self._away[part] = []
             self._dropped.add(part)
         empty_cache()
@@ -96,136 +93,27 @@ class DeviceMemory:
         """To be called when frozen weights were changed: they are copied again at the next offload."""
         self._host.forget_frozen()
 
-    def _pieces(self, part: str) -> Iterator[_Piece]:
+    def _pieces(self, part: str) -> list[Piece]:
         """Every storage of a part, once; what belongs to the weights is not the optimizer's."""
         seen: set[int] = set()
-        weights, frozen = self._weights()
+        changing, frozen = self._weights()
         if part == WEIGHTS:
-            yield from _storages(frozen, seen, frozen=True)
-            yield from _storages(weights, seen)
-            return
-        seen.update(_key(tensor) for tensor in (*frozen, *weights))
+            # Not the buffers, which a module may replace at any step.
+            return pieces_of(frozen, seen, is_frozen=True, may_gather=True) + pieces_of(changing, seen)
+        seen.update(storage_key(tensor) for tensor in (*frozen, *changing))
         parameters = [parameter for module in self._modules for parameter in module.parameters()]
         gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
-        yield from _storages((one for one in gradients if one is not None), seen, is_kept=False)
-        yield from _storages((p.grad for p in parameters if p.grad is not None), seen, is_kept=False)
-        yield from _storages(_optimizer_tensors(self._optimizer), seen)
+        gradients += [parameter.grad for parameter in parameters]
+        dropped = pieces_of((one for one in gradients if one is not None), seen, is_kept=False)
+        return dropped + pieces_of(_optimizer_tensors(self._optimizer), seen, may_gather=True)
 
     def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
         """Tensors that an update may change, and frozen ones that share no storage with them."""
         parameters = [parameter for module in self._modules for parameter in module.parameters()]
         changing: list[Tensor] = [parameter for parameter in parameters if parameter.requires_grad]
         changing += [buffer for module in self._modules for buffer in module.buffers()]
-        keys = {_key(tensor) for tensor in changing}
-        return changing, [p for p in parameters if not p.requires_grad and _key(p) not in keys]
-
-
-class _Piece:
-    """One storage that is given back as a whole."""
-
-    def __init__(self, tensor: Tensor, *, is_kept: bool, is_frozen: bool) -> None:
-        self.storage = tensor.untyped_storage()
-        self.device, self.num_bytes = tensor.device, self.storage.nbytes()
-        self.is_kept, self.is_frozen = is_kept, is_frozen
-        """Whether its contents come back; whether they never change."""
-        assert self.storage.resizable(), f"a storage of {self.num_bytes} bytes cannot be emptied: another owns it"
-
-    @property
-    def key(self) -> int:
-        return self.storage._cdata
-
-    def bytes(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)  # type: ignore[call-overload]
-
-
-class HostMemory:
-    """A place in pinned host memory for each storage."""
-
-    def __init__(self) -> None:
-        self._places: dict[int, Tensor] = {}
-        self._current: set[int] = set()
-        self._registered: list[int] = []
-        weakref.finalize(self, _unregister, self._registered)
-
-    def take(self, pieces: Sequence[_Piece]) -> int:
-        """Copy from the device; returns the bytes that had to be copied."""
-        self._make_room(pieces)
-        moving = [piece for piece in pieces if not (piece.is_frozen and piece.key in self._current)]
-        _copy([(self._places[piece.key], piece.bytes()) for piece in moving])
-        self._current.update(piece.key for piece in moving)
-        return sum(piece.num_bytes for piece in moving)
-
-    def give(self, pieces: Sequence[_Piece]) -> int:
-        """Copy to the device; returns the bytes."""
-        _copy([(piece.bytes(), self._places[piece.key]) for piece in pieces])
-        return sum(piece.num_bytes for piece in pieces)
-
-    def forget_frozen(self) -> None:
-        self._current.clear()
-
-    def _make_room(self, pieces: Sequence[_Piece]) -> None:
-        missing = [piece for piece in pieces if not self._has_place(piece)]
-        if not missing:
-            return
-        sizes = [-(-piece.num_bytes // ALIGNMENT) * ALIGNMENT for piece in missing]
-        arena = self._pinned(sum(sizes))
-        for piece, place in zip(missing, arena.split(sizes), strict=True):
-            self._places[piece.key] = place[: piece.num_bytes]
-
-    def _has_place(self, piece: _Piece) -> bool:
-        place = self._places.get(piece.key)
-        return place is not None and len(place) == piece.num_bytes
-
-    def _pinned(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8. torch's own pinned memory would be rounded up to a power of two."""
-        region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            region.madvise(mmap.MADV_HUGEPAGE)
-        arena = torch.frombuffer(region, dtype=torch.uint8)
-        if device_type() == "cuda":
-            runtime: Any = torch.cuda.cudart()
-            error = runtime.cudaHostRegister(arena.data_ptr(), num_bytes, 0)
-            if int(error) != 0:
-                raise MemoryError(
-                    f"{num_bytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {int(error)}): the "
-                    "machine has too little free, or `ulimit -l` forbids it; with trainer.placement.release=none "
-                    "nothing is offloaded"
-                )
-            self._registered.append(arena.data_ptr())
-        return arena
-
-
-def _unregister(addresses: list[int]) -> None:
-    for address in addresses:
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[attr-defined]
-
-
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """target <- source; all have arrived when it returns."""
-    if device_type() == "cpu":
-        for target, source in pairs:
-            target.copy_(source)
-        return
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for target, source in pairs:
-            target.copy_(source, non_blocking=True)
-    synchronize()
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _storages(
-    tensors: Iterable[Tensor], seen: set[int], *, is_kept: bool = True, frozen: bool = False
-) -> Iterator[_Piece]:
-    """The storages of the tensors that are not in `seen`, to which they are added."""
-    for tensor in tensors:
-        if _key(tensor) not in seen and tensor.untyped_storage().nbytes() and tensor.device.type == device_type():
-            seen.add(_key(tensor))
-            yield _Piece(tensor, is_kept=is_kept, is_frozen=frozen)
+        keys = {storage_key(tensor) for tensor in changing}
+        return changing, [p for p in parameters if not p.requires_grad and storage_key(p) not in keys]
 
 
 def torch_optimizers(optimizer: Any) -> list[Any]:

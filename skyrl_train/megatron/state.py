@@ -105,11 +105,12 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
         group.update(values)
         for parameter, value, state in zip(group["params"], parameters, states, strict=True):
             parameter.copy_(value)
-            if state:
-                optimizer.state[parameter] = {
-                    name: one.to(parameter.device, copy=True) if isinstance(one, Tensor) else one
-                    for name, one in state.items()
-                }
+            mine = optimizer.state[parameter] if state else {}
+            for name, one in state.items():
+                if isinstance(one, Tensor) and name in mine:
+                    mine[name].copy_(one)  # it may be a part of memory that others share, see storages.py
+                else:
+                    mine[name] = one.to(parameter.device, copy=True) if isinstance(one, Tensor) else one
 
 
 def _is_plain(value: Any) -> bool:
