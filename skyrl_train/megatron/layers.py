@@ -17,18 +17,14 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe import experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from megatron.core.utils import divide
 from torch import Tensor
 
 from skyrl_train.megatron.attention import packed_attention
+from skyrl_train.megatron.experts import GroupedColumnLinear, GroupedRowLinear
 from skyrl_train.megatron.norm import rms_norm
 
 
@@ -111,74 +107,6 @@ class DuplicatedLinear(torch.nn.Module):
         )
 
 
-class GroupedLinear(torch.nn.Module):
-    """Linear layers of the local experts, `weight0 ... weightN-1`, each applied to its own run of tokens.
-
-    `shard_axis` is the axis of a weight [out, in] that expert-tensor parallelism cuts: 0 for column, 1 for row
-    parallel.
-    """
-
-    shard_axis: int
-
-    def __init__(
-        self,
-        num_gemms: int,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        init_method: Callable[[Tensor], Any],
-        bias: bool,
-        pg_collection: Any,
-        **_: Any,
-    ) -> None:
-        super().__init__()
-        assert not bias, "the bridges build experts without bias"
-        self.num_gemms, self.groups = num_gemms, pg_collection
-        shape = [output_size, input_size]
-        shape[self.shard_axis] = divide(shape[self.shard_axis], pg_collection.expt_tp.size())
-        # 0.16 leaves expert gradients in the dense data-parallel group when ETP = 1 < TP, which loses a part of them.
-        own_group = config.expert_model_parallel_size > 1 or pg_collection.expt_tp.size() != pg_collection.tp.size()
-        for index in range(num_gemms):
-            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
-            if config.perform_initialization:
-                init_method(weight)
-            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=self.shard_axis, stride=1)
-            weight.allreduce = not own_group  # type: ignore[attr-defined]
-            self.register_parameter(f"weight{index}", weight)
-
-    def forward(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
-        parts = x.split(tokens_per_expert)
-        return torch.cat([F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]), None
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """One tensor over all experts, cut along the expert axis (as Transformer Engine's grouped linear saves it)."""
-        ep, dp_cp_group = self.groups.ep, (metadata or {})["dp_cp_group"]
-        state: dict[str, Any] = {}
-        for index in range(self.num_gemms):
-            expert = ep.rank() * self.num_gemms + index
-            offsets = (*sharded_offsets, (len(sharded_offsets), expert, ep.size() * self.num_gemms))
-            one = make_sharded_tensors_for_checkpoint(
-                {"weight": getattr(self, f"weight{index}")},
-                prefix,
-                {"weight": self.shard_axis},
-                offsets,
-                tp_group=self.groups.expt_tp,
-                dp_cp_group=dp_cp_group,
-            )[f"{prefix}weight"]
-            one.replica_id = (*one.replica_id[:2], self.groups.expt_dp.rank())
-            state[f"{prefix}weight{index}"] = one
-        return state
-
-
-class GroupedColumnLinear(GroupedLinear):
-    shard_axis = 0
-
-
-class GroupedRowLinear(GroupedLinear):
-    shard_axis = 1
-
-
 class Attention(torch.nn.Module):
     """Core attention: `packed_attention` with the interface that Megatron's attention layers call."""
 
@@ -213,7 +141,7 @@ class Attention(torch.nn.Module):
 
 
 class TorchSpecProvider(BackendSpecProvider):
-    """Answers Megatron's layer specs with the modules of this file."""
+    """Answers Megatron's layer specs with the modules of this file and of experts.py."""
 
     def linear(self) -> type:
         return DuplicatedLinear

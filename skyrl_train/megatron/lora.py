@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor
 
 from skyrl_train.config import LoraConfig
+from skyrl_train.megatron.experts import grouped_linear
 from skyrl_train.megatron.lora_dropout import OF_EXPERT_TENSOR_RANKS, OF_TENSOR_RANKS, OF_THIS_RANK, drop
 from skyrl_train.megatron.norm import rms_norm
 
@@ -198,8 +199,8 @@ class Adapter(torch.nn.Module):
 
     def _experts(self, x: Tensor, tokens_per_expert: list[int]) -> Tensor:
         downs, ups = self.lora_A.flatten(1, 2), self._rows()
-        parts = zip(x.split(list(tokens_per_expert)), downs, ups, strict=True)
-        return torch.cat([F.linear(F.linear(part, down) * self.scale, up) for part, down, up in parts])
+        hidden = grouped_linear(x, downs.unbind(0), tokens_per_expert) * self.scale
+        return grouped_linear(hidden, ups.unbind(0), tokens_per_expert)
 
     def _rows(self) -> Tensor:
         """[E, out, P * r]: each row of B beside zeros, so that it meets the A of its own module only."""

@@ -15,7 +15,7 @@ import torch
 from layouts import check, layout, reference
 
 from skyrl_train.batching import split as splitting
-from skyrl_train.megatron import attention, layers, layout_check, logprobs, packing, step
+from skyrl_train.megatron import attention, experts, layers, layout_check, logprobs, packing, step
 from skyrl_train.megatron import model as models
 from skyrl_train.megatron.layout_check import Layout
 
@@ -167,14 +167,14 @@ def forget_gradients_of_norms_under_sequence_parallelism(patch: Patch) -> None:
 
 def reduce_experts_with_the_dense_group(patch: Patch) -> None:
     """What megatron-core 0.16 does to experts that expert-tensor parallelism does not cut."""
-    init = layers.GroupedLinear.__init__
+    init = experts.GroupedLinear.__init__
 
     def wrong(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         for parameter in self.parameters():
             parameter.allreduce = True
 
-    patch.setattr(layers.GroupedLinear, "__init__", wrong)
+    patch.setattr(experts.GroupedLinear, "__init__", wrong)
 
 
 def predict_the_token_itself(patch: Patch) -> None:

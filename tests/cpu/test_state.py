@@ -119,3 +119,14 @@ def test_the_state_of_a_run_that_trained_other_weights_is_refused(tmp_path: Path
     load_state(file, [_Frozen(trains_first=False)], NO_OPTIMIZER, ranks, 3)
     with pytest.raises(ValueError, match="of a run that trained other weights: first was trained in one alone"):
         load_state(file, [_Frozen(trains_first=True)], NO_OPTIMIZER, ranks, 3)
+
+
+def test_the_state_of_weights_in_another_order_is_refused(tmp_path: Path):
+    """As Transformer Engine's experts are; the optimizer's state goes by position."""
+    ranks = ParallelRanks(tp_rank=0, pp_rank=0, dp_rank=0, cp_rank=0, dp_size=1, is_last_stage=True)
+    file = tmp_path / "rank_0.pt"
+    one, other = _Frozen(trains_first=True), torch.nn.Module()
+    save_state(file, [one], NO_OPTIMIZER, ranks, 3)
+    other.last, other.first = one.last, one.first
+    with pytest.raises(ValueError, match="holds the weights of another model or layout, or of other layers"):
+        load_state(file, [other], NO_OPTIMIZER, ranks, 3)
