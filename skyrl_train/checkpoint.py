@@ -48,7 +48,7 @@ def tensor_shapes(folder: str) -> dict[str, tuple[int, ...]]:
             for name in names:
                 shapes[name] = tuple(tensors.get_slice(name).get_shape())
     if not shapes:
-        raise ValueError(f"{folder} has no .safetensors files: LoRA needs the names and shapes of the model's layers")
+        raise ValueError(f"{folder} has no .safetensors files, which say the names and shapes of the layers")
     return shapes
 
 

@@ -373,8 +373,8 @@ class GeneratorConfig:
     """No CUDA graphs and no compilation."""
     enable_prefix_caching: bool
     """Samples of one prompt share its computation."""
-    gpu_memory_utilization: ShareAboveZero
-    """Share of the device's memory that an engine takes."""
+    gpu_memory_utilization: ShareAboveZero | None
+    """Share of the device's memory that an engine takes; null means what is free when it starts, but for a margin."""
     kv_cache_memory_gb: AboveZero | None
     """GiB of the KV cache; null means what gpu_memory_utilization leaves. Needed without a GPU."""
     max_num_batched_tokens: Count

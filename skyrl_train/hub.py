@@ -28,3 +28,10 @@ def local_folder(path: str) -> str:
             f"model {path!r} is neither a folder nor can it be downloaded from the hub ({type(error).__name__}); "
             "give the folder of a Hugging Face checkpoint, or check the name and the network"
         ) from error
+
+
+def seen_from_anywhere(path: str) -> str:
+    """A folder's absolute path, for processes with other working directories; a hub name, which each node downloads,
+    stays."""
+    folder = Path(path).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else path

@@ -6,18 +6,19 @@ import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.cluster.engine_group import EngineGroup
+from skyrl_train.cluster.engine_settings import all_engine_settings, lora_arguments
 from skyrl_train.cluster.placement import Demand, Placement, PlacementError, Slot
 from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
 from skyrl_train.cluster.release import WEIGHTS, Release, Stay, build_release
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.worker_group import WorkerGroup
-from skyrl_train.config import Config, LoraConfig, MegatronConfig, TrainingConfig
-from skyrl_train.inference.settings import EngineSettings, HttpSettings, RemoteEngineSettings
+from skyrl_train.config import Config, MegatronConfig, TrainingConfig
+from skyrl_train.hub import seen_from_anywhere
+from skyrl_train.inference.settings import EngineSettings, RemoteEngineSettings
 
 POLICY, REFERENCE, ENGINES = "policy ranks", "reference ranks", "engines"
 
@@ -68,7 +69,7 @@ async def launch(
     )
     processes = None
     try:
-        settings = _all_engine_settings(config, max_model_len, backend)
+        settings = all_engine_settings(config, max_model_len, backend)
         processes = await _spawn(config, cluster, placement, settings, logs)
         await _start(processes, config, objective, num_optimizer_steps)
         if config.trainer.algorithm.needs_reference and processes.reference is None:
@@ -208,7 +209,7 @@ def _demands(config: Config) -> list[Demand]:
 
 def _policy_arguments(trainer: TrainingConfig, objective: Objective, num_optimizer_steps: int) -> dict[str, Any]:
     return {
-        "model_path": _seen_from_anywhere(trainer.policy.model.path),
+        "model_path": seen_from_anywhere(trainer.policy.model.path),
         "config": _traced_absolutely(trainer.policy.megatron_config),
         "optimizer_config": trainer.policy.optimizer_config,
         "objective": objective,
@@ -222,7 +223,7 @@ def _policy_arguments(trainer: TrainingConfig, objective: Objective, num_optimiz
 def _reference_arguments(config: Config) -> dict[str, Any]:
     trainer = config.trainer
     return {
-        "model_path": _seen_from_anywhere(trainer.ref.model.path),
+        "model_path": seen_from_anywhere(trainer.ref.model.path),
         "config": _traced_absolutely(trainer.ref.megatron_config),
         "bf16": trainer.bf16,
         "seed": trainer.seed,
@@ -230,94 +231,11 @@ def _reference_arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def _all_engine_settings(
-    config: Config, max_model_len: int, backend: str
-) -> list[EngineSettings | RemoteEngineSettings]:
-    generator = config.generator
-    if generator.run_engines_locally:
-        return [_engine_settings(config, max_model_len, index) for index in range(generator.num_inference_engines)]
-    variable = generator.remote_api_key_env
-    return [
-        RemoteEngineSettings(
-            url=url,
-            api_key=None if variable is None else os.environ[variable],
-            model_path=_seen_from_anywhere(config.trainer.policy.model.path),
-            model_dtype=generator.model_dtype,
-            max_model_len=max_model_len,
-            weight_sync_backend=backend,
-            sync_timeout_s=generator.weight_sync_timeout_s,
-            rpc_timeout_s=config.trainer.timeout_s,
-            pause_mode=generator.pause_mode,  # type: ignore[arg-type]  # the configuration knows its three names
-        )
-        for url in generator.remote_inference_engine_urls
-    ]
-
-
-def _engine_settings(config: Config, max_model_len: int, index: int) -> EngineSettings:
-    generator = config.generator
-    lora = config.trainer.policy.model.lora
-    cache_gb = generator.kv_cache_memory_gb
-    return EngineSettings(
-        model_path=_seen_from_anywhere(config.trainer.policy.model.path),
-        served_model_name=served_model_name(config),
-        model_dtype=generator.model_dtype,
-        max_model_len=max_model_len,
-        seed=config.trainer.seed + index,
-        tensor_parallel_size=generator.inference_engine_tensor_parallel_size,
-        enforce_eager=generator.enforce_eager,
-        enable_prefix_caching=generator.enable_prefix_caching,
-        gpu_memory_utilization=generator.gpu_memory_utilization,
-        kv_cache_memory_bytes=None if cache_gb is None else int(cache_gb * 2**30),
-        max_num_batched_tokens=generator.max_num_batched_tokens,
-        max_num_seqs=generator.max_num_seqs,
-        enable_sleep_mode=config.trainer.placement.colocate_all,
-        rpc_timeout_s=config.trainer.timeout_s,
-        sync_timeout_s=generator.weight_sync_timeout_s,
-        pause_mode=generator.pause_mode,  # type: ignore[arg-type]  # the configuration knows its three names
-        http=_http_settings(config, index),
-        engine_init_kwargs=generator.engine_init_kwargs,
-        lora=lora_arguments(lora) if lora.rank > 0 and lora.sync == "adapter" else None,
-        lora_seed=config.trainer.seed,
-    )
-
-
-L = TypeVar("L", bound=LoraConfig)
-
-
-def lora_arguments(lora: L) -> L:
-    """The adapters' configuration for processes with other working directories."""
-    return lora if lora.path is None else replace(lora, path=_seen_from_anywhere(lora.path))
-
-
-def served_model_name(config: Config) -> str:
-    """What the engines call the model; over HTTP it is NAME and NAME@VERSION."""
-    return config.generator.served_model_name or config.trainer.run_name
-
-
-def _http_settings(config: Config, index: int) -> HttpSettings | None:
-    generator = config.generator
-    if not generator.enable_http_endpoint:
-        return None
-    return HttpSettings(
-        host=generator.http_endpoint_host,
-        port=generator.http_endpoint_port and generator.http_endpoint_port + index,
-        api_key=generator.http_api_key,
-        chat_template_kwargs=generator.chat_template_kwargs,
-    )
-
-
 def _traced_absolutely(config: MegatronConfig) -> MegatronConfig:
     """The folder of its traces absolute, for processes with other working directories."""
     profiler = config.torch_profiler_config
     path = os.path.abspath(profiler.save_path)
     return replace(config, torch_profiler_config=replace(profiler, save_path=path))
-
-
-def _seen_from_anywhere(path: str) -> str:
-    """A folder's absolute path, for processes with other working directories; a hub name, which each node downloads,
-    stays."""
-    folder = Path(path).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else path
 
 
 def _sync_backend(config: Config, cluster: Cluster) -> str:

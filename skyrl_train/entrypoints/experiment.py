@@ -7,7 +7,8 @@ from contextlib import ExitStack
 
 from rich.console import Console
 
-from skyrl_train.cluster.launch import Processes, launch, served_model_name
+from skyrl_train.cluster.engine_settings import served_model_name
+from skyrl_train.cluster.launch import Processes, launch
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config
 from skyrl_train.data.chat import ChatTemplate

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_train.device import device_type
+from skyrl_train.inference.memory_share import with_memory_share
 from skyrl_train.inference.settings import EngineSettings, PauseMode, engine_arguments, set_environment
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.digest import compare
@@ -60,6 +61,7 @@ class Engine:
     """Takes about 15 s to construct without a GPU: imports, one more process, loading."""
 
     def __init__(self, settings: EngineSettings) -> None:
+        settings = with_memory_share(settings, device_type())
         self._settings = settings
         set_environment(settings, device_type())
         # Only now: vLLM and its threads read the environment when they are imported.
@@ -219,8 +221,8 @@ class Engine:
             # vLLM (0.26 to 0.32) may have mapped a part, which a second attempt would map again (vllm#34600).
             await self.shutdown()
             raise EngineDeadError(
-                f"the engine could not take its memory again ({tag}: {error}) and has ended; lower "
-                "generator.gpu_memory_utilization"
+                f"the engine could not take its memory again ({tag}: {error}) and has ended; set "
+                f"generator.gpu_memory_utilization to less than it was ({self._settings.gpu_memory_utilization})"
             ) from error
         self._asleep.discard(tag)
 

@@ -43,6 +43,18 @@ class HttpSettings:
 
 
 @dataclass(frozen=True)
+class Margin:
+    """What an engine leaves of the memory that it finds free on each of its devices when it starts."""
+
+    share: float = 0.1
+    """Part of what is free, at least: vLLM's own CUDA context and NCCL, and the buffers in which weights arrive."""
+    scored_tokens: int = 0
+    """Of the longest sample whose logprobs it will be asked for."""
+    for_trainers: int = 0
+    """Bytes besides, that trainers on the same devices may come to hold while the engine generates."""
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """One vLLM engine. The names are those of `generator.*`."""
 
@@ -57,7 +69,9 @@ class EngineSettings:
     tensor_parallel_size: int = 1
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
-    gpu_memory_utilization: float = 0.8
+    gpu_memory_utilization: float | None = None
+    """None means what is free on its devices when it starts, but for the margin."""
+    margin: Margin = Margin()
     enable_sleep_mode: bool = False
     """Whether the engine will be asked to sleep; without a GPU it can always be asked, and nothing is freed."""
     kv_cache_memory_bytes: int | None = None
@@ -114,8 +128,8 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
     """
     if device_type == "cpu" and settings.kv_cache_memory_bytes is None:
         raise ValueError(
-            "generator.kv_cache_memory_gb is not set; without a GPU every engine would claim "
-            f"{settings.gpu_memory_utilization:.0%} of all memory. Set it, for example to 0.25"
+            "generator.kv_cache_memory_gb is not set; without a GPU every engine would claim most of all memory. Set "
+            "it, for example to 0.25"
         )
     arguments: dict[str, Any] = {
         "model": settings.model_path,
@@ -126,7 +140,6 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
         "tensor_parallel_size": settings.tensor_parallel_size,
         "enforce_eager": settings.enforce_eager,
         "enable_prefix_caching": settings.enable_prefix_caching,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
         "max_num_batched_tokens": max(settings.max_num_batched_tokens, settings.max_model_len),
         "max_num_seqs": settings.max_num_seqs,
         "logprobs_mode": "processed_logprobs",
@@ -138,6 +151,8 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
     }
     if settings.enable_sleep_mode and device_type == "cuda":  # vLLM refuses it elsewhere
         arguments["enable_sleep_mode"] = True
+    if settings.gpu_memory_utilization is not None:
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
     if settings.kv_cache_memory_bytes is not None:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes
     if settings.lora is not None:

@@ -15,7 +15,8 @@ import yaml
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from skyrl_train import adapter_file
-from skyrl_train.cluster.launch import launch, served_model_name
+from skyrl_train.cluster.engine_settings import served_model_name
+from skyrl_train.cluster.launch import launch
 from skyrl_train.cluster.process import log_to
 from skyrl_train.cluster.release import remove_states, states_folder
 from skyrl_train.cluster.session import Cluster

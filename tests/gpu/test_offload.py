@@ -222,3 +222,26 @@ def test_a_pipeline_shares_two_gpus_with_its_engines(tmp_path: Path, engine: int
     ]
     code, job = run_to_end(world, *COLOCATED, *layouts, "trainer.bf16=true")
     assert code == 0, job.story()
+
+
+@pytest.mark.gpus(1)
+def test_an_engine_takes_what_trainers_leave_and_keeps_the_margin_through_every_turn(tmp_path: Path):
+    """The model is tiny: what is not free is the engine's share and what trainers keep."""
+    world, total = write_world(tmp_path / "world"), torch.cuda.get_device_properties(0).total_memory / GIB
+    overrides = [one for one in COLOCATED if "gpu_memory_utilization" not in one]
+    code, job = run_to_end(world, *overrides, "trainer.run_name=free", "trainer.bf16=true")
+    assert code == 0, job.story()
+    (line,) = [
+        line
+        for line in (world / "runs/free/logs/engine-0.log").read_text().splitlines()
+        if line.startswith("gpu_memory_utilization: ")
+    ]
+    share = float(line.split()[1].rstrip(","))
+    print(line, total)
+    assert share > 0.8
+    steps = [row for row in job.metrics if "policy/grad_norm" in row]
+    free = min(row["memory/rollout/device_free_gib"] for row in steps)
+    held = max(row["memory/rollout/engine_gib"] for row in steps)
+    print({"free": free, "engine": held})
+    assert held > 0.9 * share * total
+    assert free > 0.05 * total, "for buffers, and not eaten by trainers"

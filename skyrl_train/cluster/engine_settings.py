@@ -1,0 +1,106 @@
+"""Configuration -> what each engine is started with, or connected to."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TypeVar
+
+from skyrl_train.config import Config, LoraConfig
+from skyrl_train.hub import seen_from_anywhere
+from skyrl_train.inference.settings import EngineSettings, HttpSettings, Margin, RemoteEngineSettings
+
+LEFT_BY_TRAINER = 3 << 29
+"""Bytes that an offloaded trainer holds at most: its CUDA context, and from its first step on the buffers of NCCL and
+cuBLAS."""
+
+SHARE_OF_STAYING_TRAINERS = 0.5
+"""Of what is free before their first step, for moments of Adam and whatever torch keeps of a step's memory."""
+
+
+def all_engine_settings(
+    config: Config, max_model_len: int, backend: str
+) -> list[EngineSettings | RemoteEngineSettings]:
+    generator = config.generator
+    if generator.run_engines_locally:
+        return [_engine_settings(config, max_model_len, index) for index in range(generator.num_inference_engines)]
+    variable = generator.remote_api_key_env
+    return [
+        RemoteEngineSettings(
+            url=url,
+            api_key=None if variable is None else os.environ[variable],
+            model_path=seen_from_anywhere(config.trainer.policy.model.path),
+            model_dtype=generator.model_dtype,
+            max_model_len=max_model_len,
+            weight_sync_backend=backend,
+            sync_timeout_s=generator.weight_sync_timeout_s,
+            rpc_timeout_s=config.trainer.timeout_s,
+            pause_mode=generator.pause_mode,  # type: ignore[arg-type]  # the configuration knows its three names
+        )
+        for url in generator.remote_inference_engine_urls
+    ]
+
+
+def _engine_settings(config: Config, max_model_len: int, index: int) -> EngineSettings:
+    generator = config.generator
+    lora = config.trainer.policy.model.lora
+    cache_gb = generator.kv_cache_memory_gb
+    return EngineSettings(
+        model_path=seen_from_anywhere(config.trainer.policy.model.path),
+        served_model_name=served_model_name(config),
+        model_dtype=generator.model_dtype,
+        max_model_len=max_model_len,
+        seed=config.trainer.seed + index,
+        tensor_parallel_size=generator.inference_engine_tensor_parallel_size,
+        enforce_eager=generator.enforce_eager,
+        enable_prefix_caching=generator.enable_prefix_caching,
+        gpu_memory_utilization=generator.gpu_memory_utilization,
+        margin=_margin(config, max_model_len),
+        kv_cache_memory_bytes=None if cache_gb is None else int(cache_gb * 2**30),
+        max_num_batched_tokens=generator.max_num_batched_tokens,
+        max_num_seqs=generator.max_num_seqs,
+        enable_sleep_mode=config.trainer.placement.colocate_all,
+        rpc_timeout_s=config.trainer.timeout_s,
+        sync_timeout_s=generator.weight_sync_timeout_s,
+        pause_mode=generator.pause_mode,  # type: ignore[arg-type]  # the configuration knows its three names
+        http=_http_settings(config, index),
+        engine_init_kwargs=generator.engine_init_kwargs,
+        lora=lora_arguments(lora) if lora.rank > 0 and lora.sync == "adapter" else None,
+        lora_seed=config.trainer.seed,
+    )
+
+
+def _margin(config: Config, max_model_len: int) -> Margin:
+    """Engines start when the trainers of their devices have left them for the first time, before their first step."""
+    trainer = config.trainer
+    margin = Margin(scored_tokens=max_model_len if trainer.verify_sync_every else 0)
+    if not trainer.placement.colocate_all or trainer.placement.release == "exit":
+        return margin
+    if trainer.placement.release == "none":
+        return replace(margin, share=SHARE_OF_STAYING_TRAINERS)
+    return replace(margin, for_trainers=LEFT_BY_TRAINER * (2 if trainer.starts_reference else 1))
+
+
+L = TypeVar("L", bound=LoraConfig)
+
+
+def lora_arguments(lora: L) -> L:
+    """The adapters' configuration for processes with other working directories."""
+    return lora if lora.path is None else replace(lora, path=seen_from_anywhere(lora.path))
+
+
+def served_model_name(config: Config) -> str:
+    """What the engines call the model; over HTTP it is NAME and NAME@VERSION."""
+    return config.generator.served_model_name or config.trainer.run_name
+
+
+def _http_settings(config: Config, index: int) -> HttpSettings | None:
+    generator = config.generator
+    if not generator.enable_http_endpoint:
+        return None
+    return HttpSettings(
+        host=generator.http_endpoint_host,
+        port=generator.http_endpoint_port and generator.http_endpoint_port + index,
+        api_key=generator.http_api_key,
+        chat_template_kwargs=generator.chat_template_kwargs,
+    )

@@ -1,0 +1,100 @@
+"""How full the GPUs of this process are, asked of the driver's management library (NVML).
+
+CUDA would answer too, and take half a GiB of the device for its context, for as long as the process lives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MOST_PROCESSES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """One GPU at one moment."""
+
+    name: str
+    """As CUDA_VISIBLE_DEVICES says it: a number or a UUID."""
+    free_bytes: int
+    total_bytes: int
+    holders: tuple[tuple[int, int], ...] = ()
+    """(process id, bytes) of those that the driver tells of, the largest first; ids are the host's, not a
+    container's."""
+
+    def __str__(self) -> str:
+        used = f"GPU {self.name}: {gib(self.free_bytes)} of {gib(self.total_bytes)} GiB are free"
+        held = ", ".join(f"process {pid} holds {gib(num_bytes)}" for pid, num_bytes in self.holders)
+        return f"{used} ({held})" if held else used
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f}"
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class _Process(ctypes.Structure):
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+_UNKNOWN = ctypes.c_ulonglong(-1).value
+
+
+def devices_in_use(num_devices: int, library: Any = None) -> list[DeviceUse]:
+    """The first devices that CUDA shows this process, in the order of CUDA_VISIBLE_DEVICES.
+
+    Numbers are NVML's, which are CUDA's where all GPUs of a machine are of one kind.
+    Args: library is NVML, for tests.
+    Raises: OSError where NVML is missing or does not answer.
+    """
+    nvml = ctypes.CDLL("libnvidia-ml.so.1") if library is None else library
+    _check(nvml.nvmlInit_v2(), "start")
+    try:
+        return [_use(nvml, name) for name in _visible(num_devices)]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _visible(num_devices: int) -> Sequence[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(index) for index in range(num_devices)]
+    return [name.strip() for name in visible.split(",")][:num_devices]
+
+
+def _use(nvml: Any, name: str) -> DeviceUse:
+    device = ctypes.c_void_p()
+    if name.isdigit():
+        code = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(device))
+    else:
+        code = nvml.nvmlDeviceGetHandleByUUID(ctypes.c_char_p(name.encode()), ctypes.byref(device))
+    _check(code, f"find GPU {name!r} of CUDA_VISIBLE_DEVICES")
+    memory = _Memory()
+    _check(nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)), f"say how full GPU {name} is")
+    return DeviceUse(name, memory.free, memory.total, _holders(nvml, device))
+
+
+def _holders(nvml: Any, device: ctypes.c_void_p) -> tuple[tuple[int, int], ...]:
+    """Empty where the driver does not tell, as in some containers."""
+    count, processes = ctypes.c_uint(MOST_PROCESSES), (_Process * MOST_PROCESSES)()
+    if nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), processes) != 0:
+        return ()
+    known = [(one.pid, one.used) for one in processes[: count.value] if one.used != _UNKNOWN]
+    return tuple(sorted(known, key=lambda one: -one[1]))
+
+
+def _check(code: int, what: str) -> None:
+    if code != 0:
+        raise OSError(f"NVML could not {what} (error {code})")
