@@ -19,7 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from skyrl_train.config import LoraConfig, MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, device_type
 from skyrl_train.hub import local_folder
-from skyrl_train.megatron import adam, gradients, layers, rope, swiglu
+from skyrl_train.megatron import adam, gradients, layers, permute, rope, swiglu
 from skyrl_train.megatron.balance import Balance
 from skyrl_train.megatron.bridge import build_bridge, check_all_weights_are_read, match_hugging_face
 from skyrl_train.megatron.lora import Lora
@@ -92,6 +92,7 @@ def build_model(
     gradients.install()
     rope.install()
     swiglu.install()
+    permute.install()
     if torch_layers:
         layers.install()
     folder = local_folder(path)
