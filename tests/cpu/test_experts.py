@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import layout, model
+from layouts import check, layout, model
 from torch import Tensor
 
 from skyrl_train.config import load_config
 from skyrl_train.megatron import experts
+from skyrl_train.megatron import model as models
 from skyrl_train.megatron.experts import GroupedLinear, grouped_linear
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.model import build_model, build_optimizer
@@ -209,6 +210,17 @@ def test_experts_of_a_built_model_are_one_view(processes: int, sizes: dict[str, 
         _lengths_of_stretches, (str(model("qwen3_moe")), one.megatron, trainable), processes, timeout_s=60.0
     ):
         assert len(found) >= 2 and all(lengths == [num] for lengths in found), found
+
+
+@pytest.mark.parametrize(("processes", "sizes"), [(2, {}), (4, {"ep": 2})], ids=["DP2", "EP2 DP4"])
+def test_gradients_that_are_reduced_while_others_are_computed_are_hugging_faces(
+    processes: int, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """As on GPUs; with a bucket for each weight, while the gradients of all experts are one product."""
+    overlapping = {"overlap_grad_reduce": True, "bucket_size": 2500}
+    settings = models.DistributedDataParallelConfig
+    monkeypatch.setattr(models, "DistributedDataParallelConfig", lambda **given: settings(**(given | overlapping)))
+    check("qwen3_moe", layout(processes, sizes))
 
 
 def test_a_bucket_that_ends_between_experts_cuts_the_view_in_two():
