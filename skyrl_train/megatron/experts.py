@@ -78,20 +78,25 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         # Not saved for backward: that would ask each of them for its version.
         ctx.tokens, ctx.weights = tokens, weights
-        return _by_stretch(x.contiguous(), tokens, weights, lambda block: block.transpose(1, 2))
+        return _by_stretch(_row_major(x), tokens, weights, lambda block: block.transpose(1, 2))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         tokens, weights = ctx.tokens, ctx.weights
-        grad = grad.contiguous()
+        grad = _row_major(grad)
         grad_x = _by_stretch(grad, tokens, weights, lambda block: block) if ctx.needs_input_grad[0] else None
         trained = ctx.needs_input_grad[2:]
         if not any(trained):
             return grad_x, None, *[None] * len(weights)
         assert all(trained), "experts of a layer are trained together or not at all"
-        return grad_x, None, *_weight_gradients(grad, x.contiguous(), tokens, weights)
+        return grad_x, None, *_weight_gradients(grad, _row_major(x), tokens, weights)
+
+
+def _row_major(x: Tensor) -> Tensor:
+    """Contiguous, also by its strides: those of a single row may be anything, and torch looks at them."""
+    return x.contiguous().flatten().view(x.shape)
 
 
 def _by_stretch(x: Tensor, tokens: _Tokens, weights: Sequence[Tensor], oriented: Callable[[Tensor], Tensor]) -> Tensor:

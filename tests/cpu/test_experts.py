@@ -166,6 +166,14 @@ def test_what_torch_does_not_group_is_multiplied_one_by_one(dtype: torch.dtype, 
         assert_near(weight.grad, theirs, bound)
 
 
+def test_a_single_row_may_have_any_stride():
+    weights = [torch.nn.Parameter(one) for one in in_a_buffer(6, (OUT, IN), torch.float32)]
+    x, grad = torch.randn(IN).expand(1, -1), torch.randn(OUT).expand(1, -1)
+    y = grouped_linear(x.requires_grad_(), weights, [0, 0, 1, 0, 0, 0])
+    y.backward(grad.as_strided((1, OUT), (1, 1)))
+    assert_near(weights[2].grad, torch.outer(grad[0], x[0].detach()).double(), torch.float32)
+
+
 def test_a_step_without_gradients_of_x_or_of_the_weights_leaves_them_out(products: list[int]):
     weights = [torch.nn.Parameter(one, requires_grad=False) for one in in_a_buffer(6, (OUT, IN), torch.float32)]
     run(torch.float32, COUNTS["uneven"], weights)
