@@ -38,7 +38,7 @@ WARM_UP = 2
 PHASES = ("generate", "fwd_logprobs_values_reward", "policy_train", "sync_weights")
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-4b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
@@ -68,7 +68,7 @@ def arguments() -> argparse.Namespace:
     whole.add_argument("--new-tokens", type=int, default=512)
     whole.add_argument("--kl", action="store_true", help="with a reference model and a KL term")
     whole.add_argument("overrides", nargs="*", help="more overrides of the configuration")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def layout(args: argparse.Namespace) -> MegatronConfig:

@@ -116,7 +116,7 @@ def run_trl(
         "lr": LR,
         "micro_batch": micro_batch,
         "threads": threads,
-        "options": options,
+        "options": {"use_cpu": True, "model_init_kwargs": {"dtype": "float32"}} | options,
         "steps": steps,
     }
     (folder / "settings.json").write_text(json.dumps(settings))

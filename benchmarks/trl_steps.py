@@ -1,8 +1,9 @@
-"""Steps of TRL's GRPOTrainer, timed. Started by grpo_step_vs_trl.py in TRL's own environment; knows no skyrl_train.
+"""Steps of TRL's GRPOTrainer, timed, for the benchmarks beside this file. Knows no skyrl_train: TRL may have an
+environment of its own.
 
     python trl_steps.py SETTINGS.json RESULT.json
 
-One thread count, one micro-batch size; generation by transformers, which is what TRL has on a CPU without vLLM.
+What differs between machines (device, dtype, who generates) comes as `options` of GRPOConfig.
 """
 
 from __future__ import annotations
@@ -74,8 +75,6 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
             weight_decay=0.0,
             max_grad_norm=1.0,
             beta=0.0,
-            use_cpu=True,
-            model_init_kwargs={"dtype": "float32"},
             **settings["options"],
             dataloader_pin_memory=False,
             logging_steps=1,

@@ -183,7 +183,10 @@ def install() -> None:
     """Make Megatron's Transformer Engine specs build the torch layers in this process."""
     from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
     from megatron.core.transformer import multi_latent_attention, transformer_block
+    from megatron.core.transformer.moe import moe_utils
 
+    # Where Transformer Engine is installed routers use its matrix product, which rounds float32 to TensorFloat-32.
+    moe_utils.te_general_gemm = None
     gpt_layer_specs.TESpecProvider = moe_module_specs.TESpecProvider = TorchSpecProvider
     gpt_layer_specs.TENorm = transformer_block.LayerNormImpl = Norm
     # MLA passes parallel_mode="duplicated" to this class and gather_output to others.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from skyrl_train.device import memory_to_share
 from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.signals import ABORTED, SignalHub, SignalPeer
 from skyrl_train.weight_sync.transport import Check, ControlMessage
@@ -55,7 +56,8 @@ class CudaIpcSendChannel:
         buffer = self._slots[slot]
         if buffer is None or len(buffer) < num_bytes:
             self._slots[slot] = None
-            buffer = self._slots[slot] = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+            with memory_to_share():
+                buffer = self._slots[slot] = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
         return buffer
 
     def publish(self, num_bytes: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from skyrl_train.device import allocate_in_pages
 from skyrl_train.weight_sync.bucket import unpack
 from skyrl_train.weight_sync.digest import bucket_digests
 from tests.cpu.sending import pack, specs_of
@@ -65,6 +66,7 @@ def test_another_process_on_the_gpu_gets_every_byte_and_the_memory_comes_back():
     from skyrl_train.weight_sync.transport import Sender
 
     torch.cuda.set_device(0)
+    assert allocate_in_pages(), "a trainer's memory, of which only the buckets can be shared"
     channel = CudaIpcSendChannel(60)
     messages, answers = CONTEXT.Queue(), CONTEXT.Queue()
     process = CONTEXT.Process(target=_receive, args=(channel.init_info, messages, answers), daemon=True)
