@@ -16,6 +16,7 @@ from skyrl_train.config_values import is_loopback
 
 PauseMode = Literal["keep", "wait", "abort"]
 EXTENSION = "skyrl_train.inference.transfer.SyncExtension"
+SCHEDULER = "skyrl_train.inference.whole_logprobs.scheduler"
 ADAPTER = "skyrl_adapter"
 """Key of vLLM's additional_config."""
 
@@ -145,6 +146,7 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": "skyrl"},
         "worker_extension_cls": EXTENSION,
+        "scheduler_cls": SCHEDULER,
         "disable_log_stats": True,
         "enable_log_requests": False,
         "use_tqdm_on_load": False,

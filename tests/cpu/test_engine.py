@@ -361,8 +361,29 @@ def test_aborting_ends_running_requests_with_what_they_have(world: World):
         return await running
 
     generations = run(main())
-    assert any(generation.stop_reason == "abort" for generation in generations)
-    assert all(len(generation.token_ids) == len(generation.logprobs) for generation in generations)
+    assert any(one.stop_reason == "abort" and one.token_ids for one in generations)
+    whole = [PROMPTS[0] + one.token_ids for one in generations]
+    scores = run(world.engine.prompt_logprobs(whole))
+    for one, score in zip(generations, scores, strict=True):
+        assert one.logprobs == pytest.approx(score[len(PROMPTS[0]) :], abs=2e-5)
+
+
+@pytest.mark.parametrize("stop", [(), ("<never>",)], ids=["ended by the core", "ended by the front end"])
+def test_logprobs_come_at_the_end_where_nobody_reads_them_before(world: World, stop: tuple[str, ...]):
+    async def main() -> tuple[list[tuple[int, int]], list[Generation]]:
+        params = SamplingParams(max_generate_length=100, stop=stop)
+        running = asyncio.create_task(world.generate(PROMPTS, params))
+        states: Any = world.engine._llm.output_processor.request_states
+        while not any(state.detokenizer.num_output_tokens() > 2 for state in states.values()):
+            await asyncio.sleep(0.002)
+        await world.engine.pause("keep")
+        found = [(s.detokenizer.num_output_tokens(), len(s.logprobs_processor.logprobs)) for s in states.values()]
+        await world.engine.resume()
+        return found, await running
+
+    counts, generations = run(main())
+    assert counts and all(logprobs == (tokens if stop else 0) for tokens, logprobs in counts)
+    assert all(len(one.logprobs) == len(one.token_ids) for one in generations)
 
 
 def test_leaving_a_batch_frees_its_requests(world: World):
