@@ -36,7 +36,8 @@ class TrainingService:
 
     def __init__(self, actor: Any, name: str, address: str, state: State, at_end: ExitStack) -> None:
         """Use `start` or `connect`."""
-        self._actor, self._state, self._at_end = actor, state, at_end
+        self._handle, self._state, self._at_end = actor, state, at_end
+        self._is_stopped = False
         self.name = name
         self.address = address
         """Of its Ray cluster, for `connect`."""
@@ -161,12 +162,25 @@ class TrainingService:
         return self._state.run_dir
 
     def stop(self) -> None:
-        """End the service, all its processes, and the local Ray if `start` started one."""
+        """End the service, all its processes, and the local Ray if `start` started one. Nothing to do a second time.
+
+        Raises: ServiceBroken if its process has ended already; what `start` started has ended all the same.
+        """
+        if self._is_stopped:
+            return
         try:
             _answer(self._actor.close.remote())
         finally:
             ray.kill(self._actor)
+            self._is_stopped = True
             self._at_end.close()
+
+    @property
+    def _actor(self) -> Any:
+        """Raises: ServiceBroken after `stop`: a call would have Ray, which may have ended with it, start a cluster."""
+        if self._is_stopped:
+            raise ServiceBroken("this program has stopped the service")
+        return self._handle
 
     async def _call(self, ref: Any) -> Any:
         try:

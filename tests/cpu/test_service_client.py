@@ -1,0 +1,64 @@
+"""The handle of a service, without one."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from skyrl_train.service.actor import State
+from skyrl_train.service.client import TrainingService
+from skyrl_train.service.queue import ServiceBroken
+
+STATE = State("m", (), has_endpoint=True, policy_version=3, num_jobs=0, run_dir="/tmp")
+
+
+class Actor:
+    """Every method can be called; `answers` says what it returns or raises."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers, self.called = answers, list[str]()
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*args: Any) -> str:
+            self.called.append(method)
+            return method
+
+        return SimpleNamespace(remote=remote)
+
+
+def handle(monkeypatch: pytest.MonkeyPatch, at_end: ExitStack | None = None, **answers: Any) -> TrainingService:
+    actor = Actor(**answers)
+
+    def get(ref: str, timeout: float | None = None) -> Any:
+        answer = answers[ref]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "kill", lambda killed: actor.called.append("kill"))
+    return TrainingService(actor, "x", "here", STATE, at_end or ExitStack())
+
+
+@pytest.mark.parametrize("answer", [None, RayActorError()], ids=["lives", "has ended"])
+def test_a_service_is_stopped_once(answer: Exception | None, monkeypatch: pytest.MonkeyPatch):
+    """Ray has ended then, and would start a cluster of its own for a call."""
+    at_end, ended = ExitStack(), list[str]()
+    at_end.callback(ended.append, "Ray")
+    service = handle(monkeypatch, at_end, close=answer)
+    if answer is None:
+        service.stop()
+    else:
+        with pytest.raises(ServiceBroken, match="process has ended"):
+            service.stop()
+    actor = service._handle
+    service.stop()
+    assert actor.called == ["close", "kill"] and ended == ["Ray"]
+    with pytest.raises(ServiceBroken, match="this program has stopped the service"):
+        _ = service.policy_version
+    assert actor.called == ["close", "kill"]
