@@ -1,8 +1,8 @@
 """Offer training to agents that run elsewhere: `python -m skyrl_train.entrypoints.main_service [key=value ...]`.
 
 Runs until SIGINT or SIGTERM. The service's name is trainer.run_name; agents use it by
-`TrainingService.connect(NAME, ADDRESS)`. Exit codes: 0 ended by a signal or by another program's `stop`, 1 it failed,
-2 the configuration cannot work, 130 and 143 ended by SIGINT and SIGTERM while it started.
+`TrainingService.connect(NAME, ADDRESS)`. Exit codes: 0 ended by a signal or by another program's `stop`, 1 it failed
+or can train no more, 2 the configuration cannot work, 130 and 143 ended by SIGINT and SIGTERM while it started.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def _serve(argv: Sequence[str], console: Console) -> int:
         _introduce(service, config, console)
         while not signals:
             time.sleep(LOOK_S)
-            _ = service.policy_version  # raises if the service has ended
+            if (why := service.broken) is not None:
+                print_error(f"the service trains no more: {why}", console)
+                return 1
         console.print("stopping", style="yellow")
     except ServiceBroken as error:
         with contextlib.suppress(ServiceBroken):

@@ -60,6 +60,8 @@ class State:
     num_jobs: int
     """Finished ones."""
     run_dir: str
+    broken: str | None = None
+    """Why it can train no more, where it cannot; its engines may still serve."""
 
 
 class ServiceActor:
@@ -170,6 +172,7 @@ class ServiceActor:
             policy_version=self._learning.policy_version,
             num_jobs=self._feed.last,
             run_dir=str(self._run_dir.path),
+            broken=self._queue.broken,
         )
 
     async def train(self, groups: object) -> Metrics:
@@ -193,8 +196,10 @@ class ServiceActor:
         return await answer
 
     async def metrics_after(self, number: int, patience_s: float) -> tuple[int, list[Metrics]]:
-        """Of the jobs after the one of this number; see Feed.after."""
+        """Of the jobs after the one of this number; see Feed.after. Raises: ServiceBroken if there can be none."""
         await self._started()
+        if self._queue.broken is not None and self._feed.last <= number:
+            raise ServiceBroken(f"the service trains no more: {self._queue.broken}")
         return await self._feed.after(number, patience_s)
 
     async def close(self) -> None:

@@ -118,7 +118,7 @@ class TrainingService:
     async def metrics(self, after: int = 0) -> AsyncIterator[Metrics]:
         """The metrics of each finished job, as it finishes, without end; first those of jobs after number `after`.
 
-        `service/job` is the number. Raises: ServiceBroken when the service has ended.
+        `service/job` is the number. Raises: ServiceBroken when the service has ended or can train no more.
         """
         while True:
             after, records = await self._call(self._actor.metrics_after.remote(after, POLL_S))
@@ -135,11 +135,14 @@ class TrainingService:
         """Of all engines that are up, for clients that spread their requests. One that replaces a lost one may have
         another.
 
-        Raises: ValueError if the configuration has none, ConnectionError while no engine is up.
+        Raises: ValueError if the configuration has none, ConnectionError while no engine is up, ServiceBroken if none
+            will be any more.
         """
-        self._state = _answer(self._actor.state.remote())
+        self._look()
         if not self._state.has_endpoint:
             raise ValueError("the service's engines have no HTTP endpoint: set generator.enable_http_endpoint=true")
+        if not self._state.urls and self._state.broken is not None:
+            raise ServiceBroken(f"no engine of the service is up, and it trains no more: {self._state.broken}")
         if not self._state.urls:
             raise ConnectionError("no engine of the service is up: lost ones are being replaced, ask again in a minute")
         return tuple(f"{url}/v1" for url in self._state.urls)
@@ -153,8 +156,17 @@ class TrainingService:
     @property
     def policy_version(self) -> int:
         """Of the weights that the engines serve now."""
-        self._state = _answer(self._actor.state.remote())
+        self._look()
         return self._state.policy_version
+
+    @property
+    def broken(self) -> str | None:
+        """Why it can train no more; None while it can. Its engines may still serve the last version.
+
+        Raises: ServiceBroken if it has ended.
+        """
+        self._look()
+        return self._state.broken
 
     @property
     def run_dir(self) -> str:
@@ -174,6 +186,9 @@ class TrainingService:
             ray.kill(self._actor)
             self._is_stopped = True
             self._at_end.close()
+
+    def _look(self) -> None:
+        self._state = _answer(self._actor.state.remote())
 
     @property
     def _actor(self) -> Any:

@@ -55,6 +55,11 @@ class JobQueue(Generic[J, R]):
         return asyncio.shield(answer)
 
     @property
+    def broken(self) -> str | None:
+        """Why no job can run any more; None while one can."""
+        return self._broken
+
+    @property
     def is_idle(self) -> bool:
         """No job runs or waits."""
         return not self._is_running and self._waiting.empty()

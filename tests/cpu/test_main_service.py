@@ -89,7 +89,7 @@ class Service(SimpleNamespace):
     name, address = "trainer", "here"
 
     @property
-    def policy_version(self) -> int:
+    def broken(self) -> str | None:
         raise ServiceBroken("the service's process has ended")
 
     def stop(self) -> None:
@@ -110,3 +110,15 @@ def test_one_that_another_program_stopped_has_not_failed(
     write_record(tmp_path, {"status": status})
     starting(monkeypatch, lambda *arguments: Service(run_dir=str(tmp_path)))
     assert run() == code and told in capsys.readouterr().out
+
+
+def test_one_that_can_train_no_more_is_ended_and_has_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    stops: list[str] = []
+    service = SimpleNamespace(
+        name="trainer", address="here", run_dir="/runs/x", broken="no state", stop=lambda: stops.append("stop")
+    )
+    starting(monkeypatch, lambda *arguments: service)
+    assert run() == 1 and stops == ["stop"]
+    assert "error: the service trains no more: no state" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ class Reader:
     """Takes as many seconds as the job says."""
 
     def sft(self, rows: float) -> float:
-        time.sleep(rows)
+        time.sleep(abs(rows))
         return rows
 
 
@@ -44,14 +45,20 @@ class Actor(ServiceActor):
         if self.failure:
             raise ValueError(self.failure)
         self._reader: Any = Reader()
+        self._processes: Any = SimpleNamespace(engines=SimpleNamespace(urls=()))
+        self._learning: Any = SimpleNamespace(policy_version=3)
+        self._run_dir: Any = SimpleNamespace(path="/runs/x")
         self._queue = JobQueue(self._note, self._recover)  # type: ignore[arg-type]
 
     async def _note(self, job: Any) -> dict[str, float]:
         self.jobs.append(job)
+        if job < 0:
+            raise RuntimeError("a rank died")
+        self._feed.add({"job": job})
         return {"job": job}
 
     async def _recover(self, error: Exception) -> str:
-        raise AssertionError("no job fails here")
+        raise RuntimeError("no state")
 
     async def _stop_run(self) -> None:
         await asyncio.sleep(0.02)
@@ -136,5 +143,20 @@ def test_a_job_that_takes_long_to_read_holds_nobody_up_and_is_not_overtaken(monk
         assert time.monotonic() - started < 0.1, "the event loop stood still"
         await asyncio.gather(*jobs)
         assert service.jobs == [0, 0.2, 0.001]
+
+    run(body, monkeypatch)
+
+
+def test_one_that_can_train_no_more_says_why_to_all_who_look(monkeypatch: pytest.MonkeyPatch):
+    async def body() -> None:
+        service = Actor()
+        await service.train_sft(0)
+        assert (await service.state()).broken is None
+        with pytest.raises(ServiceBroken):
+            await service.train_sft(-0.001)
+        assert "(a rank died): no state" in str((await service.state()).broken)
+        assert await service.metrics_after(0, 1) == (1, [{"job": 0}]), "of the jobs before"
+        with pytest.raises(ServiceBroken, match="trains no more: .*no state"):
+            await service.metrics_after(1, 1)
 
     run(body, monkeypatch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -62,3 +63,17 @@ def test_a_service_is_stopped_once(answer: Exception | None, monkeypatch: pytest
     with pytest.raises(ServiceBroken, match="this program has stopped the service"):
         _ = service.policy_version
     assert actor.called == ["close", "kill"]
+
+
+def test_engines_that_are_not_replaced_any_more_are_not_promised(monkeypatch: pytest.MonkeyPatch):
+    service = handle(monkeypatch, state=STATE)
+    assert service.broken is None
+    with pytest.raises(ConnectionError, match="lost ones are being replaced"):
+        _ = service.openai_base_urls
+    broken = dataclasses.replace(STATE, broken="no engine is left")
+    service = handle(monkeypatch, state=broken)
+    assert service.broken == "no engine is left"
+    with pytest.raises(ServiceBroken, match="no engine of the service is up, and it trains no more: no engine is left"):
+        _ = service.openai_base_urls
+    service = handle(monkeypatch, state=dataclasses.replace(broken, urls=("http://a",)))
+    assert service.openai_base_urls == ("http://a/v1",), "it still serves"
