@@ -19,6 +19,7 @@ from skyrl_train.config_values import (
     CountOrNever,
     CountOrZero,
     Decay,
+    FolderText,
     NotNegative,
     OneOf,
     Port,
@@ -276,7 +277,7 @@ class TrainingConfig:
     """Of data order, engines and model initialisation."""
     project_name: Text
     """Weights & Biases project."""
-    run_name: Text
+    run_name: FolderText
     """Name of the run and of its folder."""
     run_dir: Text
     """Folder of everything that the run writes."""

@@ -74,6 +74,21 @@ class NotEmpty:
 
 
 @dataclass(frozen=True)
+class FolderName:
+    """A name, or a path of names, that leads nowhere but into the folder it is put in."""
+
+    def __str__(self) -> str:
+        return "a name for a folder"
+
+    def problem(self, value: str) -> str | None:
+        """As in Bounds."""
+        if not value.strip():
+            return f"it must be {NotEmpty()}"
+        outside = value.startswith(("/", "~")) or any(part in (".", "..") for part in value.split("/"))
+        return "it must be a name such as my_run, or names as in sweep/1, without . and .." if outside else None
+
+
+@dataclass(frozen=True)
 class Secret:
     """Text that is never written out."""
 
@@ -90,6 +105,7 @@ class Secret:
 MASK = "***"
 """What is written out for a Secret."""
 Text = Annotated[str, NotEmpty()]
+FolderText = Annotated[str, FolderName()]
 SecretText = Annotated[str, Secret()]
 Count = Annotated[int, Bounds(low=1)]
 CountOrZero = Annotated[int, Bounds(low=0)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,8 @@ from skyrl_train.ranks import Moved
 
 REMOVE_S = 60
 """Patience with nodes that remove a run's states."""
+STATE_FOLDERS = ("a", "b")
+"""Of a service, in the folder of its states: it writes into one while the other is whole."""
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 
@@ -67,9 +68,8 @@ class Offload:
 class Exit:
     """The processes end, so nothing at all is left; the next turn starts new ones with the same state."""
 
-    def __init__(self, folder: str) -> None:
-        """Args: folder of the states that this run alone uses, on every node."""
-        self._folder = folder
+    def __init__(self, config: TrainerConfig) -> None:
+        self._config, self._folder = config, states_folder(config)
         self._optimizer_is_gone = False
 
     async def leave(self, group: PolicyGroup | ReferenceGroup, *parts: str) -> Moved:
@@ -95,13 +95,13 @@ class Exit:
         return _together([] if group.is_running else await group.restart(), started)
 
     async def close(self) -> None:
-        await remove_states(self._folder)
+        await remove_states(self._config)
 
 
 def build_release(config: TrainerConfig) -> Release:
     release = config.placement.release
     if release == "exit":
-        return Exit(states_folder(config))
+        return Exit(config)
     return Offload() if release == "offload" else Stay()
 
 
@@ -110,26 +110,41 @@ def states_folder(config: TrainerConfig) -> str:
     return str(Path(config.placement.state_path).expanduser().resolve() / config.run_name)
 
 
-async def remove_states(folder: str) -> None:
-    """Delete a run's `states_folder` on all nodes, and the folder above where nothing else lies in it."""
+async def remove_states(config: TrainerConfig) -> None:
+    """Delete the states of a run on all nodes, and the folders that were made for them and are empty then.
+
+    A trainer.placement.state_path outside of the run's folder stays: it may be the user's.
+    """
+    folder = states_folder(config)
+    state_path, run_dir = (Path(one).expanduser().resolve() for one in (config.placement.state_path, config.run_dir))
+    kept = str(run_dir if state_path.is_relative_to(run_dir) else state_path)
     here = ray.get_runtime_context().get_node_id()
     others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
     remove = ray.remote(_remove)
     answers = [
         remove.options(  # type: ignore[attr-defined]
             num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        ).remote(folder)
+        ).remote(folder, kept)
         for node in others
     ]
-    await asyncio.to_thread(_remove, folder)
+    await asyncio.to_thread(_remove, folder, kept)
     if answers:
         await asyncio.wait([asyncio.wrap_future(one.future()) for one in answers], timeout=REMOVE_S)
 
 
-def _remove(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+def _remove(folder: str, kept: str) -> None:
+    """Remove what ranks wrote there and nothing else, then empty folders from `folder` up to that which is kept."""
     with contextlib.suppress(OSError):
-        Path(folder).parent.rmdir()
+        for one in (Path(folder), *(Path(folder, name) for name in STATE_FOLDERS)):
+            for file in (*one.glob("rank_*.pt"), *one.glob("rank_*.tmp")):
+                file.unlink(missing_ok=True)
+        for name in STATE_FOLDERS:
+            with contextlib.suppress(OSError):
+                Path(folder, name).rmdir()
+        for one in (Path(folder), *Path(folder).parents):
+            if not one.is_relative_to(kept) or one == Path(kept):
+                break
+            one.rmdir()
 
 
 def _together(moved: Sequence[Moved], started: float) -> Moved:

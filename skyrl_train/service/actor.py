@@ -223,7 +223,7 @@ class ServiceActor:
         await self._queue.close()
         self._tracker.close()
         await self._processes.stop()
-        await remove_states(states_folder(self._config.trainer))
+        await remove_states(self._config.trainer)
         self._run_dir.finish("finished")
 
     async def _run_and_log(self, job: Job) -> Metrics:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.launch import Processes
+from skyrl_train.cluster.release import STATE_FOLDERS
 from skyrl_train.service.job import CareJob, Job, SaveJob, SftJob, TrainJob
 from skyrl_train.service.queue import StaleSamples
 from skyrl_train.tracking.timers import Timers
@@ -29,7 +30,7 @@ class Learning:
         max_model_len: tokens that an engine can score.
         """
         self._processes, self._learner, self._timers = processes, learner, timers
-        self._folders = None if state_path is None else [str(Path(state_path, name)) for name in ("a", "b")]
+        self._folders = None if state_path is None else [str(Path(state_path, name)) for name in STATE_FOLDERS]
         self._max_model_len = max_model_len
         self._saved: str | None = None
         """The state of policy_version; None while that is the model as it came."""

@@ -11,7 +11,7 @@ import pytest
 from skyrl_train.cluster import release
 from skyrl_train.cluster.policy_group import PolicyGroup
 from skyrl_train.cluster.release import OPTIMIZER, WEIGHTS, Exit, build_release, states_folder
-from skyrl_train.config import load_config
+from skyrl_train.config import ConfigError, load_config
 
 
 class Policy(PolicyGroup):
@@ -46,7 +46,7 @@ class Policy(PolicyGroup):
 
 def test_the_state_is_written_once_per_update_and_before_anything_is_dropped():
     async def body() -> None:
-        policy, exit_ = Policy(), Exit("/s")
+        policy, exit_ = Policy(), Exit(load_config(["trainer.placement.state_path=/s", "trainer.run_name=one"]).trainer)
         await exit_.leave(policy, WEIGHTS, OPTIMIZER)
         assert policy.calls == ["end"], "the model as it came needs no state"
         await exit_.leave(policy)
@@ -55,14 +55,14 @@ def test_the_state_is_written_once_per_update_and_before_anything_is_dropped():
         policy.has_changed = True
         await exit_.leave(policy, OPTIMIZER)
         await exit_.leave(policy, WEIGHTS)
-        assert policy.calls == ["save in /s", "drop optimizer", "end"]
+        assert policy.calls == ["save in /s/one", "drop optimizer", "end"]
 
     asyncio.run(body())
 
 
 def test_a_process_whose_optimizer_was_dropped_is_replaced_before_it_trains():
     async def body() -> None:
-        policy, exit_ = Policy(), Exit("/s")
+        policy, exit_ = Policy(), Exit(load_config(["trainer.placement.state_path=/s", "trainer.run_name=one"]).trainer)
         policy.has_changed = True
         await exit_.leave(policy, OPTIMIZER)
         policy.calls.clear()
@@ -96,24 +96,46 @@ class OneNode:
         return function
 
 
+def states(*overrides: str) -> tuple[Any, Path]:
+    """The trainer's configuration, and the folder of its states as a rank has written it."""
+    trainer = load_config(["trainer.placement.release=exit", *overrides]).trainer
+    folder = Path(states_folder(trainer))
+    for one in (folder, folder / "a", folder / "b"):
+        one.mkdir(parents=True)
+        (one / "rank_0.pt").write_text("state")
+        (one / "rank_1.tmp").write_text("half a state")
+    return trainer, folder
+
+
 def test_runs_that_share_a_state_path_remove_only_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(release, "ray", OneNode)
-    trainers = [
-        load_config(
-            [
-                f"trainer.placement.state_path={tmp_path}/states",
-                f"trainer.run_name={name}",
-                "trainer.placement.release=exit",
-            ]
-        ).trainer
-        for name in ("one", "two")
-    ]
-    folders = [Path(states_folder(trainer)) for trainer in trainers]
-    for folder in folders:
-        folder.mkdir(parents=True)
-        (folder / "rank_0.pt").write_text("state")
+    path = f"trainer.placement.state_path={tmp_path}/states"
+    (one, its_folder), (two, other_folder) = (states(path, f"trainer.run_name={name}") for name in ("one", "sweep/1"))
+    asyncio.run(build_release(one).close())
+    assert not its_folder.exists() and (other_folder / "rank_0.pt").exists()
+    asyncio.run(build_release(two).close())
+    assert not (tmp_path / "states/sweep").exists()
+    assert (tmp_path / "states").exists(), "a folder that the user has named stays"
 
-    asyncio.run(build_release(trainers[0]).close())
-    assert not folders[0].exists() and (folders[1] / "rank_0.pt").exists()
-    asyncio.run(build_release(trainers[1]).close())
-    assert not (tmp_path / "states").exists()
+
+def test_the_states_in_a_runs_own_folder_go_with_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(release, "ray", OneNode)
+    trainer, folder = states(f"trainer.run_dir={tmp_path}/run")
+    assert folder.is_relative_to(tmp_path / "run")
+    asyncio.run(build_release(trainer).close())
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_nothing_but_states_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(release, "ray", OneNode)
+    trainer, folder = states(f"trainer.placement.state_path={tmp_path}")
+    (folder / "thesis.tex").write_text("years")
+    (folder / "b" / "thesis.pdf").write_text("years")
+    asyncio.run(build_release(trainer).close())
+    assert sorted(str(one.relative_to(folder)) for one in folder.rglob("*")) == ["b", "b/thesis.pdf", "thesis.tex"]
+
+
+@pytest.mark.parametrize("name", ["/tmp/victim", "..", ".", "a/../../b", "./a"])
+def test_a_runs_name_leads_nowhere_but_into_its_folder(name: str):
+    with pytest.raises(ConfigError, match="trainer.run_name is .*it must be a name such as my_run"):
+        load_config([f"trainer.run_name={name}"])
