@@ -163,7 +163,7 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
     """
     target = Path(folder)
     owner = is_stage_owner()
-    _together(lambda: _check_writable(target) if owner else None)
+    write_together(lambda: check_writable(target) if owner else None)
     stages, stage = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -179,7 +179,7 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
             save_file(tensors, target / f"{file}.tmp", metadata={"format": "pt"})
             (target / f"{file}.tmp").rename(target / file)
 
-    _together(write_weights)
+    write_together(write_weights)
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     written: list[tuple[str, dict[str, int]]] = [("", {})] * dist.get_world_size()
     dist.all_gather_object(written, (file, sizes) if owner else ("", {}))
@@ -197,16 +197,16 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
         config.save_pretrained(target)
         _copy_tokenizer(model.bridge._get_actual_hf_path(source), target)
 
-    _together(write_the_rest)
+    write_together(write_the_rest)
 
 
-def _check_writable(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
 
 
-def _together(write: Callable[[], None]) -> None:
+def write_together(write: Callable[[], None]) -> None:
     """Have every rank write what is its own, and wait for all. Raises: ValueError on all of them if one cannot."""
     problem = ""
     try:

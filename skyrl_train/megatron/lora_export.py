@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from skyrl_train import adapter
-from skyrl_train.megatron.export import Read, is_stage_owner
+from skyrl_train.megatron.export import Read, check_writable, is_stage_owner, write_together
 from skyrl_train.megatron.lora import Lora, base_weights
 from skyrl_train.weight_sync.bucket import TensorSpec
 
@@ -56,14 +57,21 @@ def save_adapter(lora: Lora, target: str, folder: str, base_model: str) -> None:
     """Write one adapter of all stages in PEFT's format. A collective over all ranks.
 
     Args: folder has the base model, base_model is its name as the configuration gives it.
+    Raises: ValueError on every rank if it cannot be written; no rank is left waiting.
     """
     owner = is_stage_owner()
+    writes = owner and parallel_state.get_pipeline_model_parallel_rank() == 0
+    write_together(lambda: check_writable(Path(target)) if writes else None)
     tensors = {name: tensor.cpu().clone() for name, tensor in export_adapter(lora) if owner}
+    stages: list[dict[str, Tensor]] | None = None
     if owner:
         group = parallel_state.get_pipeline_model_parallel_group()
-        stages: list[dict[str, Tensor]] | None = [{}] * group.size() if group.rank() == 0 else None
+        stages = [{}] * group.size() if writes else None
         dist.gather_object(tensors, stages, dst=dist.get_global_rank(group, 0), group=group)
+
+    def write() -> None:
         if stages is not None:
             whole = {name: tensor for stage in stages for name, tensor in stage.items()}
             adapter.save(target, whole, folder, base_model, lora.config)
-    dist.barrier()
+
+    write_together(write)

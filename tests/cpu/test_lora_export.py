@@ -130,6 +130,35 @@ def test_chosen_modules_are_adapted_and_no_others(tmp_path: Path):
     assert changed == attention | mlp
 
 
+def _save_where_it_cannot(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, LoraConfig, str]) -> list[str]:
+    path, megatron, lora, target = arguments
+    join(rendezvous, megatron, seed=1)
+    model = build_model(path, megatron, torch.float32, trainable=True, lora=lora, seed=5)
+    assert model.lora is not None
+    told = []
+    for folder in ("/dev/null/saved", target):
+        with pytest.raises(ValueError) as error:
+            save_adapter(model.lora, folder, path, path)
+        told.append(str(error.value))
+    Path(target, "config.tmp").rmdir() if rendezvous.rank == 0 else None
+    save_adapter(model.lora, target, path, path)
+    return told
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}], ids=["TP2", "PP2"])
+def test_all_ranks_hear_of_one_that_cannot_write_and_the_next_save_works(sizes: dict[str, Any], tmp_path: Path):
+    path = write_family("qwen3_tied", tmp_path / "base")
+    lora = write_adapter(tmp_path / "given", path)
+    target = tmp_path / "saved"
+    (target / "config.tmp").mkdir(parents=True)  # in the way
+    arguments = (str(path), layout(2, sizes).megatron, lora, str(target))
+    told = run_on_ranks(_save_where_it_cannot, arguments, 2, timeout_s=60)
+    assert told[0] == told[1]
+    assert "cannot be written" in told[0][0] and "/dev/null/saved" in told[0][0] and "config.tmp" in told[0][1]
+    given, saved = read_adapter(tmp_path / "given"), read_adapter(target)
+    assert given.keys() == saved.keys() and all(torch.equal(saved[name], given[name]) for name in given)
+
+
 def _train(rendezvous: Rendezvous, arguments: tuple[Any, ...]) -> dict[str, Any]:
     trial, one, lora, target = arguments
     # With a large eps a step is nearly proportional to the gradient, so rounding is not blown up.
