@@ -136,6 +136,10 @@ class EngineGroup:
             place.survived_sync()
             self._router.add(place.index)
 
+    async def pause(self) -> None:
+        """Stop serving: running requests are frozen and new ones wait, until `resume`."""
+        await self._each("pause", "pause", "keep", timeout_s=self._sync_timeout_s)
+
     async def sleep(self, *, keep_weights: bool = False) -> None:
         """Free the devices; weights come back from host memory if kept, else with the next update."""
         self._router.forget_routes()
@@ -219,13 +223,13 @@ class EngineGroup:
         refs = [getattr(place.actor, method).remote(*one, **kwargs) for place, one in zip(up, each, strict=True)]
         return await self._calls.gather(what, refs, [place.index for place in up], timeout_s)
 
-    async def _each(self, what: str, method: str, **kwargs: Any) -> None:
+    async def _each(self, what: str, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> None:
         """As `_all`, but every engine for itself: those that die are dropped and the others go on.
 
         Raises: RemoteFailed if one fails that lives, or none is left.
         """
         asked = self._up
-        outcomes = await _outcomes(place.call(what, method, **kwargs) for place in asked)
+        outcomes = await _outcomes(place.call(what, method, *args, timeout_s=timeout_s, **kwargs) for place in asked)
         failed = [(place, one) for place, one in zip(asked, outcomes, strict=True) if isinstance(one, RemoteFailed)]
         for place, error in failed:
             if not place.is_up:

@@ -12,6 +12,7 @@ from skyrl_train.service.job import CareJob, Job, SaveJob, SftJob, TrainJob
 from skyrl_train.service.queue import StaleSamples
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.learner import Learner
+from skyrl_train.trainer.sync_check import SyncCheckFailed
 from skyrl_train.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -112,6 +113,8 @@ class Learning:
 
         A rank that failed in a pass may have left messages in its groups that the next pass would take for its own.
         """
+        if isinstance(error, SyncCheckFailed):
+            return False
         if not isinstance(error, RemoteFailed):
             return True
         return isinstance(self._begun, SaveJob) and await self._processes.policy.is_idle()

@@ -10,7 +10,7 @@ from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.policy_group import PolicyGroup
 from skyrl_train.cluster.weight_way import SyncResult
-from skyrl_train.trainer.sync_check import Expected, SyncCheck
+from skyrl_train.trainer.sync_check import Expected, SyncCheck, SyncCheckFailed
 from skyrl_train.types import Group
 
 log = logging.getLogger(__name__)
@@ -50,13 +50,22 @@ class Publisher:
         return result, await self._check.expect(self._policy, groups)
 
     async def verify(self, expected: Expected | None) -> None:
-        """The second half, for which the engines must be able to generate."""
+        """The second half, for which the engines must be able to generate.
+
+        Raises: as `publish`.
+        """
         while expected is not None:
             membership = self._engines.membership
             try:
                 await self._check.compare(self._engines, expected)
                 self._check_is_owed = False
                 return
+            except SyncCheckFailed:
+                try:
+                    await self._engines.pause()
+                except RemoteFailed as error:
+                    log.error("engines that hold other weights than the trainer could not be paused: %s", error)
+                raise
             except RemoteFailed as error:
                 await self._go_on_without_the_lost(error, membership, "the comparison of logprobs")
                 if not self._engines.actors:

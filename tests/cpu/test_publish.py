@@ -19,6 +19,7 @@ from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.memory_report import MemoryReport
 from skyrl_train.trainer.publish import Publisher
 from skyrl_train.trainer.residency import Dedicated
+from skyrl_train.trainer.sync_check import SyncCheckFailed
 from skyrl_train.types import SamplingParams
 from tests.cpu.fake_actors import FakeEngine, FakeRank, engine_group, policy_group
 
@@ -30,7 +31,7 @@ class Check:
     """A comparison of logprobs that is due at the first sync; it asks the engines and notes when it did."""
 
     def __init__(self, every: int = 1000) -> None:
-        self.every, self.made = every, list[int]()
+        self.every, self.made, self.fails = every, list[int](), False
 
     def is_due(self, sync: int) -> bool:
         return sync == 1 or sync % self.every == 0
@@ -43,6 +44,8 @@ class Check:
 
     async def compare(self, engines: EngineGroup, expected: int) -> None:
         await engines.prompt_logprobs([[1, 2]])
+        if self.fails:
+            raise SyncCheckFailed("engine-0 computes other logprobs")
         self.made.append(expected)
 
 
@@ -257,6 +260,44 @@ def test_a_check_that_found_no_samples_stays_due(monkeypatch: pytest.MonkeyPatch
             world.policy.policy_version = version
             await world.publisher.publish(groups)  # type: ignore[arg-type]
         assert world.check.made == [2]
+
+    in_world(monkeypatch, main)
+
+
+@pytest.mark.parametrize("dies_in", [None, "pause"])
+def test_engines_that_compute_other_logprobs_than_the_trainer_serve_no_more(
+    monkeypatch: pytest.MonkeyPatch, dies_in: str | None
+):
+    async def main(world: World) -> None:
+        world.check.fails, world.actors[0].dies_in = True, dies_in
+        with pytest.raises(SyncCheckFailed):
+            await world.publisher.publish(["a group"])  # type: ignore[list-item]
+        assert all(engine.called[-1] in ("pause", "ping") for engine in world.actors[:2])
+        assert world.actors[1].called.count("pause") == 1
+
+    in_world(monkeypatch, main)
+
+
+def test_a_service_sends_again_to_engines_that_compute_other_logprobs_than_its_trainer(monkeypatch: pytest.MonkeyPatch):
+    """It has found so while it looked after them, between two jobs."""
+
+    async def main(world: World) -> None:
+        processes = SimpleNamespace(policy=world.policy, engines=world.engines, reference=None)
+        learner = SimpleNamespace(residency=world.residency)
+        service = Learning(processes, learner, Timers(), state_path="/s", max_model_len=9)  # type: ignore[arg-type]
+        await world.publisher.publish(())
+        world.check.has_samples, world.check.fails = lambda groups: True, True  # type: ignore[method-assign]
+        world.actors[0].is_alive = False
+        with pytest.raises(SyncCheckFailed) as error:
+            while True:
+                await service.run(CareJob())
+                await asyncio.sleep(0)
+        with pytest.raises(SyncCheckFailed):
+            await service.recover(error.value)
+        assert world.actors[1].called[-1] == "pause", "nobody is served by weights that are not the trainer's"
+        world.check.fails = False
+        assert "started again at version 0" in await service.recover(error.value)
+        assert world.actors[1].called[-2:] == ["resume", "prompt_logprobs"] and await world.answers() == [0] * 4
 
     in_world(monkeypatch, main)
 
