@@ -6,7 +6,6 @@ import functools
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from skyrl_train.config import LoraConfig, MegatronConfig, OptimizerConfig, Sync
 from skyrl_train.device import device, peak_flops
 from skyrl_train.hub import local_folder
 from skyrl_train.megatron.export import export, export_specs, save_hf
+from skyrl_train.megatron.finite_step import step_if_finite
 from skyrl_train.megatron.flops import model_cost
 from skyrl_train.megatron.gather import to_every_stage, to_first_stage
 from skyrl_train.megatron.live_sums import LiveSums
@@ -260,19 +260,6 @@ class MegatronPolicy:
 def _alone(lora: Lora) -> bool:
     """Whether engines get the adapters and not the weights."""
     return isinstance(lora.config, SyncedLoraConfig) and lora.config.sync == "adapter"
-
-
-def step_if_finite(optimizer: Any) -> float:
-    """One optimizer step, left out where the gradient is not finite. Returns: the gradient's norm before clipping.
-
-    Megatron itself (0.16 and 0.19) looks for infinities only where it scales the loss, which is in float16; in
-    bfloat16 and float32 one NaN would become every weight. All ranks see the same norm, so all of them step or none.
-    """
-    optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    if math.isfinite(norm):
-        optimizer.step()
-    return norm
 
 
 def step_metrics(passes: list[PassMetrics], norms: list[float], lr: float, skipped: int) -> Metrics:

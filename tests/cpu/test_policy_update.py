@@ -38,11 +38,15 @@ def _train(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str,
         finalize(*args, **kwargs)
 
     models.finalize_model_grads = counted
+    prepared: list[int] = []
     objective = replace(trial.objective, kl_coef=0.0)
     policy = MegatronPolicy(
         rendezvous, trial.model_path, one.megatron, ADAM, objective, bf16=False, seed=1, num_optimizer_steps=NUM_STEPS
     )
-    # A process of its own: the patch ends with it.
+    # A process of its own: the patches end with it.
+    for part in getattr(policy._optimizer, "chained_optimizers", [policy._optimizer]):
+        prepare = part.prepare_grads
+        part.prepare_grads = lambda prepare=prepare: (prepared.append(1), prepare())[1]
     batch = split(
         trial.experience,
         rules(one, policy.ranks.dp_size),
@@ -64,6 +68,7 @@ def _train(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str,
         "metrics": report.metrics,
         "version": policy.policy_version,
         "finalized": len(calls),
+        "prepared": len(prepared) / len(getattr(policy._optimizer, "chained_optimizers", [1])),
         "head": head,
     }
 
@@ -122,7 +127,8 @@ def test_training_ends_at_the_same_weights(
     for name, value in expected_metrics.items():
         assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
     assert {part["version"] for part in parts} == {NUM_STEPS}
-    assert {part["finalized"] for part in (*parts, *alone)} == {NUM_STEPS}, "once for each optimizer step"
+    for counted in ("finalized", "prepared"):
+        assert {part[counted] for part in (*parts, *alone)} == {NUM_STEPS}, "once for each optimizer step"
     assert metrics["policy/num_optimizer_steps"] == NUM_STEPS and metrics["policy/num_skipped_steps"] == 0
 
 
