@@ -84,8 +84,8 @@ class ReferenceGroup:
         return []
 
     async def kill(self) -> None:
-        """End processes that may be dead or hang, for `restart`."""
-        await self._group.shutdown()
+        """As `end`, for processes that may be dead or hang."""
+        await self._group.end()
 
     async def memory(self) -> list[dict[str, float]]:
         """What each rank holds, as `device.memory_in_use`; empty while it is ended."""
@@ -174,8 +174,8 @@ class PolicyGroup:
         return await self._group.all("load_state", self._state_folder, self.policy_version)
 
     async def kill(self) -> None:
-        """End processes that may be dead or hang; updates since the last `save_state` are lost."""
-        await self._group.shutdown()
+        """As `end`, for processes that may be dead or hang; updates since the last `save_state` are lost."""
+        await self._group.end()
 
     async def restart_from(self, folder: str | None, policy_version: int) -> None:
         """As `restart`, from the state in `folder`, which is of this version; None means the model as it came."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import RayError
 
 
 def log_to(path: str) -> None:
@@ -62,6 +66,31 @@ def wait_ended(pids: list[int], timeout_s: float) -> list[int]:
     while (alive := [pid for pid in pids if _is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return alive
+
+
+async def wait_ended_on_nodes(
+    pids: Mapping[str, list[int]], tasks_on: Mapping[str, Any], timeout_s: float
+) -> list[int]:
+    """As `wait_ended`, for processes by node. What ran on a node that is lost has ended.
+
+    Args: tasks_on: node -> Ray's strategy for a task there.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    waits = [
+        asyncio.to_thread(wait_ended, some, timeout_s)
+        if node == here
+        else _wait_on_node(node, some, tasks_on[node], timeout_s)
+        for node, some in pids.items()
+    ]
+    return [pid for some in await asyncio.gather(*waits) for pid in some]
+
+
+async def _wait_on_node(node: str, pids: list[int], strategy: Any, timeout_s: float) -> list[int]:
+    wait = ray.remote(wait_ended).options(num_cpus=0, scheduling_strategy=strategy)  # type: ignore[attr-defined]
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(wait.remote(pids, timeout_s).future()), 2 * timeout_s)
+    except (RayError, TimeoutError):
+        return pids if any(one["NodeID"] == node and one["Alive"] for one in ray.nodes()) else []
 
 
 def _is_alive(pid: int) -> bool:

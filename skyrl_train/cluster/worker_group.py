@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from skyrl_train.cluster.calls import Calls, RemoteFailed
 from skyrl_train.cluster.placement import Slot
-from skyrl_train.cluster.process import host, log_to, talk_through_node_address, use_devices, wait_ended
+from skyrl_train.cluster.process import host, log_to, talk_through_node_address, use_devices, wait_ended_on_nodes
 from skyrl_train.device import memory_in_use
 from skyrl_train.inference.stock_nccl import StockNcclSender
 from skyrl_train.ranks import Rendezvous, free_port
@@ -188,6 +188,8 @@ class WorkerGroup:
         self._slots = tuple(slots)
         self._visible_devices = visible_devices or [None] * len(slots)
         self.actors: list[Any] = []
+        self._places: list[tuple[str, int, str]] = []
+        """As they were last found: a process that hangs cannot be asked."""
         self.spawn()
 
     def spawn(self) -> None:
@@ -206,30 +208,22 @@ class WorkerGroup:
         return [visible for _, _, visible in await self._find_places()]
 
     async def _find_places(self) -> list[tuple[str, int, str]]:
-        return await self.calls.gather("start", [actor.find_place.remote() for actor in self.actors])
+        self._places = await self.calls.gather("start", [actor.find_place.remote() for actor in self.actors])
+        return self._places
 
     async def end(self) -> None:
-        """End the actors; returns when their processes, and with them their memory on the devices, are gone.
+        """End the actors, also those that are dead or hang; returns when their processes, and with them their memory on
+        the devices, are gone. What ran on a node that is lost is gone.
 
         Raises: RemoteFailed if one is still there after a minute.
         """
-        places = await self._find_places()
         await self.shutdown()
-        by_node: dict[str, list[int]] = {}
-        for node, pid, _ in places:
-            by_node.setdefault(node, []).append(pid)
-        here = ray.get_runtime_context().get_node_id()
-        waits = [
-            asyncio.to_thread(wait_ended, pids, END_S) if node == here else self._wait_on_node(places, node, pids)
-            for node, pids in by_node.items()
-        ]
-        if alive := [pid for pids in await asyncio.gather(*waits) for pid in pids]:
+        pids: dict[str, list[int]] = {}
+        for node, pid, _ in self._places:
+            pids.setdefault(node, []).append(pid)
+        tasks_on = {place[0]: slot.strategy for slot, place in zip(self._slots, self._places, strict=False)}
+        if alive := await wait_ended_on_nodes(pids, tasks_on, END_S):
             raise RemoteFailed(f"processes {alive} did not end within {END_S} s of being killed")
-
-    async def _wait_on_node(self, places: Sequence[tuple[str, int, str]], node: str, pids: list[int]) -> list[int]:
-        slot = next(slot for slot, place in zip(self._slots, places, strict=True) if place[0] == node)
-        wait = ray.remote(wait_ended).options(num_cpus=0, scheduling_strategy=slot.strategy)  # type: ignore[attr-defined]
-        return await asyncio.wait_for(asyncio.wrap_future(wait.remote(pids, END_S).future()), 2 * END_S)
 
     async def memory(self) -> list[dict[str, float]]:
         """What each rank holds, as `device.memory_in_use`; empty while the actors are ended."""
@@ -252,6 +246,7 @@ class WorkerGroup:
     async def build(self, entry_point: str, kwargs: dict[str, Any]) -> list[Any]:
         """Make `module:Class` on every rank; returns each rank's place in the layout."""
         address, port = await self.one(0, "find_meeting_place")
+        await self._find_places()
         meetings = [Rendezvous(rank, self.size, address, port, self.calls.timeout_s) for rank in range(self.size)]
         return await self.calls.gather(
             "start",

@@ -108,6 +108,7 @@ class FakeRank(Actor):
 
     def __init__(self, pp_rank: int = 0) -> None:
         super().__init__(
+            find_place=("node", 7, ""),
             find_meeting_place=("host", 1),
             build=ParallelRanks(0, pp_rank, 0, 0, 1, True),
             open_sender=self._open,
@@ -165,9 +166,12 @@ def engine_group(
 
 
 async def policy_group(monkeypatch: pytest.MonkeyPatch, *ranks: FakeRank) -> PolicyGroup:
-    """A started policy."""
+    """A started policy on this node, whose killed processes have ended at once."""
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr("skyrl_train.cluster.process.wait_ended", lambda pids, timeout_s: [])
     monkeypatch.setattr("ray.kill", lambda actor: None)
     monkeypatch.setattr(WorkerGroup, "spawn", lambda group: setattr(group, "actors", list(ranks)))
-    policy = PolicyGroup(WorkerGroup("policy", [None] * len(ranks), "logs", 1.0))  # type: ignore[list-item]
+    slots = [SimpleNamespace(strategy=None)] * len(ranks)
+    policy = PolicyGroup(WorkerGroup("policy", slots, "logs", 1.0))  # type: ignore[arg-type]
     await policy.start({})
     return policy

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.engine_group import EngineGroup
@@ -21,7 +22,7 @@ from skyrl_train.trainer.publish import Publisher
 from skyrl_train.trainer.residency import Dedicated
 from skyrl_train.trainer.sync_check import SyncCheckFailed
 from skyrl_train.types import SamplingParams
-from tests.cpu.fake_actors import FakeEngine, FakeRank, engine_group, policy_group
+from tests.cpu.fake_actors import FakeEngine, FakeRank, engine_group, policy_group, ref
 
 PARAMS = SamplingParams(max_generate_length=4)
 SYNC_CALLS = ["begin_weight_update", "update_weights", "finish_weight_update", "resume"]
@@ -194,6 +195,42 @@ def test_a_policy_that_was_started_again_sends_to_the_engines_that_are_left(monk
         assert world.rank.called.count("open_sender") == 2, "the dead one would be waited for until the deadline"
 
     in_world(monkeypatch, main, max_restarts=0)
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_killed_policy_has_given_its_memory_back(monkeypatch: pytest.MonkeyPatch, is_alive: bool):
+    """Engines that share its devices take theirs next; a rank that died or hangs cannot be asked for its process."""
+
+    async def main(world: World) -> None:
+        waited: list[int] = []
+        monkeypatch.setattr("skyrl_train.cluster.process.wait_ended", lambda pids, _: waited.extend(pids) or [])
+        world.rank.is_alive = is_alive
+        await world.policy.kill()
+        assert waited == [7] and not world.policy.is_running
+        world.rank.is_alive = True
+        await world.policy.restart()
+        monkeypatch.setattr("skyrl_train.cluster.process.wait_ended", lambda pids, _: pids)
+        with pytest.raises(RemoteFailed, match=r"processes \[7\] did not end within 60 s"):
+            await world.policy.kill()
+
+    in_world(monkeypatch, main)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_processes_of_a_node_that_is_lost_are_not_waited_for(monkeypatch: pytest.MonkeyPatch, is_lost: bool):
+    async def main(world: World) -> None:
+        task = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *args: ref(RayActorError())))
+        monkeypatch.setattr("ray.remote", lambda function: task)
+        monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": "far", "Alive": not is_lost}])
+        world.rank.answers["find_place"] = ("far", 7, "")
+        await world.policy.start({})
+        if is_lost:
+            await world.policy.kill()
+        else:
+            with pytest.raises(RemoteFailed, match=r"processes \[7\] did not end"):
+                await world.policy.kill()
+
+    in_world(monkeypatch, main)
 
 
 def test_ranks_without_an_engine_on_their_gpus_open_no_sender(monkeypatch: pytest.MonkeyPatch):
