@@ -189,10 +189,10 @@ def test_without_the_drivers_answer_the_user_is_asked_for_a_number(
     [
         ([], Margin(scored_tokens=640)),
         (["trainer.verify_sync_every=0"], Margin()),
-        (["trainer.placement.colocate_all=true"], Margin(scored_tokens=640, for_trainers=3 * GIB)),
+        (["trainer.placement.colocate_all=true"], Margin(scored_tokens=640, for_trainers=4 * GIB)),
         (
             ["trainer.placement.colocate_all=true", "trainer.algorithm.use_kl_loss=false"],
-            Margin(scored_tokens=640, for_trainers=3 * GIB // 2),
+            Margin(scored_tokens=640, for_trainers=2 * GIB),
         ),
         (["trainer.placement.colocate_all=true", "trainer.placement.release=exit"], Margin(scored_tokens=640)),
         (
