@@ -118,6 +118,11 @@ class PolicyGroup:
         """To the engines."""
         self._state_folder: str | None = None
         self.policy_version = 0
+        """Under which the weights are served: optimizer steps, and numbers left out since they were other weights'."""
+        self.num_steps = 0
+        """Optimizer steps in the weights."""
+        self._last_given = 0
+        """The highest version under which engines may have served weights."""
         self.has_changed = False
         """Whether there were updates since the last `save_state`."""
         self.num_updates = 0
@@ -171,15 +176,17 @@ class PolicyGroup:
         await self.start(self._kwargs)
         if self._state_folder is None:
             return []
-        return await self._group.all("load_state", self._state_folder, self.policy_version)
+        return await self._group.all("load_state", self._state_folder, self.num_steps)
 
     async def kill(self) -> None:
         """As `end`, for processes that may be dead or hang; updates since the last `save_state` are lost."""
         await self._group.end()
 
-    async def restart_from(self, folder: str | None, policy_version: int) -> None:
-        """As `restart`, from the state in `folder`, which is of this version; None means the model as it came."""
-        self._state_folder, self.policy_version, self.has_changed = folder, policy_version, False
+    async def restart_from(self, folder: str | None, policy_version: int, num_steps: int) -> None:
+        """As `restart`, from the state in `folder`, which is of this version and so many optimizer steps; None means
+        the model as it came. Versions that engines were given since are given to no other weights."""
+        self._state_folder, self.has_changed = folder, False
+        self.policy_version, self.num_steps = policy_version, num_steps
         await self.restart()
 
     async def memory(self) -> list[dict[str, float]]:
@@ -234,7 +241,9 @@ class PolicyGroup:
         self.has_changed = True
         self.num_updates += 1
         reports: list[UpdateReport] = await self._group.each("update", args)
-        self.policy_version += epochs * len(shards.batches[0].mini_batches)
+        steps = epochs * len(shards.batches[0].mini_batches)
+        self.num_steps += steps
+        self.policy_version = max(self.policy_version, self._last_given) + steps
         metrics = next(report.metrics for report in reports if report.metrics)
         flops = sum(r.train_flops for place, r in zip(self._ranks, reports, strict=True) if place.reports)
         schedule = sum(report.schedule_seconds for report in reports)
@@ -256,6 +265,7 @@ class PolicyGroup:
         Raises: as WeightWay.send.
         """
         assert self._way is not None, "call connect_engines first"
+        self._last_given = max(self._last_given, self.policy_version)
         return await self._way.send(dtype_name, self.policy_version)
 
     async def save_hf(self, folder: str) -> None:

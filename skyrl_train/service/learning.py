@@ -39,6 +39,8 @@ class Learning:
         self._begun: Job | None = None
         self._updates_before = 0
         self.policy_version = processes.policy.policy_version
+        self._num_steps = processes.policy.num_steps
+        """Optimizer steps in the weights of policy_version."""
 
     async def run(self, job: Job) -> Metrics:
         """Do it, and return when the engines answer with what came of it and the trainers' memory is free."""
@@ -58,7 +60,8 @@ class Learning:
             metrics = await self._train(job) if isinstance(job, TrainJob) else await self._fine_tune(job)
             with self._timers("sync_weights"):
                 await self._learner.residency.for_rollout()
-        self.policy_version = self._processes.policy.policy_version
+        policy = self._processes.policy
+        self.policy_version, self._num_steps = policy.policy_version, policy.num_steps
         if self._folders is not None:
             self._saved = self._unfinished
         return metrics | self._timers.metrics() | {"service/policy_version": float(self.policy_version)}
@@ -138,7 +141,7 @@ class Learning:
         await policy.kill()
 
         async def start_policy() -> None:
-            await policy.restart_from(self._saved, self.policy_version)
+            await policy.restart_from(self._saved, self.policy_version, self._num_steps)
 
         async def start_reference() -> None:
             if own is not None:

@@ -14,8 +14,10 @@ from ray.exceptions import RayActorError
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.policy_group import PolicyGroup
-from skyrl_train.service.job import CareJob
+from skyrl_train.ranks import UpdateReport
+from skyrl_train.service.job import CareJob, SftJob, TrainJob
 from skyrl_train.service.learning import Learning
+from skyrl_train.service.queue import StaleSamples
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.memory_report import MemoryReport
 from skyrl_train.trainer.publish import Publisher
@@ -335,6 +337,46 @@ def test_a_service_sends_again_to_engines_that_compute_other_logprobs_than_its_t
         world.check.fails = False
         assert "started again at version 0" in await service.recover(error.value)
         assert world.actors[1].called[-2:] == ["resume", "prompt_logprobs"] and await world.answers() == [0] * 4
+
+    in_world(monkeypatch, main)
+
+
+def test_a_version_that_was_served_and_taken_back_gives_its_number_to_no_other_weights(monkeypatch: pytest.MonkeyPatch):
+    """Samples that it drew would be trained as those of its successor."""
+
+    async def main(world: World) -> None:
+        def call(method: str, *args: Any, **kwargs: Any) -> Any:
+            states.append((method, args))
+            return UpdateReport({"loss": 1.0}, 1.0, 1.0, 1.0, 1.0, None)
+
+        async def learn_examples(examples: Any, *, before_sync: Callable[[], Awaitable[None]]) -> dict[str, float]:
+            await world.policy.update(shards, None, 1)  # type: ignore[arg-type]
+            await before_sync()
+            await world.residency.sync_weights(["a group"])  # type: ignore[list-item]
+            return {}
+
+        states: list[tuple[str, tuple[Any, ...]]] = []
+        shards = SimpleNamespace(refs=[None], batches=[SimpleNamespace(mini_batches=[None] * 2)])
+        world.rank.answers["call"] = call
+        processes = SimpleNamespace(policy=world.policy, engines=world.engines, reference=None)
+        learner = SimpleNamespace(residency=world.residency, learn_examples=learn_examples)
+        service = Learning(processes, learner, Timers(), state_path="/s", max_model_len=9)  # type: ignore[arg-type]
+        await service.run(SftJob(()))
+        assert await world.answers() == [2] * 4
+        world.check.every, world.check.fails = 1, True
+        with pytest.raises(SyncCheckFailed) as error:
+            await service.run(SftJob(()))
+        assert world.actors[0].policy_version == 4, "the engines were resumed with it"
+        world.check.fails = False
+        assert "at version 2" in await service.recover(error.value)
+        assert await world.answers() == [2] * 4 and states[-1] == ("load_state", ("/s/a", 2))
+        await service.run(SftJob(()))
+        assert await world.answers() == [6] * 4 and service.policy_version == 6
+        stale = TrainJob((), 1, has_logprobs=False, drawn_by={4: "group 0, sample 0"})
+        with pytest.raises(StaleSamples):
+            await service.run(stale)
+        assert "at version 6" in await service.recover(RemoteFailed("policy-0 died"))
+        assert states[-1] == ("load_state", ("/s/b", 4)), "the trainer counts its steps"
 
     in_world(monkeypatch, main)
 

@@ -130,6 +130,7 @@ class Policy:
 
     def __init__(self, calls: list[str]) -> None:
         self.calls, self.policy_version, self.num_updates, self.idle = calls, 0, 0, True
+        self.num_steps = 0
 
     async def is_idle(self) -> bool:
         return self.idle
@@ -143,7 +144,7 @@ class Policy:
     async def kill(self) -> None:
         self.calls.append("kill")
 
-    async def restart_from(self, folder: str | None, policy_version: int) -> None:
+    async def restart_from(self, folder: str | None, policy_version: int, num_steps: int) -> None:
         self.calls.append(f"restart at {policy_version} from {folder and folder[-1]}")
         self.policy_version = policy_version
 
