@@ -74,9 +74,7 @@ class EnginePlace:
         self.actor = (
             ray.remote(RemoteEngineActor if isinstance(self.settings, RemoteEngineSettings) else EngineActor)
             .options(  # type: ignore[attr-defined]
-                num_cpus=self.slot.num_cpus,
-                num_gpus=self.slot.num_gpus,
-                scheduling_strategy=self.slot.strategy,
+                **self.slot.options(),
                 max_concurrency=MAX_CONCURRENCY,
             )
             .remote(self.log_path, self.visible_devices)

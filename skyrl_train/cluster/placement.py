@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from skyrl_train.cluster.session import cpu_environment
 
 
 class PlacementError(ValueError):
@@ -34,6 +37,17 @@ class Slot:
     num_gpus: int
     shares: tuple[int, ...] = ()
     """Ranks of the first demand whose devices it uses, where it has none of its own."""
+    uses_gpus: bool = False
+    """Also where they are another's."""
+
+    def options(self) -> dict[str, Any]:
+        """Of the Ray actor that is to be here."""
+        return {
+            "num_cpus": self.num_cpus,
+            "num_gpus": self.num_gpus,
+            "scheduling_strategy": self.strategy,
+            "runtime_env": {"env_vars": {} if self.uses_gpus else cpu_environment()},
+        }
 
 
 class Placement:
@@ -56,7 +70,7 @@ class Placement:
         for index in order:
             demand, gpus = needed[index]
             scheduling = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            slots[demand.name].append(Slot(scheduling, cpus_each, gpus))
+            slots[demand.name].append(Slot(scheduling, cpus_each, gpus, uses_gpus=use_gpus))
         return cls(group, slots)
 
     @classmethod
@@ -88,7 +102,7 @@ class Placement:
                     )
                 scheduling = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=order[start])
                 shares = () if own else tuple(range(start, start + width))
-                slots[demand.name].append(Slot(scheduling, cpus_each, 1 if own and use_gpus else 0, shares))
+                slots[demand.name].append(Slot(scheduling, cpus_each, 1 if own and use_gpus else 0, shares, use_gpus))
         return cls(group, slots)
 
     def remove(self) -> None:

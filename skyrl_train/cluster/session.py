@@ -16,8 +16,6 @@ from typing import Any
 import ray
 from ray.exceptions import AuthenticationError
 
-from skyrl_train.device import device_type
-
 log = logging.getLogger(__name__)
 
 # Spinning OpenMP threads of several processes on the same cores cost more than they bring; compiling small functions
@@ -126,10 +124,16 @@ def worker_environment() -> dict[str, str]:
 
     Ray refuses a variable that both the job and its driver set, even to the same value.
     """
-    wanted = WORKER_ENVIRONMENT | (CPU_ENVIRONMENT if device_type() == "cpu" else {})
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
     taken = (job.get("runtime_env") or {}).get("env_vars") or {}
-    return {name: value for name, value in wanted.items() if name not in taken}
+    return {name: value for name, value in WORKER_ENVIRONMENT.items() if name not in taken}
+
+
+def cpu_environment() -> dict[str, str]:
+    """Environment variables of each rank or engine that has no GPU, whatever the driver's node has. They must be set
+    before its process imports torch. What the submitted job sets itself is left to it."""
+    taken = ray.get_runtime_context().runtime_env.get("env_vars") or {}
+    return {name: value for name, value in CPU_ENVIRONMENT.items() if name not in taken}
 
 
 def _keep_rays_words_from_console() -> None:

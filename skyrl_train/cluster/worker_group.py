@@ -197,9 +197,9 @@ class WorkerGroup:
         assert not self.actors
         actor = ray.remote(RankActor)
         self.actors = [
-            actor.options(  # type: ignore[attr-defined]
-                num_cpus=slot.num_cpus, num_gpus=slot.num_gpus, scheduling_strategy=slot.strategy
-            ).remote(rank_name, f"{self.calls.log_folder}/{rank_name}.log", visible)
+            actor.options(**slot.options()).remote(  # type: ignore[attr-defined]
+                rank_name, f"{self.calls.log_folder}/{rank_name}.log", visible
+            )
             for slot, rank_name, visible in zip(self._slots, self.calls.names, self._visible_devices, strict=True)
         ]
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,11 +21,15 @@ import ray
 from ray.util import placement_group_table
 
 from skyrl_train.cluster.calls import Calls, RemoteFailed
+from skyrl_train.cluster.engine_place import EnginePlace
 from skyrl_train.cluster.placement import Demand, Placement, PlacementError
-from skyrl_train.cluster.session import Cluster, connect, worker_environment
+from skyrl_train.cluster.session import CPU_ENVIRONMENT, Cluster, connect, cpu_environment, worker_environment
+from skyrl_train.cluster.worker_group import WorkerGroup
+from skyrl_train.inference.settings import EngineSettings
 
 pytestmark = pytest.mark.slow
 NUM_CPUS = 2
+SETTINGS = EngineSettings("model", "name", "float32", max_model_len=64)
 
 
 class Member:
@@ -53,7 +60,8 @@ def cluster() -> Iterator[Cluster]:
     init = ray.init
     with contextlib.ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
-            patch.delenv("RAY_ADDRESS", raising=False)
+            for name in ("RAY_ADDRESS", *CPU_ENVIRONMENT):  # or all processes would inherit what conftest.py sets
+                patch.delenv(name, raising=False)
             patch.setattr("ray.init", lambda **arguments: init(**arguments, num_cpus=NUM_CPUS))
             joined = stack.enter_context(connect())
         yield joined
@@ -195,12 +203,38 @@ def test_a_killed_member_is_noticed_within_seconds(members: list[Any], calls: Ca
     )
 
 
+def test_processes_with_gpus_get_none_of_the_cpus_environment_from_a_driver_without(cluster: Cluster, tmp_path: Path):
+    async def body() -> list[dict[str, str]]:
+        place = await Placement.reserve(demand(2), use_gpus=False, cpus_each=0.5, strategy="PACK", timeout_s=30)
+        first, second = place.slots["policy ranks"]
+        third = place.slots["engines"][0]
+        group = WorkerGroup("policy", [first, replace(second, uses_gpus=True)], str(tmp_path), timeout_s=60)
+        calls = Calls(("engine-0",), 60, str(tmp_path))
+        engine = EnginePlace(0, calls, replace(third, uses_gpus=True), SETTINGS, max_restarts=0)
+        try:
+            refs = [one.__ray_call__.remote(lambda _: dict(os.environ)) for one in (*group.actors, engine.actor)]
+            return await asyncio.wait_for(asyncio.gather(*refs), 60)
+        finally:
+            ray.kill(engine.actor)
+            await group.shutdown()
+            place.remove()
+
+    without, *others = asyncio.run(body())
+    assert without.items() >= CPU_ENVIRONMENT.items()
+    for environment in others:
+        assert "TORCHDYNAMO_DISABLE" not in environment and environment["RAY_DEDUP_LOGS"] == "0"
+
+
 def test_what_the_job_sets_is_left_to_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
-    assert worker_environment()["OMP_NUM_THREADS"] == "1"
-    job = '{"runtime_env": {"env_vars": {"OMP_NUM_THREADS": "4"}, "working_dir": "gcs://x.zip"}}'
+    assert worker_environment()["RAY_DEDUP_LOGS"] == "0"
+    env_vars = {"OMP_NUM_THREADS": "4", "RAY_DEDUP_LOGS": "1"}
+    job = json.dumps({"runtime_env": {"env_vars": env_vars, "working_dir": "gcs://x.zip"}})
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", job)
-    assert "OMP_NUM_THREADS" not in worker_environment() and "RAY_DEDUP_LOGS" in worker_environment()
+    assert worker_environment() == {"TOKENIZERS_PARALLELISM": "false"}
+    context = SimpleNamespace(runtime_env={"env_vars": env_vars})
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    assert cpu_environment() == {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def test_the_handlers_of_signals_are_those_from_before(cluster: Cluster):
