@@ -221,8 +221,7 @@ def _of_tokens(given: TokenSample) -> tuple[list[int], list[bool], list[float] |
     for name, values in (("loss_mask", mask), ("logprobs", logprobs)):
         if values is not None and len(values) != len(ids):
             raise ValueError(f"token_ids has {len(ids)} entries and {name} {len(values)}: they must be equally many")
-    if wrong := [one for one in ids if isinstance(one, bool) or not isinstance(one, int)]:
-        raise ValueError(f"token_ids holds {wrong[0]!r}: they must be whole numbers")
+    _refuse_but_whole(ids, "token_ids")
     if wrong := [one for one in mask if one not in (0, 1)]:
         raise ValueError(f"loss_mask holds {wrong[0]!r}: 1 marks a token that the policy wrote, 0 another")
     trained = [bool(one) for one in mask]
@@ -236,18 +235,27 @@ def _versions(given: ChatSample | TokenSample) -> list[int]:
     if given.policy_versions is None:
         return []
     versions = _list(given.policy_versions, "policy_versions")
-    if wrong := [one for one in versions if isinstance(one, bool) or not isinstance(one, int)]:
-        raise ValueError(f"policy_versions holds {wrong[0]!r}: they must be whole numbers")
+    _refuse_but_whole(versions, "policy_versions")
     return versions
 
 
+def _refuse_but_whole(values: list[Any], name: str) -> None:
+    if wrong := [one for one in values if isinstance(one, bool) or not isinstance(one, int)]:
+        raise ValueError(f"{name} holds {wrong[0]!r}: they must be whole numbers")
+
+
 def _list(value: Any, name: str) -> list[Any]:
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    return _filled(value, name, "number")
+    """Also of an array, or of numpy's or torch's numbers."""
+    return [_plain(one) for one in _filled(_plain(value), name, "number")]
+
+
+def _plain(value: Any) -> Any:
+    """Python's own number or list for numpy's or torch's."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _number(value: Any, name: str) -> float:
+    value = _plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
         raise ValueError(f"{name} is {_short(value)}: it must be a finite number")
     return float(value)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from skyrl_train.config import ConfigError, load_config
 from skyrl_train.service.checks import check_service
@@ -46,6 +48,33 @@ def test_tokens_are_taken_as_they_are_and_the_first_is_never_trained():
     assert sample.loss_mask.tolist() == [False, True, False, True]
     assert sample.rollout_logprobs.tolist() == [0.0, -0.5, 0.0, -0.25]
     assert sample.turns == 2 and sample.prompt_length == 1
+
+
+def test_numbers_may_be_those_of_numpy_and_torch():
+    plain = READER.train([[tokens(reward=0.5, logprobs=[0.0, -0.5, -0.25], policy_versions=[3])] * 2])
+    for of, whole, real in [(np.array, np.int64, np.float32), (torch.tensor, torch.tensor, torch.tensor)]:
+        arrays = tokens(
+            token_ids=of([5, 6, 7]),
+            loss_mask=of([False, True, True]),
+            reward=real(0.5),
+            logprobs=of([0.0, -0.5, -0.25]),
+            policy_versions=of([3]),
+        )
+        lists = tokens(
+            token_ids=[whole(one) for one in (5, 6, 7)],
+            loss_mask=[whole(one) for one in (0, 1, 1)],
+            reward=of([0.0, 0.5]).mean() * 2,
+            logprobs=[real(one) for one in (0.0, -0.5, -0.25)],
+            policy_versions=[whole(3)],
+        )
+        job = READER.train([[arrays, lists]])
+        assert job.drawn_by == plain.drawn_by and job.has_logprobs
+        for sample in job.groups[0].samples:
+            expected = plain.groups[0].samples[0]
+            assert sample.reward == 0.5 and type(sample.reward) is float
+            assert torch.equal(sample.token_ids, expected.token_ids)
+            assert torch.equal(sample.loss_mask, expected.loss_mask)
+            assert torch.equal(sample.rollout_logprobs, expected.rollout_logprobs)
 
 
 def test_logprobs_count_as_given_only_if_every_sample_has_them():
@@ -90,6 +119,10 @@ def test_groups_are_cut_into_the_configured_mini_batches():
         ([[{"messages": ASKED}, tokens()]], "group 0, sample 0: reward is missing: a sample has messages, reward"),
         ([[tokens(reward=float("nan")), tokens()]], "group 0, sample 0: reward is float nan: it must be a finite"),
         ([[tokens(reward=1e39), tokens()]], "reward is float 1e+39: it must be a finite number"),
+        ([[tokens(reward=np.float32("nan")), tokens()]], "reward is float nan: it must be a finite number"),
+        ([[tokens(reward=np.array([0.5, 1])), tokens()]], "reward is list [0.5, 1.0]: it must be a finite number"),
+        ([[tokens(token_ids=[5, 6, np.float64(7)]), tokens()]], "token_ids holds 7.0: they must be whole numbers"),
+        ([[tokens(token_ids=[5, 6, np.True_]), tokens()]], "token_ids holds True: they must be whole numbers"),
         ([[tokens(reward="1"), tokens()]], "reward is str '1': it must be a finite number"),
         ([[tokens(loss_mask=[0, 1]), tokens()]], "token_ids has 3 entries and loss_mask 2: they must be equally many"),
         ([[tokens(loss_mask=[0, 2, 1]), tokens()]], "loss_mask holds 2: 1 marks a token that the policy wrote"),
