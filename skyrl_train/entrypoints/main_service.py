@@ -1,8 +1,9 @@
 """Offer training to agents that run elsewhere: `python -m skyrl_train.entrypoints.main_service [key=value ...]`.
 
-Runs until SIGINT or SIGTERM. The service's name is trainer.run_name; agents use it by
-`TrainingService.connect(NAME, ADDRESS)`. Exit codes: 0 ended by a signal or by another program's `stop`, 1 it failed
-or can train no more, 2 the configuration cannot work, 130 and 143 ended by SIGINT and SIGTERM while it started.
+Runs until SIGINT or SIGTERM; a second one kills what the first has not ended yet. The service's name is
+trainer.run_name; agents use it by `TrainingService.connect(NAME, ADDRESS)`. Exit codes: 0 ended by a signal or by
+another program's `stop`, 1 it failed, can train no more or has not answered for trainer.timeout_s, 2 the configuration
+cannot work, 130 and 143 ended by SIGINT and SIGTERM while it started.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
@@ -32,7 +33,7 @@ PROGRAM = dataclasses.replace(
     RL, module="skyrl_train.entrypoints.main_service", purpose="Offer training to agents that run elsewhere."
 )
 LOOK_S = 0.5
-"""Between looks at the service and at signals."""
+"""Between looks at the service."""
 COMMAND = Command(program=PROGRAM, check=lambda config, rows, files: check_service(config, files), run="")
 
 
@@ -53,17 +54,15 @@ def _serve(argv: Sequence[str], console: Console) -> int:
     except Exception as error:
         report_failure(error, None, console)
         return 2 if isinstance(error, ValueError) else 1
-    signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda which, _: signals.append(which))
+        signal.signal(number, _interrupt)
     try:
         _introduce(service, config, console)
-        while not signals:
-            time.sleep(LOOK_S)
-            if (why := service.broken) is not None:
-                print_error(f"the service trains no more: {why}", console)
-                return 1
-        console.print("stopping", style="yellow")
+        why = _wait_until_broken(service, config.trainer.timeout_s)
+        print_error(f"the service trains no more: {why}", console)
+        return 1
+    except KeyboardInterrupt:
+        console.print("stopping (once more to stop at once)", style="yellow")
     except ServiceBroken as error:
         with contextlib.suppress(ServiceBroken):
             service.stop()
@@ -76,6 +75,27 @@ def _serve(argv: Sequence[str], console: Console) -> int:
         with contextlib.suppress(ServiceBroken):
             service.stop()
     return 0
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    """Raised also in the wait for a service that does not answer."""
+    raise KeyboardInterrupt
+
+
+def _wait_until_broken(service: TrainingService, silence_s: float) -> str:
+    """Why it can train no more. Raises: ServiceBroken if it has ended.
+
+    Args: silence_s: for so long it may give no answer.
+    """
+    heard = time.monotonic()
+    while True:
+        time.sleep(LOOK_S)
+        try:
+            why, heard = service.broken, time.monotonic()
+        except TimeoutError as error:
+            why = str(error) if time.monotonic() - heard > silence_s else None
+        if why is not None:
+            return why
 
 
 def _introduce(service: TrainingService, config: Config, console: Console) -> None:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.session import Cluster, attach, connect, worker_environment
@@ -24,8 +24,10 @@ from skyrl_train.types import Metrics
 
 NAMESPACE = "skyrl_train"
 POLL_S = 20.0
-CLOSE_S = 60
-"""Patience with a service that is to end while it starts."""
+ANSWER_S = 30.0
+"""Patience with a service that has started and is asked how it is."""
+CLOSE_S = 60.0
+"""Patience with a service that is to end."""
 MAX_CONCURRENCY = 1000
 """Jobs that wait and readers of metrics are calls in flight."""
 Group = Iterable[ChatSample | TokenSample | Mapping[str, Any]]
@@ -163,7 +165,7 @@ class TrainingService:
     def broken(self) -> str | None:
         """Why it can train no more; None while it can. Its engines may still serve the last version.
 
-        Raises: ServiceBroken if it has ended.
+        Raises: ServiceBroken if it has ended, TimeoutError if its process does not answer.
         """
         self._look()
         return self._state.broken
@@ -176,19 +178,23 @@ class TrainingService:
     def stop(self) -> None:
         """End the service, all its processes, and the local Ray if `start` started one. Nothing to do a second time.
 
-        Raises: ServiceBroken if its process has ended already; what `start` started has ended all the same.
+        Raises: ServiceBroken if its process has ended already or had to be killed; what `start` started has ended all
+            the same.
         """
         if self._is_stopped:
             return
         try:
-            _answer(self._actor.close.remote())
+            _answer(self._actor.close.remote(), CLOSE_S)
+        except TimeoutError as error:
+            raise ServiceBroken(f"{error}, and was killed") from None
         finally:
             ray.kill(self._actor)
             self._is_stopped = True
             self._at_end.close()
 
     def _look(self) -> None:
-        self._state = _answer(self._actor.state.remote())
+        """Raises: ServiceBroken if it has ended, TimeoutError if its process is stopped or too busy to answer."""
+        self._state = _answer(self._actor.state.remote(), ANSWER_S)
 
     @property
     def _actor(self) -> Any:
@@ -213,9 +219,11 @@ def listed(given: Any, depth: int) -> Any:
     return [listed(one, depth - 1) for one in given]
 
 
-def _answer(ref: Any) -> Any:
+def _answer(ref: Any, timeout_s: float | None = None) -> Any:
     try:
-        return ray.get(ref)
+        return ray.get(ref, timeout=timeout_s)
+    except GetTimeoutError:
+        raise TimeoutError(f"the service's process did not answer within {timeout_s:g} s") from None
     except (RayTaskError, RayActorError) as error:
         raise _plain(error) from None
 

@@ -122,3 +122,43 @@ def test_one_that_can_train_no_more_is_ended_and_has_failed(
     starting(monkeypatch, lambda *arguments: service)
     assert run() == 1 and stops == ["stop"]
     assert "error: the service trains no more: no state" in capsys.readouterr().out
+
+
+class Silent(SimpleNamespace):
+    """One whose process is stopped."""
+
+    name, address, run_dir = "trainer", "here", "/runs/x"
+
+    @property
+    def broken(self) -> None:
+        if self.patience_s is None:
+            os.kill(os.getpid(), self.number)
+            time.sleep(20)
+        time.sleep(self.patience_s)
+        raise TimeoutError("the service's process did not answer")
+
+    def stop(self) -> None:
+        self.stops.append("stop")
+        if self.hangs:
+            os.kill(os.getpid(), self.number)
+            time.sleep(20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("hangs", "code"), [(False, 0), (True, 130)])
+def test_a_signal_ends_one_that_does_not_answer_and_a_second_one_waits_for_nothing(
+    number: int, hangs: bool, code: int, monkeypatch: pytest.MonkeyPatch
+):
+    service = Silent(number=number, hangs=hangs, stops=[], patience_s=None)
+    starting(monkeypatch, lambda *arguments: service)
+    started = time.monotonic()
+    assert run() == code and time.monotonic() - started < 15 and service.stops == ["stop"]
+
+
+def test_one_that_is_silent_for_too_long_is_ended_and_has_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    service = Silent(hangs=False, stops=[], patience_s=0.1)
+    starting(monkeypatch, lambda *arguments: service)
+    assert run("trainer.timeout_s=1", "generator.weight_sync_timeout_s=1") == 1 and service.stops == ["stop"]
+    assert "process did not answer" in capsys.readouterr().out

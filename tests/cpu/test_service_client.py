@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from skyrl_train.service.actor import State
 from skyrl_train.service.client import TrainingService
@@ -37,6 +37,7 @@ def handle(monkeypatch: pytest.MonkeyPatch, at_end: ExitStack | None = None, **a
 
     def get(ref: str, timeout: float | None = None) -> Any:
         answer = answers[ref]
+        assert timeout is not None or not isinstance(answer, GetTimeoutError), "it hangs"
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -77,3 +78,12 @@ def test_engines_that_are_not_replaced_any_more_are_not_promised(monkeypatch: py
         _ = service.openai_base_urls
     service = handle(monkeypatch, state=dataclasses.replace(broken, urls=("http://a",)))
     assert service.openai_base_urls == ("http://a/v1",), "it still serves"
+
+
+def test_a_service_that_does_not_answer_is_waited_for_so_long_and_can_be_ended(monkeypatch: pytest.MonkeyPatch):
+    service = handle(monkeypatch, state=GetTimeoutError(), close=GetTimeoutError())
+    with pytest.raises(TimeoutError, match="process did not answer within 30 s"):
+        _ = service.broken
+    with pytest.raises(ServiceBroken, match="did not answer within 60 s, and was killed"):
+        service.stop()
+    assert service._handle.called[-1] == "kill"
