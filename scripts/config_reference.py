@@ -44,7 +44,8 @@ It holds only what differs from the base, and its first line is `# @package _glo
 `defaults: [quickstart, _self_]`. A name that is taken by a shipped experiment is refused.
 
 An unknown key, a wrong type or a value that is not allowed is an error that names the key, the place it was written and
-the nearest right one. Keys whose type is "mapping" take any key below them: `generator.engine_init_kwargs.seed=1`.
+the nearest right one. Keys whose type is "mapping" take any key below them:
+`generator.engine_init_kwargs.block_size=32`.
 One value stands for a list of one. A text that looks like a number needs quotes: `trainer.run_name="'7'"`.
 """
 SFT_HEAD = """# Configuration of supervised fine-tuning

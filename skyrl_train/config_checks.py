@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from skyrl_train.config import Config, ConfigError, DataConfig, MegatronConfig, TrainingConfig
+from skyrl_train.config_checks_engines import engine_argument_problems
 from skyrl_train.config_checks_lora import lora_problems, lora_reference_problems, lora_sync_problems
 from skyrl_train.config_values import is_loopback
 from skyrl_train.model_checks import longest_conversation, model_problems
@@ -44,6 +45,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         *_algorithm(config),
         *_lengths(config),
         *_remote_engines(config),
+        *engine_argument_problems(config.generator),
         *lora_reference_problems(config.trainer),
         *_endpoint(config),
         *_colocation(config),

@@ -89,6 +89,14 @@ def test_the_base_and_the_quickstart_pass():
         (["generator.sampling_params.temperature=0"], "temperature is 0: .* set it above 0"),
         (["trainer.prepare=quickstart"], "trainer.prepare is 'quickstart': write module:function, or null"),
         (["generator.max_input_length=100"], "max_input_length is 100, below trainer.max_prompt_length 512"),
+        (
+            ["generator.engine_init_kwargs.tensor_parallel_size=4"],
+            r"tensor_parallel_size is 4: leave it out and set generator\.inference_engine_tensor_parallel_size",
+        ),
+        (
+            ["generator.engine_init_kwargs.logprobs_mode=raw_logprobs"],
+            "logprobs_mode is 'raw_logprobs': leave it out, training relies on the value",
+        ),
         (["generator.engine_init_kwargs.max_model_len=1000"], r"is 1536 tokens, more than .*max_model_len 1000"),
         ([f"{MEGATRON}.tensor_model_parallel_size=2"], "is 1 ranks, not a multiple of .* = 2: add ranks or lower"),
         (
