@@ -246,6 +246,11 @@ def _sync_backend(config: Config, cluster: Cluster) -> str:
         raise PlacementError("generator.weight_sync_backend is vllm_nccl, and the cluster has no GPUs: use broadcast")
     if generator.weight_sync_backend == "cuda_ipc" and not cluster.has_gpus:
         raise PlacementError("generator.weight_sync_backend is cuda_ipc, and the cluster has no GPUs: use auto")
+    if generator.weight_sync_backend == "broadcast" and cluster.has_gpus and config.trainer.placement.colocate_all:
+        raise PlacementError(
+            "generator.weight_sync_backend is broadcast and trainer.placement.colocate_all true: NCCL takes each GPU "
+            "once, and policy and engines share them, use auto"
+        )
     if generator.weight_sync_backend != "auto":
         return generator.weight_sync_backend
     if not generator.run_engines_locally:

@@ -1,0 +1,37 @@
+"""Which way the weights take, before any process is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyrl_train.cluster.launch import _sync_backend
+from skyrl_train.cluster.placement import PlacementError
+from skyrl_train.cluster.session import Cluster
+from skyrl_train.config import load_config
+
+SHARED = "trainer.placement.colocate_all=true"
+
+
+def way(*overrides: str, gpus: bool, local: bool = True) -> str:
+    return _sync_backend(load_config(list(overrides)), Cluster("", is_local=local, has_gpus=gpus))
+
+
+def test_auto_takes_the_fastest_way_that_reaches_all_engines():
+    assert way(gpus=False) == "shm" and way(gpus=False, local=False) == "broadcast"
+    assert way(gpus=True) == "broadcast" and way(SHARED, gpus=True) == "cuda_ipc"
+    assert way(SHARED, gpus=False) == "shm"
+    assert way("generator.run_engines_locally=false", gpus=False) == "broadcast"
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpus", "cure"),
+    [("broadcast", True, "auto"), ("cuda_ipc", False, "auto"), ("vllm_nccl", False, "broadcast")],
+)
+def test_a_way_that_the_devices_do_not_have_is_refused_with_the_cure(backend: str, gpus: bool, cure: str):
+    with pytest.raises(PlacementError, match=f"weight_sync_backend is {backend}.* use {cure}"):
+        way(SHARED, f"generator.weight_sync_backend={backend}", gpus=gpus)
+
+
+def test_a_broadcast_reaches_engines_with_gpus_of_their_own_and_any_without():
+    assert way("generator.weight_sync_backend=broadcast", gpus=True) == "broadcast"
+    assert way(SHARED, "generator.weight_sync_backend=broadcast", gpus=False) == "broadcast"
