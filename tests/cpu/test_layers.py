@@ -15,7 +15,7 @@ ROWS = """
     adapter adapter_file
     tracking
     algorithms
-    config_sft model_checks config_checks config_checks_lora config_checks_sft
+    config_sft model_checks config_checks config_checks_engines config_checks_lora config_checks_sft
     data
     envs
     rollout
