@@ -196,7 +196,7 @@ class Engine:
             await self._call(self._llm.collective_rpc("skyrl_restore_unsynced"), "restoring what no update brings")
 
     async def wake_kv_cache(self) -> None:
-        """Generation goes on. Nothing to do if awake.
+        """Generation goes on, also after a first attempt whose `resume` failed. Nothing to do if awake.
 
         Raises: WeightSyncError while the weights are not there; EngineDeadError as `wake_weights`.
         """
@@ -204,6 +204,7 @@ class Engine:
             raise WeightSyncError("the engine's weights are asleep or were dropped: wake and update them first")
         if "kv_cache" in self._asleep:
             await self._wake("kv_cache")
+        if self._paused:
             await self.resume()
 
     async def _wake_to_sleep(self) -> None:

@@ -151,8 +151,8 @@ class Colocated:
     async def for_saving(self) -> None:
         await self._reference_leaves()
         if WEIGHTS not in self._policy_parts and self._engines_are == "awake":
+            self._engines_are = "asleep"  # also if one of them fails, so that `for_rollout` wakes the others
             await self._timed("engine_sleep", self._engines.sleep(keep_weights=True))
-            self._engines_are = "asleep"
         await self._policy_enters(WEIGHTS)
 
     async def start_again(self, policy: Start, reference: Start) -> None:
@@ -177,6 +177,7 @@ class Colocated:
 
     async def _engines_leave(self) -> None:
         if self._engines_are != "without weights":  # also "asleep", from which a wake may have failed halfway
+            self._engines_are = "half loaded"  # if one of them fails: it may hold memory, the others are asleep
             await self._timed("engine_sleep", self._engines.sleep())
         self._engines_are = "without weights"
 

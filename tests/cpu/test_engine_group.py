@@ -13,9 +13,10 @@ from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.inference.engine import EngineDeadError
+from skyrl_train.inference.engine import Engine, EngineDeadError
 from skyrl_train.inference.http_client import ServerError
 from skyrl_train.inference.router import EngineLostError
+from skyrl_train.inference.settings import EngineSettings
 from tests.cpu.fake_actors import engine_group, task_error
 
 
@@ -113,5 +114,30 @@ def test_only_engines_that_do_not_answer_are_dropped(monkeypatch: pytest.MonkeyP
         assert list(group.actors) == ["engine-0", "engine-2"] and group.num_workers == 2
         assert group.membership != before, "senders must be connected anew"
         assert await group.drop_lost() == []
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_woke_and_could_not_resume_resumes_when_it_is_woken_again():
+    async def main() -> None:
+        class Core(SimpleNamespace):
+            async def wake_up(self, tags: list[str]) -> None:
+                self.calls += tags
+
+            async def resume_generation(self) -> None:
+                self.calls.append("resume")
+                if self.calls.count("resume") == 1:
+                    raise TimeoutError
+
+        one = Engine.__new__(Engine)
+        core = Core(calls=[], errored=False)
+        one._running_llm = core  # type: ignore[assignment]
+        one._settings = EngineSettings("model", "served", "float32", 64)
+        one._needs_weights, one._asleep, one._paused, one._running = False, {"kv_cache"}, True, asyncio.Event()
+        with pytest.raises(TimeoutError):
+            await one.wake_kv_cache()
+        await one.wake_kv_cache()
+        await one.wake_kv_cache()
+        assert core.calls == ["kv_cache", "resume", "resume"] and one._running.is_set()
 
     asyncio.run(main())

@@ -14,14 +14,14 @@ from ray.exceptions import RayActorError
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.policy_group import PolicyGroup
-from skyrl_train.ranks import UpdateReport
+from skyrl_train.ranks import Moved, UpdateReport
 from skyrl_train.service.job import CareJob, SftJob, TrainJob
 from skyrl_train.service.learning import Learning
 from skyrl_train.service.queue import StaleSamples
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.memory_report import MemoryReport
 from skyrl_train.trainer.publish import Publisher
-from skyrl_train.trainer.residency import Dedicated
+from skyrl_train.trainer.residency import Colocated, Dedicated
 from skyrl_train.trainer.sync_check import SyncCheckFailed
 from skyrl_train.types import SamplingParams
 from tests.cpu.fake_actors import FakeEngine, FakeRank, engine_group, policy_group, ref
@@ -422,5 +422,42 @@ def test_an_engine_that_lives_and_cannot_sleep_ends_the_run(monkeypatch: pytest.
         with pytest.raises(RemoteFailed, match="engine-0 failed to fall asleep: ValueError: no room"):
             await world.engines.sleep()
         assert len(world.engines.actors) == 2
+
+    in_world(monkeypatch, main)
+
+
+def colocated(world: World) -> Colocated:
+    """The policy stays where it is."""
+    release = SimpleNamespace(enter=stays, leave=stays)
+    report = MemoryReport(world.policy, None, world.engines)
+    return Colocated(world.policy, None, world.engines, world.publisher, release, report)  # type: ignore[arg-type]
+
+
+async def stays(*group_and_parts: Any) -> Moved:
+    return Moved(0, 0.0)
+
+
+@pytest.mark.parametrize("phase", ["for_saving", "for_training"])
+def test_engines_that_fell_asleep_beside_one_that_could_not_are_woken(monkeypatch: pytest.MonkeyPatch, phase: str):
+    """It lives and goes on, so a service takes its job back and has all of them serve again."""
+
+    async def main(world: World) -> None:
+        def refuse(**kwargs: Any) -> None:
+            raise ValueError("no room")
+
+        residency = colocated(world)
+        world.actors[0].answers["sleep"] = refuse
+        with pytest.raises(RemoteFailed, match="engine-0 failed to fall asleep"):
+            await getattr(residency, phase)()
+        del world.actors[0].answers["sleep"]
+        await residency.for_rollout()
+        assert all(engine.called[-2:] == ["wake_kv_cache", "memory"] for engine in world.actors[:2])
+        assert world.rank.num_sends == (phase == "for_training"), "weights that were dropped are sent"
+        with pytest.raises(RemoteFailed):
+            world.actors[0].answers["sleep"] = refuse
+            await residency.for_training()
+        del world.actors[0].answers["sleep"]
+        await residency.for_training()
+        assert world.actors[0].called.count("sleep") == 3, "it still holds memory"
 
     in_world(monkeypatch, main)
