@@ -38,6 +38,8 @@ class Learning:
         self._unfinished: str | None = None
         self._begun: Job | None = None
         self._updates_before = 0
+        self._failed_sends = 0
+        """In a row, of the weights to engines that came between two jobs."""
         self.policy_version = processes.policy.policy_version
         self._num_steps = processes.policy.num_steps
         """Optimizer steps in the weights of policy_version."""
@@ -60,7 +62,7 @@ class Learning:
             metrics = await self._train(job) if isinstance(job, TrainJob) else await self._fine_tune(job)
             with self._timers("sync_weights"):
                 await self._learner.residency.for_rollout()
-        policy = self._processes.policy
+        self._failed_sends, policy = 0, self._processes.policy
         self.policy_version, self._num_steps = policy.policy_version, policy.num_steps
         if self._folders is not None:
             self._saved = self._unfinished
@@ -94,16 +96,19 @@ class Learning:
         return await self._learner.learn_examples(job.examples, before_sync=self._save_state)
 
     async def _care_for_engines(self) -> None:
-        """A replacement holds the weights of the model as it came, and answers after a sync."""
+        """A replacement holds the weights of the model as it came, and answers after a sync; one that failed is made up
+        for."""
         engines = self._processes.engines
         await engines.drop_lost()
-        if not engines.has_replacement:
+        if not engines.has_replacement and not self._failed_sends:
             return
         before = engines.membership
         await engines.admit_replacements()
-        if engines.membership != before:
+        if engines.membership != before or self._failed_sends:
+            self._failed_sends += 1
             await self._learner.residency.sync_weights(())
             await self._learner.residency.for_rollout()
+            self._failed_sends = 0
 
     async def _save_state(self) -> None:
         """Into the folder that does not hold the last version's."""
@@ -114,13 +119,15 @@ class Learning:
     async def _is_sound(self, error: Exception) -> bool:
         """Whether the processes can go on after a job that left the weights alone.
 
-        A rank that failed in a pass may have left messages in its groups that the next pass would take for its own.
+        A rank that failed in a pass may have left messages in its groups that the next pass would take for its own. A
+        CareJob makes no pass: where its first sync fails (an engine was late), the next one tries again.
         """
         if isinstance(error, SyncCheckFailed):
             return False
         if not isinstance(error, RemoteFailed):
             return True
-        return isinstance(self._begun, SaveJob) and await self._processes.policy.is_idle()
+        harmless = isinstance(self._begun, SaveJob) or (isinstance(self._begun, CareJob) and self._failed_sends == 1)
+        return harmless and await self._processes.policy.is_idle()
 
     async def recover(self, error: Exception) -> str:
         """Serve and train `policy_version` again. Raises: what keeps it from that."""
@@ -151,4 +158,5 @@ class Learning:
         await residency.start_again(start_policy, start_reference)
         await residency.sync_weights(())
         await residency.for_rollout()
+        self._failed_sends = 0
         return f"the trainer was started again at version {self.policy_version}, which the engines serve"

@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.service.feed import Feed
-from skyrl_train.service.job import SaveJob, SftJob, TrainJob
+from skyrl_train.service.job import CareJob, SaveJob, SftJob, TrainJob
 from skyrl_train.service.learning import Learning
 from skyrl_train.service.queue import JobFailed, JobQueue, ServiceBroken, StaleSamples
 from skyrl_train.service.watch import watch
@@ -168,7 +168,7 @@ class Processes:
 
 class Residency:
     def __init__(self, calls: list[str]) -> None:
-        self.calls = calls
+        self.calls, self.failures = calls, 0
 
     async def for_rollout(self) -> None:
         self.calls.append("rollout")
@@ -178,6 +178,9 @@ class Residency:
 
     async def sync_weights(self, groups: object) -> None:
         self.calls.append("sync")
+        self.failures -= 1
+        if self.failures >= 0:
+            raise RemoteFailed("engine-1 was late")
 
     async def start_again(self, policy: Test, reference: Test) -> None:
         await reference()
@@ -251,6 +254,51 @@ def test_engines_are_looked_after_between_jobs_and_those_that_came_are_given_the
         assert policy.calls[first - 2 : first + 2] == ["drop lost", "admit", "sync", "rollout"]
         await queue.close()
         await asyncio.wait_for(watching, 1)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_sync_between_jobs_that_fails_is_made_up_for_before_the_trainer_is_given_up(num_failures: int):
+    async def body() -> None:
+        policy = Policy([])
+        processes, learner = Processes(policy), Learner(policy, policy.calls)
+        learning = Learning(processes, learner, Timers(), state_path="/s", max_model_len=9)  # type: ignore[arg-type]
+        processes.engines.has_replacement, processes.engines.has_come = True, True
+        learner.residency.failures = num_failures
+        with pytest.raises(RemoteFailed) as error:
+            await learning.run(CareJob())
+        assert await learning.recover(error.value) == "nothing was changed, version 0 goes on"
+        processes.engines.has_replacement, processes.engines.has_come = False, False
+        policy.calls.clear()
+        if num_failures == 2:
+            with pytest.raises(RemoteFailed) as error:
+                await learning.run(CareJob())
+            assert "started again" in await learning.recover(error.value)
+        else:
+            await learning.run(CareJob())
+        assert ("kill" in policy.calls) == (num_failures == 2) and policy.calls[-2:] == ["sync", "rollout"]
+        policy.calls.clear()
+        await learning.run(CareJob())
+        assert policy.calls == ["drop lost"]
+
+    asyncio.run(body())
+
+
+def test_a_service_whose_engines_are_all_given_up_between_jobs_is_broken():
+    async def body() -> None:
+        async def none_is_left() -> None:
+            raise RemoteFailed("no engine is left")
+
+        policy = Policy([])
+        processes, learner = Processes(policy), Learner(policy, policy.calls)
+        learning = Learning(processes, learner, Timers(), state_path="/s", max_model_len=9)  # type: ignore[arg-type]
+        processes.engines.has_replacement = True
+        processes.engines.admit_replacements = none_is_left  # type: ignore[method-assign]
+        queue = JobQueue(learning.run, learning.recover)
+        with pytest.raises(ServiceBroken, match="no engine is left"):
+            await queue.submit(CareJob())
+        await queue.close()
 
     asyncio.run(body())
 
