@@ -120,8 +120,9 @@ class EngineGroup:
     async def begin_weight_update(self) -> None:
         """Stop drawing tokens, forget every cached prefix and make ready for weights."""
         self._router.forget_routes()
-        waits_for_requests = self._places[0].settings.pause_mode == "wait"
-        timeout_s = None if waits_for_requests else self._sync_timeout_s
+        settings, timeout_s = self._places[0].settings, self._sync_timeout_s
+        if settings.pause_mode == "wait":
+            timeout_s += settings.rpc_timeout_s
         await self._all("begin a weight update", "begin_weight_update", timeout_s=timeout_s)
 
     async def finish_weight_update(self, policy_version: int, digests: dict[str, int]) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_train.device import device_type
 from skyrl_train.inference.memory_share import with_memory_share
-from skyrl_train.inference.settings import EngineSettings, PauseMode, engine_arguments, set_environment
+from skyrl_train.inference.settings import EngineSettings, PauseMode, engine_arguments, set_environment, still_running
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.digest import compare
 from skyrl_train.weight_sync.errors import WeightSyncError
@@ -143,12 +143,20 @@ class Engine:
         Args: mode says what happens to running requests: "keep" freezes them (after `resume` they go on, with the
             new weights and the old tokens), "wait" lets them end, "abort" ends them with what they have; None means
             the mode of the settings.
+        Raises: TimeoutError that names requests which "wait" has waited for in vain; the engine stays paused.
         """
         mode = self._settings.pause_mode if mode is None else mode
         self._running.clear()
         self._paused = True
         pause = self._llm.pause_generation(mode=mode, clear_cache=True)
-        await self._call(pause, "pausing", self._settings.rpc_timeout_s if mode == "wait" else None)
+        if mode != "wait":
+            await self._call(pause, "pausing")
+            return
+        try:
+            await self._call(pause, "pausing", self._settings.rpc_timeout_s)
+        except TimeoutError as error:
+            requests = list(self._llm.output_processor.request_states)
+            raise still_running(self._settings.rpc_timeout_s, requests) from error
 
     async def resume(self) -> None:
         """Generation goes on, or does so when a sleeping KV cache is awake.

@@ -14,7 +14,7 @@ from skyrl_train.inference.engine import EngineDeadError, SyncReport
 from skyrl_train.inference.http_client import ServerClient, ServerError, ServerUnreachableError
 from skyrl_train.inference.http_lifecycle import HttpLifecycle
 from skyrl_train.inference.server_facts import ServerFacts, ServerUnsuitableError, check_server, probe
-from skyrl_train.inference.settings import PauseMode, RemoteEngineSettings
+from skyrl_train.inference.settings import PauseMode, RemoteEngineSettings, still_running
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.digest import compare
 from skyrl_train.weight_sync.errors import WeightSyncError
@@ -104,7 +104,13 @@ class RemoteEngine:
         """As `Engine.pause`."""
         self._running.clear()
         self._paused = True
-        await self._call(self._lifecycle.pause(self._settings.pause_mode if mode is None else mode))
+        mode = self._settings.pause_mode if mode is None else mode
+        try:
+            await self._call(self._lifecycle.pause(mode))
+        except TimeoutError as error:
+            if mode != "wait":
+                raise
+            raise still_running(self._settings.rpc_timeout_s) from error
 
     async def resume(self) -> None:
         """Raises: WeightSyncError while the weights are not whole."""

@@ -6,6 +6,7 @@ Imports no vLLM: settings are made in other processes, and the environment must 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -162,6 +163,16 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
     if settings.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
     return arguments | settings.engine_init_kwargs
+
+
+def still_running(timeout_s: float, requests: Sequence[str] = ()) -> TimeoutError:
+    """What to raise where a pause of the mode "wait" does not come to its end. Args: requests: their names if known."""
+    named = ", ".join(requests[:4]) + (f" and {len(requests) - 4} more" if len(requests) > 4 else "")
+    return TimeoutError(
+        f"requests {f'({named}) ' if named else ''}still run after trainer.timeout_s={timeout_s:g} s, and "
+        "generator.pause_mode=wait lets them end before a weight sync: have clients ask for less (max_tokens), raise "
+        "trainer.timeout_s, or set generator.pause_mode to keep or abort"
+    )
 
 
 def lora_arguments(model_path: str, lora: LoraConfig, seed: int) -> dict[str, Any]:

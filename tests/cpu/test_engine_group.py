@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.inference.engine import Engine, EngineDeadError
 from skyrl_train.inference.http_client import ServerError
 from skyrl_train.inference.router import EngineLostError
-from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.inference.settings import EngineSettings, still_running
 from tests.cpu.fake_actors import engine_group, task_error
 
 
@@ -139,5 +140,47 @@ def test_an_engine_that_woke_and_could_not_resume_resumes_when_it_is_woken_again
         await one.wake_kv_cache()
         await one.wake_kv_cache()
         assert core.calls == ["kv_cache", "resume", "resume"] and one._running.is_set()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("pause_mode", "rpc_timeout_s", "answers"), [("wait", 0.4, True), ("keep", 0.4, False)])
+def test_an_engine_that_waits_for_requests_is_given_its_own_deadline_first(
+    monkeypatch: pytest.MonkeyPatch, pause_mode: Any, rpc_timeout_s: float, answers: bool
+):
+    monkeypatch.setattr("skyrl_train.cluster.engine_group.MARGIN_S", 0.1)
+    late: Future[None] = Future()
+
+    async def main() -> None:
+        actor = SimpleNamespace(
+            begin_weight_update=SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: late))
+        )
+        group = engine_group(monkeypatch, actor)
+        place = group._places[0]
+        place.settings = replace(place.settings, pause_mode=pause_mode, rpc_timeout_s=rpc_timeout_s, sync_timeout_s=0.1)
+        said = task_error(still_running(rpc_timeout_s, ["chatcmpl-7"]))
+        asyncio.get_running_loop().call_later(rpc_timeout_s, late.set_exception, said)
+        expected = "requests .chatcmpl-7. still run after" if answers else "did not begin a weight update within 0.2 s"
+        with pytest.raises(RemoteFailed, match=expected):
+            await group.begin_weight_update()
+        await asyncio.sleep(0 if answers else 0.3)
+
+    asyncio.run(main())
+
+
+def test_requests_that_do_not_end_are_named(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        engine = Engine.__new__(Engine)
+        engine._settings = EngineSettings("model", "name", "float32", 64, rpc_timeout_s=0.25, pause_mode="wait")
+        engine._running = asyncio.Event()
+        llm = SimpleNamespace(
+            errored=False,
+            pause_generation=lambda mode, clear_cache: asyncio.sleep(30),
+            output_processor=SimpleNamespace(request_states={f"chatcmpl-{n}": None for n in range(6)}),
+        )
+        engine._running_llm = llm  # type: ignore[assignment]
+        with pytest.raises(TimeoutError, match=r"chatcmpl-0, .*chatcmpl-3 and 2 more.*=0.25 s.*pause_mode to keep"):
+            await engine.pause()
+        assert engine._paused
 
     asyncio.run(main())
