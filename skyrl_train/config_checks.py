@@ -207,6 +207,12 @@ def _colocation(config: Config) -> Iterator[str]:
                 "them, set colocate_all to true or leave release at offload"
             )
         return
+    profiled = [key for key, megatron in _megatron_configs(config).items() if megatron.torch_profiler_config.enable]
+    if place.release == "exit" and profiled:
+        yield (
+            f"{profiled[0]}.torch_profiler_config.enable is true and trainer.placement.release exit: each step has new "
+            "processes, which count steps from 1, profile with release=offload"
+        )
     if not generator.run_engines_locally:
         yield (
             "trainer.placement.colocate_all is true and generator.run_engines_locally false: servers elsewhere cannot "

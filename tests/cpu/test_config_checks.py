@@ -94,6 +94,14 @@ def test_the_base_and_the_quickstart_pass():
             r"tensor_parallel_size is 4: leave it out and set generator\.inference_engine_tensor_parallel_size",
         ),
         (
+            [
+                "trainer.placement.colocate_all=true",
+                "trainer.placement.release=exit",
+                f"{MEGATRON}.torch_profiler_config.enable=true",
+            ],
+            "torch_profiler_config.enable is true and trainer.placement.release exit: .* profile with release=offload",
+        ),
+        (
             ["generator.engine_init_kwargs.logprobs_mode=raw_logprobs"],
             "logprobs_mode is 'raw_logprobs': leave it out, training relies on the value",
         ),
