@@ -114,7 +114,8 @@ class Learning:
         """Into the folder that does not hold the last version's."""
         if self._folders is not None:
             self._unfinished = next(folder for folder in self._folders if folder != self._saved)
-            await self._processes.policy.save_state(self._unfinished)
+            with self._timers("save_state"):
+                await self._processes.policy.save_state(self._unfinished)
 
     async def _is_sound(self, error: Exception) -> bool:
         """Whether the processes can go on after a job that left the weights alone.

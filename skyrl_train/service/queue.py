@@ -79,15 +79,15 @@ class JobQueue(Generic[J, R]):
             self._is_running = True
             try:
                 result = await self._run(job)
-            except asyncio.CancelledError:
-                _fail(answer, ServiceBroken(self._broken or "the service was stopped"))
-                raise
             except Exception as error:
                 log.exception("a job failed")
                 _fail(answer, await self._after(error))
             else:
                 if not answer.cancelled():
                     answer.set_result(result)
+            finally:
+                if not answer.done():  # cancelled in the job or in what makes it good
+                    _fail(answer, ServiceBroken(self._broken or "the service was stopped"))
 
     async def _after(self, error: Exception) -> Exception:
         """What the caller is told."""

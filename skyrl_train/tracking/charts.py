@@ -23,6 +23,7 @@ PHASE_COLORS = {
     "timing/convert_to_training_input": PURPLE,
     "timing/fwd_logprobs_values_reward": TEAL,
     "timing/policy_train": ORANGE,
+    "timing/save_state": "#a16207",
     "timing/sync_weights": RED,
 }
 STYLE: dict[Any, Any] = {

@@ -35,6 +35,7 @@ PHASES = (
     Phase("timing/convert_to_training_input", "prepare", True, "advantages, batches and their split over ranks"),
     Phase("timing/fwd_logprobs_values_reward", "forward", True, "old and reference logprobs"),
     Phase("timing/policy_train", "train", True, "forward, backward and optimizer steps"),
+    Phase("timing/save_state", "state", True, "the trainer's state, to take a job back (only in a service)"),
     Phase("timing/sync_weights", "sync", True, "new weights into the engines, with their verification"),
     Phase("timing/eval", "evaluate", False, "evaluation on held-out prompts or rows"),
     Phase("timing/save_hf_model", "save", False, "export of a Hugging Face checkpoint"),

@@ -111,8 +111,8 @@ class Learner:
         )
 
     async def _sync(self, groups: Sequence[Group], before_sync: Callable[[], Awaitable[None]]) -> SyncResult:
+        await before_sync()
         with self._timers("sync_weights"):
-            await before_sync()
             return await self.residency.sync_weights(groups)
 
     def _shards(self, experience: ExperienceBatch, num_mini_batches: int) -> Shards:

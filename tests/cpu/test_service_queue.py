@@ -14,6 +14,7 @@ from skyrl_train.service.learning import Learning
 from skyrl_train.service.queue import JobFailed, JobQueue, ServiceBroken, StaleSamples
 from skyrl_train.service.watch import watch
 from skyrl_train.tracking.timers import Timers
+from skyrl_train.trainer.learner import Learner as RealLearner
 
 Test = Callable[[], Awaitable[None]]
 
@@ -106,6 +107,22 @@ def test_stopping_ends_the_job_in_flight_and_refuses_those_that_wait():
         await queue.close()
         answers = await asyncio.gather(*waiting, return_exceptions=True)
         assert all(isinstance(one, ServiceBroken) for one in answers) and work.seen == [0]
+
+    asyncio.run(body())
+
+
+def test_stopping_in_the_middle_of_a_recovery_answers_the_job_that_failed():
+    async def body() -> None:
+        async def recover(error: Exception) -> str:
+            await asyncio.sleep(30)
+            raise AssertionError
+
+        queue = JobQueue(Work().run, recover)
+        waiting = asyncio.ensure_future(queue.submit("bad"))
+        await asyncio.sleep(0.05)
+        await queue.close()
+        with pytest.raises(ServiceBroken, match="the service was stopped"):
+            await asyncio.wait_for(waiting, 1)
 
     asyncio.run(body())
 
@@ -220,8 +237,9 @@ def test_after_a_failure_the_last_version_goes_on_and_its_state_is_never_written
         policy = Policy(calls)
         learner = Learner(policy, calls)
         learning = Learning(Processes(policy), learner, Timers(), state_path="/s", max_model_len=9)  # type: ignore[arg-type]
-        await learning.run(SftJob(()))
+        metrics = await learning.run(SftJob(()))
         assert calls == ["save 1 in a", "rollout"] and learning.policy_version == 1
+        assert metrics["timing/save_state"] > 0
         calls.clear()
         learner.fails_in = fails_in
         with pytest.raises((ValueError, RemoteFailed)) as error:
@@ -232,6 +250,23 @@ def test_after_a_failure_the_last_version_goes_on_and_its_state_is_never_written
         learner.fails_in = ""
         await learning.run(SftJob(()))
         assert calls == ["save 2 in b", "rollout"] and learning.policy_version == 2
+
+    asyncio.run(body())
+
+
+def test_the_time_of_writing_a_state_is_not_that_of_the_sync():
+    async def body() -> None:
+        learner, timers = RealLearner.__new__(RealLearner), Timers()
+        learner._timers, learner.residency = timers, Residency([])  # type: ignore[assignment]
+
+        async def write() -> None:
+            with timers("save_state"):
+                await asyncio.sleep(0.05)
+
+        with timers("step"):
+            await learner._sync((), write)
+        times = timers.metrics()
+        assert times["timing/save_state"] >= 0.05 > times["timing/sync_weights"]
 
     asyncio.run(body())
 
