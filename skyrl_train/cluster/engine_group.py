@@ -233,11 +233,10 @@ class EngineGroup:
         outcomes = await _outcomes(place.call(what, method, *args, timeout_s=timeout_s, **kwargs) for place in asked)
         failed = [(place, one) for place, one in zip(asked, outcomes, strict=True) if isinstance(one, RemoteFailed)]
         for place, error in failed:
-            if not place.is_up:
-                continue
-            if await place.lives():
+            if place.is_up and await place.lives():
                 raise error
-            self._lose(place, str(error))
+            if place.is_up:  # else a request has noticed its loss meanwhile
+                self._lose(place, str(error))
         if not self._up:
             raise RemoteFailed(self._none_is_left()) from (failed[0][1] if failed else None)
 

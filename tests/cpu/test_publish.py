@@ -413,6 +413,28 @@ def test_an_engine_that_dies_while_it_falls_asleep_or_wakes_is_dropped(monkeypat
     in_world(monkeypatch, main, max_restarts=0)
 
 
+def test_an_engine_whose_loss_is_noticed_twice_is_replaced_once(monkeypatch: pytest.MonkeyPatch):
+    """A request hears of it while the call that failed asks whether it lives."""
+
+    async def main(world: World) -> None:
+        def refuse(**kwargs: Any) -> None:
+            raise ValueError("no room")
+
+        def notice(patience_s: float) -> None:
+            world.engines._lose(world.engines._places[0], "its stream broke off")
+            raise TimeoutError
+
+        world.actors[0].answers |= {"sleep": refuse, "ping": notice}
+        await world.engines.sleep()
+        while not world.engines.has_replacement:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
+        assert [engine.called for engine in world.actors[2:]] == [["start"], [], [], []]
+        assert world.engines._places[0].lost_because == "its stream broke off"
+
+    in_world(monkeypatch, main)
+
+
 def test_an_engine_that_lives_and_cannot_sleep_ends_the_run(monkeypatch: pytest.MonkeyPatch):
     async def main(world: World) -> None:
         def refuse(**kwargs: Any) -> None:
