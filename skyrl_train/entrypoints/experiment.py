@@ -142,8 +142,12 @@ class Experiment(Run[Config, Processes]):
 
     def introduction(self, layout: str) -> dict[str, str]:
         trainer, generator = self.config.trainer, self.config.generator
+        servers = generator.remote_inference_engine_urls
+        engines = f"{generator.num_inference_engines} engine(s)"
+        if not generator.run_engines_locally:
+            engines = f"{len(servers)} vLLM server(s) that run already"
         return {
-            "model": f"{trainer.policy.model.path}, {layout}, {generator.num_inference_engines} engine(s)",
+            "model": f"{trainer.policy.model.path}, {layout}, {engines}",
             "data": f"{len(self.train_prompts)} prompts, {len(self.val_prompts)} held out",
             "steps": f"{self.num_steps} of {trainer.train_batch_size} prompts x "
             f"{generator.n_samples_per_prompt} samples, "

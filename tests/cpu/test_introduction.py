@@ -1,0 +1,24 @@
+"""What a run says of itself before it starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyrl_train.config import load_config
+from skyrl_train.entrypoints.experiment import Experiment
+
+SERVERS = "generator.remote_inference_engine_urls=[http://a:1,http://b:1]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["generator.num_inference_engines=3"], "3 engine(s)"),
+        (["generator.run_engines_locally=false", SERVERS], "2 vLLM server(s) that run already"),
+    ],
+)
+def test_a_run_says_what_it_draws_from(overrides: list[str], expected: str):
+    run = Experiment.__new__(Experiment)
+    run.config = load_config(["trainer.policy.model.path=tiny", *overrides])
+    run.train_prompts, run.val_prompts = [], []
+    assert run.introduction("one rank")["model"] == f"tiny, one rank, {expected}"
