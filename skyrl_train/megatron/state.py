@@ -28,8 +28,10 @@ def state_file(folder: str | Path, rank: int) -> Path:
 
 
 def save_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> int:
-    """Write the file, or leave the one that is there; returns its bytes.
+    """Write the file, which is there when it is whole; returns its bytes.
 
+    An older one goes first: nobody can return to it (a service writes into the folder that does not hold the last
+    version's), and beside it the new one would take its place in memory or on the disk once more.
     Views of one storage are written once, so Megatron's flat buffers are written as they are.
     """
     state = {
@@ -42,6 +44,7 @@ def save_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: Para
         "random": _random_states(),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
     unfinished = file.with_suffix(".tmp")
     torch.save(state, unfinished)
     unfinished.replace(file)

@@ -130,3 +130,22 @@ def test_the_state_of_weights_in_another_order_is_refused(tmp_path: Path):
     other.last, other.first = one.last, one.first
     with pytest.raises(ValueError, match="holds the weights of another model or layout, or of other layers"):
         load_state(file, [other], NO_OPTIMIZER, ranks, 3)
+
+
+def test_an_older_state_makes_room_before_the_new_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ranks = ParallelRanks(tp_rank=0, pp_rank=0, dp_rank=0, cp_rank=0, dp_size=1, is_last_stage=True)
+    file, save, found = tmp_path / "rank_0.pt", torch.save, []
+
+    def full(state: Any, target: Path) -> None:
+        found.append(sorted(one.name for one in tmp_path.iterdir()))
+        save(state, target)
+        if len(found) == 3:
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    for version in (1, 2):
+        save_state(file, [_Frozen(trains_first=True)], NO_OPTIMIZER, ranks, version)
+        load_state(file, [_Frozen(trains_first=True)], NO_OPTIMIZER, ranks, version)
+    with pytest.raises(OSError, match="No space left"):
+        save_state(file, [_Frozen(trains_first=True)], NO_OPTIMIZER, ranks, 3)
+    assert found == [[], [], []] and not file.exists(), "half a state never has the name of a whole one"
