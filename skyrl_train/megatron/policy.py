@@ -28,6 +28,7 @@ from skyrl_train.megatron.lora_export import adapter_specs, merged, save_adapter
 from skyrl_train.megatron.lora_sums import checked_adapters
 from skyrl_train.megatron.memory import OPTIMIZER, WEIGHTS, DeviceMemory
 from skyrl_train.megatron.model import build_model, build_optimizer, dtype_of, set_learning_rate
+from skyrl_train.megatron.old_logprobs import OldLogprobs
 from skyrl_train.megatron.packing import Packer
 from skyrl_train.megatron.parallel import join
 from skyrl_train.megatron.profiling import Tracer, span
@@ -68,7 +69,7 @@ class MegatronPolicy:
             device(),
             sequence_parallel=self.model.bridge.config.sequence_parallel,
         )
-        self._old_logprobs: Tensor | None = None
+        self._old: OldLogprobs | None = None
         self._tracer = Tracer(config.torch_profiler_config, "policy", rendezvous.rank)
         self._live_sums: LiveSums | None = None
 
@@ -101,12 +102,11 @@ class MegatronPolicy:
         self._memory.require("keep_old_logprobs", WEIGHTS)
         goal = self._objective
         with self._tracer("old_logprobs"):
-            self._old_logprobs = batch_logprobs(
-                self.model, self._packer, batch, goal.temperature, goal.logprobs_chunk_size
-            )
-        if self._old_logprobs is None or ref_logprobs is None or not self.ranks.reports:
+            logprobs = batch_logprobs(self.model, self._packer, batch, goal.temperature, goal.logprobs_chunk_size)
+        self._old = None if logprobs is None else OldLogprobs(batch, self.policy_version, logprobs)
+        if logprobs is None or ref_logprobs is None or not self.ranks.reports:
             return None
-        kl = KL_ESTIMATORS[self._objective.kl_estimator](self._old_logprobs, ref_logprobs) * batch.loss_mask
+        kl = KL_ESTIMATORS[self._objective.kl_estimator](logprobs, ref_logprobs) * batch.loss_mask
         sample = torch.repeat_interleave(torch.arange(len(batch.advantages)), batch.cu_seqlens.diff().long())
         return torch.zeros(len(batch.advantages)).index_add_(0, sample, kl)
 
@@ -146,7 +146,8 @@ class MegatronPolicy:
         self, batch: TrainBatch, ref_logprobs: Tensor | None, epochs: int, objective: Objective
     ) -> UpdateReport:
         started = time.perf_counter()
-        old, self._old_logprobs = self._old_logprobs, None
+        kept, self._old = self._old, None
+        old = None if kept is None else kept.of(batch, self.policy_version)
         passes: list[PassMetrics] = []
         norms: list[float] = []
         skipped, lr, flops = 0, 0.0, 0.0

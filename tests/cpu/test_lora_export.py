@@ -249,7 +249,8 @@ def _score(rendezvous: Rendezvous, arguments: tuple[Any, ...]) -> Any:
     if lora is not None:
         return policy.reference_logprobs(batch)
     policy.keep_old_logprobs(batch)
-    return policy._old_logprobs
+    assert policy._old is not None
+    return policy._old.values
 
 
 def test_the_reference_is_the_base_model_bit_for_bit(tmp_path: Path):

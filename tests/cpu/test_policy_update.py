@@ -172,10 +172,14 @@ def _score(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str,
     sampled, plain = (batch_logprobs(policy.model, policy._packer, batch, t, chunk=7) for t in (0.7, 1.0))
     assert sampled is not None
     terms = (sampled + 5.0).square() / 2 * batch.loss_mask
+    logprobs = policy.logprobs(batch)
+    kl = policy.keep_old_logprobs(batch, torch.full_like(sampled, -5.0))
+    policy.keep_old_logprobs(replace(batch, token_ids=batch.token_ids.roll(1)))  # a job that fails before its update
     return {
+        "approx_kl": policy.update(batch, torch.zeros_like(sampled)).metrics["policy/approx_kl"],
         "plain": plain,
-        "logprobs": policy.logprobs(batch),
-        "kl": policy.keep_old_logprobs(batch, torch.full_like(sampled, -5.0)),
+        "logprobs": logprobs,
+        "kl": kl,
         "expected_kl": torch.stack([part.sum() for part in terms.split(batch.cu_seqlens.diff().tolist())]),
     }
 
@@ -183,6 +187,7 @@ def _score(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str,
 def test_the_rewards_kl_is_of_the_configured_estimator_at_the_sampling_temperature(dense: Path):
     (result,) = run_on_ranks(_score, (make_trial(dense, [7, 30, 12, 9]), layout(1, {})), 1, timeout_s=120)
     torch.testing.assert_close(result["kl"], result["expected_kl"])
+    assert abs(result["approx_kl"]) < 1e-6, "an update compared with the logprobs of another job"
 
 
 def test_logprobs_are_those_of_temperature_1(dense: Path):
