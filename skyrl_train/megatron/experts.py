@@ -4,6 +4,9 @@ The weights stay parameters of their own, under Transformer Engine's names. But 
 from their construction, and again in the flat buffers that Megatron's data-parallel wrapper moves them (and their
 float32 gradients) to, which it fills from the last registered parameter to the first. So all of them are one strided
 view [experts, out, in], and nothing is copied. Whether they still lie so is asked at every product, of their addresses.
+
+The one product gives gradients of the weights in bfloat16, which are then added to the float32 buffer; a product per
+expert adds in float32 (gradients.py).
 """
 
 from __future__ import annotations
