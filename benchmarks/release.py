@@ -26,10 +26,11 @@ from skyrl_train.batching.build import build_experience
 from skyrl_train.batching.split import split
 from skyrl_train.cluster.launch import launch_policy
 from skyrl_train.cluster.policy_group import Shards
-from skyrl_train.cluster.release import OPTIMIZER, WEIGHTS, Exit, Offload, Release, Stay
+from skyrl_train.cluster.release import Exit, Offload, Release, Stay
 from skyrl_train.cluster.session import Cluster, connect
 from skyrl_train.config import Config, load_config
 from skyrl_train.quickstart_task import model_config, tokenizer
+from skyrl_train.ranks import OPTIMIZER, WEIGHTS
 from skyrl_train.trainer.rules import advantage, micro_batch_rules, objective
 from skyrl_train.types import Group, Metrics, Prompt, Sample, TrainBatch
 
@@ -51,12 +52,13 @@ def main() -> int:
                 f"trainer.placement.policy_num_gpus_per_node={options.ranks}",
                 f"trainer.train_batch_size={PROMPTS}",
                 f"trainer.policy_mini_batch_size={PROMPTS // 2}",
+                f"trainer.placement.state_path={folder}/turns",
                 "trainer.algorithm.use_kl_loss=false",
                 "trainer.policy.optimizer_config.lr=1e-3",
                 *options.overrides,
             ]
         )
-        modes: dict[str, Release] = {"none": Stay(), "offload": Offload(), "exit": Exit(f"{folder}/turns")}
+        modes: dict[str, Release] = {"none": Stay(), "offload": Offload(), "exit": Exit(config.trainer)}
         expected: tuple[list[Any], list[Metrics]] | None = None
         failed = False
         for name, release in modes.items():

@@ -34,11 +34,11 @@ from rich.console import Console
 from rich.table import Table
 
 from skyrl_train.cluster.launch import Processes, launch
-from skyrl_train.cluster.release import WEIGHTS
 from skyrl_train.cluster.session import connect
 from skyrl_train.config import Config, load_config
 from skyrl_train.device import device_type
 from skyrl_train.inference.settings import EngineSettings, engine_arguments, set_environment
+from skyrl_train.ranks import WEIGHTS
 from skyrl_train.trainer.rules import objective
 
 REPEATS = 5

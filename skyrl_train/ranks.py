@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from skyrl_train.types import Metrics
 
+WEIGHTS, OPTIMIZER = "weights", "optimizer"
+"""What the policy's ranks hold on their devices, and give back one by one; the gradients go with the optimizer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:

@@ -13,12 +13,13 @@ from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.engine_settings import all_engine_settings, lora_arguments
 from skyrl_train.cluster.placement import Demand, Placement, PlacementError, Slot
 from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
-from skyrl_train.cluster.release import WEIGHTS, Release, Stay, build_release
+from skyrl_train.cluster.release import Release, Stay, build_release
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.worker_group import WorkerGroup
 from skyrl_train.config import Config, MegatronConfig, TrainingConfig
 from skyrl_train.hub import seen_from_anywhere
 from skyrl_train.inference.settings import EngineSettings, RemoteEngineSettings
+from skyrl_train.ranks import WEIGHTS
 
 POLICY, REFERENCE, ENGINES = "policy ranks", "reference ranks", "engines"
 

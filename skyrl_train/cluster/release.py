@@ -14,13 +14,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
 from skyrl_train.config import TrainerConfig
-from skyrl_train.ranks import Moved
+from skyrl_train.ranks import OPTIMIZER, Moved
 
 REMOVE_S = 60
 """Patience with nodes that remove a run's states."""
 STATE_FOLDERS = ("a", "b")
 """Of a service, in the folder of its states: it writes into one while the other is whole."""
-WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 
 class Release(Protocol):

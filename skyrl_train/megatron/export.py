@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from skyrl_train.megatron.model import Model
+from skyrl_train.megatron.shards import gather_parts, join_parts
 from skyrl_train.weight_sync.bucket import TensorSpec
 
 Read = Callable[[torch.nn.Parameter | Tensor], Tensor]
@@ -138,9 +139,11 @@ def export(
     """
     for task in export_tasks(model):
         part = read(task.tensor)
-        whole = part if task.shard_axis is None else _join(_all_gather(part, _shard_group(task)), task)
+        whole = part
+        if task.shard_axis is not None:
+            whole = join_parts(gather_parts(part, _shard_group(task)), task.shard_axis, is_gated=task.is_gated)
         ep_group = parallel_state.get_expert_model_parallel_group()
-        copies = _all_gather(whole, ep_group) if task.is_expert else [whole]
+        copies = gather_parts(whole, ep_group) if task.is_expert else [whole]
         for mcore_name, copy in zip(task.mcore_names, copies, strict=True):
             for name, tensor in zip(*model.bridge._weight_to_hf_format(mcore_name, copy), strict=True):
                 yield name, tensor.to(dtype_of_name(name, dtype))
@@ -229,24 +232,6 @@ def _shard_group(task: ExportTask) -> dist.ProcessGroup:
     if task.is_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
-
-
-def _all_gather(part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    if group.size() == 1:
-        return [part]
-    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, part.contiguous(), group=group)
-    return parts
-
-
-def _join(parts: list[Tensor], task: ExportTask) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    assert task.shard_axis is not None
-    if task.is_gated:
-        gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
-        return torch.cat([*gates, *ups])
-    return torch.cat(parts, dim=task.shard_axis)
 
 
 def dtype_of_name(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -33,6 +33,7 @@ from skyrl_train.config import LoraConfig
 from skyrl_train.megatron.experts import grouped_linear
 from skyrl_train.megatron.lora_dropout import OF_EXPERT_TENSOR_RANKS, OF_TENSOR_RANKS, OF_THIS_RANK, drop
 from skyrl_train.megatron.norm import rms_norm
+from skyrl_train.megatron.shards import gather_parts, join_parts
 
 Factors = Callable[[str], tuple[Tensor, Tensor]]
 """Hugging Face module -> whole A [r, in] and B [out, r]."""
@@ -89,21 +90,10 @@ class Site:
 
     def join(self, part: Tensor, axis: int) -> Tensor:
         """The whole of which `cut` gives the parts: [E, rows, r] or [E, P, r, columns]. A collective."""
-        if self.shard_axis != axis or self.group.size() == 1:
+        if self.shard_axis != axis:
             return part
-        parts = _all_gather(part, self.group)
-        if axis == 1:
-            return torch.cat(parts, dim=-1)
-        if self.is_gated:
-            gates, ups = zip(*(one.chunk(2, dim=1) for one in parts), strict=True)
-            return torch.cat([*gates, *ups], dim=1)
-        return torch.cat(parts, dim=1)
-
-
-def _all_gather(part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, part.contiguous(), group=group)
-    return parts
+        parts = gather_parts(part, self.group)
+        return join_parts(parts, 1 if axis == 0 else -1, is_gated=self.is_gated and axis == 0)
 
 
 class Adapter(torch.nn.Module):
@@ -227,7 +217,7 @@ class Adapter(torch.nn.Module):
         """
         a, b = self.site.join(read(self.lora_A), 1), self.site.join(read(self.lora_B), 0)
         if self.site.is_expert and (group := parallel_state.get_expert_model_parallel_group()).size() > 1:
-            a, b = torch.cat(_all_gather(a, group)), torch.cat(_all_gather(b, group))
+            a, b = torch.cat(gather_parts(a, group)), torch.cat(gather_parts(b, group))
         part_of_row = self.site.part_of_row.to(b.device)
         for modules, downs, rows in zip(self.site.modules, a, b, strict=True):
             for part, module in enumerate(modules):

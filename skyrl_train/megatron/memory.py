@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from skyrl_train.device import empty_cache, synchronize
 from skyrl_train.megatron.host_memory import HostMemory
 from skyrl_train.megatron.storages import Piece, pieces_of, storage_key
-from skyrl_train.ranks import Moved
+from skyrl_train.ranks import OPTIMIZER, WEIGHTS, Moved
 
-WEIGHTS, OPTIMIZER = "weights", "optimizer"
 PARTS = (WEIGHTS, OPTIMIZER)
-"""`optimizer` is the optimizer's state with the gradients."""
 
 
 class Offloaded(RuntimeError):

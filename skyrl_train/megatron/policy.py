@@ -26,7 +26,7 @@ from skyrl_train.megatron.live_sums import LiveSums
 from skyrl_train.megatron.lora import Lora
 from skyrl_train.megatron.lora_export import adapter_specs, merged, save_adapter
 from skyrl_train.megatron.lora_sums import checked_adapters
-from skyrl_train.megatron.memory import OPTIMIZER, WEIGHTS, DeviceMemory
+from skyrl_train.megatron.memory import DeviceMemory
 from skyrl_train.megatron.model import build_model, build_optimizer, dtype_of, set_learning_rate
 from skyrl_train.megatron.old_logprobs import OldLogprobs
 from skyrl_train.megatron.packing import Packer
@@ -36,7 +36,7 @@ from skyrl_train.megatron.reference import batch_logprobs
 from skyrl_train.megatron.schedule import learning_rate
 from skyrl_train.megatron.state import load_state, save_state, state_file
 from skyrl_train.megatron.step import PassMetrics, forward_backward
-from skyrl_train.ranks import Moved, Rendezvous, UpdateReport
+from skyrl_train.ranks import OPTIMIZER, WEIGHTS, Moved, Rendezvous, UpdateReport
 from skyrl_train.types import Metrics, TrainBatch
 from skyrl_train.weight_sync.bucket import TensorSpec
 

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from skyrl_train.config import MegatronConfig
 from skyrl_train.device import device
-from skyrl_train.megatron.memory import WEIGHTS, DeviceMemory
+from skyrl_train.megatron.memory import DeviceMemory
 from skyrl_train.megatron.model import Model, build_model, dtype_of
 from skyrl_train.megatron.packing import Packer
 from skyrl_train.megatron.parallel import join
 from skyrl_train.megatron.profiling import Tracer
 from skyrl_train.megatron.step import forward_logprobs
-from skyrl_train.ranks import Moved, Rendezvous
+from skyrl_train.ranks import WEIGHTS, Moved, Rendezvous
 from skyrl_train.types import TrainBatch
 
 

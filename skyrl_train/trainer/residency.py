@@ -12,9 +12,9 @@ from typing import Literal, Protocol
 
 from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
-from skyrl_train.cluster.release import OPTIMIZER, WEIGHTS, Release
+from skyrl_train.cluster.release import Release
 from skyrl_train.cluster.weight_way import SyncResult
-from skyrl_train.ranks import Moved
+from skyrl_train.ranks import OPTIMIZER, WEIGHTS, Moved
 from skyrl_train.trainer.memory_report import MemoryReport
 from skyrl_train.trainer.publish import Publisher
 from skyrl_train.types import Group, Metrics

@@ -67,13 +67,13 @@ def swapped_pair(model: Model, dtype: torch.dtype) -> Named:
 
 def a_shard_twice(model: Model, dtype: torch.dtype) -> Named:
     """Every rank's part in the place of its neighbour's."""
-    gather = export_module._all_gather
+    gather = export_module.gather_parts
 
     def own_part(part: Tensor, group: Any) -> list[Tensor]:
         return [part] * len(gather(part, group))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_module, "_all_gather", own_part)
+        patch.setattr(export_module, "gather_parts", own_part)
         yield from export(model, dtype)
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from skyrl_train.cluster import release
 from skyrl_train.cluster.policy_group import PolicyGroup
-from skyrl_train.cluster.release import OPTIMIZER, WEIGHTS, Exit, build_release, states_folder
+from skyrl_train.cluster.release import Exit, build_release, states_folder
 from skyrl_train.config import ConfigError, load_config
+from skyrl_train.ranks import OPTIMIZER, WEIGHTS
 
 
 class Policy(PolicyGroup):
