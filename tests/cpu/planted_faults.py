@@ -26,12 +26,12 @@ class FaultyPolicy(MegatronPolicy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._tasks: list[export_module.ExportTask] = []
-        self._old: dict[str, Tensor] = {}
+        self._weights_before: dict[str, Tensor] = {}
 
     def remember(self) -> None:
         """What a faulty export will take for the weights later: those of this moment."""
         self._tasks = [replace(one, tensor=_copy(one.tensor)) for one in export_module.export_tasks(self.model)]
-        self._old = {name: tensor.clone() for name, tensor in _export(self.model, torch.float32)}
+        self._weights_before = {name: tensor.clone() for name, tensor in _export(self.model, torch.float32)}
 
     def plant(self, fault: str) -> None:
         """On the first stage alone: after its failure the next stages are not asked to send."""
@@ -61,7 +61,7 @@ class FaultyPolicy(MegatronPolicy):
         found = dict(_export(self.model, dtype))
         names = list(found)
         if fault == TENSOR and STALE in found:
-            found[STALE] = self._old[STALE]
+            found[STALE] = self._weights_before[STALE]
         elif fault == SWAP:
             one, other = [name for name in names if name.endswith("o_proj.weight")][:2]
             found[one], found[other] = found[other], found[one]
