@@ -1,38 +1,22 @@
 """Triton kernels against float64 autograd of the formulas.
 
-They need one GPU; `TRITON_INTERPRET=1 python -m pytest tests/gpu/test_kernels.py` runs them on the CPU where Triton is
-installed.
+`TRITON_INTERPRET=1 python -m pytest tests/gpu/test_kernels.py` runs them without a GPU, where Triton is installed.
 """
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpus(1)]
-DEVICE = "cpu" if INTERPRETED else "cuda"
-DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
-"""Largest difference to float64, relative to the largest value."""
+from tests.gpu.triton_cases import DEVICE, DTYPES, WHERE, assert_near, random
 
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+pytestmark = WHERE
 
 
 def exact(x: Tensor) -> Tensor:
     return x.detach().double().requires_grad_()
-
-
-def assert_near(mine: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
-    scale = float(theirs.abs().max().clamp(min=1e-6))
-    assert mine.shape == theirs.shape
-    assert float((mine.double() - theirs).abs().max()) <= ROUNDING[dtype] * scale
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,28 +1,19 @@
 """Tokens sent to their experts and back, against float64 sums over the routing map.
 
-They need one GPU; `TRITON_INTERPRET=1 python -m pytest tests/gpu/test_permute.py` runs them on the CPU where Triton is
-installed.
+`TRITON_INTERPRET=1 python -m pytest tests/gpu/test_permute.py` runs them without a GPU, where Triton is installed.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpus(1)]
-DEVICE = "cpu" if INTERPRETED else "cuda"
-DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
-"""Largest difference to float64, relative to the largest value."""
+from tests.gpu.triton_cases import DEVICE, DTYPES, INTERPRETED, WHERE, assert_near, random
 
-
-def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+pytestmark = WHERE
 
 
 def routing(kind: str) -> Tensor:
@@ -34,12 +25,6 @@ def routing(kind: str) -> Tensor:
     else:
         chosen = torch.zeros(37, 8, dtype=torch.bool).scatter_(1, scores.topk(2).indices, True)
     return (chosen[:0] if kind == "no tokens" else chosen).to(DEVICE)
-
-
-def assert_near(mine: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
-    assert mine.shape == theirs.shape
-    if theirs.numel():
-        assert float((mine.detach().double() - theirs).abs().max()) <= ROUNDING[dtype] * float(theirs.abs().max())
 
 
 @pytest.fixture
