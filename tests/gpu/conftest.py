@@ -2,6 +2,7 @@
 
     python -m pytest tests/gpu -q            # all that this machine has the GPUs for
     python -m pytest tests/gpu -q -n 4       # four at once (pytest-xdist): most of the time is importing
+    python -m pytest tests/gpu -q --gpus 2   # only those that need exactly two
 
 They build on the models and jobs of tests/cpu.
 """
@@ -18,11 +19,24 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path[:0] = [str(Path(__file__).parents[1] / "cpu"), str(Path(__file__).parents[2])]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpus", type=int, help="only the tests that need exactly this many GPUs")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
-    present = torch.cuda.device_count()
+    present, wanted = torch.cuda.device_count(), config.getoption("--gpus")
+    if wanted is not None:
+        others = [item for item in items if needed(item) != wanted]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if needed(item) == wanted]
     for item in items:
-        marker = item.get_closest_marker("gpus")
-        if marker is not None and marker.args[0] > present:
-            item.add_marker(pytest.mark.skip(reason=f"needs {marker.args[0]} GPUs, {present} here"))
+        if needed(item) > present:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed(item)} GPUs, {present} here"))
+
+
+def needed(item: pytest.Item) -> int:
+    """GPUs."""
+    marker = item.get_closest_marker("gpus")
+    return 0 if marker is None else marker.args[0]
