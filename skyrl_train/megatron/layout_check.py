@@ -27,9 +27,9 @@ from skyrl_train.megatron.lora_export import export_adapter
 from skyrl_train.megatron.model import Model, build_model, build_optimizer, dtype_of
 from skyrl_train.megatron.packing import Packer
 from skyrl_train.megatron.parallel import join
-from skyrl_train.megatron.policy import step_metrics
 from skyrl_train.megatron.reference import batch_logprobs
 from skyrl_train.megatron.step import forward_backward
+from skyrl_train.megatron.step_metrics import step_metrics
 from skyrl_train.ranks import ParallelRanks, Rendezvous, pad_multiple
 from skyrl_train.types import ExperienceBatch, Metrics, TrainBatch
 
