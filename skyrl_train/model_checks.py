@@ -16,7 +16,7 @@ OWN_STAGES = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Settings of Megatron's TransformerConfig with which layers need not divide evenly."""
+"""Settings of Megatron's TransformerConfig that say which layers lie on which stage."""
 
 
 def model_problems(config: Config) -> Iterator[str]:
@@ -92,11 +92,11 @@ def _cut(shape: dict[str, Any], megatron: MegatronConfig, path: str) -> Iterator
     layers = shape.get("num_hidden_layers")
     stages = pp * vpp
     own_stages = any(name in megatron.transformer_config_kwargs for name in OWN_STAGES)
-    if layers is not None and layers % stages and not own_stages:
+    if layers is not None and layers < stages and not own_stages:
         interleaved = f" x virtual_pipeline_model_parallel_size {vpp}" if vpp > 1 else ""
         yield (
-            f"{path}.pipeline_model_parallel_size {pp}{interleaved} is {stages} stages: they must divide the model's "
-            f"{layers} layers (transformer_config_kwargs.{OWN_STAGES[0]} makes uneven stages)"
+            f"{path}.pipeline_model_parallel_size {pp}{interleaved} is {stages} stages, more than the model's {layers} "
+            "layers: each stage needs one"
         )
     experts = next((shape[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if shape.get(k)), None)
     ep = megatron.expert_model_parallel_size

@@ -21,6 +21,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from skyrl_train.checkpoint import tensor_files
 from skyrl_train.config import MegatronConfig
 from skyrl_train.megatron.families import corrections, family
+from skyrl_train.megatron.flops import matrix_weights
+from skyrl_train.megatron.stages import layers_of_stages, megatron_layout
+from skyrl_train.model_checks import OWN_STAGES
 
 PINNED = {
     "calculate_per_token_loss": "the gradient would depend on the number of micro-batches and ranks",
@@ -110,11 +113,24 @@ def build_bridge(path: str, megatron: MegatronConfig, dtype: torch.dtype, *, tor
         fields["moe_router_bias_update_rate"] = 0.0
         # Megatron's own load-balancing loss is one of each micro-batch; balance.py has that of the mini-batch.
         fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+    fields |= _stages(hf_config, megatron)
     for name in megatron.transformer_config_kwargs:
         if name in PINNED:
             raise ValueError(f"megatron_config.transformer_config_kwargs.{name} cannot be set: {PINNED[name]}")
     bridge.set_extra_args(**(fields | megatron.transformer_config_kwargs))
     return bridge
+
+
+def _stages(hf_config: PretrainedConfig, megatron: MegatronConfig) -> dict[str, Any]:
+    """Uneven pipeline stages, where Megatron's even ones are not the best and no others are asked for."""
+    size = megatron.pipeline_model_parallel_size
+    if size == 1 or any(name in megatron.transformer_config_kwargs for name in OWN_STAGES):
+        return {}
+    costs, head = matrix_weights(hf_config)
+    counts = layers_of_stages(costs, head, size * (megatron.virtual_pipeline_model_parallel_size or 1))
+    if len(set(counts)) == 1:
+        return {}
+    return {"pipeline_model_parallel_layout": megatron_layout(counts, size)}
 
 
 def check_all_weights_are_read(bridge: Bridge, modules: list[GPTModel], folder: str) -> None:

@@ -32,30 +32,58 @@ class ModelCost:
 
 def model_cost(config: PretrainedConfig) -> ModelCost:
     """The cost of a Hugging Face model, dense or mixture of experts, with grouped-query or multi-latent attention."""
-    hidden, layers = config.hidden_size, config.num_hidden_layers
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    layers, output = matrix_weights(config)
+    score_dim = _attention(config)[1]
+    return ModelCost(
+        matrix_weights=sum(layers) + output,
+        attention_width=len(layers) * config.num_attention_heads * score_dim,
+    )
+
+
+def matrix_weights(config: PretrainedConfig) -> tuple[list[int], int]:
+    """Weights of the matrices that a token passes in each layer, and in the output layer."""
+    hidden = config.hidden_size
+    attention = _attention(config)[0]
+    mlps = {"dense": 3 * hidden * config.intermediate_size, "sparse": _sparse(config)}
+    layers = [attention + mlps[kind] for kind in _kinds(config)]
+    return layers, hidden * config.vocab_size
+
+
+def _attention(config: PretrainedConfig) -> tuple[int, int]:
+    """Weights of a layer's attention, and size of a key + size of a value."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):
         q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
         q_dim, v_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
         query = hidden * q_rank + q_rank * heads * q_dim if q_rank else hidden * heads * q_dim
         key_value = hidden * (kv_rank + config.qk_rope_head_dim) + kv_rank * heads * (config.qk_nope_head_dim + v_dim)
-        attention, score_dim = query + key_value + heads * v_dim * hidden, q_dim + v_dim
-    else:
-        attention = hidden * head_dim * (2 * heads + 2 * config.num_key_value_heads)
-        score_dim = 2 * head_dim
-    experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
-    experts = experts or getattr(config, "num_local_experts", None)
-    dense = 3 * hidden * config.intermediate_size
-    if experts:
-        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        shared = (getattr(config, "n_shared_experts", 0) or 0) * width
-        shared += getattr(config, "shared_expert_intermediate_size", 0) or 0
-        sparse = 3 * hidden * (width * config.num_experts_per_tok + shared) + hidden * experts
-        kinds = getattr(config, "mlp_layer_types", None)
-        num_dense = kinds.count("dense") if kinds else getattr(config, "first_k_dense_replace", 0) or 0
-    else:
-        sparse, num_dense = 0, layers
-    matrices = layers * attention + num_dense * dense + (layers - num_dense) * sparse + hidden * config.vocab_size
+        return query + key_value + heads * v_dim * hidden, q_dim + v_dim
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    return hidden * head_dim * (2 * heads + 2 * config.num_key_value_heads), 2 * head_dim
 
-    return ModelCost(matrix_weights=matrices, attention_width=layers * heads * score_dim)
+
+def _num_experts(config: PretrainedConfig) -> int:
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((count for name in names if (count := getattr(config, name, None))), 0)
+
+
+def _sparse(config: PretrainedConfig) -> int:
+    """Weights of the experts that a token passes, shared ones with them, and of their router."""
+    experts = _num_experts(config)
+    if not experts:
+        return 0
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    shared = (getattr(config, "n_shared_experts", 0) or 0) * width
+    shared += getattr(config, "shared_expert_intermediate_size", 0) or 0
+    return 3 * config.hidden_size * (width * config.num_experts_per_tok + shared) + config.hidden_size * experts
+
+
+def _kinds(config: PretrainedConfig) -> list[str]:
+    """Of each layer, whether its MLP is "dense" or "sparse" (a mixture of experts)."""
+    layers = config.num_hidden_layers
+    if not _num_experts(config):
+        return ["dense"] * layers
+    if kinds := getattr(config, "mlp_layer_types", None):
+        return list(kinds)
+    first = getattr(config, "first_k_dense_replace", 0) or 0
+    return ["dense"] * first + ["sparse"] * (layers - first)

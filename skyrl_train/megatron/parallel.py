@@ -10,6 +10,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from skyrl_train.config import MegatronConfig
 from skyrl_train.device import allocate_in_pages, device_type, distributed_backend
+from skyrl_train.megatron.groups import few_groups
 from skyrl_train.ranks import ParallelRanks, Rendezvous
 
 
@@ -37,15 +38,16 @@ def join(rendezvous: Rendezvous, config: MegatronConfig, seed: int) -> ParallelR
 
 def join_layout(config: MegatronConfig, seed: int) -> ParallelRanks:
     """Build Megatron's groups over the default process group."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor_model_parallel_size,
-        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
-        context_parallel_size=config.context_parallel_size,
-        expert_model_parallel_size=config.expert_model_parallel_size,
-        expert_tensor_parallel_size=config.expert_tensor_parallel_size or config.tensor_model_parallel_size,
-        create_gloo_process_groups=False,
-    )
+    with few_groups():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+            context_parallel_size=config.context_parallel_size,
+            expert_model_parallel_size=config.expert_model_parallel_size,
+            expert_tensor_parallel_size=config.expert_tensor_parallel_size or config.tensor_model_parallel_size,
+            create_gloo_process_groups=False,
+        )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ParallelRanks(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),

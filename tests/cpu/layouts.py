@@ -39,6 +39,7 @@ FOUR: Sizes = {
     "DP2 PP2": (4, {"pp": 2}),
     "TP2 DP2": (4, {"tp": 2}),
     "CP2 TP2": (4, {"cp": 2, "tp": 2}),
+    "PP3": (3, {"pp": 3}),
     "PP4": (4, {"pp": 4}),
 }
 EXPERT: Sizes = {

@@ -41,7 +41,7 @@ def test_a_mixture_of_experts_has_hugging_faces_gradient(processes: int, sizes: 
     check("qwen3_moe", layout(processes, sizes))
 
 
-@cases({name: FOUR[name] for name in ("TP2 PP2", "DP2 PP2", "TP2 DP2", "CP2 TP2")})
+@cases({name: FOUR[name] for name in ("TP2 PP2", "DP2 PP2", "TP2 DP2", "CP2 TP2", "PP3")})
 def test_products_of_parallelism_leave_the_gradient_as_it_is(processes: int, sizes: dict[str, Any]):
     check("qwen3", layout(processes, sizes))
 

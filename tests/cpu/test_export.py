@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "tied TP2": ("qwen3_tied", 2, {"tp": 2}),
     "tied PP2": ("qwen3_tied", 2, {"pp": 2}),
     "tied PP2 VPP2": ("qwen3_tied", 2, {"pp": 2, "vpp": 2}),
+    "tied PP3": ("qwen3_tied", 3, {"pp": 3}),
     "tied PP4": ("llama3_rope_tied", 4, {"pp": 4}),
     "biases TP2 PP2": ("qwen2", 4, {"tp": 2, "pp": 2}),
     "experts EP2": ("qwen3_moe", 2, {"ep": 2}),

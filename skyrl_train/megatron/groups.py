@@ -1,0 +1,52 @@
+"""Fewer process groups than Megatron makes.
+
+Each group over which something is reduced gets an NCCL communicator of its own, and even one of a single rank takes
+0.38 GiB of an H200 (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+BETWEEN_PASSES = frozenset(
+    {
+        "MODEL_PARALLEL_GROUP",
+        "EMBEDDING_GROUP",
+        "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+        "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
+    }
+)
+"""Groups that Megatron uses after the backward pass only: gradients of a tied embedding, and norms."""
+
+
+@contextlib.contextmanager
+def few_groups() -> Iterator[None]:
+    """Of the groups that Megatron makes inside, those of one rank and those used between passes are shared.
+
+    Nothing can wait for another in a group of one; and between passes ranks do the same things in the same order, so
+    groups of the same ranks can be one. Those that work during a pass stay apart: their transfers overlap.
+    """
+    create = parallel_state.create_group
+    made: dict[tuple[tuple[int, ...], str | None], Any] = {}
+
+    def create_or_share(ranks: list[int], **kwargs: Any) -> Any:
+        if len(ranks) > 1 and kwargs.get("group_desc") not in BETWEEN_PASSES:
+            return create(ranks, **kwargs)
+        backend = kwargs.get("backend")
+        if len(ranks) == dist.get_world_size() and backend is None:
+            return dist.group.WORLD
+        key = tuple(sorted(ranks)), backend
+        if key not in made:
+            made[key] = create(ranks, **kwargs)
+        return made[key]
+
+    parallel_state.create_group = create_or_share
+    try:
+        yield
+    finally:
+        parallel_state.create_group = create

@@ -1,0 +1,62 @@
+"""Groups of one rank, and those used between passes, are shared: each has a communicator of its own on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from layouts import layout
+from megatron.core import parallel_state
+
+from skyrl_train.config import MegatronConfig
+from skyrl_train.megatron.local_ranks import run_on_ranks
+from skyrl_train.megatron.parallel import join
+from skyrl_train.ranks import Rendezvous
+
+
+def _groups(rendezvous: Rendezvous, config: MegatronConfig) -> dict[str, Any]:
+    """Members of each group that this process is in; what is added up over some of them."""
+    join(rendezvous, config, 1)
+    sums = []
+    for group in (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_data_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_model_parallel_group(),
+        parallel_state.get_embedding_group(),
+    ):
+        ranks = torch.tensor(float(rendezvous.rank + 1))
+        dist.all_reduce(ranks, group=group)
+        sums.append(float(ranks))
+    groups = dist.distributed_c10d._world.pg_group_ranks.items()
+    return {
+        "members": sorted(len(ranks) for group, ranks in groups if isinstance(group, dist.ProcessGroup)),
+        "sums": sums,
+        "pipeline is apart": parallel_state.get_pipeline_model_parallel_group()
+        is not parallel_state.get_model_parallel_group(),
+    }
+
+
+def test_one_rank_has_one_group():
+    (found,) = run_on_ranks(_groups, layout(1, {}).megatron, 1, timeout_s=60)
+    assert found["members"] == [1] and found["sums"] == [1.0] * 5
+
+
+def test_ranks_of_a_pipeline_share_what_is_used_between_passes():
+    """Of Megatron's 24 groups: those of one rank, the pipeline's own, and the default one."""
+    found = run_on_ranks(_groups, layout(2, {"pp": 2}).megatron, 2, timeout_s=60)
+    for rank, one in enumerate(found):
+        assert one["members"] == [1, 2, 2] and one["pipeline is apart"]
+        assert one["sums"] == [rank + 1.0, rank + 1.0, 3.0, 3.0, 3.0]
+
+
+def test_groups_of_the_same_number_of_ranks_are_told_apart():
+    """Two pipelines of two ranks: 0 with 2, and 1 with 3."""
+    found = run_on_ranks(_groups, layout(4, {"pp": 2}).megatron, 4, timeout_s=60)
+    assert [one["sums"] for one in found] == [
+        [1.0, 3.0, 4.0, 4.0, 4.0],
+        [2.0, 3.0, 6.0, 6.0, 6.0],
+        [3.0, 7.0, 4.0, 4.0, 4.0],
+        [4.0, 7.0, 6.0, 6.0, 6.0],
+    ]
