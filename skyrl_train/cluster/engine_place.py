@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from skyrl_train.cluster.calls import Calls, RemoteFailed
 from skyrl_train.cluster.engine_actor import GONE_S, EngineActor, RemoteEngineActor, Started, kill_on_node
 from skyrl_train.cluster.placement import Slot
-from skyrl_train.inference.engine import EngineDeadError
+from skyrl_train.inference.core import EngineDeadError
 from skyrl_train.inference.router import EngineLostError, Request
 from skyrl_train.inference.settings import EngineSettings, RemoteEngineSettings
 from skyrl_train.types import Generation

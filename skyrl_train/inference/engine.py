@@ -13,48 +13,25 @@ An engine that shares its device sleeps while others use it: sleep -> wake_weigh
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from skyrl_train.device import device_type
+from skyrl_train.inference.core import Core, EngineDeadError
 from skyrl_train.inference.memory_share import with_memory_share
 from skyrl_train.inference.settings import EngineSettings, PauseMode, engine_arguments, set_environment, still_running
+from skyrl_train.inference.sync_report import SyncReport
+from skyrl_train.inference.weights import Weights
 from skyrl_train.types import Generation, SamplingParams
-from skyrl_train.weight_sync.digest import compare
 from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.transport import ControlMessage
 
 if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from skyrl_train.inference.adapter_slots import EveryRequest
     from skyrl_train.inference.requests import Requests
     from skyrl_train.inference.server import HttpServer
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-POLL_S = 0.25
-"""How often a waiting call looks whether the engine's core is alive: vLLM itself tells waiters after 6 to 11 s."""
-
-
-class EngineDeadError(RuntimeError):
-    """The engine's core process ended; the engine must be replaced and given its weights again."""
-
-
-@dataclass(frozen=True, slots=True)
-class SyncReport:
-    """What an engine received in one weight update."""
-
-    policy_version: int
-    num_tensors: int
-    num_parameters: int
-    """Parameters of the engine's model, each of them loaded once."""
-    digests: dict[str, int]
-    """name -> digest of the bytes handed to the engine's loader."""
 
 
 class Engine:
@@ -65,36 +42,35 @@ class Engine:
         self._settings = settings
         set_environment(settings, device_type())
         # Only now: vLLM and its threads read the environment when they are imported.
-        from skyrl_train.inference import vllm_versions
         from skyrl_train.inference.requests import Requests
         from skyrl_train.inference.versions import VersionTracker
+        from skyrl_train.inference.vllm_versions import build_async_llm
 
-        self._vllm = vllm_versions
-        self._running_llm: AsyncLLM | None = vllm_versions.build_async_llm(engine_arguments(settings, device_type()))
-        self._adapter: EveryRequest | None = None
+        llm = build_async_llm(engine_arguments(settings, device_type()))
+        adapter = None
         if settings.lora is not None:
             from skyrl_train.inference.adapter_slots import EveryRequest
 
-            self._adapter = EveryRequest(self._running_llm)
-        self._versions = VersionTracker(self._running_llm)
-        self._requests: Requests = Requests(self._running_llm, self._versions, settings.max_model_len)
+            adapter = EveryRequest(llm)
+        self._core = Core(llm, settings.sync_timeout_s)
+        self._weights = Weights(self._core, settings.served_model_name, adapter)
+        self._versions = VersionTracker(llm)
+        self._requests: Requests = Requests(llm, self._versions, settings.max_model_len)
         self._server: HttpServer | None = None
         self._paused = False
-        self._needs_weights = False
         self._asleep: set[str] = set()
         """Of vLLM's tags "weights" and "kv_cache"."""
         self._running = asyncio.Event()
         self._running.set()
-        self._update_lock = asyncio.Lock()
 
     async def ready(self) -> dict[str, Any]:
         """Returns what the caller needs to connect the weight sync; where adapters are served the first is bound.
 
         Raises: EngineDeadError; WeightSyncError if the engine cannot hold the adapter.
         """
-        self._check_alive()
-        if self._adapter is not None and not self._adapter.is_bound:
-            await self._bind_adapter(self._versions.policy_version, first=True)
+        self._core.check_alive()
+        if not self._weights.are_served:
+            await self._weights.bind_adapter(self._versions.policy_version, first=True)
         return {"num_workers": self._settings.tensor_parallel_size, "policy_version": self._versions.policy_version}
 
     async def start_server(self) -> str:
@@ -104,12 +80,12 @@ class Engine:
         """
         from skyrl_train.inference.server import HttpServer
 
-        self._server = HttpServer(self._settings, self._llm, self._versions, self._until_running)
+        self._server = HttpServer(self._settings, self._core.llm, self._versions, self._until_running)
         return await self._server.start(self._versions.policy_version)
 
     async def ping(self, timeout_s: float) -> None:
         """Returns when every worker has answered. Raises: EngineDeadError, TimeoutError."""
-        await self._guarded(self._llm.collective_rpc("skyrl_ping"), timeout_s, "being asked whether it lives")
+        await self._core.wait(self._core.llm.collective_rpc("skyrl_ping"), "being asked whether it lives", timeout_s)
 
     async def generate_batch(
         self, requests: Sequence[tuple[int, list[int], SamplingParams]]
@@ -120,12 +96,12 @@ class Engine:
         Yields: lists of (index, generation) as they end. While the engine is paused nothing starts.
         Raises: EngineDeadError within a second of the core's death; ValueError for a prompt without room to answer.
         """
-        await self._guarded(self._running.wait(), None, "waiting for the engine to resume")
+        await self._core.wait(self._running.wait(), "waiting for the engine to resume", None)
         stream = self._requests.generate(requests)
         try:
             while True:
                 try:
-                    finished = await self._guarded(anext(stream), None, "generating")
+                    finished = await self._core.wait(anext(stream), "generating", None)
                 except StopAsyncIteration:
                     return
                 yield [(index, self._requests.generation(ended)) for index, ended in finished]
@@ -135,7 +111,7 @@ class Engine:
     async def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
         """Per prompt the logprob of each token given those before it, at temperature 1; 0 for the first token."""
         scores = self._requests.prompt_logprobs(prompts)
-        return await self._call(scores, "scoring prompts", self._settings.rpc_timeout_s)
+        return await self._core.call(scores, "scoring prompts", self._settings.rpc_timeout_s)
 
     async def pause(self, mode: PauseMode | None = None) -> None:
         """Stop drawing tokens and forget every cached prefix. New requests wait until `resume`.
@@ -148,14 +124,14 @@ class Engine:
         mode = self._settings.pause_mode if mode is None else mode
         self._running.clear()
         self._paused = True
-        pause = self._llm.pause_generation(mode=mode, clear_cache=True)
+        pause = self._core.llm.pause_generation(mode=mode, clear_cache=True)
         if mode != "wait":
-            await self._call(pause, "pausing")
+            await self._core.call(pause, "pausing")
             return
         try:
-            await self._call(pause, "pausing", self._settings.rpc_timeout_s)
+            await self._core.call(pause, "pausing", self._settings.rpc_timeout_s)
         except TimeoutError as error:
-            requests = list(self._llm.output_processor.request_states)
+            requests = list(self._core.llm.output_processor.request_states)
             raise still_running(self._settings.rpc_timeout_s, requests) from error
 
     async def resume(self) -> None:
@@ -163,11 +139,11 @@ class Engine:
 
         Raises: WeightSyncError while the weights are not whole.
         """
-        if self._needs_weights:
+        if not self._weights.are_whole:
             raise WeightSyncError("the last weight update did not complete: the engine stays paused until one has")
         if self._asleep:
             return
-        await self._call(self._llm.resume_generation(), "resuming")
+        await self._core.call(self._core.llm.resume_generation(), "resuming")
         self._paused = False
         self._running.set()
 
@@ -177,7 +153,7 @@ class Engine:
         Running requests are frozen; they go on when the engine is awake. Those of an engine whose update broke off
         before its KV cache was awake are aborted.
         """
-        if self._adapter is not None:
+        if self._weights.are_adapters:
             keep_weights = True  # no update brings the base model
         if len(self._asleep) == 1:
             await self._wake_to_sleep()
@@ -188,10 +164,9 @@ class Engine:
         self._running.clear()
         self._paused = True
         if not keep_weights:
-            self._needs_weights = True
-            await self._call(self._llm.collective_rpc("skyrl_keep_unsynced"), "saving what no update brings")
+            await self._weights.drop()
         level = 1 if keep_weights else 2
-        await self._call(self._llm.sleep(level, mode="keep"), "falling asleep")
+        await self._core.call(self._core.llm.sleep(level, mode="keep"), "falling asleep")
         self._asleep = {"weights", "kv_cache"}
 
     async def wake_weights(self) -> None:
@@ -201,14 +176,14 @@ class Engine:
         """
         if "weights" in self._asleep:
             await self._wake("weights")
-            await self._call(self._llm.collective_rpc("skyrl_restore_unsynced"), "restoring what no update brings")
+            await self._weights.restore()
 
     async def wake_kv_cache(self) -> None:
         """Generation goes on, also after a first attempt whose `resume` failed. Nothing to do if awake.
 
         Raises: WeightSyncError while the weights are not there; EngineDeadError as `wake_weights`.
         """
-        if self._needs_weights or "weights" in self._asleep:
+        if not self._weights.are_whole or "weights" in self._asleep:
             raise WeightSyncError("the engine's weights are asleep or were dropped: wake and update them first")
         if "kv_cache" in self._asleep:
             await self._wake("kv_cache")
@@ -218,14 +193,15 @@ class Engine:
     async def _wake_to_sleep(self) -> None:
         """vLLM (0.26) falls asleep only as a whole, and its scheduler goes on when the last memory wakes: over half a
         model, so there must be nothing to go on with."""
-        if self._needs_weights:
-            await self._call(self._llm.collective_rpc("skyrl_close_update"), "closing a broken weight update")
-            await self._call(self._llm.pause_generation(mode="abort", clear_cache=True), "aborting frozen requests")
+        if not self._weights.are_whole:
+            await self._weights.close_broken()
+            abort = self._core.llm.pause_generation(mode="abort", clear_cache=True)
+            await self._core.call(abort, "aborting frozen requests")
         await self._wake("kv_cache")
 
     async def _wake(self, tag: str) -> None:
         try:
-            await self._call(self._llm.wake_up([tag]), f"waking the {tag}")
+            await self._core.call(self._core.llm.wake_up([tag]), f"waking the {tag}")
         except Exception as error:
             # vLLM (0.26 to 0.32) may have mapped a part, which a second attempt would map again (vllm#34600).
             await self.shutdown()
@@ -240,7 +216,7 @@ class Engine:
 
         torch goes on counting what sleeps as reserved; here it is not.
         """
-        workers = await self._call(self._llm.collective_rpc("skyrl_memory"), "asking for its memory")
+        workers = await self._core.ask_workers("skyrl_memory", "asking for its memory")
         return [
             held | {"reserved": held["reserved"] - sum(by_tag.get(tag, 0.0) for tag in self._asleep)}
             for held, by_tag in workers
@@ -251,7 +227,7 @@ class Engine:
 
         Args: info is the sender's `init_info` (plus `rank_offset` for a broadcast).
         """
-        await self._call(self._vllm.init_weight_transfer(self._llm, {"info": info}), "connecting the weight sync")
+        await self._weights.connect(info)
 
     async def begin_weight_update(self) -> None:
         """`pause` and `start_weight_update` in one call."""
@@ -264,16 +240,11 @@ class Engine:
             raise WeightSyncError("wake the engine's weights before a weight update: they have no memory")
         if not self._paused:
             raise WeightSyncError("pause the engine before a weight update: one step on half-loaded weights kills it")
-        if self._needs_weights:
-            await self._call(self._llm.collective_rpc("skyrl_close_update"), "closing a broken weight update")
-        self._needs_weights = True
-        await self._call(self._llm.start_weight_update(), "starting a weight update")
+        await self._weights.start()
 
     async def update_weights(self, message: ControlMessage) -> None:
         """Take in all that one sender sends; messages are worked off in the order in which they come."""
-        async with self._update_lock:
-            update = self._vllm.update_weights(self._llm, {"message": message})
-            await self._call(update, f"taking in the weights of {message['sender']}")
+        await self._weights.take_in(message)
 
     async def finish_weight_update(self, policy_version: int, sent_digests: dict[str, int]) -> SyncReport:
         """Check that all of the sent weights have arrived and been loaded, and serve them as `policy_version`.
@@ -282,47 +253,20 @@ class Engine:
         Raises: WeightSyncError naming the tensors that differ, are missing, are unknown to the engine, or the layers
             that got too little; the engine then stays paused.
         """
-        reports = await self._call(self._llm.collective_rpc("skyrl_sync_report"), "checking the weights")
-        for report in reports:
-            compare(sent_digests, report["digests"])
-            if report["faults"]:
-                raise WeightSyncError("the engine could not load all weights: " + "; ".join(report["faults"]))
-        await self._call(self._llm.finish_weight_update(), "finishing a weight update")
-        if self._adapter is not None:
-            await self._bind_adapter(policy_version, first=False)
-        is_reset, _ = await asyncio.gather(
-            self._call(self._llm.reset_prefix_cache(), "resetting the prefix cache"),
-            self._call(self._vllm.set_weight_version(self._llm, policy_version), "setting the served version"),
-        )
-        if not is_reset:
-            raise WeightSyncError("the engine did not reset its prefix cache: a running request holds parts of it")
+        report = await self._weights.finish(policy_version, sent_digests)
         self._versions.move_to(policy_version)
         if self._server is not None:
             self._server.move_to(policy_version)
-        self._needs_weights = False
-        return SyncReport(
-            policy_version, len(reports[0]["digests"]), reports[0]["num_parameters"], dict(reports[0]["digests"])
-        )
-
-    async def _bind_adapter(self, policy_version: int, *, first: bool) -> None:
-        """Args: first: the adapter that changes nothing, not the one that came last.
-
-        Raises: WeightSyncError if the slots of a worker do not hold the whole adapter.
-        """
-        assert self._adapter is not None
-        call = self._llm.collective_rpc("skyrl_bind_adapter", args=(first,))
-        for bound in await self._call(call, "binding the adapter"):
-            if bound["faults"]:
-                raise WeightSyncError("the engine cannot serve the adapter: " + "; ".join(bound["faults"]))
-        self._adapter.serve(f"{self._settings.served_model_name}@{policy_version}")
+        self._weights.are_whole = True
+        return report
 
     async def stats(self) -> dict[str, float]:
         return {
             "policy_version": self._versions.policy_version,
             "paused": float(self._paused),
-            "needs_weights": float(self._needs_weights),
+            "needs_weights": float(not self._weights.are_whole),
             "asleep": float(bool(self._asleep)),
-            "requests_running": self._llm.get_num_unfinished_requests(),
+            "requests_running": self._core.llm.get_num_unfinished_requests(),
             "tokens_generated": self._requests.tokens_generated,
         }
 
@@ -331,56 +275,17 @@ class Engine:
         if self._server is not None:
             await self._server.stop()
             self._server = None
-        llm, self._running_llm = self._running_llm, None
+        llm = self._core.release()
         if llm is not None:
             self._running.clear()
             self._requests.close()
             self._versions.close()
             await asyncio.to_thread(llm.shutdown)
 
-    @property
-    def _llm(self) -> AsyncLLM:
-        if self._running_llm is None:
-            raise EngineDeadError("the engine was shut down")
-        return self._running_llm
-
-    def _check_alive(self, cause: BaseException | None = None) -> None:
-        if self._llm.errored:
-            raise EngineDeadError(
-                "the vLLM engine's core process has ended; its last lines are in the log of this process"
-            ) from cause
-
     async def _until_running(self) -> None:
         """Raises: TimeoutError if a pause takes longer than a call may; EngineDeadError."""
-        self._check_alive()
+        self._core.check_alive()
         if not self._running.is_set():
-            await self._guarded(self._running.wait(), self._settings.rpc_timeout_s, "waiting for the engine to resume")
-
-    async def _call(self, awaitable: Awaitable[T], what: str, timeout_s: float | None = None) -> T:
-        return await self._guarded(awaitable, timeout_s or self._settings.sync_timeout_s, what)
-
-    async def _guarded(self, awaitable: Awaitable[T], timeout_s: float | None, what: str) -> T:
-        """Wait, but notice a dead core: vLLM leaves calls that were pending then without an answer."""
-        task = asyncio.ensure_future(awaitable)
-        waited_s = 0.0
-        try:
-            while True:
-                self._check_alive()
-                if await _wait_done(task, POLL_S):
-                    break
-                waited_s += POLL_S
-                if timeout_s is not None and waited_s >= timeout_s:
-                    raise TimeoutError(f"the engine did not answer within {timeout_s:g} s ({what})")
-            if isinstance(task.exception(), Exception) and not isinstance(task.exception(), StopAsyncIteration):
-                self._check_alive(task.exception())  # the death of the core, not what vLLM made of it
-            return task.result()
-        finally:
-            if not task.done():
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-
-
-async def _wait_done(task: asyncio.Future[Any], timeout_s: float) -> bool:
-    done, _ = await asyncio.wait({task}, timeout=timeout_s)
-    return bool(done)
+            await self._core.wait(
+                self._running.wait(), "waiting for the engine to resume", self._settings.rpc_timeout_s
+            )

@@ -10,13 +10,13 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from skyrl_train.inference.engine import EngineDeadError, SyncReport
+from skyrl_train.inference.core import EngineDeadError
 from skyrl_train.inference.http_client import ServerClient, ServerError, ServerUnreachableError
 from skyrl_train.inference.http_lifecycle import HttpLifecycle
 from skyrl_train.inference.server_facts import ServerFacts, ServerUnsuitableError, check_server, probe
 from skyrl_train.inference.settings import PauseMode, RemoteEngineSettings, still_running
+from skyrl_train.inference.sync_report import SyncReport, checked_report
 from skyrl_train.types import Generation, SamplingParams
-from skyrl_train.weight_sync.digest import compare
 from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.transport import ControlMessage
 
@@ -162,23 +162,17 @@ class RemoteEngine:
     async def finish_weight_update(self, policy_version: int, sent_digests: dict[str, int]) -> SyncReport:
         """As `Engine.finish_weight_update`. A stock server has no digests: that all of it arrived is then known only by
         the names that it was told, and that it computes with them by comparing logprobs."""
-        digests: dict[str, int] = {}
-        num_tensors, num_parameters = self._tensors_received, 0
+        report = SyncReport(policy_version, self._tensors_received, num_parameters=0, digests={})
         if not self._lifecycle.is_stock:
-            reports = await self._call(self._lifecycle.rpc("skyrl_sync_report"))
-            for report in reports:
-                compare(sent_digests, report["digests"])
-                if report["faults"]:
-                    raise WeightSyncError("the server could not load all weights: " + "; ".join(report["faults"]))
-            digests = dict(reports[0]["digests"])
-            num_tensors, num_parameters = len(digests), reports[0]["num_parameters"]
+            workers = await self._call(self._lifecycle.rpc("skyrl_sync_report"))
+            report = checked_report(policy_version, workers, sent_digests, "server")
         await self._call(self._lifecycle.finish())
         if not await self._call(self._lifecycle.reset_prefix_cache()):
             raise WeightSyncError("the server did not reset its prefix cache: a running request holds parts of it")
         await self._call(self._lifecycle.set_version(policy_version))
         self._policy_version = policy_version
         self._needs_weights = False
-        return SyncReport(policy_version, num_tensors, num_parameters, digests)
+        return report
 
     async def stats(self) -> dict[str, float]:
         """As `Engine.stats`."""

@@ -13,7 +13,8 @@ import psutil
 import pytest
 import torch
 
-from skyrl_train.inference.engine import Engine, EngineDeadError
+from skyrl_train.inference.core import EngineDeadError
+from skyrl_train.inference.engine import Engine
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.broadcast import BroadcastSendChannel
@@ -373,7 +374,7 @@ def test_logprobs_come_at_the_end_where_nobody_reads_them_before(world: World, s
     async def main() -> tuple[list[tuple[int, int]], list[Generation]]:
         params = SamplingParams(max_generate_length=100, stop=stop)
         running = asyncio.create_task(world.generate(PROMPTS, params))
-        states: Any = world.engine._llm.output_processor.request_states
+        states: Any = world.engine._core.llm.output_processor.request_states
         while not any(state.detokenizer.num_output_tokens() > 2 for state in states.values()):
             await asyncio.sleep(0.002)
         await world.engine.pause("keep")

@@ -140,7 +140,7 @@ def test_an_adapter_that_is_not_whole_or_not_of_this_model_is_refused(world: Wor
 
 
 def call_workers(world: World, method: str) -> None:
-    run(world.engine._llm.collective_rpc(method))
+    run(world.engine._core.llm.collective_rpc(method))
 
 
 def test_slots_that_take_nothing_or_something_else_are_noticed(world: World):
@@ -214,11 +214,11 @@ def test_vllm_itself_serves_a_saved_adapter(world: World, tmp_path: Path):
         params = VllmSamplingParams(max_tokens=1, prompt_logprobs=0)
         request = LoRARequest("from disk", 2, str(tmp_path))
         outputs = AsyncLLM.generate(
-            world.engine._llm, {"prompt_token_ids": prompt}, params, "last", lora_request=request
+            world.engine._core.llm, {"prompt_token_ids": prompt}, params, "last", lora_request=request
         )
         rows = [output async for output in outputs][-1].prompt_logprobs
         return [0.0] + [row[token].logprob for row, token in zip(rows[1:], prompt[1:], strict=True)]
 
-    run(world.engine._llm.collective_rpc("skyrl_mend_slots"))
+    run(world.engine._core.llm.collective_rpc("skyrl_mend_slots"))
     run(world.sync(first_of(world)))
     torch.testing.assert_close(torch.tensor(run(score())), logprobs(model, prompt), rtol=0, atol=2e-5)

@@ -14,10 +14,12 @@ from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.inference.engine import Engine, EngineDeadError
+from skyrl_train.inference.core import Core, EngineDeadError
+from skyrl_train.inference.engine import Engine
 from skyrl_train.inference.http_client import ServerError
 from skyrl_train.inference.router import EngineLostError
 from skyrl_train.inference.settings import EngineSettings, still_running
+from skyrl_train.inference.weights import Weights
 from tests.cpu.fake_actors import engine_group, task_error
 
 
@@ -121,7 +123,7 @@ def test_only_engines_that_do_not_answer_are_dropped(monkeypatch: pytest.MonkeyP
 
 def test_an_engine_that_woke_and_could_not_resume_resumes_when_it_is_woken_again():
     async def main() -> None:
-        class Core(SimpleNamespace):
+        class Waking(SimpleNamespace):
             async def wake_up(self, tags: list[str]) -> None:
                 self.calls += tags
 
@@ -131,15 +133,15 @@ def test_an_engine_that_woke_and_could_not_resume_resumes_when_it_is_woken_again
                     raise TimeoutError
 
         one = Engine.__new__(Engine)
-        core = Core(calls=[], errored=False)
-        one._running_llm = core  # type: ignore[assignment]
-        one._settings = EngineSettings("model", "served", "float32", 64)
-        one._needs_weights, one._asleep, one._paused, one._running = False, {"kv_cache"}, True, asyncio.Event()
+        llm: Any = Waking(calls=[], errored=False)
+        one._core = Core(llm, timeout_s=60)
+        one._weights = Weights(one._core, "served", None)
+        one._asleep, one._paused, one._running = {"kv_cache"}, True, asyncio.Event()
         with pytest.raises(TimeoutError):
             await one.wake_kv_cache()
         await one.wake_kv_cache()
         await one.wake_kv_cache()
-        assert core.calls == ["kv_cache", "resume", "resume"] and one._running.is_set()
+        assert llm.calls == ["kv_cache", "resume", "resume"] and one._running.is_set()
 
     asyncio.run(main())
 
@@ -173,12 +175,12 @@ def test_requests_that_do_not_end_are_named(monkeypatch: pytest.MonkeyPatch):
         engine = Engine.__new__(Engine)
         engine._settings = EngineSettings("model", "name", "float32", 64, rpc_timeout_s=0.25, pause_mode="wait")
         engine._running = asyncio.Event()
-        llm = SimpleNamespace(
+        llm: Any = SimpleNamespace(
             errored=False,
             pause_generation=lambda mode, clear_cache: asyncio.sleep(30),
             output_processor=SimpleNamespace(request_states={f"chatcmpl-{n}": None for n in range(6)}),
         )
-        engine._running_llm = llm  # type: ignore[assignment]
+        engine._core = Core(llm, timeout_s=60)
         with pytest.raises(TimeoutError, match=r"chatcmpl-0, .*chatcmpl-3 and 2 more.*=0.25 s.*pause_mode to keep"):
             await engine.pause()
         assert engine._paused

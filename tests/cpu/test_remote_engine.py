@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.inference.engine import EngineDeadError
+from skyrl_train.inference.core import EngineDeadError
 from skyrl_train.inference.http_client import ServerError, ServerUnreachableError
 from skyrl_train.inference.remote import RemoteEngine
 from skyrl_train.inference.server_facts import ServerUnsuitableError

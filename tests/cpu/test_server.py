@@ -134,7 +134,7 @@ class Versions:
 async def working(world: World, *awaitables: Any, num: int | None = None) -> list[asyncio.Task[Any]]:
     """A task each; the engine has drawn tokens of all their `num` requests (None: as many as tasks)."""
     tasks = [asyncio.create_task(awaitable) for awaitable in awaitables]
-    states = world.engine._llm.output_processor.request_states
+    states = world.engine._core.llm.output_processor.request_states
     while sum(state.detokenizer.num_output_tokens() > 0 for state in states.values()) < (num or len(tasks)):
         assert not any(task.done() for task in tasks), "a request ended before the others had begun"
         await asyncio.sleep(0.002)
@@ -318,7 +318,7 @@ def another_server(world: World, **http: Any) -> Any:
 
     engine = world.engine
     settings = replace(engine._settings, http=HttpSettings(**{"host": "127.0.0.1", "port": 0} | http))
-    return HttpServer(settings, engine._llm, engine._versions, engine._until_running)
+    return HttpServer(settings, engine._core.llm, engine._versions, engine._until_running)
 
 
 def test_the_key_is_asked_for(world: World):

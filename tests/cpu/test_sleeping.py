@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from skyrl_train.inference.engine import Engine, EngineDeadError
+from skyrl_train.inference.core import Core, EngineDeadError
+from skyrl_train.inference.engine import Engine
 from skyrl_train.inference.settings import EngineSettings, engine_arguments
 from skyrl_train.inference.sleeping import Unsynced, plain_tensors
+from skyrl_train.inference.weights import Weights
 from skyrl_train.weight_sync.errors import WeightSyncError
 
 SETTINGS = EngineSettings("model", "tiny", "float32", 128, kv_cache_memory_bytes=1 << 20, enable_sleep_mode=True)
@@ -50,7 +52,7 @@ def test_sleep_mode_is_asked_for_only_where_vllm_has_it():
     assert "enable_sleep_mode" not in engine_arguments(SETTINGS, "cpu")
 
 
-class Core:
+class FrozenCore:
     """Stands for vLLM's core with requests in flight, as far as it falls asleep and wakes (0.26 to 0.32)."""
 
     errored = False
@@ -83,22 +85,23 @@ class Core:
     async def start_weight_update(self) -> None:
         self.is_whole = False
 
-    async def collective_rpc(self, method: str) -> None:
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> None:
         assert method in ("skyrl_keep_unsynced", "skyrl_restore_unsynced", "skyrl_close_update")
 
 
 def engine_of(llm: Any) -> Engine:
     engine = Engine.__new__(Engine)
-    engine._settings, engine._running_llm = SETTINGS, llm
-    engine._asleep, engine._paused, engine._needs_weights = set(), False, False
+    engine._settings, engine._core = SETTINGS, Core(llm, SETTINGS.sync_timeout_s)
+    engine._weights = Weights(engine._core, SETTINGS.served_model_name, None)
+    engine._asleep, engine._paused = set(), False
     engine._running = asyncio.Event()
-    engine._server = engine._adapter = None
+    engine._server = None
     engine._requests = engine._versions = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
     return engine
 
 
 def test_an_engine_whose_update_broke_off_falls_asleep_again_and_draws_nothing_meanwhile():
-    core = Core()
+    core = FrozenCore()
 
     async def main() -> None:
         engine = engine_of(core)
@@ -116,7 +119,7 @@ def test_an_engine_whose_update_broke_off_falls_asleep_again_and_draws_nothing_m
 
 
 def test_a_whole_engine_keeps_its_frozen_requests_when_it_sleeps_before_its_kv_cache_was_awake():
-    core = Core()
+    core = FrozenCore()
 
     async def main() -> None:
         engine = engine_of(core)
