@@ -2,17 +2,23 @@
 
 The sender is rank 0, the engines' workers are the others. The group is built beside torch's global group (which
 belongs to the trainer, or to the engine), on gloo for tensors of the CPU and on NCCL for those of a GPU. Two buckets
-are on their way: while one is loaded, the next one travels. On a GPU nobody waits for the device before the end.
+are on their way: while one is loaded, the next one travels.
+
+A broadcast on NCCL that a peer has left never ends, and neither does anything that stands behind it on the device: a
+copy to the host would wait there for ever, without a look at who is left. So the device is asked for nothing that
+depends on a broadcast which may not end. Both ends wait for it on the host, where they look after each other
+(`settle`), and end a group of which nothing more is expected: that ends its kernel, and frees who waits for the device.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +32,7 @@ from skyrl_train.weight_sync.transport import Check, ControlMessage
 BUFFERS = 2
 CHECK_EVERY_S = 0.2
 POLL_S = 0.0002
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 GIVEN_UP = "given up"
 """Key in the store by which the receivers learn that no more comes: NCCL tells nobody that a peer has left."""
 
@@ -43,33 +50,37 @@ class BroadcastGroup:
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
+            with _no_watchdog():
+                self._backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
         else:
             self._backend = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-        self.settle(self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)))
+        try:
+            self.settle(self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)))
+        except WeightSyncError:
+            self.close()
+            raise
 
     def broadcast(self, buffer: Tensor) -> dist.Work:
         """Start a broadcast of rank 0's buffer into everybody's. On a GPU it begins when the device has done what was
-        asked of it so far."""
+        asked of it so far.
+
+        Raises: WeightSyncError after `close`.
+        """
+        if self._backend is None:
+            raise WeightSyncError("the broadcast group broke in an earlier update; connect the weight sync anew")
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         return self._backend.broadcast([buffer], options)
 
-    def order(self, work: dist.Work, check: Check = lambda: None) -> None:
-        """What is asked of the device from now on happens after this broadcast. Without a GPU: wait for its end."""
-        if self._device.type == "cuda":
-            work.wait()
-        else:
-            self.settle(work, check)
-
     def settle(self, work: dist.Work, check: Check = lambda: None) -> None:
         """Wait for the end of a broadcast.
 
-        Raises: WeightSyncError if it fails or does not end within the deadline; what `check` raises.
+        Raises: WeightSyncError if it fails or does not end within the deadline; what `check` raises. `close` the group
+            then: on a GPU the broadcast may go on.
         """
-        # Neither backend's own `wait` will do: NCCL's only enqueues, so a dead peer would never be noticed, and gloo's
-        # (torch 2.13) stays until the group's own deadline, whatever it is told.
+        # Neither backend's own `wait` will do: NCCL's leaves it to the device or, like gloo's (torch 2.13), stays until
+        # the group's deadline, and does not look after the peers. It raises what has gone wrong, so it comes last.
         started = time.monotonic()
         next_check = started + CHECK_EVERY_S
         while not work.is_completed():
@@ -78,8 +89,6 @@ class BroadcastGroup:
                 check()
                 next_check = now + CHECK_EVERY_S
             if now > started + self._timeout_s:
-                if self._device.type == "cuda":
-                    self._backend.abort()
                 raise PeerLostError(f"a broadcast of weights did not end within {self._timeout_s:g} s")
             time.sleep(POLL_S)
         try:
@@ -88,14 +97,33 @@ class BroadcastGroup:
             raise PeerLostError(f"a broadcast of weights failed: {error}") from error
 
     def close(self) -> None:
-        """Returns at once, also while a broadcast waits for a peer; again, it does nothing."""
+        """Returns at once, also while a broadcast waits for a peer, which ends then. Again, it does nothing."""
         if self._backend is None:
             return
-        if self._device.type == "cuda":
-            self._backend.abort()
-        # gloo's destructor (torch 2.13) waits for what is in flight, up to its deadline; its abort ends nothing.
         last_reference, self._backend = [self._backend], None
+        if self._device.type == "cuda":
+            last_reference[0].abort()
+        # gloo's destructor (torch 2.13) waits for what is in flight, up to its deadline; its abort ends nothing.
         threading.Thread(target=last_reference.clear, daemon=True).start()
+
+
+@contextlib.contextmanager
+def _no_watchdog() -> Iterator[None]:
+    """For NCCL groups that are made in it: when one fails, that is for its users to hear and no end of the process.
+
+    torch (2.11) has a watchdog for each group, which takes the process down a minute after a peer was lost: a dead
+    engine would cost the policy's rank and the other engines. A group whose `wait` blocks has none; here nobody waits
+    so before a broadcast is over.
+    """
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before
 
 
 class BroadcastSendChannel:
@@ -151,7 +179,7 @@ class BroadcastSendChannel:
     def _take_back(self, slot: int, check: Check) -> None:
         work, self._works[slot] = self._works[slot], None
         if work is not None:
-            self._open_group().order(work, check)
+            self._open_group().settle(work, check)
 
     def publish(self, num_bytes: int) -> None:
         slot = self._index % BUFFERS
@@ -171,6 +199,7 @@ class BroadcastSendChannel:
         if group is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.set(GIVEN_UP, "1")
+            with contextlib.suppress(RuntimeError):
                 group.close()
 
     def close(self) -> None:
@@ -213,7 +242,7 @@ class BroadcastReceiveChannel:
             self._works.append(self._group.broadcast(self._buffers[slot][:size]))
 
     def next(self) -> Tensor:
-        self._group.order(self._works[self._next], self._check_sender)
+        self._settle(self._works[self._next])
         return self._buffers[self._next % BUFFERS][: self._sizes[self._next]]
 
     def release(self) -> None:
@@ -221,9 +250,12 @@ class BroadcastReceiveChannel:
         self._start()
 
     def end(self) -> None:
+        for work in self._works[-BUFFERS:]:
+            self._settle(work)
+
+    def _settle(self, work: dist.Work) -> None:
         try:
-            for work in self._works[-BUFFERS:]:
-                self._group.settle(work, self._check_sender)
+            self._group.settle(work, self._check_sender)
         except WeightSyncError:
             self._group.close()  # on a GPU its kernel would go on waiting, and the engine with it
             raise

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from skyrl_train.weight_sync.broadcast import BroadcastGroup, BroadcastReceiveChannel, BroadcastSendChannel
 from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.transport import Receiver, Sender
+from tests.cpu.lost_peers import lose_receiver, lose_sender
 from tests.cpu.sending import InThread, specs_of
 
 pytestmark = pytest.mark.slow
@@ -171,8 +172,9 @@ def test_receivers_learn_from_the_store_that_no_more_comes(monkeypatch: pytest.M
     channel.buffer(8, lambda: None).zero_()
     channel.publish(8)
     time.sleep(0.3)
+    closed: list[BroadcastGroup] = []
     with monkeypatch.context() as patch:
-        patch.setattr(BroadcastGroup, "close", lambda group: None)
+        patch.setattr(BroadcastGroup, "close", lambda group: closed.append(group))
         group = channel._group
         started = time.monotonic()
         channel.abort()
@@ -181,9 +183,63 @@ def test_receivers_learn_from_the_store_that_no_more_comes(monkeypatch: pytest.M
                 receiver.wait()
         assert time.monotonic() - started < 5
     for each in (group, *(end._group for end in ends)):
-        assert each is not None
+        assert each in closed, "under NCCL its kernel would go on, and keep whoever waits for the device"
         each.close()
         each.close()
+
+
+class _Enqueued:
+    """A broadcast whose `wait` returns at once, as NCCL's does: only the device waits."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.is_completed = work.is_completed
+
+    def wait(self) -> None:
+        pass
+
+
+def test_both_ends_wait_for_a_broadcast_on_the_host(monkeypatch: pytest.MonkeyPatch):
+    """Whoever leaves that to the device never hears of a peer that is lost."""
+    broadcast = BroadcastGroup.broadcast
+    monkeypatch.setattr(BroadcastGroup, "broadcast", lambda *args: _Enqueued(broadcast(*args)))
+    channel = BroadcastSendChannel(1, CPU, 20)
+    seen: list[int] = []
+    ends: list[BroadcastReceiveChannel] = []
+    size = 8 << 20  # more than a socket takes in unread
+
+    def receive() -> None:
+        end = BroadcastReceiveChannel(channel.init_info | {"rank_offset": 1}, 0, CPU, 20)
+        ends.append(end)
+        end.begin(1, [size] * 6)
+        seen.append(int(end.next()[0]))
+
+    receiver = InThread(receive)
+    channel.connect()
+    channel.begin(1)
+    time.sleep(0.5)
+    for value in (7, 8, 9, 10):
+        channel.buffer(size, lambda: None).fill_(value)
+        channel.publish(size)
+    receiver.wait()
+    assert seen == [7], "the bucket was handed out before it had come"
+
+    def check() -> None:
+        raise RuntimeError("the engine died")
+
+    with pytest.raises(RuntimeError, match="the engine died"):
+        channel.buffer(size, check)  # in place of the third, which the receiver did not ask for
+    channel.close()
+    ends[0].close()
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["gives up", "is killed"])
+def test_a_receiver_that_reads_on_the_host_hears_of_a_lost_sender_and_goes_on_with_the_next(is_killed: bool):
+    said = lose_sender("cpu", "cpu", is_killed)
+    assert any(words in said for words in ("gave up this weight update", "has ended in the middle", "failed")), said
+
+
+def test_a_sender_that_reads_what_it_sends_hears_of_a_lost_receiver_and_goes_on_with_the_next():
+    assert lose_receiver("cpu", "cpu") == "the engine died"
 
 
 def test_connecting_without_receivers_fails_within_the_deadline():
