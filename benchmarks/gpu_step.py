@@ -31,7 +31,8 @@ from random_model import SHAPES, model_config, write_checkpoint, write_prompts
 from rich.console import Console
 from rich.table import Table
 
-from skyrl_train.config import MegatronConfig, load_config
+from skyrl_train.config import load_config
+from skyrl_train.config_policy import MegatronConfig
 
 GIB = 2**30
 WARM_UP = 2

@@ -24,7 +24,7 @@ CONFIGS, DOCS = ROOT / "configs", ROOT / "docs"
 HEAD = """# Configuration
 
 Every key, its type and its value in `configs/ppo_base_config.yaml`. Written by `scripts/config_reference.py`; change
-the YAML or `skyrl_train/config.py` and run it again.
+the YAML or the dataclasses of `skyrl_train/config*.py` and run it again.
 
 ```
 python -m skyrl_train.entrypoints.main_base [+experiment=NAME] [key=value ...]

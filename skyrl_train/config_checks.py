@@ -1,6 +1,6 @@
 """What must hold between the values of a configuration, checked before anything heavy starts, all failures at once.
 
-What a value must be by itself stands with its field in config.py and is checked when the configuration is read.
+What a value must be by itself stands with its field in config*.py and is checked when the configuration is read.
 
 Quick (no torch, Ray, vLLM or Megatron) and without side effects. Every sentence names the key, the value and the cure.
 """
@@ -14,9 +14,11 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from skyrl_train.config import Config, ConfigError, DataConfig, MegatronConfig, TrainingConfig
+from skyrl_train.config import Config, ConfigError
 from skyrl_train.config_checks_engines import engine_argument_problems
 from skyrl_train.config_checks_lora import lora_problems, lora_reference_problems, lora_sync_problems
+from skyrl_train.config_policy import MegatronConfig
+from skyrl_train.config_training import DataConfig, TrainingConfig
 from skyrl_train.config_values import is_loopback
 from skyrl_train.model_checks import longest_conversation, model_problems
 

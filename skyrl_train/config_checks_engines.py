@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from skyrl_train.config import GeneratorConfig
+from skyrl_train.config_generator import GeneratorConfig
 
 OWN_KEYS = {
     "model": "trainer.policy.model.path",

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from skyrl_train.adapter import slot_problem
-from skyrl_train.config import Config, LoraConfig, TrainerConfig
+from skyrl_train.config import Config, TrainerConfig
+from skyrl_train.config_policy import LoraConfig
 
 
 def lora_problems(lora: LoraConfig) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from skyrl_train.config import ConfigError
 from skyrl_train.config_checks import (
     POLICY,
     POLICY_RANKS,
@@ -14,6 +13,7 @@ from skyrl_train.config_checks import (
     prepare_problems,
 )
 from skyrl_train.config_checks_lora import lora_problems
+from skyrl_train.config_errors import ConfigError
 from skyrl_train.config_sft import SftConfig
 from skyrl_train.model_checks import cut_problems
 

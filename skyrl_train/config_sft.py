@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from skyrl_train.config import DataConfig, RunConfig
 from skyrl_train.config_program import Program
+from skyrl_train.config_training import DataConfig, RunConfig
 from skyrl_train.config_values import Bounds, OneOf
 
 __all__ = ["SFT", "SftConfig", "SftDataConfig", "load_sft_config"]

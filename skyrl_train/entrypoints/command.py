@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 from rich.console import Console
 from rich.markup import escape
 
-from skyrl_train.config import ConfigError, RunConfig, to_yaml
-from skyrl_train.config_program import Program
+from skyrl_train.config_errors import ConfigError
+from skyrl_train.config_program import Program, to_yaml
+from skyrl_train.config_training import RunConfig
 
 if TYPE_CHECKING:
     from skyrl_train.entrypoints.run import Run

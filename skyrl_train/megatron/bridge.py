@@ -19,7 +19,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from skyrl_train.checkpoint import tensor_files
-from skyrl_train.config import MegatronConfig
+from skyrl_train.config_policy import MegatronConfig
 from skyrl_train.megatron.families import corrections, family
 from skyrl_train.megatron.flops import matrix_weights
 from skyrl_train.megatron.stages import layers_of_stages, megatron_layout

@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor
 
 from skyrl_train import adapter
-from skyrl_train.config import SyncedLoraConfig, load_config
+from skyrl_train.config import load_config
+from skyrl_train.config_policy import SyncedLoraConfig
 
 
 def lora_config(**changes: Any) -> SyncedLoraConfig:

@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2] / "skyrl_train"
 # A folder or module imports only what stands before it; the modules of one row may import each other.
 ROWS = """
     config_errors config_schema config_values config_files config_overrides
-    types ranks hub checkpoint device nvml config config_program config_command_line config_compose
+    types ranks hub checkpoint device nvml config_program config_command_line config_compose
+    config_policy config_generator config_training config
     adapter adapter_file
     tracking
     algorithms
