@@ -47,6 +47,7 @@ class BroadcastGroup:
         self._device = device
         timeout = timedelta(seconds=timeout_s)
         store = dist.PrefixStore(name, store)
+        _meet(store, rank, world_size, timeout)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -105,6 +106,18 @@ class BroadcastGroup:
             last_reference[0].abort()
         # gloo's destructor (torch 2.13) waits for what is in flight, up to its deadline; its abort ends nothing.
         threading.Thread(target=last_reference.clear, daemon=True).start()
+
+
+def _meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    """NCCL waits without a deadline for the processes with which it connects: so they come here first.
+
+    Raises: PeerLostError if not all of them come in time.
+    """
+    try:
+        store.set(f"came {rank}", "")
+        store.wait([f"came {peer}" for peer in range(world_size)], timeout)
+    except RuntimeError as error:
+        raise PeerLostError(f"not all who send or receive weights came within {timeout.total_seconds():g} s") from error
 
 
 @contextlib.contextmanager
