@@ -20,7 +20,7 @@ def join(rendezvous: Rendezvous, config: MegatronConfig, seed: int) -> ParallelR
         from skyrl_train.megatron import cpu
 
         cpu.enable()
-    elif not dist.is_initialized():
+    else:
         torch.cuda.set_device(rendezvous.rank % torch.cuda.device_count())
         allocate_in_pages()
         # On the host a rank has small index tensors only: packing a batch took 0.01 s with one thread and, on 64 busy
@@ -33,11 +33,6 @@ def join(rendezvous: Rendezvous, config: MegatronConfig, seed: int) -> ParallelR
         world_size=rendezvous.world_size,
         timeout=datetime.timedelta(seconds=rendezvous.timeout_s),
     )
-    return join_layout(config, seed)
-
-
-def join_layout(config: MegatronConfig, seed: int) -> ParallelRanks:
-    """Build Megatron's groups over the default process group."""
     with few_groups():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_model_parallel_size,
