@@ -17,6 +17,7 @@ from pathlib import Path
 from skyrl_train.config import Config, ConfigError
 from skyrl_train.config_checks_engines import engine_argument_problems
 from skyrl_train.config_checks_lora import lora_problems, lora_reference_problems, lora_sync_problems
+from skyrl_train.config_checks_profiler import profiler_problems, restart_problems
 from skyrl_train.config_policy import MegatronConfig
 from skyrl_train.config_training import DataConfig, TrainingConfig
 from skyrl_train.config_values import is_loopback
@@ -209,12 +210,9 @@ def _colocation(config: Config) -> Iterator[str]:
                 "them, set colocate_all to true or leave release at offload"
             )
         return
-    profiled = [key for key, megatron in _megatron_configs(config).items() if megatron.torch_profiler_config.enable]
-    if place.release == "exit" and profiled:
-        yield (
-            f"{profiled[0]}.torch_profiler_config.enable is true and trainer.placement.release exit: each step has new "
-            "processes, which count steps from 1, profile with release=offload"
-        )
+    if place.release == "exit":
+        for path, megatron in _megatron_configs(config).items():
+            yield from restart_problems(megatron, path)
     if not generator.run_engines_locally:
         yield (
             "trainer.placement.colocate_all is true and generator.run_engines_locally false: servers elsewhere cannot "
@@ -275,14 +273,7 @@ def layout_problems(megatron: MegatronConfig, path: str, world_size: int, world_
         )
     if megatron.recompute_granularity == "selective" and not megatron.recompute_modules:
         yield f"{path}.recompute_granularity is selective and recompute_modules empty: name modules, such as core_attn"
-    profiler = megatron.torch_profiler_config
-    if profiler.enable and not any(rank < world_size for rank in profiler.ranks):
-        yield (
-            f"{path}.torch_profiler_config.ranks is {list(profiler.ranks)}: nothing would be traced, name ranks from 0 "
-            f"to {world_size - 1}"
-        )
-    if profiler.enable and not profiler.steps:
-        yield f"{path}.torch_profiler_config.steps is empty: nothing would be traced, name steps, counted from 1"
+    yield from profiler_problems(megatron, path, world_size)
 
 
 def data_file_problems(data: DataConfig) -> Iterator[str]:

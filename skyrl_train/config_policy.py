@@ -82,16 +82,18 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchProfilerConfig:
-    """Traces of torch's profiler."""
+    """Traces of torch's profiler and snapshots of device memory, of chosen ranks and steps."""
 
     enable: bool
-    """Whether to write any."""
+    """Whether to write traces; Perfetto and chrome://tracing show them."""
+    record_memory: bool
+    """Whether to write snapshots of a GPU's memory, also of a step that runs out of it, for pytorch.org/memory_viz."""
     ranks: tuple[CountOrZero, ...]
-    """Ranks that are traced."""
+    """Ranks that write them."""
     steps: tuple[Count, ...]
-    """Steps of this process that are traced, counted from 1 when it starts."""
+    """Steps of this process that are written, counted from 1 when it starts."""
     save_path: Text
-    """Folder of the traces, on the rank's node; Perfetto and chrome://tracing show them."""
+    """Folder of the files, on the rank's node."""
 
 
 @dataclass(frozen=True, kw_only=True)

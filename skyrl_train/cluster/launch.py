@@ -16,7 +16,7 @@ from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
 from skyrl_train.cluster.release import Release, Stay, build_release
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.worker_group import WorkerGroup
-from skyrl_train.config import Config
+from skyrl_train.config import Config, TrainerConfig
 from skyrl_train.config_policy import MegatronConfig
 from skyrl_train.config_training import TrainingConfig
 from skyrl_train.hub import seen_from_anywhere
@@ -61,6 +61,7 @@ async def launch(
     Raises: PlacementError if the cluster has no room; RemoteFailed if a process cannot start.
     """
     backend = _sync_backend(config, cluster)
+    require_gpus_for_snapshots(config.trainer, cluster)
     place = config.trainer.placement
     reserve = Placement.reserve_shared if place.colocate_all else Placement.reserve
     placement = await reserve(
@@ -124,6 +125,7 @@ async def launch_policy(
     trainer: TrainingConfig, cluster: Cluster, objective: Objective, num_optimizer_steps: int, logs: str
 ) -> PolicyProcesses:
     """Place and start the policy. Raises: as `launch`."""
+    require_gpus_for_snapshots(trainer, cluster)
     place = trainer.placement
     placement = await Placement.reserve(
         [Demand(POLICY, place.policy_num_nodes * place.policy_num_gpus_per_node, 1)],
@@ -239,6 +241,19 @@ def _traced_absolutely(config: MegatronConfig) -> MegatronConfig:
     profiler = config.torch_profiler_config
     path = os.path.abspath(profiler.save_path)
     return replace(config, torch_profiler_config=replace(profiler, save_path=path))
+
+
+def require_gpus_for_snapshots(trainer: TrainingConfig, cluster: Cluster) -> None:
+    """Raises: PlacementError if device memory is to be recorded and no rank has any."""
+    models = {"policy": trainer.policy.megatron_config}
+    if isinstance(trainer, TrainerConfig) and trainer.starts_reference:
+        models["ref"] = trainer.ref.megatron_config
+    asking = [name for name, megatron in models.items() if megatron.torch_profiler_config.record_memory]
+    if asking and not cluster.has_gpus:
+        raise PlacementError(
+            f"trainer.{asking[0]}.megatron_config.torch_profiler_config.record_memory is true, and the cluster has no "
+            "GPUs whose memory could be recorded: set it to false (enable writes traces on a CPU too)"
+        )
 
 
 def _sync_backend(config: Config, cluster: Cluster) -> str:

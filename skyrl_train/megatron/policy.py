@@ -60,6 +60,7 @@ class MegatronPolicy:
     ) -> None:
         """Args: lora of a rank above 0 trains adapters instead of the model's weights."""
         self.ranks = join(rendezvous, config, seed)
+        self._tracer = Tracer(config.torch_profiler_config, "policy", rendezvous.rank)
         self.policy_version = 0
         self._model_path, self._objective, self._optimizer_config = model_path, objective, optimizer_config
         self._num_optimizer_steps = num_optimizer_steps
@@ -71,7 +72,6 @@ class MegatronPolicy:
             sequence_parallel=self.model.bridge.config.sequence_parallel,
         )
         self._old: OldLogprobs | None = None
-        self._tracer = Tracer(config.torch_profiler_config, "policy", rendezvous.rank)
         self._live_sums: LiveSums | None = None
 
     def logprobs(self, batch: TrainBatch) -> Tensor | None:

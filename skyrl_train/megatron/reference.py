@@ -46,10 +46,10 @@ class MegatronReference:
         temperature: float,
     ) -> None:
         self.ranks = join(rendezvous, config, seed)
+        self._tracer = Tracer(config.torch_profiler_config, "reference", rendezvous.rank)
         self._chunk, self._temperature = config.logprobs_chunk_size, temperature
         self._model = build_model(model_path, config, dtype_of(bf16), trainable=False)
         self._memory = DeviceMemory(self._model.modules)
-        self._tracer = Tracer(config.torch_profiler_config, "reference", rendezvous.rank)
         self._packer = Packer.of_layout(
             device(),
             sequence_parallel=self._model.bridge.config.sequence_parallel,

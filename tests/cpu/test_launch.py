@@ -1,10 +1,10 @@
-"""Which way the weights take, before any process is started."""
+"""Which way the weights take, and what devices cannot do, before any process is started."""
 
 from __future__ import annotations
 
 import pytest
 
-from skyrl_train.cluster.launch import _sync_backend
+from skyrl_train.cluster.launch import _sync_backend, require_gpus_for_snapshots
 from skyrl_train.cluster.placement import PlacementError
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import load_config
@@ -35,3 +35,25 @@ def test_a_way_that_the_devices_do_not_have_is_refused_with_the_cure(backend: st
 def test_a_broadcast_reaches_engines_with_gpus_of_their_own_and_any_without():
     assert way("generator.weight_sync_backend=broadcast", gpus=True) == "broadcast"
     assert way(SHARED, "generator.weight_sync_backend=broadcast", gpus=False) == "broadcast"
+
+
+RECORD = "megatron_config.torch_profiler_config.record_memory"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ([f"trainer.policy.{RECORD}=true"], f"trainer.policy.{RECORD}"),
+        ([f"trainer.ref.{RECORD}=true"], f"trainer.ref.{RECORD}"),
+    ],
+)
+def test_snapshots_of_device_memory_are_refused_without_gpus(overrides: list[str], key: str):
+    trainer = load_config(overrides).trainer
+    assert trainer.starts_reference
+    require_gpus_for_snapshots(trainer, Cluster("", is_local=True, has_gpus=True))
+    with pytest.raises(PlacementError, match=f"{key} is true, and the cluster has no GPUs"):
+        require_gpus_for_snapshots(trainer, Cluster("", is_local=True, has_gpus=False))
+
+
+def test_without_snapshots_no_gpu_is_asked_for():
+    require_gpus_for_snapshots(load_config([]).trainer, Cluster("", is_local=True, has_gpus=False))

@@ -46,7 +46,7 @@ def names_in(trace: Path) -> set[Any]:
 def test_the_chosen_step_of_the_chosen_rank_is_traced_phase_by_phase(tmp_path: Path):
     trial = make_trial(write_family("qwen3_tied", tmp_path / "model"))
     traces = tmp_path / "traces"
-    profiler = TorchProfilerConfig(enable=True, ranks=(1,), steps=(2,), save_path=str(traces))
+    profiler = TorchProfilerConfig(enable=True, record_memory=False, ranks=(1,), steps=(2,), save_path=str(traces))
     run_on_ranks(_train_two_steps, (trial, layout(2, {"pp": 2}, torch_profiler_config=profiler)), 2, timeout_s=120)
     files = {file.name: file for file in traces.iterdir()}
     assert set(files) == {"policy-1_step2_old_logprobs.json.gz", "policy-1_step2_update.json.gz"}
@@ -57,7 +57,9 @@ def test_the_chosen_step_of_the_chosen_rank_is_traced_phase_by_phase(tmp_path: P
 
 @pytest.mark.parametrize(("enable", "rank"), [(False, 0), (True, 1)])
 def test_nothing_is_written_unless_it_is_asked_for(tmp_path: Path, enable: bool, rank: int):
-    config = TorchProfilerConfig(enable=enable, ranks=(0,), steps=(1,), save_path=str(tmp_path / "traces"))
+    config = TorchProfilerConfig(
+        enable=enable, record_memory=False, ranks=(0,), steps=(1,), save_path=str(tmp_path / "traces")
+    )
     with Tracer(config, "policy", rank)("update"):
         pass
     assert not (tmp_path / "traces").exists()
