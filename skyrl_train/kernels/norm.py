@@ -14,7 +14,7 @@ PROGRAMS_PER_PROCESSOR = 4
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _forward(x, weight, out, scale, num_rows, x_stride, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_forward(x, weight, out, scale, num_rows, x_stride, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
@@ -28,7 +28,7 @@ def _forward(x, weight, out, scale, num_rows, x_stride, width, eps, ROWS: tl.con
 
 
 @triton.jit(do_not_specialize=["num_rows", "tiles"])
-def _backward(
+def _norm_backward(
     grad,
     x,
     weight,
@@ -79,7 +79,7 @@ def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     out, scale = x.new_empty(num, width), x.new_empty(num, dtype=torch.float32)
     if num:
         rows, block, warps = _shape(width)
-        _forward[(triton.cdiv(num, rows),)](
+        _norm_forward[(triton.cdiv(num, rows),)](
             x, weight, out, scale, num, x.stride(0), width, eps, rows, block, num_warps=warps
         )
     return out, scale
@@ -95,7 +95,7 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Te
     tiles = triton.cdiv(num, rows)
     programs = min(tiles, PROGRAMS_PER_PROCESSOR * _num_processors(x.device))
     parts = x.new_empty(programs, width, dtype=torch.float32)
-    _backward[(programs,)](
+    _norm_backward[(programs,)](
         grad, x, weight, scale, grad_x, parts, num, x.stride(0), width, tiles, rows, block, num_warps=warps
     )
     return grad_x, parts.sum(0).to(weight.dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _forward(x, weights, out, width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_forward(x, weights, out, width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x += row * 2 * width
     out += row * width
@@ -24,7 +24,7 @@ def _forward(x, weights, out, width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _backward(grad, x, weights, grad_x, grad_weights, width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_backward(grad, x, weights, grad_x, grad_weights, width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x += row * 2 * width
     grad_x += row * 2 * width
@@ -58,7 +58,7 @@ def forward(x: Tensor, weights: Tensor | None) -> Tensor:
     num, width = x.shape[0], x.shape[1] // 2
     out = x.new_empty(num, width)
     if num:
-        _forward[(num,)](x, x if weights is None else weights, out, width, weights is not None, _block(width))
+        _swiglu_forward[(num,)](x, x if weights is None else weights, out, width, weights is not None, _block(width))
     return out
 
 
@@ -68,7 +68,7 @@ def backward(grad: Tensor, x: Tensor, weights: Tensor | None) -> tuple[Tensor, T
     grad_x = torch.empty_like(x)
     grad_weights = None if weights is None else torch.empty_like(weights)
     if num:
-        _backward[(num,)](
+        _swiglu_backward[(num,)](
             grad,
             x,
             x if weights is None else weights,

@@ -11,7 +11,7 @@ BLOCK = 4096
 
 
 @triton.jit
-def _statistics(
+def _logprob_statistics(
     logits, labels, peak, total, product, target, row_stride, width, scale, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -51,7 +51,7 @@ def _statistics(
 
 
 @triton.jit
-def _gradient(
+def _logprob_gradient(
     logits,
     labels,
     log_z,
@@ -94,7 +94,7 @@ def statistics(
     num = len(logits)
     peak, total, product, target = logits.new_zeros(4, num, dtype=torch.float32).unbind()
     if num:
-        _statistics[(num,)](
+        _logprob_statistics[(num,)](
             logits,
             labels,
             peak,
@@ -131,7 +131,7 @@ def gradient(
     num, shard = logits.shape
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if num:
-        _gradient[(num, triton.cdiv(shard, BLOCK))](
+        _logprob_gradient[(num, triton.cdiv(shard, BLOCK))](
             logits,
             labels,
             log_z,
