@@ -1,15 +1,18 @@
 """Speed of a training step of a real model shape with random weights, on the GPUs of this machine.
 
     python benchmarks/gpu_step.py --update-only --shape qwen3-4b
+    python benchmarks/gpu_step.py --update-only --shape qwen3-4b --parts --trace kernels.txt
     python benchmarks/gpu_step.py --update-only --shape qwen3-4b --pp 2 --gpus 2 --samples 128
     python benchmarks/gpu_step.py --shape qwen3-0.6b --gpus 1 --colocate
     python benchmarks/gpu_step.py --shape qwen3-0.6b --gpus 2
 
 With --update-only: MegatronPolicy.update on local ranks, without engines, and in the same processes a bare Megatron
-loop over the same micro-batches; samples of --sample-tokens, micro-batches of --max-tokens. Otherwise whole GRPO steps
-through the main job: 64 prompts of 128 tokens x 8 samples x 512 new tokens (every response has exactly that length: the
-end-of-text token has an id that the model cannot draw), no KL term unless --kl; --gpus are the policy's ranks and, on
-as many more GPUs, --engines, unless --colocate shares them.
+loop over the same micro-batches; samples of --sample-tokens, micro-batches of --max-tokens. --parts (update_parts.py;
+of each part the slowest rank) and --trace (kernel_shares.py; rank 0) say where the time of an update goes.
+
+Otherwise whole GRPO steps through the main job: 64 prompts of 128 tokens x 8 samples x 512 new tokens (every response
+has exactly that length: the end-of-text token has an id that the model cannot draw), no KL term unless --kl; --gpus are
+the policy's ranks and, on as many more GPUs, --engines, unless --colocate shares them.
 
 MFU: FLOPs of the model (6 per weight and token and the causal half of attention; recomputation not counted) over time
 and the device's dense bfloat16 peak.
@@ -59,7 +62,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     update.add_argument("--sample-tokens", type=int, default=1024)
     update.add_argument("--spread", action="store_true", help="lengths from an eighth of --sample-tokens to all of it")
     update.add_argument("--float32", action="store_true")
-    update.add_argument("--trace", help="write a table of the kernels of one update to this file")
+    update.add_argument("--parts", action="store_true", help="time the parts of an update too, each waited for")
+    update.add_argument("--trace", help="write the kernels of one update to this file, and print their shares by group")
     whole = parser.add_argument_group("whole steps")
     whole.add_argument("--engines", type=int, default=1)
     whole.add_argument("--colocate", action="store_true", help="engines on the policy's GPUs")
@@ -114,6 +118,7 @@ def measure_update(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         warm_up=WARM_UP,
         steps=args.steps,
         bf16=not args.float32,
+        parts=args.parts,
         trace=args.trace,
     )
     ranks = run_on_ranks(run, job, args.gpus, timeout_s=900)
@@ -147,6 +152,8 @@ def measure_update(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "peak_gib": max(rank["peak_bytes"] for rank in ranks) / GIB,
         "layers": "torch" if first["torch_layers"] else "transformer_engine",
         "grad_norm": next(rank["metrics"]["policy/grad_norm"] for rank in ranks if rank["metrics"]),
+        "parts_s": {part: max(rank["parts_s"][part] for rank in ranks) for part in first["parts_s"]},
+        "kernel_shares": first["kernel_shares"],
     }
 
 
@@ -207,7 +214,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     for name, value in result.items():
         if isinstance(value, dict):
             for inner, number in value.items():
-                table.add_row(f"{name}: {inner}", f"{number:.4g}")
+                table.add_row(f"{name}: {inner}", f"{number:.1%}" if name == "kernel_shares" else f"{number:.4g}")
         elif isinstance(value, float):
             share = name in ("overhead", "mfu", "mfu_of_schedule", "bare_mfu", "idle", "idle_in_theory")
             table.add_row(name, f"{value:.1%}" if share or name.startswith("neither") else f"{value:.4g}")

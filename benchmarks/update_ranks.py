@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kernel_shares import trace
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from update_parts import measure_parts
 
 from skyrl_train.algorithms.losses import LossSettings
 from skyrl_train.algorithms.objective import Objective
@@ -46,8 +48,10 @@ class Job:
     warm_up: int
     steps: int
     bf16: bool
+    parts: bool
+    """Time the parts of an update too."""
     trace: str | None
-    """File to write a trace of one update of rank 0 to."""
+    """File to write the kernels of one update of rank 0 to."""
 
 
 def experience(job: Job, vocab_size: int) -> ExperienceBatch:
@@ -110,8 +114,12 @@ def run(rendezvous: Rendezvous, job: Job) -> dict[str, Any]:
     for _ in range(job.warm_up + job.steps):
         seconds.append(_timed(lambda: reports.append(policy.update(batch))))
     peak_bytes = _peak_bytes()
-    if job.trace:
-        _trace(lambda: policy.update(batch), job.trace if rendezvous.rank == 0 else None)
+    parts = measure_parts(policy, batch, job.steps) if job.parts else {}
+    kernels: dict[str, float] = {}
+    if job.trace and rendezvous.rank == 0:
+        kernels = trace(lambda: policy.update(batch), job.trace)
+    elif job.trace:
+        policy.update(batch)
     bare = [_timed(step) for step in _bare_steps(policy, batch, job.warm_up + job.steps)]
     measured = reports[job.warm_up :]
     return {
@@ -128,6 +136,8 @@ def run(rendezvous: Rendezvous, job: Job) -> dict[str, Any]:
         "peak_flops": peak_flops(),
         "peak_bytes": peak_bytes,
         "torch_layers": policy.model.torch_layers,
+        "parts_s": parts,
+        "kernel_shares": kernels,
     }
 
 
@@ -200,18 +210,3 @@ def _reset_peak() -> None:
 
 def _peak_bytes() -> int:
     return torch.cuda.max_memory_allocated() if device().type == "cuda" else 0
-
-
-def _trace(work: Any, file: str | None) -> None:
-    if file is None:
-        work()
-        return
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device().type == "cuda" else [])
-    with profile(activities=activities) as profiler:
-        work()
-        synchronize()
-    key = "self_cuda_time_total" if device().type == "cuda" else "self_cpu_time_total"
-    with open(file, "w") as out:
-        out.write(profiler.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=110))
