@@ -1,6 +1,6 @@
 """Run one function in several processes of this machine that form one process group.
 
-The processes are forked, which takes 0.1 s where a fresh interpreter takes 8 to 15 s of imports: without a GPU from this
+The processes are forked, which takes 0.1 s where a fresh interpreter takes 8 to 15 s to import: without a GPU from this
 one; with GPUs, since CUDA does not survive a fork, from a server that has imported everything and used no device.
 Results come back through files: a tensor in a queue would die with its writer.
 """
