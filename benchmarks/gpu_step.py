@@ -27,7 +27,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from main_job import REPOSITORY, run_main_job
 from random_model import SHAPES, model_config, write_checkpoint, write_prompts
@@ -37,6 +37,9 @@ from rich.table import Table
 from skyrl_train.config import load_config
 from skyrl_train.config_policy import MegatronConfig
 
+if TYPE_CHECKING:
+    from update_ranks import Job
+
 GIB = 2**30
 WARM_UP = 2
 PHASES = ("generate", "fwd_logprobs_values_reward", "policy_train", "sync_weights")
@@ -44,24 +47,11 @@ PHASES = ("generate", "fwd_logprobs_values_reward", "policy_train", "sync_weight
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-4b")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--gpus", type=int, default=1, help="policy ranks")
-    for name in ("tp", "pp", "cp", "ep"):
-        parser.add_argument(f"--{name}", type=int, default=1)
-    parser.add_argument("--vpp", type=int, help="model chunks per pipeline rank")
-    parser.add_argument("--impl", choices=("auto", "torch", "transformer_engine"), default="auto")
-    parser.add_argument("--recompute", choices=("selective", "full"))
-    parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of a micro-batch")
+    add_model(parser)
     parser.add_argument("--steps", type=int, default=4, help=f"measured steps, after {WARM_UP} of warm-up")
-    parser.add_argument("--json", type=Path, help="write the result to this file")
-    parser.add_argument("--model", type=Path, help="keep the checkpoint in this folder, or take it from there")
     update = parser.add_argument_group("--update-only")
     update.add_argument("--update-only", action="store_true")
-    update.add_argument("--samples", type=int, default=64)
-    update.add_argument("--sample-tokens", type=int, default=1024)
-    update.add_argument("--spread", action="store_true", help="lengths from an eighth of --sample-tokens to all of it")
-    update.add_argument("--float32", action="store_true")
+    add_batch(update)
     update.add_argument("--parts", action="store_true", help="time the parts of an update too, each waited for")
     update.add_argument("--trace", help="write the kernels of one update to this file, and print their shares by group")
     whole = parser.add_argument_group("whole steps")
@@ -74,6 +64,29 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     whole.add_argument("--kl", action="store_true", help="with a reference model and a KL term")
     whole.add_argument("overrides", nargs="*", help="more overrides of the configuration")
     return parser.parse_args(given)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Options of the model and its layout."""
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-4b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--gpus", type=int, default=1, help="policy ranks")
+    for name in ("tp", "pp", "cp", "ep"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--vpp", type=int, help="model chunks per pipeline rank")
+    parser.add_argument("--impl", choices=("auto", "torch", "transformer_engine"), default="auto")
+    parser.add_argument("--recompute", choices=("selective", "full"))
+    parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of a micro-batch")
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--model", type=Path, help="keep the checkpoint in this folder, or take it from there")
+
+
+def add_batch(parser: Any) -> None:
+    """Options of an update's mini-batch; parser may be a group of options."""
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--sample-tokens", type=int, default=1024)
+    parser.add_argument("--spread", action="store_true", help="lengths from an eighth of --sample-tokens to all of it")
+    parser.add_argument("--float32", action="store_true")
 
 
 def layout(args: argparse.Namespace) -> MegatronConfig:
@@ -102,12 +115,11 @@ def make_model(folder: Path, args: argparse.Namespace) -> None:
         run_on_ranks(_write_model, (str(folder), args.shape, args.layers), 1, timeout_s=600)
 
 
-def measure_update(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    from update_ranks import Job, run
+def update_job(folder: Path, args: argparse.Namespace) -> Job:
+    """What add_model() and add_batch() say."""
+    from update_ranks import Job
 
-    from skyrl_train.megatron.local_ranks import run_on_ranks
-
-    job = Job(
+    return Job(
         model_path=str(folder),
         megatron=layout(args),
         optimizer=replace(load_config().trainer.policy.optimizer_config, lr=1e-6),
@@ -115,12 +127,16 @@ def measure_update(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         sample_tokens=args.sample_tokens,
         spread=args.spread,
         max_tokens=args.max_tokens,
-        warm_up=WARM_UP,
-        steps=args.steps,
         bf16=not args.float32,
-        parts=args.parts,
-        trace=args.trace,
     )
+
+
+def measure_update(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    from update_ranks import run
+
+    from skyrl_train.megatron.local_ranks import run_on_ranks
+
+    job = replace(update_job(folder, args), warm_up=WARM_UP, steps=args.steps, parts=args.parts, trace=args.trace)
     ranks = run_on_ranks(run, job, args.gpus, timeout_s=900)
     first = ranks[0]
     seconds, bare = statistics.median(first["update_s"]), statistics.median(first["bare_s"])
@@ -225,9 +241,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def title(args: argparse.Namespace) -> str:
+def title(args: argparse.Namespace, what: str) -> str:
     sizes = [f"{name.upper()}={getattr(args, name)}" for name in ("tp", "pp", "cp", "ep") if getattr(args, name) > 1]
-    what = "update" if args.update_only else "GRPO step, colocated" if args.colocate else "GRPO step"
     layers = "" if args.layers is None else f" with {args.layers} layers"
     return f"{what}, {args.shape}{layers}, {args.gpus} policy rank(s) {' '.join(sizes)}"
 
@@ -239,7 +254,8 @@ def main() -> int:
         make_model(folder, args)
         measured = measure_update(folder, args) if args.update_only else measure_steps(folder, args, Path(scratch))
     given = {name: str(value) for name, value in vars(args).items() if value is not None}
-    result = {"title": title(args)} | measured
+    what = "update" if args.update_only else "GRPO step, colocated" if args.colocate else "GRPO step"
+    result = {"title": title(args, what)} | measured
     show(result, console)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -45,12 +45,12 @@ class Job:
     spread: bool
     """Lengths between an eighth of sample_tokens and all of it, instead of all the same."""
     max_tokens: int
-    warm_up: int
-    steps: int
     bf16: bool
-    parts: bool
+    warm_up: int = 0
+    steps: int = 1
+    parts: bool = False
     """Time the parts of an update too."""
-    trace: str | None
+    trace: str | None = None
     """File to write the kernels of one update of rank 0 to."""
 
 
@@ -86,8 +86,8 @@ def rules(job: Job, dp_size: int) -> MicroBatchRules:
     )
 
 
-def run(rendezvous: Rendezvous, job: Job) -> dict[str, Any]:
-    """Seconds of each measured step, both ways, and what the first way reports of itself."""
+def build(rendezvous: Rendezvous, job: Job) -> tuple[MegatronPolicy, TrainBatch]:
+    """The policy of this rank and its shard of the mini-batch."""
     policy = MegatronPolicy(
         rendezvous,
         job.model_path,
@@ -98,16 +98,20 @@ def run(rendezvous: Rendezvous, job: Job) -> dict[str, Any]:
         seed=1,
         num_optimizer_steps=1000,
     )
-    place = policy.ranks
-    vocab_size = int(policy.model.bridge.hf_config.vocab_size)
     shards = split(
-        experience(job, vocab_size),
-        rules(job, place.dp_size),
+        experience(job, int(policy.model.bridge.hf_config.vocab_size)),
+        rules(job, policy.ranks.dp_size),
         num_mini_batches=1,
         reduction="token_mean",
         max_generate_length=job.sample_tokens,
     )
-    batch = shards[place.dp_rank]
+    return policy, shards[policy.ranks.dp_rank]
+
+
+def run(rendezvous: Rendezvous, job: Job) -> dict[str, Any]:
+    """Seconds of each measured step, both ways, and what the first way reports of itself."""
+    policy, batch = build(rendezvous, job)
+    place = policy.ranks
     logprob_s = [_timed(lambda: policy.logprobs(batch)) for _ in range(2)][-1]
     _reset_peak()
     reports, seconds = [], []

@@ -31,7 +31,7 @@ def test_a_part_within_a_part_belongs_to_the_outer_one():
 
 def test_the_command_prints_where_the_time_of_an_update_goes(tmp_path: Path):
     result = tmp_path / "result.json"
-    sizes = {"gpus": 2, "pp": 2, "samples": 16, "sample-tokens": 64, "max-tokens": 256, "steps": 2}
+    sizes = {"gpus": 2, "pp": 2, "samples": 16, "sample-tokens": 64, "max-tokens": 256, "steps": 1}
     command = [sys.executable, "benchmarks/gpu_step.py", "--update-only", "--parts", "--shape=tiny"]
     command += [f"--{name}={size}" for name, size in sizes.items()]
     command += [f"--trace={tmp_path / 'kernels.txt'}", f"--json={result}"]
@@ -40,7 +40,6 @@ def test_the_command_prints_where_the_time_of_an_update_goes(tmp_path: Path):
     found = json.loads(result.read_text())
     parts, kernels = found["parts_s"], found["kernel_shares"]
     assert set(parts) == PARTS and min(parts.values()) >= 0
-    named = sum(seconds for part, seconds in parts.items() if part not in (REST, WHOLE))
-    assert named > 0.8 * parts[WHOLE]
-    assert parts["forward + backward"] == pytest.approx(found["schedule_s"], rel=0.5)
+    assert sum(parts.values()) == pytest.approx(2 * parts[WHOLE], rel=0.2)
+    assert parts["forward + backward"] == max(seconds for part, seconds in parts.items() if part != WHOLE)
     assert {"matmul", "attention", "communication", "idle"} <= set(kernels)
