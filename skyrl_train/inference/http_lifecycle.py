@@ -68,10 +68,7 @@ class HttpLifecycle:
         await self._post("/finish_weight_update", {})
 
     async def close_broken_update(self) -> None:
-        """End an update that was begun and not finished, by this run or by an earlier one.
-
-        Raises: ServerError where stock vLLM cannot.
-        """
+        """End an update that was begun and not finished, by this client or by another one."""
         if not self.is_stock:
             await self.rpc("skyrl_close_update")
             return
@@ -80,6 +77,11 @@ class HttpLifecycle:
         except ServerError as error:
             if "without a matching start" not in str(error):
                 raise
+            # Of an update that failed while it received, vLLM (0.26 to 0.33) leaves layers open that had got a part of
+            # their tensors. The next update would count those in, and load none of the last ones: with experts it
+            # then serves the mixture and says nothing. An update of nothing closes them.
+            await self.start()
+            await self.finish()
 
     async def set_version(self, policy_version: int) -> None:
         """Label the weights; 0.26 has no such label."""

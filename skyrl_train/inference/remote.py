@@ -38,7 +38,6 @@ class RemoteEngine:
         self._policy_version = 0
         self._paused = False
         self._needs_weights = True
-        self._receive_failed = False
         self._tensors_received = 0
         self._in_flight = 0
         self._tokens_generated = 0
@@ -133,14 +132,14 @@ class RemoteEngine:
         await self.start_weight_update()
 
     async def start_weight_update(self) -> None:
-        """An update that broke off before is given up.
+        """An update that broke off before is given up, whoever began it.
 
-        Raises: WeightSyncError unless paused, and where stock vLLM cannot begin anew.
+        Raises: WeightSyncError unless paused.
         """
         if not self._paused:
             raise WeightSyncError("pause the engine before a weight update: one step on half-loaded weights kills it")
         if self._needs_weights:
-            await self._close_broken_update()
+            await self._call(self._lifecycle.close_broken_update())
         self._needs_weights = True
         self._tensors_received = 0
         await self._call(self._lifecycle.start())
@@ -148,7 +147,6 @@ class RemoteEngine:
     async def update_weights(self, message: ControlMessage) -> None:
         """As `Engine.update_weights`. Raises: WeightSyncError with what the server said."""
         async with self._update_lock:  # of two calls on their way at once, either may come first
-            self._receive_failed = True
             try:
                 await self._call(self._lifecycle.update(message))
             except ServerError as error:
@@ -156,7 +154,6 @@ class RemoteEngine:
                     f"the server {self._settings.url}, which serves {self._facts.model}, could not take in the weights "
                     f"of {self._settings.model_path}: {error}"
                 ) from error
-            self._receive_failed = False
             self._tensors_received += len(message.get("names", ()))
 
     async def finish_weight_update(self, policy_version: int, sent_digests: dict[str, int]) -> SyncReport:
@@ -205,14 +202,6 @@ class RemoteEngine:
             return await awaitable
         except ServerUnreachableError as error:
             raise EngineDeadError(str(error)) from error
-
-    async def _close_broken_update(self) -> None:
-        if self._lifecycle.is_stock and self._receive_failed:
-            raise WeightSyncError(
-                f"the last weight update of {self._settings.url} failed while the server received it, and stock vLLM "
-                "cannot load again over half-loaded layers: restart the server and the run"
-            )
-        await self._call(self._lifecycle.close_broken_update())
 
     async def _generate(self, index: int, body: dict[str, Any]) -> tuple[int, Generation]:
         began_with = self._policy_version  # what an update lets run on may end with another

@@ -45,6 +45,10 @@ class FakeServer:
     paused: bool = False
     is_connected: bool = False
     update_is_active: bool = False
+    has_open_layers: bool = False
+    """Layers that a failed update gave a part of their tensors."""
+    has_mixed_layers: bool = False
+    """They were filled up by another update."""
     packed: dict[str, Any] | None = None
     label: str | None = None
 
@@ -150,11 +154,13 @@ class FakeServer:
                 check_fields(info, {"message"}, ())
         except web.HTTPError:
             self.update_is_active = False
+            self.has_open_layers = True
             raise
+        self.has_mixed_layers |= self.has_open_layers
 
     def finish(self, body: Any, query: Any) -> Any:
         refuse(not self.update_is_active, "finish_weight_update called without a matching start_weight_update.")
-        self.update_is_active = False
+        self.update_is_active = self.has_open_layers = False
 
     def relabel(self, body: Any, query: Any) -> Any:
         self.label = body["new_version"]
@@ -162,7 +168,7 @@ class FakeServer:
     def rpc(self, body: Any, query: Any) -> Any:
         refuse(not self.extension, f"Method {body['method']!r} is not implemented.")
         if body["method"] == "skyrl_close_update":
-            self.update_is_active = False
+            self.update_is_active = self.has_open_layers = False
             return {"results": [None] * self.tensor_parallel_size}
         report = {"digests": self.digests, "num_parameters": 3, "faults": self.faults}
         return {"results": [report] * self.tensor_parallel_size}

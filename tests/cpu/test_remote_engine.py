@@ -190,22 +190,35 @@ def test_an_update_that_was_begun_and_not_finished_is_closed_by_the_next_run(
     assert not server.paused
 
 
-def test_a_stock_server_that_failed_to_receive_must_be_restarted(tokenizer: str):
-    server = FakeServer("0.29.0", tokenizer, backend="nccl")
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
+@pytest.mark.parametrize("is_new", [False, True], ids=["the same client", "a new client"])
+def test_a_server_that_failed_to_receive_gets_nothing_into_half_loaded_layers(
+    version: str, is_new: bool, tokenizer: str
+):
+    """A client that takes another's place, or belongs to the next run, knows nothing of the failure."""
+    server = FakeServer(version, tokenizer, backend="nccl")
+    info = GROUP | {"transport": "vllm_nccl", "sender": "policy-0"}
 
-    async def body(engine: RemoteEngine) -> None:
-        await engine.init_weight_sync(GROUP | {"transport": "vllm_nccl", "sender": "policy-0"})
+    async def fail(engine: RemoteEngine) -> None:
+        await engine.init_weight_sync(info)
         server.fail_update = True
         with pytest.raises(WeightSyncError, match=r"served, could not take in the weights .*lm_head.weight"):
             await update(engine)
-        server.fail_update = False
-        with pytest.raises(WeightSyncError, match="restart the server"):
-            await engine.start_weight_update()
         with pytest.raises(WeightSyncError, match="stays paused"):
             await engine.resume()
-        assert server.paused
+        assert server.paused and server.has_open_layers
+        server.fail_update = False
+        if not is_new:
+            await go_on(engine)
 
-    talk(server, body, tokenizer)
+    async def go_on(engine: RemoteEngine) -> None:
+        await engine.init_weight_sync(info)
+        await update(engine, 4)
+
+    talk(server, fail, tokenizer)
+    if is_new:
+        talk(server, go_on, tokenizer)
+    assert not server.paused and not server.has_mixed_layers
 
 
 def test_a_held_prefix_cache_fails_the_update(tokenizer: str):
