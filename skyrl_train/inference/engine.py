@@ -46,16 +46,16 @@ class Engine:
         from skyrl_train.inference.versions import VersionTracker
         from skyrl_train.inference.vllm_versions import build_async_llm
 
-        llm = build_async_llm(engine_arguments(settings, device_type()))
+        # Held by Core alone, in no local name: an import above leaves a traceback behind, and with it this frame.
+        self._core = Core(build_async_llm(engine_arguments(settings, device_type())), settings.sync_timeout_s)
         adapter = None
         if settings.lora is not None:
             from skyrl_train.inference.adapter_slots import EveryRequest
 
-            adapter = EveryRequest(llm)
-        self._core = Core(llm, settings.sync_timeout_s)
+            adapter = EveryRequest(self._core.llm)
         self._weights = Weights(self._core, settings.served_model_name, adapter)
-        self._versions = VersionTracker(llm)
-        self._requests: Requests = Requests(llm, self._versions, settings.max_model_len)
+        self._versions = VersionTracker(self._core.llm)
+        self._requests: Requests = Requests(self._core.llm, self._versions, settings.max_model_len)
         self._server: HttpServer | None = None
         self._paused = False
         self._asleep: set[str] = set()

@@ -69,10 +69,11 @@ class Weights:
         await self._core.call(self._core.llm.finish_weight_update(), "finishing a weight update")
         if self._adapter is not None:
             await self.bind_adapter(policy_version, first=False)
-        llm = self._core.llm
         is_reset, _ = await asyncio.gather(
-            self._core.call(llm.reset_prefix_cache(), "resetting the prefix cache"),
-            self._core.call(vllm_versions.set_weight_version(llm, policy_version), "setting the served version"),
+            self._core.call(self._core.llm.reset_prefix_cache(), "resetting the prefix cache"),
+            self._core.call(
+                vllm_versions.set_weight_version(self._core.llm, policy_version), "setting the served version"
+            ),
         )
         if not is_reset:
             raise WeightSyncError("the engine did not reset its prefix cache: a running request holds parts of it")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -155,7 +157,11 @@ def greedy(model: torch.nn.Module, prompt: list[int], length: int = 8) -> tuple[
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    yield from live_world(tmp_path_factory.mktemp(request.param), request.param)
+    for world in live_world(tmp_path_factory.mktemp(request.param), request.param):
+        llm = weakref.ref(world.engine._core.llm)
+        yield world
+    gc.collect()
+    assert llm() is None, "somebody still holds vLLM after the engine was shut down"
 
 
 def live_world(folder: Path, kind: str, **settings: Any) -> Iterator[World]:
