@@ -11,7 +11,8 @@ from typing import Any
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.cluster.worker_group import Reach, WorkerGroup
+from skyrl_train.cluster.rank_actor import Reach
+from skyrl_train.cluster.worker_group import WorkerGroup
 from skyrl_train.ranks import ParallelRanks
 from skyrl_train.weight_sync.transport import SendReport
 
