@@ -11,7 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from skyrl_train.tracking.charts import INK, MUTED, STYLE, Chart, charts_for, draw
+from skyrl_train.tracking.charts import Chart, charts_for, draw
+from skyrl_train.tracking.drawing import INK, MUTED, STYLE
 from skyrl_train.tracking.history import History
 from skyrl_train.tracking.summary import Summary
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.tracking.charts import Series, charts_for, moving_mean
+from skyrl_train.tracking.charts import charts_for
+from skyrl_train.tracking.drawing import moving_mean
 from skyrl_train.tracking.figure import COLUMNS, grid_places
-from skyrl_train.tracking.history import load_history
+from skyrl_train.tracking.history import Series, load_history
 from skyrl_train.tracking.names import METRICS, is_documented, markdown_table
 from skyrl_train.tracking.report import NUM_SAMPLES, chosen_samples, main, write_report
 from skyrl_train.tracking.run_dir import create_run_dir, read_record, write_record
