@@ -1,11 +1,17 @@
-"""Which arguments of vLLM an experiment may not set by generator.engine_init_kwargs; as config_checks.py."""
+"""What must hold for engines: their arguments, servers that run already, their own endpoints; as config_checks.py."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 
+from skyrl_train.config import Config
 from skyrl_train.config_generator import GeneratorConfig
+from skyrl_train.config_values import is_loopback
 
+SERVER_URL = re.compile(r"^https?://[^/\s]+/?$")
+LAST_PORT = 65535
 OWN_KEYS = {
     "model": "trainer.policy.model.path",
     "served_model_name": "generator.served_model_name",
@@ -40,3 +46,62 @@ def engine_argument_problems(generator: GeneratorConfig) -> Iterator[str]:
             yield f"{given}: leave it out and set {OWN_KEYS[name]}"
         elif name in GIVEN:
             yield f"{given}: leave it out, training relies on the value that the engines are given"
+
+
+def remote_engine_problems(config: Config) -> Iterator[str]:
+    """Servers that run already, and ways of sending weights that need one or rule it out."""
+    generator = config.generator
+    urls, key = generator.remote_inference_engine_urls, "generator.remote_inference_engine_urls"
+    stock = generator.weight_sync_backend == "vllm_nccl"
+    if generator.weight_sync_backend == "cuda_ipc" and not config.trainer.placement.colocate_all:
+        yield (
+            "generator.weight_sync_backend is cuda_ipc, which needs policy and engines on the same GPUs "
+            "(trainer.placement.colocate_all=true): use auto"
+        )
+    if generator.run_engines_locally:
+        if urls:
+            yield f"{key} names {len(urls)} servers: set generator.run_engines_locally=false to use them"
+        if stock:
+            yield (
+                "generator.weight_sync_backend is vllm_nccl, which is for stock vLLM servers "
+                "(generator.run_engines_locally=false): use auto"
+            )
+        return
+    if not urls:
+        yield f"generator.run_engines_locally is false and {key} is empty: name the servers, as [http://host:8000]"
+    for url in urls:
+        if not SERVER_URL.match(url):
+            yield f"{key} names {url!r}: write http://host:port, without /v1 or another path"
+    for url in sorted({url for url in urls if urls.count(url) > 1}):
+        yield f"{key} names {url} twice: each server is one engine"
+    variable = generator.remote_api_key_env
+    if variable is not None and not os.environ.get(variable):
+        yield f"generator.remote_api_key_env is {variable}: no such environment variable is set, export it first"
+    if stock and config.trainer.verify_sync_every == 0:
+        yield (
+            "trainer.verify_sync_every is 0 and generator.weight_sync_backend vllm_nccl: a stock server tells no "
+            "digests of what it received, so comparing logprobs is the only proof; set it to at least 1, such as 10"
+        )
+
+
+def endpoint_problems(config: Config) -> Iterator[str]:
+    """Engines that are offered over HTTP, where or to whom they cannot be."""
+    generator = config.generator
+    if not generator.enable_http_endpoint:
+        return
+    host, port = generator.http_endpoint_host, generator.http_endpoint_port
+    if not generator.run_engines_locally:
+        yield (
+            "generator.enable_http_endpoint is true and generator.run_engines_locally false: those servers have "
+            "endpoints of their own, set it to false"
+        )
+    if generator.http_api_key is None and not is_loopback(host):
+        yield (
+            f"generator.http_endpoint_host is {host} and http_api_key null: anybody in the network could use the "
+            "engines, set a key (such as ${oc.env:NAME}), or the host to 127.0.0.1"
+        )
+    if port and port + generator.num_inference_engines - 1 > LAST_PORT:
+        yield (
+            f"generator.http_endpoint_port is {port}: {generator.num_inference_engines} engines would need ports above "
+            f"{LAST_PORT}, set it to at most {LAST_PORT + 1 - generator.num_inference_engines}"
+        )

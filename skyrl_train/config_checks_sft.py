@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from skyrl_train.config_checks import (
+from skyrl_train.config_checks_lora import lora_problems
+from skyrl_train.config_checks_training import (
     POLICY,
     POLICY_RANKS,
     data_file_problems,
@@ -12,7 +13,6 @@ from skyrl_train.config_checks import (
     package_problems,
     prepare_problems,
 )
-from skyrl_train.config_checks_lora import lora_problems
 from skyrl_train.config_errors import ConfigError
 from skyrl_train.config_sft import SftConfig
 from skyrl_train.model_checks import cut_problems

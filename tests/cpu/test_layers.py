@@ -16,8 +16,8 @@ ROWS = """
     adapter adapter_file
     tracking
     algorithms
-    config_sft model_checks config_checks config_checks_engines config_checks_lora config_checks_profiler
-    config_checks_sft
+    config_sft model_checks config_checks_engines config_checks_lora config_checks_profiler config_checks_training
+    config_checks config_checks_sft
     data
     envs
     rollout
