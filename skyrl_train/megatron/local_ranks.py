@@ -1,8 +1,9 @@
 """Run one function in several processes of this machine that form one process group.
 
-The processes are forked, which takes 0.1 s where a fresh interpreter takes 8 to 15 s to import: without a GPU from this
-one; with GPUs, since CUDA does not survive a fork, from a server that has imported everything and used no device.
-Results come back through files: a tensor in a queue would die with its writer.
+Without a GPU the processes are forked, which takes 0.1 s where a fresh interpreter takes 8 s of imports; with GPUs
+they are spawned, because CUDA does not survive a fork. (Nor can a server that has imported everything be forked: with
+Transformer Engine, importing Megatron uses CUDA.) Results come back through files: a tensor in a queue would die with
+its writer.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ from skyrl_train.device import device_type
 from skyrl_train.ranks import Rendezvous, free_port
 
 ADDRESS = "127.0.0.1"
-PRELOADED = "skyrl_train.megatron.policy"
-"""Imports all that takes long: torch, Megatron, transformers and, where it is installed, Transformer Engine."""
 
 
 def run_on_ranks(
@@ -38,8 +37,7 @@ def run_on_ranks(
     Raises: RuntimeError with the traceback of the first rank that failed, or if a rank takes longer than timeout_s. No
         process is left behind.
     """
-    context: Any = multiprocessing.get_context("forkserver" if device_type() == "cuda" else "fork")
-    context.set_forkserver_preload([PRELOADED])
+    context: Any = multiprocessing.get_context("spawn" if device_type() == "cuda" else "fork")
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         processes = [
