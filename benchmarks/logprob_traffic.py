@@ -1,9 +1,11 @@
-"""What an engine's two processes work per decoding step, with logprobs sent with each token and once per request.
+"""What an engine's two processes work per decoding step, with logprobs sent with each token and once per request; and
+what the front end works for logprobs where all requests end in the same step.
 
     python benchmarks/logprob_traffic.py [--requests 512] [--tokens 128]
 
 A tiny model with random weights, so that the work around it shows: CPU time of vLLM's core (with the model, on a CPU)
-and of its front end, over the steps of `--requests` requests that run at once. Run it on a quiet machine.
+and of its front end, over the steps of `--requests` requests that run at once and end together; then the time in which
+the front end takes the logprobs of all of them out of their arrays, as vLLM does and at once. Run on a quiet machine.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -66,6 +69,34 @@ async def measure(model: Path, kwargs: dict[str, object], num_requests: int, num
     return [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
 
 
+def unpacking_ms(num_requests: int, num_tokens: int) -> dict[str, float]:
+    """Of all requests' logprobs, medians of the rounds. To be called when an engine has been built."""
+    import numpy as np
+    from vllm.logprobs import create_sample_logprobs
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.outputs import LogprobsLists
+
+    ours: Any = LogprobsProcessor._update_sample_logprobs
+    draw = np.random.default_rng(0)
+    shape = num_tokens, 1
+    lists = LogprobsLists(
+        draw.integers(0, 1000, shape).astype(np.int32), -draw.random(shape, np.float32), np.ones(num_tokens, np.int32)
+    )
+    found = {}
+    for name, update in {"token by token": ours.__wrapped__, "at once": ours}.items():
+        rounds = []
+        for _ in range(ROUNDS):
+            processors = [
+                LogprobsProcessor(None, create_sample_logprobs(True), None, 0.0, 0, None) for _ in range(num_requests)
+            ]
+            started = time.perf_counter()
+            for processor in processors:
+                update(processor, lists)
+            rounds.append(1e3 * (time.perf_counter() - started))
+        found[name] = statistics.median(rounds)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=512)
@@ -77,7 +108,10 @@ def main() -> None:
         for name, kwargs in WAYS.items():
             found = asyncio.run(measure(Path(folder), kwargs, args.requests, args.tokens))
             table.add_row(name, *(f"{value:.1f}" for value in found))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    took = ", ".join(f"{name} {ms:.1f} ms" for name, ms in unpacking_ms(args.requests, args.tokens).items())
+    console.print(f"{args.requests} requests of {args.tokens} tokens that end together, in the front end: {took}")
 
 
 if __name__ == "__main__":

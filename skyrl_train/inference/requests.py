@@ -13,6 +13,7 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from skyrl_train.inference import unpacking
 from skyrl_train.inference.versions import VersionTracker
 from skyrl_train.types import Generation, SamplingParams, VersionSpans
 
@@ -24,6 +25,7 @@ class Requests:
     """The requests of one engine."""
 
     def __init__(self, llm: AsyncLLM, versions: VersionTracker, max_model_len: int) -> None:
+        unpacking.install()
         self._llm, self._versions = llm, versions
         self._max_model_len = max_model_len
         self._ids = itertools.count()
