@@ -24,7 +24,8 @@ from skyrl_train.config import RL, Config, to_yaml
 from skyrl_train.hub import local_folder
 from skyrl_train.model_checks import longest_conversation
 from skyrl_train.service.feed import Feed
-from skyrl_train.service.job import Job, JobReader, SftJob, TrainJob
+from skyrl_train.service.job import Job, SftJob, TrainJob
+from skyrl_train.service.job_reader import JobReader
 from skyrl_train.service.learning import Learning
 from skyrl_train.service.queue import JobQueue, ServiceBroken
 from skyrl_train.service.watch import watch

@@ -11,7 +11,8 @@ import torch
 from skyrl_train.config import ConfigError, load_config
 from skyrl_train.service.checks import check_service
 from skyrl_train.service.client import listed
-from skyrl_train.service.job import ChatSample, JobReader, TokenSample
+from skyrl_train.service.job import ChatSample, TokenSample
+from skyrl_train.service.job_reader import JobReader
 from tests.cpu.tiny import chatml_tokenizer
 
 TOKENIZER = chatml_tokenizer()

@@ -1,0 +1,213 @@
+"""What callers hand in to a service -> jobs, or what is wrong with it. No Ray, no process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from skyrl_train.config import Config
+from skyrl_train.config_checks import GROUP_ESTIMATORS
+from skyrl_train.config_errors import nearest
+from skyrl_train.data.chat import ChatTemplate, check_messages
+from skyrl_train.data.conversation import Conversations
+from skyrl_train.data.sft import ExampleReader, check_tokens
+from skyrl_train.service.job import ChatSample, SaveJob, SftJob, TokenSample, TrainJob
+from skyrl_train.types import Example, Group, Prompt, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KINDS = (ChatSample, TokenSample)
+LARGEST = torch.finfo(torch.float32).max
+
+
+class JobReader:
+    """What callers hand in -> jobs. Every method raises ValueError that names the place, what is wrong and the cure."""
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, max_tokens: int) -> None:
+        """Args: max_tokens of one sample, the model's positions."""
+        self._tokenizer, self._kwargs = tokenizer, config.generator.chat_template_kwargs
+        self._vocab_size, self._max_tokens = vocab_size, max_tokens
+        self._mini_batch_size = config.trainer.policy_mini_batch_size
+        self._estimator = config.trainer.algorithm.advantage_estimator
+        self._conversations: Conversations | None = None
+
+    def train(self, groups: object) -> TrainJob:
+        """Groups of one prompt's samples each: ChatSample, TokenSample, or dicts with their fields."""
+        read = tuple(self._group(number, group) for number, group in enumerate(_filled(groups, "groups", "group")))
+        num = len(read)
+        drawn_by: dict[int, str] = {}
+        for _, _, versions in reversed(read):
+            drawn_by |= versions
+        if num > self._mini_batch_size and num % self._mini_batch_size:
+            raise ValueError(
+                f"a job of {num} groups cannot be cut into mini-batches of trainer.policy_mini_batch_size="
+                f"{self._mini_batch_size}: give a multiple of it, or at most that many"
+            )
+        return TrainJob(
+            tuple(group for group, _, _ in read),
+            max(1, num // self._mini_batch_size),
+            all(has_logprobs for _, has_logprobs, _ in read),
+            drawn_by,
+        )
+
+    def sft(self, rows: object) -> SftJob:
+        """Rows as in docs/sft.md."""
+        reader = ExampleReader(self._tokenizer, "all", self._kwargs)
+        return SftJob(
+            tuple(self._example(reader, number, row) for number, row in enumerate(_filled(rows, "rows", "row")))
+        )
+
+    def save(self, folder: object) -> SaveJob:
+        if not isinstance(folder, str) or not folder.startswith("/"):
+            raise ValueError(f"folder must be an absolute path, as the service sees it, got {_short(folder)}")
+        return SaveJob(folder)
+
+    def _group(self, number: int, group: Any) -> tuple[Group, bool, dict[int, str]]:
+        where = f"group {number}"
+        group = _filled(group, where, "sample")
+        if len(group) == 1 and self._estimator in GROUP_ESTIMATORS:
+            raise ValueError(
+                f"{where} has one sample, to which trainer.algorithm.advantage_estimator={self._estimator} gives no "
+                "advantage: hand in several samples of each prompt, or use reinforce++"
+            )
+        samples, has_logprobs = [], True
+        drawn_by: dict[int, str] = {}
+        for index, given in enumerate(group):
+            try:
+                typed = typed_sample(given)
+                samples.append(self._sample(typed))
+                for version in _versions(typed):
+                    drawn_by.setdefault(version, f"{where}, sample {index}")
+            except ValueError as error:
+                raise ValueError(f"{where}, sample {index}: {error}") from error
+            has_logprobs &= isinstance(typed, TokenSample) and typed.logprobs is not None
+        prompt = Prompt(uid=str(number), messages=[], env_class="", extras={}, data_source="service")
+        return Group(prompt, tuple(samples)), has_logprobs, drawn_by
+
+    def _sample(self, given: ChatSample | TokenSample) -> Sample:
+        reward = _number(given.reward, "reward")
+        logprobs: list[float] | None = None
+        if isinstance(given, ChatSample):
+            ids, mask = self._of_chat(given.messages)
+        else:
+            ids, mask, logprobs = _of_tokens(given)
+        self._check(ids, mask)
+        # Nothing predicts the first token.
+        mask[0] = False
+        trained = torch.tensor(mask)
+        given_logprobs = torch.zeros(len(ids)) if logprobs is None else torch.tensor(logprobs, dtype=torch.float32)
+        starts = sum(1 for before, now in zip([False, *mask], mask, strict=False) if now and not before)
+        return Sample(
+            token_ids=torch.tensor(ids, dtype=torch.int64),
+            loss_mask=trained,
+            rollout_logprobs=given_logprobs.masked_fill(~trained, 0.0),
+            prompt_length=mask.index(True),
+            reward=reward,
+            stop_reason="stop",
+            turns=starts,
+            policy_version=0,
+        )
+
+    def _of_chat(self, messages: object) -> tuple[list[int], list[bool]]:
+        if self._conversations is None:
+            chat = ChatTemplate(self._tokenizer, self._kwargs)
+            self._conversations = Conversations(chat, self._tokenizer.eos_token_id, "all")
+        return self._conversations.tokens(check_messages(messages))
+
+    def _example(self, reader: ExampleReader, number: int, row: Any) -> Example:
+        if not isinstance(row, Mapping):
+            raise ValueError(f"row {number} must be a dict, got {_short(row)}")
+        try:
+            ids, mask = reader.tokens(dict(row))
+            self._check(ids, mask)
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from error
+        mask[0] = False
+        return Example(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask))
+
+    def _check(self, ids: list[int], mask: list[bool]) -> None:
+        check_tokens(ids, mask, self._vocab_size)
+        if len(ids) > self._max_tokens:
+            raise ValueError(f"it has {len(ids)} tokens, and the model takes {self._max_tokens}: shorten it")
+
+
+def typed_sample(given: object) -> ChatSample | TokenSample:
+    """Raises: ValueError for anything but a sample or a dict with the fields of one."""
+    if isinstance(given, KINDS):
+        return given
+    if not isinstance(given, Mapping):
+        raise ValueError(f"expected a dict, ChatSample or TokenSample, got {_short(given)}")
+    kind: type[ChatSample | TokenSample] = ChatSample if "messages" in given else TokenSample
+    names = [field.name for field in fields(kind)]
+    required = [field.name for field in fields(kind) if field.default is MISSING]
+    for key in given:
+        if key not in names:
+            near = nearest(str(key), names)
+            hint = f"did you mean {near}?" if near else f"there are {', '.join(names)}"
+            raise ValueError(f"{key!r} is no field of a {kind.__name__}; {hint}")
+    if missing := [name for name in required if name not in given]:
+        either = "" if kind is ChatSample else " (or messages and reward)"
+        raise ValueError(f"{', '.join(missing)} is missing: a sample has {', '.join(required)}{either}")
+    return kind(**given)
+
+
+def _of_tokens(given: TokenSample) -> tuple[list[int], list[bool], list[float] | None]:
+    ids = _list(given.token_ids, "token_ids")
+    mask = _list(given.loss_mask, "loss_mask")
+    logprobs = None if given.logprobs is None else _list(given.logprobs, "logprobs")
+    for name, values in (("loss_mask", mask), ("logprobs", logprobs)):
+        if values is not None and len(values) != len(ids):
+            raise ValueError(f"token_ids has {len(ids)} entries and {name} {len(values)}: they must be equally many")
+    _refuse_but_whole(ids, "token_ids")
+    if wrong := [one for one in mask if one not in (0, 1)]:
+        raise ValueError(f"loss_mask holds {wrong[0]!r}: 1 marks a token that the policy wrote, 0 another")
+    trained = [bool(one) for one in mask]
+    if logprobs is None:
+        return ids, trained, None
+    read = [_number(one, "logprobs") if wrote else 0.0 for one, wrote in zip(logprobs, trained, strict=True)]
+    return ids, trained, read
+
+
+def _versions(given: ChatSample | TokenSample) -> list[int]:
+    if given.policy_versions is None:
+        return []
+    versions = _list(given.policy_versions, "policy_versions")
+    _refuse_but_whole(versions, "policy_versions")
+    return versions
+
+
+def _refuse_but_whole(values: list[Any], name: str) -> None:
+    if wrong := [one for one in values if isinstance(one, bool) or not isinstance(one, int)]:
+        raise ValueError(f"{name} holds {wrong[0]!r}: they must be whole numbers")
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    """Also of an array, or of numpy's or torch's numbers."""
+    return [_plain(one) for one in _filled(_plain(value), name, "number")]
+
+
+def _plain(value: Any) -> Any:
+    """Python's own number or list for numpy's or torch's."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _number(value: Any, name: str) -> float:
+    value = _plain(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        raise ValueError(f"{name} is {_short(value)}: it must be a finite number")
+    return float(value)
+
+
+def _filled(value: object, name: str, of: str) -> list[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
+        raise ValueError(f"{name} must be a list of at least one {of}, got {_short(value)}")
+    return list(value)
+
+
+def _short(value: object) -> str:
+    text = f"{type(value).__name__} {value!r}"
+    return text if len(text) <= 80 else text[:77] + "..."
