@@ -1,0 +1,208 @@
+"""The readings of docs/performance.md and the GPU tests, one after the other, for as long as one has the machine.
+
+    python benchmarks/gpu_readings.py --out readings                       # all that this machine has the GPUs for
+    python benchmarks/gpu_readings.py --out readings --seconds 540 pp2 dp2 whole trl
+    python benchmarks/gpu_readings.py --list
+
+Those that need several GPUs come first, each alone on the machine; then those of one GPU, as many at once as there are
+GPUs. Each writes OUT/NAME.log and, if it measures, OUT/NAME.json; OUT/summary.txt has one line for each when it ends.
+Models with random weights are made before, once (--models, by default in memory). What is not begun when the seconds
+end is not begun, and what runs then is stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, Queue
+
+from main_job import REPOSITORY, environment
+
+STEP, PYTEST = "benchmarks/gpu_step.py", "-m pytest -q -p no:cacheprovider -rfEs --durations=10"
+FOUR_B = "--update-only --steps 3 --shape qwen3-4b"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One command."""
+
+    gpus: int
+    command: str
+    """After `python`; `{models}` is the folder of the models."""
+    limit_s: int
+    """Three times what it takes, or so, once the models are made."""
+
+    @property
+    def shape(self) -> str | None:
+        """Of the model that it takes from the folder."""
+        return self.command.split("{models}/")[1].split()[0] if "{models}/" in self.command else None
+
+
+def _update(layers: str, more: str = "") -> str:
+    return f"{STEP} {FOUR_B} --model {{models}}/qwen3-4b --impl {layers} {more}".strip()
+
+
+WHOLE = "--shape qwen3-0.6b --model {models}/qwen3-0.6b"
+READINGS = {
+    "pp2": Reading(2, _update("torch", "--gpus 2 --pp 2 --samples 128"), 180),
+    "pp2_te": Reading(2, _update("transformer_engine", "--gpus 2 --pp 2 --samples 128"), 180),
+    "dp2": Reading(2, _update("torch", "--gpus 2 --samples 128"), 180),
+    "tp2": Reading(2, _update("torch", "--gpus 2 --tp 2"), 180),
+    "cp2_32k": Reading(
+        2,
+        f"{STEP} --update-only --steps 1 --shape qwen3-4b --model {{models}}/qwen3-4b --impl torch --gpus 2 --cp 2 "
+        "--recompute full --samples 4 --sample-tokens 32768 --max-tokens 32768",
+        300,
+    ),
+    "sync": Reading(2, "benchmarks/weight_sync.py --shape qwen3-8b --model {models}/qwen3-8b", 300),
+    "dedicated": Reading(2, f"{STEP} {WHOLE} --max-tokens 32768 --steps 3", 400),
+    "tests_2": Reading(2, f"{PYTEST} tests/gpu --gpus 2 -n 4", 900),
+    "tests_4": Reading(4, f"{PYTEST} tests/gpu --gpus 4 -n 2", 600),
+    "torch": Reading(1, _update("torch", "--parts --trace {out}/torch_kernels.txt"), 200),
+    "te": Reading(1, _update("transformer_engine"), 200),
+    "whole": Reading(1, f"{STEP} {WHOLE} --colocate --max-tokens 32768 --steps 3", 400),
+    "trl": Reading(1, "benchmarks/gpu_step_vs_trl.py --trl-only --model {models}/qwen3-0.6b", 450),
+    "moe": Reading(1, f"{STEP} --update-only --steps 3 --shape qwen3-30b-a3b --layers 6 --impl torch", 300),
+    "memory": Reading(1, "benchmarks/device_memory.py --shape qwen3-0.6b --model {models}/qwen3-0.6b", 150),
+    "colocated_sync": Reading(
+        1, "benchmarks/weight_sync.py --shape qwen3-4b --model {models}/qwen3-4b --colocate", 300
+    ),
+    "offload": Reading(1, f"{PYTEST} -s tests/gpu/test_offload.py --gpus 1", 600),
+    "tests_1": Reading(1, f"{PYTEST} tests/gpu --gpus 1 -n 4 --deselect tests/gpu/test_offload.py", 600),
+}
+"""Name -> reading, the most wanted first."""
+
+
+class Readings:
+    """Runs commands until a moment, and notes how each ended."""
+
+    def __init__(self, out: Path, models: Path, until: float) -> None:
+        self._out, self._models, self._until = out, models, until
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+
+    def run(self, name: str, reading: Reading, device: int | None = None) -> None:
+        """Args: device: the only one that it sees; None means all."""
+        limit_s = min(reading.limit_s, self._until - time.monotonic())
+        if limit_s < reading.limit_s / 6:
+            self._note(f"{name}: not begun, {max(0.0, limit_s):.0f} s were left")
+            return
+        command = reading.command.format(models=self._models, out=self._out)
+        if "pytest" not in command:
+            command += f" --json {self._out}/{name}.json"
+        visible = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
+        started = time.monotonic()
+        with (self._out / f"{name}.log").open("w") as log:
+            log.write(f"$ python {command}\n")
+            log.flush()
+            # A group of its own: what a command started ends with it.
+            process = subprocess.Popen(
+                [sys.executable, *command.split()],
+                cwd=REPOSITORY,
+                env=environment([REPOSITORY / "benchmarks"]) | visible,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._running.add(process)
+            try:
+                ended = f"exit code {process.wait(timeout=limit_s)}"
+            except subprocess.TimeoutExpired:
+                ended = f"stopped after {limit_s:.0f} s"
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            self._running.discard(process)
+        self._note(f"{name}: {ended}, {time.monotonic() - started:.0f} s")
+
+    def lanes(self, readings: dict[str, Reading], devices: int) -> None:
+        """Readings of one GPU, one at a time on each of the devices."""
+        waiting: Queue[tuple[str, Reading]] = Queue()
+        for item in readings.items():
+            waiting.put(item)
+
+        def lane(device: int) -> None:
+            while True:
+                try:
+                    name, reading = waiting.get_nowait()
+                except Empty:
+                    return
+                self.run(name, reading, device)
+
+        threads = [threading.Thread(target=lane, args=(device,), daemon=True) for device in range(devices)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def stop(self) -> None:
+        """End what runs."""
+        for process in self._running:
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def _note(self, line: str) -> None:
+        with self._lock, (self._out / "summary.txt").open("a") as summary:
+            summary.write(line + "\n")
+            print(line, flush=True)
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="readings, in this order (default: all)")
+    parser.add_argument("--out", type=Path, default=Path("readings"))
+    parser.add_argument("--models", type=Path, default=Path("/dev/shm/models"))
+    parser.add_argument("--gpus", type=int, help="of this machine (default: all that torch sees)")
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
+    args = parser.parse_args(given)
+    if unknown := [name for name in args.names if name not in READINGS]:
+        parser.error(f"there is no reading {', '.join(unknown)}; there are {', '.join(READINGS)}")
+    return args
+
+
+def make_models(shapes: Sequence[str], models: Path) -> None:
+    from gpu_step import arguments as step_arguments
+    from gpu_step import make_model
+
+    for shape in shapes:
+        make_model(models / shape, step_arguments(["--shape", shape]))
+
+
+def main() -> int:
+    args = arguments()
+    wanted = {name: READINGS[name] for name in args.names or READINGS}
+    if args.list:
+        for name, reading in wanted.items():
+            print(f"{name:15} {reading.gpus} GPU(s)  python {reading.command}")
+        return 0
+    until = time.monotonic() + args.seconds
+    if args.gpus is None:
+        import torch
+
+        args.gpus = torch.cuda.device_count()
+    args.out.mkdir(parents=True, exist_ok=True)
+    possible = {name: reading for name, reading in wanted.items() if reading.gpus <= args.gpus}
+    make_models(sorted({reading.shape for reading in possible.values() if reading.shape}), args.models)
+    readings = Readings(args.out.resolve(), args.models.resolve(), until)
+    try:
+        for name, reading in possible.items():
+            if reading.gpus > 1:
+                readings.run(name, reading)
+        readings.lanes({name: reading for name, reading in possible.items() if reading.gpus == 1}, args.gpus)
+    finally:
+        readings.stop()
+    for name, reading in wanted.items():
+        if name not in possible:
+            print(f"{name}: needs {reading.gpus} GPUs, {args.gpus} here")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

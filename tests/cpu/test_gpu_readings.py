@@ -1,0 +1,62 @@
+"""The plan of GPU readings (benchmarks/gpu_readings.py): its commands exist, end in time, and leave nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import gpu_step
+from gpu_readings import READINGS, STEP, Reading, Readings, arguments
+
+ROOT = Path(__file__).parents[2]
+CHILD = "import subprocess\nchild = subprocess.Popen(['sleep', '60'])\nprint(child.pid, flush=True)\nchild.wait()\n"
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_a_reading_names_files_and_arguments_that_exist(name: str):
+    words = READINGS[name].command.format(models="models", out="out").split()
+    files = [word for word in words if word.endswith(".py")]
+    assert files or "tests/gpu" in words
+    assert all((ROOT / file).is_file() for file in files)
+    if words[0] == STEP:
+        given = gpu_step.arguments(words[1:])
+        assert given.gpus * (1 if given.colocate or given.update_only else 2) == READINGS[name].gpus
+        assert READINGS[name].shape == (given.shape if given.model else None)
+
+
+def run(tmp_path: Path, seconds: float, readings: dict[str, Reading], lanes: int) -> list[str]:
+    Readings(tmp_path, tmp_path, time.monotonic() + seconds).lanes(readings, lanes)
+    return sorted((tmp_path / "summary.txt").read_text().splitlines())
+
+
+def test_what_does_not_end_in_time_is_stopped_with_all_that_it_started(tmp_path: Path):
+    (tmp_path / "hang.py").write_text(CHILD)
+    (line,) = run(tmp_path, 60, {"hang": Reading(1, f"{tmp_path}/hang.py", 2)}, 1)
+    assert line.startswith("hang: stopped after 2 s")
+    child = int((tmp_path / "hang.log").read_text().splitlines()[1])
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_readings_of_one_gpu_run_side_by_side_and_see_their_own(tmp_path: Path):
+    (tmp_path / "see.py").write_text("import os, time\ntime.sleep(1)\nprint(os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    readings = {name: Reading(1, f"{tmp_path}/see.py", 5) for name in ("a", "b")}
+    lines = run(tmp_path, 60, readings, 2)
+    assert [line.split(",")[0] for line in lines] == ["a: exit code 0", "b: exit code 0"]
+    assert {(tmp_path / f"{name}.log").read_text().splitlines()[-1] for name in readings} == {"0", "1"}
+
+
+def test_what_cannot_end_any_more_is_not_begun(tmp_path: Path):
+    (line,) = run(tmp_path, 1, {"late": Reading(1, "-c pass", 60)}, 1)
+    assert line == "late: not begun, 1 s were left"
+
+
+def test_a_name_that_is_none_is_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        arguments(["pp3"])
+    assert "there is no reading pp3; there are pp2" in capsys.readouterr().err
