@@ -25,9 +25,9 @@ from transformers import AutoConfig, Qwen3ForCausalLM
 from skyrl_train.batching.build import build_experience
 from skyrl_train.batching.split import split
 from skyrl_train.cluster.launch import launch_policy
-from skyrl_train.cluster.policy_group import Shards
 from skyrl_train.cluster.release import Exit, Offload, Release, Stay
 from skyrl_train.cluster.session import Cluster, connect
+from skyrl_train.cluster.shards import Shards
 from skyrl_train.config import Config, load_config
 from skyrl_train.quickstart_task import model_config, tokenizer
 from skyrl_train.ranks import OPTIMIZER, WEIGHTS

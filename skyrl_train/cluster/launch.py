@@ -12,7 +12,8 @@ from skyrl_train.algorithms.objective import Objective
 from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.engine_settings import all_engine_settings, lora_arguments
 from skyrl_train.cluster.placement import Demand, Placement, PlacementError, Slot
-from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
+from skyrl_train.cluster.policy_group import PolicyGroup
+from skyrl_train.cluster.reference_group import ReferenceGroup
 from skyrl_train.cluster.release import Release, Stay, build_release
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.worker_group import WorkerGroup

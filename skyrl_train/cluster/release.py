@@ -12,7 +12,8 @@ from typing import Protocol
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
+from skyrl_train.cluster.policy_group import PolicyGroup
+from skyrl_train.cluster.reference_group import ReferenceGroup
 from skyrl_train.config import TrainerConfig
 from skyrl_train.ranks import OPTIMIZER, Moved
 

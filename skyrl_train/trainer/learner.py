@@ -10,7 +10,9 @@ from skyrl_train.batching.build import Advantage, build_experience, experience_m
 from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.batching.split import balance_metrics, split
 from skyrl_train.cluster.launch import Processes
-from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup, Shards
+from skyrl_train.cluster.policy_group import PolicyGroup
+from skyrl_train.cluster.reference_group import ReferenceGroup
+from skyrl_train.cluster.shards import Shards
 from skyrl_train.cluster.weight_way import SyncResult
 from skyrl_train.config import Config
 from skyrl_train.tracking.timers import Timers

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, Protocol
 
 from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.cluster.policy_group import PolicyGroup, ReferenceGroup
+from skyrl_train.cluster.policy_group import PolicyGroup
+from skyrl_train.cluster.reference_group import ReferenceGroup
 from skyrl_train.cluster.release import Release
 from skyrl_train.cluster.weight_way import SyncResult
 from skyrl_train.ranks import OPTIMIZER, WEIGHTS, Moved

@@ -16,8 +16,9 @@ from skyrl_train.batching.build import build_experience
 from skyrl_train.batching.split import split
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.launch import Processes, launch
-from skyrl_train.cluster.policy_group import PolicyGroup, Shards
+from skyrl_train.cluster.policy_group import PolicyGroup
 from skyrl_train.cluster.session import connect
+from skyrl_train.cluster.shards import Shards
 from skyrl_train.config import Config, load_config
 from skyrl_train.inference.engine import Engine
 from skyrl_train.inference.settings import EngineSettings
