@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from skyrl_train.config import load_config
-from skyrl_train.config_policy import MegatronConfig
+from skyrl_train.config.policy import MegatronConfig
 
 if TYPE_CHECKING:
     from update_ranks import Job

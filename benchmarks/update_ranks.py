@@ -22,7 +22,7 @@ from skyrl_train.algorithms.losses import LossSettings
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.batching.split import split
-from skyrl_train.config_policy import MegatronConfig, OptimizerConfig
+from skyrl_train.config.policy import MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, peak_flops, synchronize
 from skyrl_train.megatron.logprobs import vocab_parallel_logprobs
 from skyrl_train.megatron.policy import MegatronPolicy

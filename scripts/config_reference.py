@@ -16,15 +16,15 @@ import typing
 from pathlib import Path
 
 from skyrl_train.config import Config
-from skyrl_train.config_schema import field_types, rules, type_name
-from skyrl_train.config_sft import SftConfig
+from skyrl_train.config.schema import field_types, rules, type_name
+from skyrl_train.config.sft import SftConfig
 
 ROOT = Path(__file__).parents[1]
 CONFIGS, DOCS = ROOT / "configs", ROOT / "docs"
 HEAD = """# Configuration
 
 Every key, its type and its value in `configs/ppo_base_config.yaml`. Written by `scripts/config_reference.py`; change
-the YAML or the dataclasses of `skyrl_train/config*.py` and run it again.
+the YAML or the dataclasses of `skyrl_train/config` and run it again.
 
 ```
 python -m skyrl_train.entrypoints.main_base [+experiment=NAME] [key=value ...]

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from skyrl_train.checkpoint import fingerprint, tensor_shapes
-from skyrl_train.config_policy import LoraConfig
+from skyrl_train.config.policy import LoraConfig
 
 ALL_LINEAR = "all-linear"
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"

@@ -23,7 +23,7 @@ from skyrl_train.adapter import (
     tensor_names,
 )
 from skyrl_train.checkpoint import fingerprint
-from skyrl_train.config_policy import LoraConfig, SyncedLoraConfig
+from skyrl_train.config.policy import LoraConfig, SyncedLoraConfig
 
 log = logging.getLogger(__name__)
 WITHOUT_MEANING = {

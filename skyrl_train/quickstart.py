@@ -140,7 +140,7 @@ def _policy(folder: Path, seed: int) -> MegatronPolicy:
     from skyrl_train.algorithms.losses import LossSettings
     from skyrl_train.algorithms.objective import Objective
     from skyrl_train.config import load_config
-    from skyrl_train.config_policy import OptimizerConfig
+    from skyrl_train.config.policy import OptimizerConfig
     from skyrl_train.megatron.policy import MegatronPolicy
     from skyrl_train.ranks import Rendezvous
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from skyrl_train import quickstart_task as task
-from skyrl_train.config_sft import SftConfig
+from skyrl_train.config.sft import SftConfig
 
 MODEL = Path("quickstart/sft_model")
 TRAIN_DATA, VALIDATION_DATA = Path("quickstart/sft_train.jsonl"), Path("quickstart/sft_validation.jsonl")

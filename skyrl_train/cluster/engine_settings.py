@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from skyrl_train.config import Config
-from skyrl_train.config_policy import LoraConfig
+from skyrl_train.config.policy import LoraConfig
 from skyrl_train.hub import seen_from_anywhere
 from skyrl_train.inference.settings import EngineSettings, HttpSettings, Margin, RemoteEngineSettings
 

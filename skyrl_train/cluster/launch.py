@@ -17,9 +17,10 @@ from skyrl_train.cluster.reference_group import ReferenceGroup
 from skyrl_train.cluster.release import Release, Stay, build_release
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.worker_group import WorkerGroup
-from skyrl_train.config import Config, TrainerConfig
-from skyrl_train.config_policy import MegatronConfig
-from skyrl_train.config_training import TrainingConfig
+from skyrl_train.config import Config
+from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.config.rl import TrainerConfig
+from skyrl_train.config.training import TrainingConfig
 from skyrl_train.hub import seen_from_anywhere
 from skyrl_train.inference.settings import EngineSettings, RemoteEngineSettings
 from skyrl_train.ranks import WEIGHTS

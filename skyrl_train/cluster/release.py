@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.policy_group import PolicyGroup
 from skyrl_train.cluster.reference_group import ReferenceGroup
-from skyrl_train.config import TrainerConfig
+from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.ranks import OPTIMIZER, Moved
 
 REMOVE_S = 60

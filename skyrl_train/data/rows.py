@@ -10,7 +10,7 @@ from typing import Any
 
 import datasets
 
-from skyrl_train.config_checks_training import DATA_FILE, HUB_SPLIT
+from skyrl_train.checks.training import DATA_FILE, HUB_SPLIT
 
 LocatedRow = tuple[str, dict[str, Any]]
 """Where the row stands (for errors) and its columns."""

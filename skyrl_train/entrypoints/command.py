@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 from rich.console import Console
 from rich.markup import escape
 
-from skyrl_train.config_errors import ConfigError
-from skyrl_train.config_program import Program, to_yaml
-from skyrl_train.config_training import RunConfig
+from skyrl_train.config.errors import ConfigError
+from skyrl_train.config.program import Program, to_yaml
+from skyrl_train.config.training import RunConfig
 
 if TYPE_CHECKING:
     from skyrl_train.entrypoints.run import Run

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 from rich.console import Console
 
+from skyrl_train.checks.model import longest_conversation
 from skyrl_train.cluster.engine_settings import served_model_name
 from skyrl_train.cluster.launch import Processes, launch
 from skyrl_train.cluster.session import Cluster
@@ -16,7 +17,6 @@ from skyrl_train.data.order import Order
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.entrypoints.run import Run
 from skyrl_train.envs.registry import env_creator
-from skyrl_train.model_checks import longest_conversation
 from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.env_pool import EnvPool
 from skyrl_train.rollout.sample import RolloutSettings, Sampler

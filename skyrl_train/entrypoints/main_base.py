@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from skyrl_train.config import RL, config_dir
-from skyrl_train.config_checks import check
+from skyrl_train.checks.rl import check
+from skyrl_train.config import config_dir
+from skyrl_train.config.rl import RL
 from skyrl_train.entrypoints.command import Command, execute
 
 __all__ = ["COMMAND", "config_dir", "main"]

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
-from skyrl_train.config import RL, Config
+from skyrl_train.config import Config
+from skyrl_train.config.rl import RL
 from skyrl_train.entrypoints.command import Command, guarded, prepare, print_error, report_failure
 from skyrl_train.service.checks import check_service
 from skyrl_train.service.queue import ServiceBroken

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from skyrl_train.config_checks_sft import check_sft
-from skyrl_train.config_sft import SFT
+from skyrl_train.checks.sft import check_sft
+from skyrl_train.config.sft import SFT
 from skyrl_train.entrypoints.command import Command, execute
 
 __all__ = ["COMMAND", "main"]

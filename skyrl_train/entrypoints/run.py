@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from skyrl_train import adapter_file
 from skyrl_train.cluster.session import Cluster, connect
-from skyrl_train.config_program import to_yaml
-from skyrl_train.config_training import RunConfig
+from skyrl_train.config.program import to_yaml
+from skyrl_train.config.training import RunConfig
 from skyrl_train.hub import local_folder
 from skyrl_train.tracking.run_dir import RunDir
 from skyrl_train.tracking.sinks import Tracker, build_tracker

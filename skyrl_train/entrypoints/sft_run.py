@@ -9,7 +9,7 @@ from rich.console import Console
 
 from skyrl_train.cluster.launch import PolicyProcesses, launch_policy
 from skyrl_train.cluster.session import Cluster
-from skyrl_train.config_sft import SftConfig
+from skyrl_train.config.sft import SftConfig
 from skyrl_train.data.order import Order
 from skyrl_train.data.sft import load_examples
 from skyrl_train.entrypoints.run import Run

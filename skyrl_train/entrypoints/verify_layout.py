@@ -24,11 +24,11 @@ from rich.table import Table
 
 from skyrl_train.algorithms.losses import LossSettings
 from skyrl_train.algorithms.objective import Objective
+from skyrl_train.checks.model import cut_problems
+from skyrl_train.checks.training import layout_problems
 from skyrl_train.config import ConfigError, load_config
-from skyrl_train.config_checks_training import layout_problems
-from skyrl_train.config_errors import nearest
-from skyrl_train.config_policy import MegatronConfig
-from skyrl_train.model_checks import cut_problems
+from skyrl_train.config.errors import nearest
+from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.types import ExperienceBatch, Metrics
 
 if TYPE_CHECKING:

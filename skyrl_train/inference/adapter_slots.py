@@ -21,7 +21,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from skyrl_train.adapter import identity_adapter, linear_shapes, targets, tensor_names
-from skyrl_train.config_policy import LoraConfig
+from skyrl_train.config.policy import LoraConfig
 from skyrl_train.inference.settings import ADAPTER
 from skyrl_train.inference.vllm_versions import rename_mapper
 from skyrl_train.weight_sync.errors import WeightSyncError

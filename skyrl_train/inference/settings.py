@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from skyrl_train.adapter import SLOT_RANKS, linear_shapes, slot_problem, targets
-from skyrl_train.config_policy import LoraConfig
-from skyrl_train.config_values import is_loopback
+from skyrl_train.config.policy import LoraConfig
+from skyrl_train.config.values import is_loopback
 
 PauseMode = Literal["keep", "wait", "abort"]
 EXTENSION = "skyrl_train.inference.transfer.SyncExtension"

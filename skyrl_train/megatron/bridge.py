@@ -19,11 +19,11 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from skyrl_train.checkpoint import tensor_files
-from skyrl_train.config_policy import MegatronConfig
+from skyrl_train.checks.model import OWN_STAGES
+from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.megatron.families import corrections, family
 from skyrl_train.megatron.flops import matrix_weights
 from skyrl_train.megatron.stages import layers_of_stages, megatron_layout
-from skyrl_train.model_checks import OWN_STAGES
 
 PINNED = {
     "calculate_per_token_loss": "the gradient would depend on the number of micro-batches and ranks",

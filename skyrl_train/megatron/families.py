@@ -15,7 +15,7 @@ from mbridge.core.safetensor_io import SafeTensorIO
 from mbridge.models import DeepseekV3Bridge, GLM4MoEBridge
 from transformers import PretrainedConfig
 
-from skyrl_train.config_errors import nearest
+from skyrl_train.config.errors import nearest
 
 
 class DeepseekV3(DeepseekV3Bridge):

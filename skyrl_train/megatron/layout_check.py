@@ -19,7 +19,7 @@ from torch import Tensor
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.batching.split import split
-from skyrl_train.config_policy import LoraConfig, MegatronConfig, OptimizerConfig
+from skyrl_train.config.policy import LoraConfig, MegatronConfig, OptimizerConfig
 from skyrl_train.device import device
 from skyrl_train.megatron.export import export, is_stage_owner
 from skyrl_train.megatron.local_ranks import run_on_ranks

@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 
-from skyrl_train.config_policy import LoraConfig
+from skyrl_train.config.policy import LoraConfig
 from skyrl_train.megatron.experts import grouped_linear
 from skyrl_train.megatron.lora_dropout import OF_EXPERT_TENSOR_RANKS, OF_TENSOR_RANKS, OF_THIS_RANK, drop
 from skyrl_train.megatron.norm import rms_norm

@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from skyrl_train.adapter import initial_factors, linear_shapes, targets
 from skyrl_train.adapter_file import AdapterFile
-from skyrl_train.config_policy import LoraConfig
+from skyrl_train.config.policy import LoraConfig
 from skyrl_train.megatron.lora import Adapter, Lora, Site, base_weights
 from skyrl_train.megatron.lora_dropout import seed_dropout
 

@@ -16,7 +16,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 
-from skyrl_train.config_policy import LoraConfig, MegatronConfig, OptimizerConfig
+from skyrl_train.config.policy import LoraConfig, MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, device_type
 from skyrl_train.hub import local_folder
 from skyrl_train.megatron import adam, gradients, layers, permute, rope, swiglu

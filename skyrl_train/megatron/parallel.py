@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from skyrl_train.config_policy import MegatronConfig
+from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.device import allocate_in_pages, device_type, distributed_backend
 from skyrl_train.megatron.groups import few_groups
 from skyrl_train.ranks import ParallelRanks, Rendezvous

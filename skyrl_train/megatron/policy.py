@@ -15,7 +15,7 @@ from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import LOSSES
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.algorithms.reductions import weighted_sum
-from skyrl_train.config_policy import LoraConfig, MegatronConfig, OptimizerConfig, SyncedLoraConfig
+from skyrl_train.config.policy import LoraConfig, MegatronConfig, OptimizerConfig, SyncedLoraConfig
 from skyrl_train.device import device, peak_flops
 from skyrl_train.hub import local_folder
 from skyrl_train.megatron.export import export, export_specs, save_hf

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from skyrl_train.config_policy import TorchProfilerConfig
+from skyrl_train.config.policy import TorchProfilerConfig
 from skyrl_train.device import device_type, synchronize
 from skyrl_train.megatron.memory_history import MemoryHistory
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skyrl_train.config_policy import MegatronConfig
+from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.device import device
 from skyrl_train.megatron.memory import DeviceMemory
 from skyrl_train.megatron.model import Model, build_model, dtype_of

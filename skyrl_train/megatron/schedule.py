@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from skyrl_train.config_policy import OptimizerConfig
+from skyrl_train.config.policy import OptimizerConfig
 
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:

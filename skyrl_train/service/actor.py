@@ -15,14 +15,15 @@ import yaml
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from skyrl_train import adapter_file
+from skyrl_train.checks.model import longest_conversation
 from skyrl_train.cluster.engine_settings import served_model_name
 from skyrl_train.cluster.launch import launch
 from skyrl_train.cluster.process import log_to
 from skyrl_train.cluster.release import remove_states, states_folder
 from skyrl_train.cluster.session import Cluster
-from skyrl_train.config import RL, Config, to_yaml
+from skyrl_train.config import Config, to_yaml
+from skyrl_train.config.rl import RL
 from skyrl_train.hub import local_folder
-from skyrl_train.model_checks import longest_conversation
 from skyrl_train.service.feed import Feed
 from skyrl_train.service.job import Job, SftJob, TrainJob
 from skyrl_train.service.job_reader import JobReader

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from skyrl_train.checks.lora import lora_problems
+from skyrl_train.checks.model import model_problems
+from skyrl_train.checks.rl import check
 from skyrl_train.config import Config, ConfigError
-from skyrl_train.config_checks import check
-from skyrl_train.config_checks_lora import lora_problems
-from skyrl_train.model_checks import model_problems
 
 
 def check_service(config: Config, files: bool = True) -> None:

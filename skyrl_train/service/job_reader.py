@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from skyrl_train.checks.rl import GROUP_ESTIMATORS
 from skyrl_train.config import Config
-from skyrl_train.config_checks import GROUP_ESTIMATORS
-from skyrl_train.config_errors import nearest
+from skyrl_train.config.errors import nearest
 from skyrl_train.data.chat import ChatTemplate, check_messages
 from skyrl_train.data.conversation import Conversations
 from skyrl_train.data.sft import ExampleReader, check_tokens

@@ -8,7 +8,7 @@ from typing import Any, cast
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from skyrl_train.config_compose import resolved
+from skyrl_train.config.compose import resolved
 
 
 def changed_values(config_yaml: str, base_yaml: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
-from skyrl_train.config_values import MASK
+from skyrl_train.config.values import MASK
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.cluster.policy_group import PolicyGroup
-from skyrl_train.config_training import TrainingConfig
+from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import Order
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers

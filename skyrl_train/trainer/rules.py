@@ -11,9 +11,9 @@ from skyrl_train.algorithms.losses import LossSettings
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.build import Advantage
 from skyrl_train.batching.rules import MicroBatchRules
-from skyrl_train.config import AlgorithmConfig
-from skyrl_train.config_generator import SamplingConfig
-from skyrl_train.config_training import TrainingConfig
+from skyrl_train.config.generator import SamplingConfig
+from skyrl_train.config.rl import AlgorithmConfig
+from skyrl_train.config.training import TrainingConfig
 from skyrl_train.megatron.flops import model_cost
 from skyrl_train.ranks import pad_multiple
 from skyrl_train.types import SamplingParams

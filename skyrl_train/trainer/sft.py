@@ -11,7 +11,7 @@ from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.batching.split import balance_metrics, split
 from skyrl_train.cluster.policy_group import PolicyGroup
 from skyrl_train.cluster.shards import Shards
-from skyrl_train.config_sft import SftConfig
+from skyrl_train.config.sft import SftConfig
 from skyrl_train.data.order import Order
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skyrl_train import adapter
 from skyrl_train.config import load_config
-from skyrl_train.config_policy import SyncedLoraConfig
+from skyrl_train.config.policy import SyncedLoraConfig
 
 
 def lora_config(**changes: Any) -> SyncedLoraConfig:

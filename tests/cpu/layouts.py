@@ -12,7 +12,7 @@ import pytest
 from families import hugging_face, make_trial, write_family
 
 from skyrl_train.config import load_config
-from skyrl_train.config_policy import MegatronConfig
+from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.megatron.layout_check import FLOAT32, Difference, Layout, Outcome, Trial, compare, run_layout
 
 SHORT = {

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from skyrl_train import adapter, adapter_file
 from skyrl_train.adapter_file import AdapterFile
 from skyrl_train.checkpoint import fingerprint
-from skyrl_train.config_policy import LoraConfig
+from skyrl_train.config.policy import LoraConfig
 from skyrl_train.inference.settings import EngineSettings, engine_arguments
 
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

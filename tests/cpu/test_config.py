@@ -15,9 +15,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from skyrl_train.config import Config, ConfigError, config_dir, from_hydra, load_config, main_config, to_yaml
-from skyrl_train.config_schema import key_types, rules
-from skyrl_train.config_sft import SFT, SftConfig, load_sft_config
-from skyrl_train.config_values import _names_in_source, table_names
+from skyrl_train.config.schema import key_types, rules
+from skyrl_train.config.sft import SFT, SftConfig, load_sft_config
+from skyrl_train.config.values import _names_in_source, table_names
 
 TABLES = {rule.table for kind in key_types(Config).values() for rule in rules(kind) if getattr(rule, "table", None)}
 
@@ -329,7 +329,7 @@ def test_the_configuration_reference_is_up_to_date():
 
 def test_every_key_is_read_by_the_code():
     package = Path(__file__).parents[2] / "skyrl_train"
-    readers = [path for path in package.rglob("*.py") if not path.name.startswith(("config", "model_checks"))]
+    readers = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in ("config", "checks")]
     attributes = set(re.findall(r"\.(\w+)", "\n".join(path.read_text() for path in readers)))
     keys = [key for key, kind in key_types(Config).items() if not dataclasses.is_dataclass(kind)]
     assert [key for key in keys if key.rpartition(".")[2] not in attributes] == []
@@ -362,7 +362,7 @@ def test_a_written_config_of_fine_tuning_reads_back_as_the_same(project: Path):
 
 def test_every_key_of_fine_tuning_is_read_by_the_code():
     package = Path(__file__).parents[2] / "skyrl_train"
-    readers = [path for path in package.rglob("*.py") if not path.name.startswith(("config", "model_checks"))]
+    readers = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in ("config", "checks")]
     attributes = set(re.findall(r"\.(\w+)", "\n".join(path.read_text() for path in readers)))
     keys = [key for key, kind in key_types(SftConfig).items() if not dataclasses.is_dataclass(kind)]
     assert [key for key in keys if key.rpartition(".")[2] not in attributes] == []

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.checks.model import looks_local
+from skyrl_train.checks.rl import check
 from skyrl_train.config import ConfigError, load_config
-from skyrl_train.config_checks import check
-from skyrl_train.model_checks import looks_local
 
 MEGATRON = "trainer.policy.megatron_config"
 URLS = "generator.remote_inference_engine_urls"

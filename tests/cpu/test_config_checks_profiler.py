@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from skyrl_train.checks.profiler import profiler_problems, restart_problems
 from skyrl_train.config import load_config
-from skyrl_train.config_checks_profiler import profiler_problems, restart_problems
 
 PROFILER = "trainer.policy.megatron_config.torch_profiler_config"
 

@@ -16,7 +16,7 @@ from layouts import layout
 from safetensors import safe_open
 from torch import Tensor
 
-from skyrl_train.config_policy import MegatronConfig
+from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.megatron.export import export, export_specs, save_hf
 from skyrl_train.megatron.gather import to_every_stage, to_first_stage
 from skyrl_train.megatron.layout_check import OPTIMIZER

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from layouts import layout
 from megatron.core import parallel_state
 
-from skyrl_train.config_policy import MegatronConfig
+from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.parallel import join
 from skyrl_train.ranks import Rendezvous

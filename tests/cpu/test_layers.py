@@ -10,14 +10,12 @@ import pytest
 ROOT = Path(__file__).parents[2] / "skyrl_train"
 # A folder or module imports only what stands before it; the modules of one row may import each other.
 ROWS = """
-    config_errors config_schema config_values config_files config_overrides
-    types ranks hub checkpoint device nvml config_program config_command_line config_compose
-    config_policy config_generator config_training config
+    config
+    types ranks hub checkpoint device nvml
     adapter adapter_file
     tracking
     algorithms
-    config_sft model_checks config_checks_engines config_checks_lora config_checks_profiler config_checks_training
-    config_checks config_checks_sft
+    checks
     data
     envs
     rollout

@@ -14,7 +14,7 @@ from families import write_family
 from layouts import layout
 from torch import Tensor
 
-from skyrl_train.config_policy import MegatronConfig
+from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.megatron import export as export_module
 from skyrl_train.megatron.export import export
 from skyrl_train.megatron.layout_check import OPTIMIZER

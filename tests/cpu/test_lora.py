@@ -13,7 +13,7 @@ from adapters import Adapted, peft_gradients, peft_model, write_adapter
 from families import FAMILIES, MOE, hugging_face, make_trial
 from layouts import EXPERT, FOUR, assert_exact, cases, layout, model, without_buffers
 
-from skyrl_train.config_policy import LoraConfig
+from skyrl_train.config.policy import LoraConfig
 from skyrl_train.megatron import lora, lora_attach
 from skyrl_train.megatron.layout_check import Outcome, Trial, compare, run_layout
 

@@ -16,7 +16,7 @@ from test_export import tensors_of
 
 from skyrl_train import adapter
 from skyrl_train.batching.split import split
-from skyrl_train.config_policy import LoraConfig, MegatronConfig
+from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.megatron.export import save_hf
 from skyrl_train.megatron.layout_check import OPTIMIZER, rules
 from skyrl_train.megatron.local_ranks import run_on_ranks

@@ -14,7 +14,7 @@ from families import write_family
 from layouts import layout
 from torch import Tensor
 
-from skyrl_train.config_policy import LoraConfig, MegatronConfig
+from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.megatron import lora_sums
 from skyrl_train.megatron.layout_check import OPTIMIZER
 from skyrl_train.megatron.local_ranks import run_on_ranks

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.config_policy import TorchProfilerConfig
+from skyrl_train.config.policy import TorchProfilerConfig
 from skyrl_train.megatron import memory_history
 from skyrl_train.megatron.profiling import Tracer
 

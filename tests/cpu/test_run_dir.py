@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from skyrl_train.config import RL, load_config, to_yaml
+from skyrl_train.config import load_config, to_yaml
+from skyrl_train.config.rl import RL
 from skyrl_train.tracking.changes import changed_values
 from skyrl_train.tracking.run_dir import RunDir, create_run_dir, read_record, versions, without_secret
 

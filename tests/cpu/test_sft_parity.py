@@ -18,7 +18,7 @@ from layouts import layout
 
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.split import split
-from skyrl_train.config_policy import LoraConfig, OptimizerConfig
+from skyrl_train.config.policy import LoraConfig, OptimizerConfig
 from skyrl_train.megatron.layout_check import Layout, Trial, rules
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.policy import MegatronPolicy

@@ -14,7 +14,7 @@ from families import make_trial, write_family
 from layouts import layout
 from test_memory import build, everything
 
-from skyrl_train.config_policy import LoraConfig
+from skyrl_train.config.policy import LoraConfig
 from skyrl_train.megatron.layout_check import Layout, Trial
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.state import load_state, save_state

@@ -12,7 +12,7 @@ import transformers
 from families import FAMILIES, VOCABULARY, write_family
 from torch.utils.flop_counter import FlopCounterMode
 
-from skyrl_train.config_policy import OptimizerConfig
+from skyrl_train.config.policy import OptimizerConfig
 from skyrl_train.megatron.adam import FusedAdam
 from skyrl_train.megatron.flops import model_cost
 from skyrl_train.megatron.layout_check import OPTIMIZER

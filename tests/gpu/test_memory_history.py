@@ -13,7 +13,7 @@ from families import make_trial, write_family
 from layouts import layout
 
 from skyrl_train.batching.split import split
-from skyrl_train.config_policy import TorchProfilerConfig
+from skyrl_train.config.policy import TorchProfilerConfig
 from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, rules
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.policy import MegatronPolicy

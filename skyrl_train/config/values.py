@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from skyrl_train.config_errors import nearest
+from skyrl_train.config.errors import nearest
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ Decay = Annotated[float, Bounds(low=0, high=1, below=True)]
 
 @functools.cache
 def _names_in_source(module: str, table: str) -> tuple[str, ...]:
-    source = Path(__file__).parent / "algorithms" / f"{module}.py"
+    source = Path(__file__).parents[1] / "algorithms" / f"{module}.py"
     for node in ast.parse(source.read_text()).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == table:
             assert isinstance(node.value, ast.Dict), f"{table} in {source} is no dictionary"

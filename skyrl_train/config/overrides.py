@@ -11,9 +11,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from skyrl_train.config_errors import ConfigError
-from skyrl_train.config_files import dotted_keys
-from skyrl_train.config_schema import field_types, is_free_form, key_types, unknown_key
+from skyrl_train.config.errors import ConfigError
+from skyrl_train.config.files import dotted_keys
+from skyrl_train.config.schema import field_types, is_free_form, key_types, unknown_key
 
 
 def parse(text: str) -> Override:

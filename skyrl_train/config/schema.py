@@ -2,7 +2,7 @@
 
 A schema is a dataclass whose fields are dataclasses (sections), `str`, `int`, `float`, `bool`, `tuple[X, ...]`,
 `tuple[X, Y]`, `dict[str, Any]` (free-form, passed on as it is), one of them `| None`, or `Annotated` with an object
-of config_values.py that says which values are right.
+of values.py that says which values are right.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from skyrl_train.config_errors import ConfigError
-from skyrl_train.config_values import MASK, Secret
+from skyrl_train.config.errors import ConfigError
+from skyrl_train.config.values import MASK, Secret
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def _is_union(kind: Any) -> bool:
 
 
 def _rule(kind: Any) -> Any:
-    """The object of config_values.py of an `Annotated` type, or None."""
+    """The object of values.py of an `Annotated` type, or None."""
     return kind.__metadata__[0] if typing.get_origin(kind) is typing.Annotated else None
 
 

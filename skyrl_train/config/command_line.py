@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from skyrl_train.config_errors import ConfigError
-from skyrl_train.config_files import experiments
+from skyrl_train.config.errors import ConfigError
+from skyrl_train.config.files import experiments
 
 
 @dataclass(frozen=True)

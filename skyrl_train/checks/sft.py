@@ -1,11 +1,12 @@
-"""What must hold between the values of a configuration of supervised fine-tuning; as config_checks.py."""
+"""What must hold between the values of a configuration of supervised fine-tuning; as rl.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from skyrl_train.config_checks_lora import lora_problems
-from skyrl_train.config_checks_training import (
+from skyrl_train.checks.lora import lora_problems
+from skyrl_train.checks.model import cut_problems
+from skyrl_train.checks.training import (
     POLICY,
     POLICY_RANKS,
     data_file_problems,
@@ -13,9 +14,8 @@ from skyrl_train.config_checks_training import (
     package_problems,
     prepare_problems,
 )
-from skyrl_train.config_errors import ConfigError
-from skyrl_train.config_sft import SftConfig
-from skyrl_train.model_checks import cut_problems
+from skyrl_train.config.errors import ConfigError
+from skyrl_train.config.sft import SftConfig
 
 
 def check_sft(config: SftConfig, num_train_rows: int | None, files: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""What must hold in the configuration of every program that trains; as config_checks.py."""
+"""What must hold in the configuration of every program that trains; as rl.py."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from skyrl_train.config_checks_profiler import profiler_problems
-from skyrl_train.config_policy import MegatronConfig
-from skyrl_train.config_training import DataConfig, TrainingConfig
+from skyrl_train.checks.profiler import profiler_problems
+from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.config.training import DataConfig, TrainingConfig
 
 POLICY = "trainer.policy.megatron_config"
 POLICY_RANKS = "trainer.placement.policy_num_nodes * policy_num_gpus_per_node"

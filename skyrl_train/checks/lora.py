@@ -1,4 +1,4 @@
-"""What must hold between the keys of LoRA and the others; as config_checks.py."""
+"""What must hold between the keys of LoRA and the others; as rl.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from skyrl_train.adapter import slot_problem
-from skyrl_train.config import Config, TrainerConfig
-from skyrl_train.config_policy import LoraConfig
+from skyrl_train.config import Config
+from skyrl_train.config.policy import LoraConfig
+from skyrl_train.config.rl import TrainerConfig
 
 
 def lora_problems(lora: LoraConfig) -> Iterator[str]:

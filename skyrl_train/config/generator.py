@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from skyrl_train.config_values import (
+from skyrl_train.config.values import (
     AboveZero,
     Bounds,
     Count,

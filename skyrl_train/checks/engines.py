@@ -1,4 +1,4 @@
-"""What must hold for engines: their arguments, servers that run already, their own endpoints; as config_checks.py."""
+"""What must hold for engines: their arguments, servers that run already, their own endpoints; as rl.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from skyrl_train.config import Config
-from skyrl_train.config_generator import GeneratorConfig
-from skyrl_train.config_values import is_loopback
+from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.config.values import is_loopback
 
 SERVER_URL = re.compile(r"^https?://[^/\s]+/?$")
 LAST_PORT = 65535

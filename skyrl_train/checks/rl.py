@@ -1,7 +1,7 @@
 """What must hold between the values of a configuration, checked before anything heavy starts, all failures at once.
 
-Here for reinforcement learning; the modules config_checks_*.py have what concerns one part of it, or other programs.
-What a value must be by itself stands with its field in config*.py and is checked when the configuration is read.
+Here for reinforcement learning; the modules beside have what concerns one part of it, or other programs.
+What a value must be by itself stands with its field in config/ and is checked when the configuration is read.
 
 Quick (no torch, Ray, vLLM or Megatron) and without side effects. Every sentence names the key, the value and the cure.
 """
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from skyrl_train.config import Config, ConfigError
-from skyrl_train.config_checks_engines import endpoint_problems, engine_argument_problems, remote_engine_problems
-from skyrl_train.config_checks_lora import lora_problems, lora_reference_problems, lora_sync_problems
-from skyrl_train.config_checks_profiler import restart_problems
-from skyrl_train.config_checks_training import (
+from skyrl_train.checks.engines import endpoint_problems, engine_argument_problems, remote_engine_problems
+from skyrl_train.checks.lora import lora_problems, lora_reference_problems, lora_sync_problems
+from skyrl_train.checks.model import longest_conversation, model_problems
+from skyrl_train.checks.profiler import restart_problems
+from skyrl_train.checks.training import (
     POLICY,
     POLICY_RANKS,
     data_file_problems,
@@ -22,8 +22,8 @@ from skyrl_train.config_checks_training import (
     package_problems,
     prepare_problems,
 )
-from skyrl_train.config_policy import MegatronConfig
-from skyrl_train.model_checks import longest_conversation, model_problems
+from skyrl_train.config import Config, ConfigError
+from skyrl_train.config.policy import MegatronConfig
 
 REF = "trainer.ref.megatron_config"
 GROUP_ESTIMATORS = ("grpo", "rloo")

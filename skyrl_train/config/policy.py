@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from skyrl_train.config_values import AboveZero, Bounds, Count, CountOrZero, Decay, NotNegative, OneOf, Share, Text
+from skyrl_train.config.values import AboveZero, Bounds, Count, CountOrZero, Decay, NotNegative, OneOf, Share, Text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,10 @@
-"""What must hold for the profiler's files; as config_checks.py."""
+"""What must hold for the profiler's files; as rl.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from skyrl_train.config_policy import MegatronConfig
+from skyrl_train.config.policy import MegatronConfig
 
 
 def profiled(megatron: MegatronConfig) -> list[str]:

@@ -11,11 +11,11 @@ from typing import Any, Generic, TypeVar
 import yaml
 from omegaconf import DictConfig
 
-from skyrl_train import config_compose
-from skyrl_train.config_command_line import read_command_line
-from skyrl_train.config_files import shipped_folder
-from skyrl_train.config_schema import build, is_secret, key_types
-from skyrl_train.config_values import MASK
+from skyrl_train.config import compose
+from skyrl_train.config.command_line import read_command_line
+from skyrl_train.config.files import shipped_folder
+from skyrl_train.config.schema import build, is_secret, key_types
+from skyrl_train.config.values import MASK
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Program(Generic[T]):
         Args: folders are searched for `experiment/NAME.yaml` too.
         Raises: ConfigError.
         """
-        composed = config_compose.compose(self.schema, self.base, overrides, [Path(f) for f in folders])
+        composed = compose.compose(self.schema, self.base, overrides, [Path(f) for f in folders])
         return build(self.schema, composed.values, composed.where)
 
     def read(self, argv: Sequence[str]) -> T:
@@ -55,7 +55,7 @@ class Program(Generic[T]):
         Raises: ConfigError.
         """
         request = read_command_line(argv, self.base, self.module, self.purpose)
-        composed = config_compose.compose(self.schema, request.base, request.overrides, request.folders)
+        composed = compose.compose(self.schema, request.base, request.overrides, request.folders)
         config = build(self.schema, composed.values, composed.where)
         if request.print_config:
             print(to_yaml(config), end="")
@@ -67,11 +67,11 @@ class Program(Generic[T]):
 
         Raises: ConfigError.
         """
-        return build(self.schema, *config_compose.of_hydra(self.schema, cfg))
+        return build(self.schema, *compose.of_hydra(self.schema, cfg))
 
     def base_yaml(self) -> str:
         """Every key of the schema with its value in the base, `${...}` as written."""
-        return config_compose.base_yaml(self.schema, self.base)
+        return compose.base_yaml(self.schema, self.base)
 
 
 def to_yaml(config: Any) -> str:

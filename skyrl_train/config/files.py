@@ -13,8 +13,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from skyrl_train.config_errors import ConfigError
-from skyrl_train.config_schema import key_types, unknown_key
+from skyrl_train.config.errors import ConfigError
+from skyrl_train.config.schema import key_types, unknown_key
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ConfigFile:
 
 def shipped_folder() -> Path:
     """`configs/` inside the installed package, or beside the package in a source checkout."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 

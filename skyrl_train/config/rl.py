@@ -1,9 +1,9 @@
-"""The configuration as the program reads it: frozen dataclasses with the keys of configs/ppo_base_config.yaml.
+"""The configuration of reinforcement learning: frozen dataclasses with the keys of configs/ppo_base_config.yaml.
 
 The YAML owns every value, so no field has a default. `main_config` reads a command line, `load_config` a list of
 overrides, `from_hydra` what `@hydra.main` hands over; all three convert once, strictly, and raise ConfigError.
-Keys stand in `config_policy.py`, `config_training.py` and `config_generator.py`; here are those of the environments and
-of reinforcement learning, and the whole.
+Keys of models, of every run and of engines stand in `policy.py`, `training.py` and `generator.py`; here are those
+of the environments and of the algorithm, and the whole.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from skyrl_train.config_errors import ConfigError
-from skyrl_train.config_generator import GeneratorConfig
-from skyrl_train.config_policy import RefConfig, SyncedPolicyConfig
-from skyrl_train.config_program import Program, config_dir, to_yaml
-from skyrl_train.config_training import PolicyPlacementConfig, RunConfig, TrainingConfig
-from skyrl_train.config_values import (
+from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.config.policy import RefConfig, SyncedPolicyConfig
+from skyrl_train.config.program import Program
+from skyrl_train.config.training import PolicyPlacementConfig, RunConfig, TrainingConfig
+from skyrl_train.config.values import (
     AboveZero,
     Bounds,
     Count,
@@ -27,8 +26,6 @@ from skyrl_train.config_values import (
     Share,
     Text,
 )
-
-__all__ = ["RL", "Config", "ConfigError", "config_dir", "from_hydra", "load_config", "main_config", "to_yaml"]
 
 
 @dataclass(frozen=True, kw_only=True)

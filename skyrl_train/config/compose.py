@@ -20,8 +20,8 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from skyrl_train.config_errors import ConfigError, nearest
-from skyrl_train.config_files import (
+from skyrl_train.config.errors import ConfigError, nearest
+from skyrl_train.config.files import (
     ConfigFile,
     check_files,
     chosen_files,
@@ -30,7 +30,7 @@ from skyrl_train.config_files import (
     leave_out_foreign,
     shown_path,
 )
-from skyrl_train.config_overrides import hydra_line, is_searchpath, parse, problem, quoted_list, strings
+from skyrl_train.config.overrides import hydra_line, is_searchpath, parse, problem, quoted_list, strings
 
 OmegaConf.register_new_resolver("dtype_name", lambda bf16: "bfloat16" if bf16 else "float32", replace=True)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from skyrl_train.config_policy import PolicyConfig
-from skyrl_train.config_values import AboveZero, Count, CountOrNever, CountOrZero, FolderText, NotNegative, OneOf, Text
+from skyrl_train.config.policy import PolicyConfig
+from skyrl_train.config.values import AboveZero, Count, CountOrNever, CountOrZero, FolderText, NotNegative, OneOf, Text
 
 
 @dataclass(frozen=True, kw_only=True)

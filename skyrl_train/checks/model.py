@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.config import Config
-from skyrl_train.config_generator import GeneratorConfig
-from skyrl_train.config_policy import MegatronConfig
+from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.config.policy import MegatronConfig
 
 OWN_STAGES = (
     "num_layers_in_first_pipeline_stage",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from skyrl_train.config_program import Program
-from skyrl_train.config_training import DataConfig, RunConfig
-from skyrl_train.config_values import Bounds, OneOf
+from skyrl_train.config.program import Program
+from skyrl_train.config.training import DataConfig, RunConfig
+from skyrl_train.config.values import Bounds, OneOf
 
 __all__ = ["SFT", "SftConfig", "SftDataConfig", "load_sft_config"]
 

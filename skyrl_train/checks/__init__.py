@@ -1,0 +1,1 @@
+"""Whether a configuration can work, said before anything is started."""
