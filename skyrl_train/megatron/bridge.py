@@ -118,6 +118,12 @@ def build_bridge(path: str, megatron: MegatronConfig, dtype: torch.dtype, *, tor
         if name in PINNED:
             raise ValueError(f"megatron_config.transformer_config_kwargs.{name} cannot be set: {PINNED[name]}")
     bridge.set_extra_args(**(fields | megatron.transformer_config_kwargs))
+    virtual = bridge.config.virtual_pipeline_model_parallel_size
+    if virtual != megatron.virtual_pipeline_model_parallel_size:
+        raise ValueError(
+            "megatron_config.transformer_config_kwargs.pipeline_model_parallel_layout has stages for "
+            f"virtual_pipeline_model_parallel_size={virtual}: set it too"
+        )
     return bridge
 
 
@@ -127,7 +133,7 @@ def _stages(hf_config: PretrainedConfig, megatron: MegatronConfig) -> dict[str, 
     if size == 1 or any(name in megatron.transformer_config_kwargs for name in OWN_STAGES):
         return {}
     costs, head = matrix_weights(hf_config)
-    counts = layers_of_stages(costs, head, size * (megatron.virtual_pipeline_model_parallel_size or 1))
+    counts = layers_of_stages(costs, head, size, megatron.virtual_pipeline_model_parallel_size or 1)
     if len(set(counts)) == 1:
         return {}
     return {"pipeline_model_parallel_layout": megatron_layout(counts, size)}

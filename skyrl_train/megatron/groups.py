@@ -19,6 +19,7 @@ BETWEEN_PASSES = frozenset(
         "EMBEDDING_GROUP",
         "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
         "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
+        "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP",  # 0.19
     }
 )
 """Groups that Megatron uses after the backward pass only: gradients of a tied embedding, and norms."""

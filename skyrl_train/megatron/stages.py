@@ -13,34 +13,39 @@ from collections.abc import Sequence
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 
-def layers_of_stages(costs: Sequence[float], head: float, stages: int) -> list[int]:
-    """Number of consecutive layers on each of `stages` stages, at least one; the last has the output layer beside.
+def layers_of_stages(costs: Sequence[float], head: float, ranks: int, chunks: int = 1) -> list[int]:
+    """Number of consecutive layers on each stage, at least one; the last has the output layer beside.
 
-    `costs` are those of the layers, `head` of the output layer, all in one unit. Minimises the greatest sum; of what
-    is left open, stages are made alike.
+    With several `chunks` of a rank (virtual stages) stages are those of the first chunks of all ranks, then those of
+    the second, .. A rank works off all of its chunks in every micro-batch, so the sum over them counts. With layers of
+    unlike cost it is near the best only, for their chunks are not consecutive.
+
+    `costs` are those of the layers, `head` of the output layer, all in one unit. Minimises the greatest sum of a rank;
+    of what is left open, ranks are made alike.
 
     Raises: ValueError if there are fewer layers than stages.
     """
-    if stages > len(costs):
-        raise ValueError(f"{len(costs)} layers cannot be cut into {stages} pipeline stages")
+    if ranks * chunks > len(costs):
+        raise ValueError(f"{len(costs)} layers cannot be cut into {ranks * chunks} pipeline stages")
     before = [0.0]
     for cost in costs:
         before.append(before[-1] + cost)
 
     @functools.cache
     def best(first: int, left: int) -> tuple[float, float, tuple[int, ...]]:
-        """Greatest cost, sum of squares, and layers of `left` stages that begin with layer `first`."""
+        """Greatest cost, sum of squares, and layers of `left` ranks that begin with layer `first`."""
         if left == 1:
             last = before[-1] - before[first] + head
             return last, last**2, (len(costs) - first,)
         found = []
-        for end in range(first + 1, len(costs) - left + 2):
+        for end in range(first + chunks, len(costs) - chunks * (left - 1) + 1):
             here = before[end] - before[first]
             greatest, squares, counts = best(end, left - 1)
             found.append((max(here, greatest), here**2 + squares, (end - first, *counts)))
         return min(found)
 
-    return list(best(0, stages)[2])
+    of_ranks = best(0, ranks)[2]
+    return [count // chunks + (chunk < count % chunks) for chunk in range(chunks) for count in of_ranks]
 
 
 def megatron_layout(counts: Sequence[int], pipeline_size: int) -> PipelineParallelLayerLayout:

@@ -7,11 +7,12 @@ process, and its metrics with those of one Megatron process with one micro-batch
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, MOE, hugging_face, lengths, make_trial
+from families import FAMILIES, MOE, hugging_face, lengths, make_trial, write_family
 from layouts import (
     DENSE,
     EXPERT,
@@ -200,3 +201,37 @@ def test_a_frozen_router_has_no_gradient_and_all_else_has_its_own():
     expected = {name: g for name, g in hf.gradients.items() if name not in routers}
     difference = compare(Outcome(rest, outcome.logprobs, {}), Outcome(expected, hf.logprobs, {}))
     assert difference.gradient <= FLOAT32.gradient
+
+
+UNEVEN_STAGES: dict[str, tuple[str, dict[str, int], int, dict[str, int]]] = {
+    "7 layers PP2 VPP2": ("qwen3_tied", {"num_hidden_layers": 7}, 2, {"pp": 2, "vpp": 2}),
+    "a stage of dense layers alone": (
+        "deepseek_v3",
+        {"num_hidden_layers": 5, "first_k_dense_replace": 3},
+        4,
+        {"pp": 2, "ep": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "changes", "processes", "sizes"), UNEVEN_STAGES.values(), ids=UNEVEN_STAGES)
+def test_uneven_stages_have_hugging_faces_gradient(
+    name: str, changes: dict[str, int], processes: int, sizes: dict[str, int], tmp_path: Path
+):
+    trial = make_trial(write_family(name, tmp_path, **changes))
+    hf = hugging_face(trial).outcome
+    assert_exact(compare(without_buffers(run_layout(trial, layout(processes, sizes)), hf.metrics), hf))
+
+
+def test_the_norm_of_many_gradients_does_not_depend_on_how_they_are_cut(tmp_path: Path):
+    """Half a million numbers in the embedding: added one by one in float32 their norm is 1e-5 off."""
+    trial = make_trial(write_family("qwen3_tied", tmp_path, num_hidden_layers=2, vocab_size=8003))
+    hf = hugging_face(trial).outcome
+    for processes, sizes in ((1, {}), (2, {}), (2, {"tp": 2})):
+        outcome = run_layout(trial, layout(processes, sizes))
+        assert outcome.metrics["policy/grad_norm"] == pytest.approx(norm(outcome), rel=2e-7)
+        assert_exact(compare(without_buffers(outcome, hf.metrics), hf))
+
+
+def norm(outcome: Outcome) -> float:
+    return float(torch.cat([gradient.double().flatten() for gradient in outcome.gradients.values()]).norm())

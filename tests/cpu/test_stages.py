@@ -6,7 +6,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from skyrl_train.megatron.flops import matrix_weights
@@ -54,9 +54,24 @@ def test_the_last_stage_of_qwen3_4b_has_fewer_layers_for_its_output_layer():
     assert layers_of_stages(costs, head, 4) == [10, 10, 10, 6]
 
 
+@given(st.integers(4, 40), st.floats(0, 20), st.integers(2, 4), st.integers(2, 3))
+def test_no_other_cut_into_virtual_stages_gives_the_busiest_rank_less(
+    layers: int, head: float, ranks: int, chunks: int
+):
+    assume(layers >= ranks * chunks)
+    counts = layers_of_stages([1.0] * layers, head, ranks, chunks)
+    assert sum(counts) == layers and min(counts) >= 1 and len(counts) == ranks * chunks
+    work = [sum(counts[rank::ranks]) for rank in range(ranks)]
+    # The last rank has n layers and the output layer, the others share the rest evenly.
+    most = [max(n + head, -(-(layers - n) // (ranks - 1))) for n in range(chunks, layers - chunks * (ranks - 1) + 1)]
+    assert max(*work[:-1], work[-1] + head) == min(most)
+
+
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(ValueError, match="2 layers cannot be cut into 3 pipeline stages"):
         layers_of_stages([1.0, 1.0], 1.0, 3)
+    with pytest.raises(ValueError, match="3 layers cannot be cut into 4 pipeline stages"):
+        layers_of_stages([1.0] * 3, 1.0, 2, 2)
 
 
 def test_megatron_deals_chunks_of_virtual_stages_round():
