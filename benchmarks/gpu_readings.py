@@ -4,30 +4,34 @@
     python benchmarks/gpu_readings.py --out readings --seconds 540 pp2 dp2 whole trl
     python benchmarks/gpu_readings.py --list
 
-Those that need several GPUs come first, each alone on the machine; then those of one GPU, as many at once as there are
-GPUs. Each writes OUT/NAME.log and, if it measures, OUT/NAME.json; OUT/summary.txt has one line for each when it ends.
-Models with random weights are made before, once (--models, by default in memory). What is not begun when the seconds
-end is not begun, and what runs then is stopped.
+Those that measure time or need several GPUs come first, each alone on the machine; then the others of one GPU, as many
+at once as there are GPUs. Each writes OUT/NAME.log and, if it measures, OUT/NAME.json; OUT/summary.txt has one line for
+each when it ends. Models with random weights are made once, before the first that takes them (--models, by default in
+memory). What cannot end in time is not begun, and what runs when the seconds end is stopped with all that it started.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
 
+import psutil
+from gpu_step import arguments as step_arguments
+from gpu_step import make_model
 from main_job import REPOSITORY, environment
 
 STEP, PYTEST = "benchmarks/gpu_step.py", "-m pytest -q -p no:cacheprovider -rfEs --durations=10"
 FOUR_B = "--update-only --steps 3 --shape qwen3-4b"
+TO_END_S = 10.0
+"""For what is stopped, before it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class Reading:
     """After `python`; `{models}` is the folder of the models."""
     limit_s: int
     """Three times what it takes, or so, once the models are made."""
+    alone: bool = True
+    """Whether what runs beside it on other GPUs would change what it finds."""
 
     @property
     def shape(self) -> str | None:
@@ -71,12 +77,14 @@ READINGS = {
     "whole": Reading(1, f"{STEP} {WHOLE} --colocate --max-tokens 32768 --steps 3", 400),
     "trl": Reading(1, "benchmarks/gpu_step_vs_trl.py --trl-only --model {models}/qwen3-0.6b", 450),
     "moe": Reading(1, f"{STEP} --update-only --steps 3 --shape qwen3-30b-a3b --layers 6 --impl torch", 300),
-    "memory": Reading(1, "benchmarks/device_memory.py --shape qwen3-0.6b --model {models}/qwen3-0.6b", 150),
+    "memory": Reading(
+        1, "benchmarks/device_memory.py --shape qwen3-0.6b --model {models}/qwen3-0.6b", 150, alone=False
+    ),
     "colocated_sync": Reading(
         1, "benchmarks/weight_sync.py --shape qwen3-4b --model {models}/qwen3-4b --colocate", 300
     ),
     "offload": Reading(1, f"{PYTEST} -s tests/gpu/test_offload.py --gpus 1", 600),
-    "tests_1": Reading(1, f"{PYTEST} tests/gpu --gpus 1 -n 4 --deselect tests/gpu/test_offload.py", 600),
+    "tests_1": Reading(1, f"{PYTEST} tests/gpu --gpus 1 -n 4 --deselect tests/gpu/test_offload.py", 600, alone=False),
 }
 """Name -> reading, the most wanted first."""
 
@@ -86,11 +94,14 @@ class Readings:
 
     def __init__(self, out: Path, models: Path, until: float) -> None:
         self._out, self._models, self._until = out, models, until
-        self._lock = threading.Lock()
+        self._lock, self._making = threading.Lock(), threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
 
     def run(self, name: str, reading: Reading, device: int | None = None) -> None:
         """Args: device: the only one that it sees; None means all."""
+        if reading.shape and time.monotonic() < self._until:
+            with self._making:
+                make_model(self._models / reading.shape, step_arguments(["--shape", reading.shape]))
         limit_s = min(reading.limit_s, self._until - time.monotonic())
         if limit_s < reading.limit_s / 6:
             self._note(f"{name}: not begun, {max(0.0, limit_s):.0f} s were left")
@@ -103,7 +114,6 @@ class Readings:
         with (self._out / f"{name}.log").open("w") as log:
             log.write(f"$ python {command}\n")
             log.flush()
-            # A group of its own: what a command started ends with it.
             process = subprocess.Popen(
                 [sys.executable, *command.split()],
                 cwd=REPOSITORY,
@@ -117,13 +127,12 @@ class Readings:
                 ended = f"exit code {process.wait(timeout=limit_s)}"
             except subprocess.TimeoutExpired:
                 ended = f"stopped after {limit_s:.0f} s"
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                _end(process)
             self._running.discard(process)
         self._note(f"{name}: {ended}, {time.monotonic() - started:.0f} s")
 
     def lanes(self, readings: dict[str, Reading], devices: int) -> None:
-        """Readings of one GPU, one at a time on each of the devices."""
+        """Readings of one GPU, on each of the devices one at a time."""
         waiting: Queue[tuple[str, Reading]] = Queue()
         for item in readings.items():
             waiting.put(item)
@@ -144,8 +153,8 @@ class Readings:
 
     def stop(self) -> None:
         """End what runs."""
-        for process in self._running:
-            os.killpg(process.pid, signal.SIGKILL)
+        for process in list(self._running):
+            _end(process)
 
     def _note(self, line: str) -> None:
         with self._lock, (self._out / "summary.txt").open("a") as summary:
@@ -167,12 +176,19 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def make_models(shapes: Sequence[str], models: Path) -> None:
-    from gpu_step import arguments as step_arguments
-    from gpu_step import make_model
-
-    for shape in shapes:
-        make_model(models / shape, step_arguments(["--shape", shape]))
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With all that it started, in sessions of their own too (jobs of the tests), and their memory on the devices."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        tree = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)  # pytest ends its jobs
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=TO_END_S)
+        for one in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        psutil.wait_procs(tree, timeout=TO_END_S)
+    process.kill()
+    process.wait()
 
 
 def main() -> int:
@@ -189,13 +205,12 @@ def main() -> int:
         args.gpus = torch.cuda.device_count()
     args.out.mkdir(parents=True, exist_ok=True)
     possible = {name: reading for name, reading in wanted.items() if reading.gpus <= args.gpus}
-    make_models(sorted({reading.shape for reading in possible.values() if reading.shape}), args.models)
     readings = Readings(args.out.resolve(), args.models.resolve(), until)
     try:
         for name, reading in possible.items():
-            if reading.gpus > 1:
-                readings.run(name, reading)
-        readings.lanes({name: reading for name, reading in possible.items() if reading.gpus == 1}, args.gpus)
+            if reading.alone:
+                readings.run(name, reading, 0 if reading.gpus == 1 else None)
+        readings.lanes({name: reading for name, reading in possible.items() if not reading.alone}, args.gpus)
     finally:
         readings.stop()
     for name, reading in wanted.items():

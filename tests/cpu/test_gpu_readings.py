@@ -15,7 +15,13 @@ import gpu_step
 from gpu_readings import READINGS, STEP, Reading, Readings, arguments
 
 ROOT = Path(__file__).parents[2]
-CHILD = "import subprocess\nchild = subprocess.Popen(['sleep', '60'])\nprint(child.pid, flush=True)\nchild.wait()\n"
+CHILD = """
+import signal, subprocess
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+print(child.pid, flush=True)
+child.wait()
+"""
 
 
 @pytest.mark.parametrize("name", READINGS)
@@ -35,7 +41,8 @@ def run(tmp_path: Path, seconds: float, readings: dict[str, Reading], lanes: int
     return sorted((tmp_path / "summary.txt").read_text().splitlines())
 
 
-def test_what_does_not_end_in_time_is_stopped_with_all_that_it_started(tmp_path: Path):
+def test_what_does_not_end_in_time_is_stopped_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gpu_readings.TO_END_S", 1.0)
     (tmp_path / "hang.py").write_text(CHILD)
     (line,) = run(tmp_path, 60, {"hang": Reading(1, f"{tmp_path}/hang.py", 2)}, 1)
     assert line.startswith("hang: stopped after 2 s")
