@@ -93,13 +93,17 @@ def _cut(shape: dict[str, Any], megatron: MegatronConfig, path: str) -> Iterator
         )
     layers = shape.get("num_hidden_layers")
     stages = pp * vpp
-    own_stages = any(name in megatron.transformer_config_kwargs for name in OWN_STAGES)
-    if layers is not None and layers < stages and not own_stages:
+    own = {name: value for name, value in megatron.transformer_config_kwargs.items() if name in OWN_STAGES}
+    if layers is not None and not any(own.values()):
         interleaved = f" x virtual_pipeline_model_parallel_size {vpp}" if vpp > 1 else ""
-        yield (
-            f"{path}.pipeline_model_parallel_size {pp}{interleaved} is {stages} stages, more than the model's {layers} "
-            "layers: each stage needs one"
-        )
+        cut = f"{path}.pipeline_model_parallel_size {pp}{interleaved} is {stages} stages"
+        if layers < stages:
+            yield f"{cut}, more than the model's {layers} layers: each stage needs one"
+        elif own and layers % stages:
+            yield (
+                f"{cut}: they must divide the model's {layers} layers, because "
+                f"transformer_config_kwargs.{next(iter(own))} asks for even stages; leave it out"
+            )
     experts = next((shape[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if shape.get(k)), None)
     ep = megatron.expert_model_parallel_size
     if ep > 1 and experts is None:

@@ -105,7 +105,7 @@ class MegatronConfig:
     tensor_model_parallel_size: Count
     """Ranks that share each layer's matrices."""
     pipeline_model_parallel_size: Count
-    """Ranks that share the layers."""
+    """Ranks that share the layers; the last, with the output layer, has fewer."""
     virtual_pipeline_model_parallel_size: Annotated[int, Bounds(low=2)] | None
     """Model chunks per pipeline rank (interleaved schedule); null means one, without interleaving."""
     context_parallel_size: Count

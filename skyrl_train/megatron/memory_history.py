@@ -32,7 +32,7 @@ class MemoryHistory:
 
     @contextmanager
     def during(self, file: Path, *, wanted: bool) -> Iterator[None]:
-        """Write what happens in the body to `file` if wanted; if memory runs out, to `file` with `_oom` in any case.
+        """Write what happens in the body to `file` if wanted; if torch runs out of memory, to `file` with `_oom` anyhow.
 
         Either has all that is held at its end, however long before it was taken, and the events of the body.
         """
@@ -64,7 +64,7 @@ def _write_or_log(file: Path) -> None:
     """A disk that is full must not hide the error that is on its way."""
     try:
         _write(file)
-    except OSError as error:
+    except Exception as error:
         _log.warning("no snapshot of device memory in %s: %s", file, error)
     else:
         _log.warning("out of device memory; who held it is in %s, for pytorch.org/memory_viz", file)

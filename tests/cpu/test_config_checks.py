@@ -250,6 +250,10 @@ def test_stages_need_not_divide_the_layers(folder: Path):
         f"{MEGATRON}.pipeline_model_parallel_size=2",
     ]
     assert problems(*layout, files=True) == ()
+    kwargs = f"{MEGATRON}.transformer_config_kwargs"
+    assert problems(*layout, f"{kwargs}.num_layers_in_first_pipeline_stage=3", files=True) == ()
+    (even,) = problems(*layout, f"{kwargs}.pipeline_model_parallel_layout=null", files=True)
+    assert "2 stages: they must divide the model's 5 layers" in even
 
 
 def test_conversations_longer_than_the_models_positions_are_refused(folder: Path):
