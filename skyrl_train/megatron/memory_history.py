@@ -32,7 +32,7 @@ class MemoryHistory:
 
     @contextmanager
     def during(self, file: Path, *, wanted: bool) -> Iterator[None]:
-        """Write what happens in the body to `file` if wanted; if torch runs out of memory, to `file` with `_oom` anyhow.
+        """Write what happens in the body to `file` if wanted; if torch runs out of memory, to `file` with `_oom`.
 
         Either has all that is held at its end, however long before it was taken, and the events of the body.
         """
