@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,6 +12,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import psutil
 import pytest
+
+# A shell starts what ends with `&` with Ctrl-C ignored, and so would be all that the tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -361,8 +361,7 @@ def test_aborting_ends_running_requests_with_what_they_have(world: World):
     async def main() -> list[Generation]:
         long = SamplingParams(max_generate_length=120, temperature=1.0)
         running = asyncio.create_task(world.generate(PROMPTS[:1] * 64, long))
-        while (await world.engine.stats())["requests_running"] < 64:
-            await asyncio.sleep(0.002)
+        await until_tokens_came(world)
         await world.engine.pause("abort")
         await world.engine.resume()
         return await running
@@ -375,14 +374,20 @@ def test_aborting_ends_running_requests_with_what_they_have(world: World):
         assert one.logprobs == pytest.approx(score[len(PROMPTS[0]) :], abs=2e-5)
 
 
+async def until_tokens_came(world: World) -> Any:
+    """Waits until a request has some; returns what the front end knows of each request."""
+    states: Any = world.engine._core.llm.output_processor.request_states
+    while not any(state.detokenizer.num_output_tokens() > 2 for state in states.values()):
+        await asyncio.sleep(0.002)
+    return states
+
+
 @pytest.mark.parametrize("stop", [(), ("<never>",)], ids=["ended by the core", "ended by the front end"])
 def test_logprobs_come_at_the_end_where_nobody_reads_them_before(world: World, stop: tuple[str, ...]):
     async def main() -> tuple[list[tuple[int, int]], list[Generation]]:
         params = SamplingParams(max_generate_length=100, stop=stop)
         running = asyncio.create_task(world.generate(PROMPTS, params))
-        states: Any = world.engine._core.llm.output_processor.request_states
-        while not any(state.detokenizer.num_output_tokens() > 2 for state in states.values()):
-            await asyncio.sleep(0.002)
+        states = await until_tokens_came(world)
         await world.engine.pause("keep")
         found = [(s.detokenizer.num_output_tokens(), len(s.logprobs_processor.logprobs)) for s in states.values()]
         await world.engine.resume()
