@@ -93,7 +93,8 @@ def main() -> int:
         folder = args.model or Path(scratch, "model")
         gpu_step.make_model(folder, ours)
         if not args.trl_only:
-            result["ours"] = {"title": gpu_step.title(ours, "GRPO step, colocated")} | gpu_step.measure_steps(folder, ours, Path(scratch))
+            heading = {"title": gpu_step.title(ours, "GRPO step, colocated")}
+            result["ours"] = heading | gpu_step.measure_steps(folder, ours, Path(scratch))
             gpu_step.show(result["ours"], console)
         result["trl"] = measure_trl(folder, args, ours, Path(scratch))
     if args.json:
