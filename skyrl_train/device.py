@@ -58,6 +58,42 @@ def empty_cache() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
+class CopyStream:
+    """A stream for copies that run while the device computes; without a GPU each is done when it was asked for."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._is_busy = False
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copies that are asked for inside begin when what the device was asked before has ended."""
+        if device_type() == "cpu":
+            yield
+            return
+        import torch
+
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        self._is_busy = True
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def settle(self) -> None:
+        """What the device is asked from now on begins when the copies have ended. The host does not wait."""
+        if self._stream is not None and self._is_busy:
+            import torch
+
+            torch.cuda.current_stream().wait_stream(self._stream)
+            self._is_busy = False
+
+
+PAGES = "expandable_segments:True,large_segment_size_mb:128"
+"""Of 128 MiB: giving 60 GiB back takes an H200 40 ms then, and 186 ms in torch's own 20 MiB, mapping them as long."""
+BLOCKS = "expandable_segments:False,large_segment_size_mb:20"
+"""As torch has them if nothing is said."""
+
+
 @functools.cache
 def allocate_in_pages() -> bool:
     """Have torch map this process's device memory page by page ("expandable segments"); returns whether it does.
@@ -70,7 +106,7 @@ def allocate_in_pages() -> bool:
     given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if "expandable_segments" in given:
         return "expandable_segments:True" in given
-    _allocator("expandable_segments:True")
+    _allocator(PAGES)
     return True
 
 
@@ -80,11 +116,11 @@ def memory_to_share() -> Iterator[None]:
     if not allocate_in_pages.cache_info().currsize or not allocate_in_pages():
         yield
         return
-    _allocator("expandable_segments:False")
+    _allocator(BLOCKS)
     try:
         yield
     finally:
-        _allocator("expandable_segments:True")
+        _allocator(PAGES)
 
 
 def _allocator(setting: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.device import device_type, synchronize
+from skyrl_train.device import CopyStream, device_type, synchronize
 from skyrl_train.megatron.storages import Piece, padded
 
 
@@ -24,6 +24,7 @@ class HostMemory:
         """Places of the pieces that were taken."""
         self._current: set[int] = set()
         """Keys of frozen storages whose place holds what they hold."""
+        self._way_back = CopyStream()
         self._registered: list[int] = []
         weakref.finalize(self, _unregister, self._registered)
 
@@ -38,7 +39,7 @@ class HostMemory:
         return sum(piece.num_bytes for piece in moving)
 
     def give(self, pieces: Sequence[Piece]) -> int:
-        """Let the pieces come back with what was taken; returns the bytes. Copies may still be under way.
+        """Let the pieces come back with what was taken; returns the bytes. The copies are under way until `settle`.
 
         While one is copied, memory is asked for the next.
         """
@@ -46,7 +47,8 @@ class HostMemory:
             piece.come_back()
             place = self._away[piece]
             ((_, whole),) = piece.runs()
-            whole.copy_(place, non_blocking=True)
+            with self._way_back.copying():
+                whole.copy_(place, non_blocking=True)
             assert piece.key is not None
             self._places[piece.key] = place
             if piece.is_frozen:
@@ -54,6 +56,10 @@ class HostMemory:
         for piece in pieces:
             del self._away[piece]
         return sum(piece.num_bytes for piece in pieces)
+
+    def settle(self) -> None:
+        """What the device is asked from now on finds what was given."""
+        self._way_back.settle()
 
     def forget_frozen(self) -> None:
         self._current.clear()

@@ -41,6 +41,7 @@ class DeviceMemory:
         Frozen weights are copied once and then only freed.
         """
         started = time.perf_counter()
+        self.settle()
         leaving = [part for part in parts or PARTS if part not in self._away]
         pieces = {part: self._pieces(part) for part in leaving}
         everything = [piece for part in leaving for piece in pieces[part]]
@@ -56,25 +57,29 @@ class DeviceMemory:
         return Moved(num_bytes, time.perf_counter() - started)
 
     def reload(self, *parts: str) -> Moved:
-        """Bring the parts (all of them by default) back; done when it returns."""
+        """Bring the parts (all of them by default) back.
+
+        Weights are there when it returns. The optimizer is copied while the device computes: `settle` before its use.
+        """
         started = time.perf_counter()
         if dropped := self._dropped.intersection(parts or PARTS):
             raise Offloaded(f"the {' and '.join(sorted(dropped))} of this rank were dropped and cannot come back")
-        coming = [part for part in parts or PARTS if part in self._away]
-        pieces = [piece for part in coming for piece in self._away[part]]
-        num_bytes = self._host.give([piece for piece in pieces if piece.is_kept])
-        for piece in pieces:
-            if not piece.is_kept:
-                piece.come_back()
-                for _, run in piece.runs():
-                    run.zero_()
-        synchronize()
-        for part in coming:
-            del self._away[part]
+        num_bytes = 0
+        for part in PARTS:
+            if part in (parts or PARTS) and part in self._away:
+                num_bytes += self._give(part)
+                if part == WEIGHTS:
+                    self.settle()
+                    synchronize()
         return Moved(num_bytes, time.perf_counter() - started)
+
+    def settle(self) -> None:
+        """What the device is asked from now on finds all that was reloaded. The host does not wait."""
+        self._host.settle()
 
     def drop(self, *parts: str) -> None:
         """Free the parts (all of them by default) without a copy: they never come back to this process."""
+        self.settle()
         for part in parts or PARTS:
             for piece in self._pieces(part) if part not in self._away else ():
                 piece.empty()
@@ -90,6 +95,18 @@ class DeviceMemory:
     def forget_frozen(self) -> None:
         """To be called when frozen weights were changed: they are copied again at the next offload."""
         self._host.forget_frozen()
+
+    def _give(self, part: str) -> int:
+        """Returns the bytes whose copies are under way."""
+        pieces = self._away[part]
+        num_bytes = self._host.give([piece for piece in pieces if piece.is_kept])
+        for piece in pieces:
+            if not piece.is_kept:
+                piece.come_back()
+                for _, run in piece.runs():
+                    run.zero_()
+        del self._away[part]
+        return num_bytes
 
     def _pieces(self, part: str) -> list[Piece]:
         """Every storage of a part, once; what belongs to the weights is not the optimizer's."""

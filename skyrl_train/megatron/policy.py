@@ -165,6 +165,7 @@ class MegatronPolicy:
                     passes.append(forward_backward(self.model, micro_batches, objective, with_entropy=first))
                 lr = learning_rate(self.policy_version, self._num_optimizer_steps, self._optimizer_config)
                 set_learning_rate(self._optimizer, lr, self._optimizer_config.weight_decay)
+                self._memory.settle()
                 with span("optimizer"):
                     norms.append(step_if_finite(self._optimizer))
                 skipped += not math.isfinite(norms[-1])
@@ -233,7 +234,7 @@ class MegatronPolicy:
         return self._memory.offload(*parts)
 
     def reload(self, *parts: str) -> Moved:
-        """Take it again; parts that are there stay."""
+        """Take it again; parts that are there stay. The optimizer may be under way until `update` needs it."""
         return self._memory.reload(*parts)
 
     def drop(self, *parts: str) -> None:
@@ -243,6 +244,7 @@ class MegatronPolicy:
     def save_state(self, folder: str) -> Moved:
         """Write this rank's file, from which `load_state` goes on in another process of the same layout."""
         self._memory.require("save_state", WEIGHTS, OPTIMIZER)
+        self._memory.settle()
         started = time.perf_counter()
         file = state_file(folder, dist.get_rank())
         num_bytes = save_state(file, self.model.modules, self._optimizer, self.ranks, self.policy_version)
@@ -251,6 +253,7 @@ class MegatronPolicy:
     def load_state(self, folder: str, policy_version: int) -> Moved:
         """Raises: ValueError for the file of another version, rank, layout or model."""
         self._memory.require("load_state", WEIGHTS, OPTIMIZER)
+        self._memory.settle()
         started = time.perf_counter()
         file = state_file(folder, dist.get_rank())
         load_state(file, self.model.modules, self._optimizer, self.ranks, policy_version)

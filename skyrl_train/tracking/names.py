@@ -45,7 +45,11 @@ WITHIN_PHASES = (
     MetricName(
         "timing/offload", "s", "trainers leave shared devices (with release=exit: state is written, processes end)"
     ),
-    MetricName("timing/reload", "s", "trainers take shared devices again (with release=exit: processes start)"),
+    MetricName(
+        "timing/reload",
+        "s",
+        "trainers take shared devices again (release=exit: processes start); the optimizer follows during the update",
+    ),
     MetricName("timing/engine_sleep", "s", "engines free shared devices"),
     MetricName("timing/engine_wake", "s", "engines take the memory of their weights and KV cache again"),
 )
@@ -121,7 +125,6 @@ METRICS = (
     MetricName(
         "perf/offload_gb_per_s", "GB/s", "bytes that trainers moved off shared devices per second, all ranks together"
     ),
-    MetricName("perf/reload_gb_per_s", "GB/s", "the same, back"),
     MetricName(
         "memory/{phase}/{process}_gib",
         "GiB",

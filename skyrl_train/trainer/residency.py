@@ -169,10 +169,11 @@ class Colocated:
     def metrics(self) -> Metrics:
         metrics = self._report.metrics()
         for name, moved in self._moved.items():
-            seconds, num_bytes = sum(one.seconds for one in moved), sum(one.num_bytes for one in moved)
-            metrics[f"timing/{name}"] = seconds
-            if num_bytes:
-                metrics[f"perf/{name}_gb_per_s"] = num_bytes / sum(one.seconds for one in moved if one.num_bytes) / 1e9
+            metrics[f"timing/{name}"] = sum(one.seconds for one in moved)
+        copied = [one for one in self._moved.get("offload", ()) if one.num_bytes]
+        if copied:  # what comes back may still be under way
+            gigabytes = sum(one.num_bytes for one in copied) / 1e9
+            metrics["perf/offload_gb_per_s"] = gigabytes / sum(one.seconds for one in copied)
         self._moved = {}
         return metrics
 

@@ -1,0 +1,81 @@
+"""The optimizer comes back while an update computes, and the optimizer's step finds all of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import make_trial, write_family
+from layouts import layout
+
+from skyrl_train.batching.split import split
+from skyrl_train.device import CopyStream
+from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, rules
+from skyrl_train.megatron.local_ranks import run_on_ranks
+from skyrl_train.megatron.policy import MegatronPolicy
+from skyrl_train.ranks import Rendezvous
+
+pytestmark = pytest.mark.timeout(300)
+LATE_CYCLES = 4_000_000_000
+"""Of the GPU's clock: two seconds."""
+ADAM = replace(OPTIMIZER, lr=1e-4)
+
+
+def _update_with_late_copies(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> tuple[float, float, float]:
+    """(seconds of the reload, largest step of an update, the same where the optimizer came late)."""
+    trial, one = arguments
+    objective = replace(trial.objective, kl_coef=0.0)
+    policy = MegatronPolicy(
+        rendezvous, trial.model_path, one.megatron, ADAM, objective, bf16=True, seed=1, num_optimizer_steps=4
+    )
+    batch = split(
+        trial.experience,
+        rules(one, policy.ranks.dp_size),
+        num_mini_batches=1,
+        reduction=trial.reduction,
+        max_generate_length=trial.max_generate_length,
+    )[policy.ranks.dp_rank]
+
+    def weights() -> torch.Tensor:
+        parameters = [p for group in policy._optimizer.param_groups for p in group["params"]]
+        return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+    policy.update(batch)
+    before = weights()
+    policy.update(batch)
+    on_time = float((weights() - before).abs().max())
+    before = weights()
+    policy.offload()
+    policy.reload("weights")
+    with policy._memory._host._way_back.copying():
+        torch.cuda._sleep(LATE_CYCLES)
+    started = time.perf_counter()
+    policy.reload("optimizer")
+    reload_s = time.perf_counter() - started
+    policy.update(batch)
+    return reload_s, on_time, float((weights() - before).abs().max())
+
+
+@pytest.mark.gpus(1)
+def test_an_update_waits_for_an_optimizer_that_comes_late(tmp_path: Path):
+    trial = make_trial(write_family("qwen3_tied", tmp_path / "model"))
+    ((reload_s, on_time, late),) = run_on_ranks(_update_with_late_copies, (trial, layout(1, {})), 1, timeout_s=200)
+    print({"reload_s": reload_s, "on time": on_time, "late": late})
+    assert reload_s < 0.5, "nobody waits for the copies where they are asked for"
+    assert 0 < on_time < 4 * ADAM.lr, "Adam's steps are about as long as its learning rate"
+    assert 0 < late < 4 * ADAM.lr
+
+
+@pytest.mark.gpus(1)
+def test_what_comes_after_settle_finds_what_was_copied():
+    copies, there = CopyStream(), torch.zeros(1 << 20, device="cuda")
+    here = torch.ones(1 << 20).pin_memory()
+    with copies.copying():
+        torch.cuda._sleep(LATE_CYCLES)
+        there.copy_(here, non_blocking=True)
+    too_early = there.clone()
+    copies.settle()
+    assert torch.equal(there.cpu(), here) and not too_early.any()
