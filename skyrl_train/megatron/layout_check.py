@@ -189,6 +189,18 @@ def rules(layout: Layout, dp_size: int) -> MicroBatchRules:
     )
 
 
+def share_of(trial: Trial, layout: Layout, ranks: ParallelRanks, *, num_mini_batches: int = 1) -> TrainBatch:
+    """What the rank's data-parallel shard gets of the trial, cut into mini-batches."""
+    shards = split(
+        trial.experience,
+        rules(layout, ranks.dp_size),
+        num_mini_batches=num_mini_batches,
+        reduction=trial.reduction,
+        max_generate_length=trial.max_generate_length,
+    )
+    return shards[ranks.dp_rank]
+
+
 def _ratio(error: float, size: float) -> float:
     """Root of error / size; a gradient that should be 0 counts as it is."""
     return math.sqrt(error / size) if size > 0 else math.sqrt(error)
@@ -211,13 +223,7 @@ def _token_indices(experience: ExperienceBatch, sample_ids: Tensor) -> Tensor:
 def _run_rank(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str, Any]:
     trial, layout = arguments
     ranks = join(rendezvous, layout.megatron, seed=1)
-    batch = split(
-        trial.experience,
-        rules(layout, ranks.dp_size),
-        num_mini_batches=1,
-        reduction=trial.reduction,
-        max_generate_length=trial.max_generate_length,
-    )[ranks.dp_rank]
+    batch = share_of(trial, layout, ranks)
     model = build_model(trial.model_path, layout.megatron, dtype_of(trial.bf16), trainable=True, lora=trial.lora)
     optimizer = build_optimizer(model, OPTIMIZER)
     packer = Packer.of_layout(device(), sequence_parallel=model.bridge.config.sequence_parallel)

@@ -17,9 +17,8 @@ from engine_host import Answers, Client, Posted
 from families import make_trial, write_family
 from layouts import WHOLE, layout
 
-from skyrl_train.batching.split import split
 from skyrl_train.config import load_config
-from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, rules
+from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, share_of
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.ranks import Rendezvous
@@ -137,13 +136,7 @@ def _train_and_sync(rendezvous: Rendezvous, work: Work) -> list[Round]:
         num_optimizer_steps=10,
         lora=replace(load_config().trainer.policy.model.lora, rank=8 if work.case.kind.endswith(LORA) else 0),
     )
-    batch = split(
-        trial.experience,
-        rules(work.layout, policy.ranks.dp_size),
-        num_mini_batches=1,
-        reduction=trial.reduction,
-        max_generate_length=trial.max_generate_length,
-    )[policy.ranks.dp_rank]
+    batch = share_of(trial, work.layout, policy.ranks)
     sync = _Sync(policy, work)
     rounds = []
     for number in range(SYNCS):

@@ -15,10 +15,9 @@ from layouts import layout
 from test_export import tensors_of
 
 from skyrl_train import adapter
-from skyrl_train.batching.split import split
 from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.megatron.export import save_hf
-from skyrl_train.megatron.layout_check import OPTIMIZER, rules
+from skyrl_train.megatron.layout_check import OPTIMIZER, share_of
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.lora_export import adapter_specs, export_adapter, merged, save_adapter
 from skyrl_train.megatron.model import build_model, build_optimizer
@@ -174,13 +173,7 @@ def _train(rendezvous: Rendezvous, arguments: tuple[Any, ...]) -> dict[str, Any]
         num_optimizer_steps=2,
         lora=lora,
     )
-    batch = split(
-        trial.experience,
-        rules(one, policy.ranks.dp_size),
-        num_mini_batches=2,
-        reduction=trial.reduction,
-        max_generate_length=trial.max_generate_length,
-    )[policy.ranks.dp_rank]
+    batch = share_of(trial, one, policy.ranks, num_mini_batches=2)
     before = policy.reference_logprobs(batch)
     start = policy.logprobs(batch)
     policy.keep_old_logprobs(batch)
@@ -243,9 +236,7 @@ def _score(rendezvous: Rendezvous, arguments: tuple[Any, ...]) -> Any:
         num_optimizer_steps=1,
         lora=lora,
     )
-    (batch,) = split(
-        trial.experience, rules(one, 1), num_mini_batches=1, reduction=trial.reduction, max_generate_length=64
-    )
+    batch = share_of(trial, one, policy.ranks)
     if lora is not None:
         return policy.reference_logprobs(batch)
     policy.keep_old_logprobs(batch)

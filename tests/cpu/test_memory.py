@@ -11,8 +11,7 @@ import torch
 from families import make_trial, write_family
 from layouts import layout
 
-from skyrl_train.batching.split import split
-from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, rules
+from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, share_of
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.memory import Offloaded
 from skyrl_train.megatron.policy import MegatronPolicy
@@ -38,13 +37,7 @@ def build(rendezvous: Rendezvous, trial: Trial, one: Layout, *, bf16: bool) -> t
         num_optimizer_steps=4,
         lora=trial.lora,
     )
-    batch = split(
-        trial.experience,
-        rules(one, policy.ranks.dp_size),
-        num_mini_batches=2,
-        reduction=trial.reduction,
-        max_generate_length=trial.max_generate_length,
-    )[policy.ranks.dp_rank]
+    batch = share_of(trial, one, policy.ranks, num_mini_batches=2)
     return policy, batch
 
 
@@ -201,9 +194,7 @@ def test_using_what_is_offloaded_is_an_error_that_says_so(dense: Path):
 def _reference(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str, Any]:
     trial, one = arguments
     reference = MegatronReference(rendezvous, trial.model_path, one.megatron, bf16=True, seed=1, temperature=1.0)
-    (batch,) = split(
-        trial.experience, rules(one, 1), num_mini_batches=1, reduction=trial.reduction, max_generate_length=64
-    )
+    batch = share_of(trial, one, reference.ranks)
     before = reference.logprobs(batch)
     moved = [(reference.offload(), reference.reload()) for _ in range(3)]
     after = reference.logprobs(batch)

@@ -14,9 +14,8 @@ from layouts import layout
 from safetensors.torch import load_file
 from torch import Tensor
 
-from skyrl_train.batching.split import split
 from skyrl_train.megatron import model as models
-from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, rules
+from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, share_of
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.megatron.reference import batch_logprobs
@@ -47,13 +46,7 @@ def _train(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str,
     for part in getattr(policy._optimizer, "chained_optimizers", [policy._optimizer]):
         prepare = part.prepare_grads
         part.prepare_grads = lambda prepare=prepare: (prepared.append(1), prepare())[1]
-    batch = split(
-        trial.experience,
-        rules(one, policy.ranks.dp_size),
-        num_mini_batches=2,
-        reduction=trial.reduction,
-        max_generate_length=trial.max_generate_length,
-    )[policy.ranks.dp_rank]
+    batch = share_of(trial, one, policy.ranks, num_mini_batches=2)
     policy.keep_old_logprobs(batch)
     report = policy.update(batch, epochs=2)
     head = [
@@ -166,9 +159,7 @@ def _score(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str,
     policy = MegatronPolicy(
         rendezvous, trial.model_path, one.megatron, ADAM, objective, bf16=False, seed=1, num_optimizer_steps=1
     )
-    (batch,) = split(
-        trial.experience, rules(one, 1), num_mini_batches=1, reduction=trial.reduction, max_generate_length=64
-    )
+    batch = share_of(trial, one, policy.ranks)
     sampled, plain = (batch_logprobs(policy.model, policy._packer, batch, t, chunk=7) for t in (0.7, 1.0))
     assert sampled is not None
     terms = (sampled + 5.0).square() / 2 * batch.loss_mask

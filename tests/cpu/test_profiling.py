@@ -12,9 +12,8 @@ import pytest
 from families import make_trial, write_family
 from layouts import layout
 
-from skyrl_train.batching.split import split
 from skyrl_train.config.policy import TorchProfilerConfig
-from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, rules
+from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, share_of
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.megatron.profiling import Tracer
@@ -27,13 +26,7 @@ def _train_two_steps(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) ->
     policy = MegatronPolicy(
         rendezvous, trial.model_path, one.megatron, OPTIMIZER, objective, bf16=False, seed=1, num_optimizer_steps=2
     )
-    batch = split(
-        trial.experience,
-        rules(one, policy.ranks.dp_size),
-        num_mini_batches=1,
-        reduction=trial.reduction,
-        max_generate_length=trial.max_generate_length,
-    )[policy.ranks.dp_rank]
+    batch = share_of(trial, one, policy.ranks)
     for _ in range(2):
         policy.keep_old_logprobs(batch)
         policy.update(batch)

@@ -17,9 +17,8 @@ from families import VOCABULARY, make_trial, write_family
 from layouts import layout
 
 from skyrl_train.algorithms.objective import Objective
-from skyrl_train.batching.split import split
 from skyrl_train.config.policy import LoraConfig, OptimizerConfig
-from skyrl_train.megatron.layout_check import Layout, Trial, rules
+from skyrl_train.megatron.layout_check import Layout, Trial, rules, share_of
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.ranks import Rendezvous
@@ -224,13 +223,7 @@ def _reinforce(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[
     """One update of reinforcement learning; also this rank's own tokens and mean loss."""
     trial, one = arguments
     policy = policy_of(rendezvous, one, trial.objective)
-    batch = split(
-        trial.experience,
-        rules(one, policy.ranks.dp_size),
-        num_mini_batches=2,
-        reduction=trial.reduction,
-        max_generate_length=64,
-    )[policy.ranks.dp_rank]
+    batch = share_of(trial, one, policy.ranks, num_mini_batches=2)
     policy.keep_old_logprobs(batch)
     return {"metrics": policy.update(batch).metrics, "tokens": int(batch.loss_mask.sum())}
 

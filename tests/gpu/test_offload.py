@@ -15,8 +15,7 @@ import torch
 from families import VOCABULARY, make_trial
 from layouts import layout
 
-from skyrl_train.batching.split import split
-from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, rules
+from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, share_of
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.ranks import Rendezvous
@@ -110,13 +109,7 @@ def _turns(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, int]) -> dict
     policy = MegatronPolicy(
         rendezvous, trial.model_path, one.megatron, OPTIMIZER, objective, bf16=True, seed=1, num_optimizer_steps=4
     )
-    batch = split(
-        trial.experience,
-        rules(one, policy.ranks.dp_size),
-        num_mini_batches=1,
-        reduction=trial.reduction,
-        max_generate_length=trial.max_generate_length,
-    )[policy.ranks.dp_rank]
+    batch = share_of(trial, one, policy.ranks)
     policy.update(batch)
     expected, held = kept(policy), used_bytes() - before
     policy.offload()
