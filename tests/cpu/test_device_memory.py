@@ -8,18 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import memory_watch
 import pytest
 import torch
+from memory_watch import OutsideTorch, Watch
+
+from skyrl_train.nvml import DeviceUse
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-import memory_watch  # noqa: E402
-from memory_watch import OutsideTorch, Watch  # noqa: E402
-
-from skyrl_train.nvml import DeviceUse  # noqa: E402
-
 MIB, GIB = 2**20, 2**30
 STAGES = ["start", "join", "build", "logprobs", "update", "second update", "optimizer offloaded", "export", "offloaded"]
 

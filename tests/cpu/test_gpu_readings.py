@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
+import gpu_step
 import psutil
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import gpu_step
 from gpu_readings import READINGS, STEP, Reading, Readings, arguments
 
 ROOT = Path(__file__).parents[2]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
 from kernel_shares import IDLE, NO_KERNEL, OTHER, Ran, group_of, shares, trace
 
 NATIVE = "void at::native::"

@@ -10,13 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from update_parts import REST, WHOLE, Stopwatch
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-from update_parts import REST, WHOLE, Stopwatch  # noqa: E402
-
 PARTS = {"pack", "zeroing", "forward + backward", "gradients prepared and their norm", "optimizer step", REST, WHOLE}
 
 
