@@ -110,12 +110,21 @@ class EngineGroup:
         for place, one in zip(self._places, started, strict=True):
             place.started = one
 
-    async def init_weight_sync(self, info: ControlMessage) -> None:
-        infos, offset = [], 1
+    def join_sender(self, info: ControlMessage) -> dict[str, Any]:
+        """Have every engine that is up join a sender of weights.
+
+        Returns: name -> the call that does it; for `joined`, and for the sender, which waits for the engines meanwhile.
+        """
+        calls, offset = {}, 1
         for place in self._up:
-            infos.append((info | {"rank_offset": offset},))
+            calls[place.name] = place.actor.init_weight_sync.remote(info | {"rank_offset": offset})
             offset += place.num_workers
-        await self._all("connect the weight sync", "init_weight_sync", infos, self._sync_timeout_s)
+        return calls
+
+    async def joined(self, calls: dict[str, Any]) -> None:
+        """Raises: RemoteFailed for the first that fails."""
+        indices = [place.index for place in self._places if place.name in calls]
+        await self._calls.gather("connect the weight sync", list(calls.values()), indices, self._sync_timeout_s)
 
     async def begin_weight_update(self) -> None:
         """Stop drawing tokens, forget every cached prefix and make ready for weights."""

@@ -74,8 +74,8 @@ class RankActor:
 
         def post(message: ControlMessage) -> PostedCalls:
             message = message | {"sender": name}
-            calls = {engine.update_weights.remote(message): engine_name for engine_name, engine in engines.items()}
-            return PostedCalls(calls, timeout_s)
+            calls = {engine_name: engine.update_weights.remote(message) for engine_name, engine in engines.items()}
+            return PostedCalls("take in the weights", calls, timeout_s)
 
         if backend == "vllm_nccl":
             self._sender = StockNcclSender(bucket_bytes, post, num_workers, device(), timeout_s, host())
@@ -90,10 +90,14 @@ class RankActor:
             self._sender.close()
             self._sender = None
 
-    def connect_sender(self) -> None:
-        """Wait until every receiver has joined."""
+    def connect_sender(self, joining: Mapping[str, Any]) -> None:
+        """Wait until every receiver has joined.
+
+        Args: joining: name of each engine -> the call in which it joins; when one fails the others are let go.
+        Raises: WeightSyncError.
+        """
         assert self._sender is not None
-        self._sender.connect()
+        self._sender.connect(PostedCalls("join the weight sync", joining).check)
 
     def close_sender(self) -> None:
         """Let the receivers of a sync that broke off go; `open_sender` opens another."""
@@ -124,9 +128,10 @@ class RankActor:
 class PostedCalls:
     """Calls to several engines that run, as a sender of weights waits for them."""
 
-    def __init__(self, calls: dict[Any, str], timeout_s: float) -> None:
-        """Args: calls: reference to the result -> name of the engine."""
-        self._calls, self._timeout_s = calls, timeout_s
+    def __init__(self, what: str, calls: Mapping[str, Any], timeout_s: float = 0.0) -> None:
+        """Args: what they are to do; calls: name of the engine -> reference to its result; timeout_s of `wait`."""
+        self._what, self._timeout_s = what, timeout_s
+        self._names = {call: name for name, call in calls.items()}
 
     def check(self) -> None:
         self._raise_errors(0.0)
@@ -135,18 +140,18 @@ class PostedCalls:
         deadline = time.monotonic() + self._timeout_s
         while late := self._raise_errors(min(1.0, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() > deadline:
-                raise WeightSyncError(f"{', '.join(late)} did not take in the weights within {self._timeout_s:g} s")
+                raise WeightSyncError(f"{', '.join(late)} did not {self._what} within {self._timeout_s:g} s")
 
     def _raise_errors(self, timeout_s: float) -> list[str]:
         """Returns: the engines that are still at work after that time."""
-        done, running = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=timeout_s)
+        done, running = ray.wait(list(self._names), num_returns=len(self._names), timeout=timeout_s)
         for call in done:
             try:
                 ray.get(call)
             except RayActorError as error:
-                raise WeightSyncError(f"{self._calls[call]} died while it took in the weights") from error
+                raise WeightSyncError(f"{self._names[call]} died when asked to {self._what}") from error
             except RayTaskError as error:
                 raise WeightSyncError(
-                    f"{self._calls[call]} could not take in the weights: {type(error.cause).__name__}: {error.cause}"
+                    f"{self._names[call]} could not {self._what}: {type(error.cause).__name__}: {error.cause}"
                 ) from error
-        return [self._calls[call] for call in running]
+        return [self._names[call] for call in running]

@@ -14,7 +14,7 @@ from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.rank_actor import Reach
 from skyrl_train.cluster.worker_group import WorkerGroup
 from skyrl_train.ranks import ParallelRanks
-from skyrl_train.weight_sync.transport import SendReport
+from skyrl_train.weight_sync.transport import ControlMessage, SendReport
 
 CLOSE_SENDER_S = 5.0
 REACHES: dict[str, Reach] = {"vllm_nccl": "first_stage", "cuda_ipc": "every_stage"}
@@ -75,14 +75,14 @@ class WeightWay:
         backend, bucket_bytes, timeout_s = self._settings
         way = backend, bucket_bytes, engines.num_workers, timeout_s
         if self._reach == "every_stage":
-            await self._connect_beside_engines(way)
+            await self._connect_beside_engines(way, membership)
         else:
             for rank in self._senders:
                 info = await self._group.one(rank, "open_sender", engines.actors, *way, self._group.calls.names[rank])
-                await asyncio.gather(engines.init_weight_sync(info), self._group.one(rank, "connect_sender"))
+                await self._meet(info, [rank], membership)
         self._membership = membership
 
-    async def _connect_beside_engines(self, way: tuple[Any, ...]) -> None:
+    async def _connect_beside_engines(self, way: tuple[Any, ...], membership: int) -> None:
         """A rank feeds the engine's worker on its own GPU, if that one is up. The first speaks for all, who send the
         same."""
         engines, everybody = self._engines, range(len(self._ranks))
@@ -96,8 +96,18 @@ class WeightWay:
         addresses: dict[str, str] = {}
         for info in infos:
             addresses |= info["addresses"]
-        connects = (self._group.one(rank, "connect_sender") for rank in self._senders)
-        await asyncio.gather(engines.init_weight_sync(infos[0] | {"addresses": addresses}), *connects)
+        await self._meet(infos[0] | {"addresses": addresses}, self._feeders, membership)
+
+    async def _meet(self, info: ControlMessage, senders: Sequence[int], membership: int) -> None:
+        """Every engine joins these senders, which look after the engines' calls meanwhile.
+
+        Args: membership of the engines when the senders were told how many to wait for.
+        """
+        if self._engines.membership != membership:  # the senders would wait for one whose loss a request noticed
+            raise RemoteFailed("an engine was lost while the weight sync was connected")
+        joining = self._engines.join_sender(info)
+        connects = (self._group.one(rank, "connect_sender", joining) for rank in senders)
+        await asyncio.gather(self._engines.joined(joining), *connects)
 
     @property
     def _senders(self) -> list[int]:

@@ -94,8 +94,11 @@ class StockNcclSender:
             "bucket_bytes": self._bucket_bytes,
         }
 
-    def connect(self) -> None:
-        """Blocks until all workers have joined, so they must be told `init_info` without waiting for them first."""
+    def connect(self, check: Check = lambda: None) -> None:
+        """Blocks until all workers have joined, so they must be told `init_info` without waiting for them first.
+
+        Args: check: unused; vLLM, which lets them meet, does not look after anybody meanwhile.
+        """
         self._group = self._open_group(self._host, self._port, self._world_size, self._device)
 
     def send(self, specs: Sequence[TensorSpec], named_tensors: NamedTensors) -> SendReport:

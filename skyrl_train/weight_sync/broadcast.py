@@ -8,6 +8,8 @@ A broadcast on NCCL that a peer has left never ends, and neither does anything t
 copy to the host would wait there for ever, without a look at who is left. So the device is asked for nothing that
 depends on a broadcast which may not end. Both ends wait for it on the host, where they look after each other
 (`settle`), and end a group of which nothing more is expected: that ends its kernel, and frees who waits for the device.
+They do so from the moment on in which they wait for each other to come: the sender hears from the engines (`Check`),
+and the receivers from the store, which is in the sender's process.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +34,8 @@ from skyrl_train.weight_sync.transport import Check, ControlMessage
 BUFFERS = 2
 CHECK_EVERY_S = 0.2
 POLL_S = 0.0002
+MEETING_POLL_S = 0.02
+"""Each look asks the sender's store."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 GIVEN_UP = "given up"
 """Key in the store by which the receivers learn that no more comes: NCCL tells nobody that a peer has left."""
@@ -41,13 +45,17 @@ class BroadcastGroup:
     """A process group that can broadcast from rank 0, with a deadline on every operation."""
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, device: torch.device, timeout_s: float, name: str
+        self, store: dist.Store, rank: int, world_size: int, device: torch.device, timeout_s: float, check: Check
     ) -> None:
+        """Blocks until all have come.
+
+        Raises: WeightSyncError if they do not come within the deadline; what `check` raises.
+        """
         self._timeout_s = timeout_s
         self._device = device
         timeout = timedelta(seconds=timeout_s)
-        store = dist.PrefixStore(name, store)
-        _meet(store, rank, world_size, timeout)
+        store = dist.PrefixStore("weights", store)
+        _meet(store, rank, world_size, timeout_s, check)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -56,8 +64,8 @@ class BroadcastGroup:
         else:
             self._backend = dist.ProcessGroupGloo(store, rank, world_size, timeout)
         try:
-            self.settle(self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)))
-        except WeightSyncError:
+            self.settle(self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)), check)
+        except BaseException:
             self.close()
             raise
 
@@ -74,7 +82,7 @@ class BroadcastGroup:
         options.rootTensor = 0
         return self._backend.broadcast([buffer], options)
 
-    def settle(self, work: dist.Work, check: Check = lambda: None) -> None:
+    def settle(self, work: dist.Work, check: Check) -> None:
         """Wait for the end of a broadcast.
 
         Raises: WeightSyncError if it fails or does not end within the deadline; what `check` raises. `close` the group
@@ -82,16 +90,8 @@ class BroadcastGroup:
         """
         # Neither backend's own `wait` will do: NCCL's leaves it to the device or, like gloo's (torch 2.13), stays until
         # the group's deadline, and does not look after the peers. It raises what has gone wrong, so it comes last.
-        started = time.monotonic()
-        next_check = started + CHECK_EVERY_S
-        while not work.is_completed():
-            now = time.monotonic()
-            if now > next_check:
-                check()
-                next_check = now + CHECK_EVERY_S
-            if now > started + self._timeout_s:
-                raise PeerLostError(f"a broadcast of weights did not end within {self._timeout_s:g} s")
-            time.sleep(POLL_S)
+        late = f"a broadcast of weights did not end within {self._timeout_s:g} s"
+        _wait_until(work.is_completed, POLL_S, self._timeout_s, late, check)
         try:
             work.wait()
         except RuntimeError as error:
@@ -108,16 +108,63 @@ class BroadcastGroup:
         threading.Thread(target=last_reference.clear, daemon=True).start()
 
 
-def _meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+def _meet(store: dist.Store, rank: int, world_size: int, timeout_s: float, check: Check) -> None:
     """NCCL waits without a deadline for the processes with which it connects: so they come here first.
 
-    Raises: PeerLostError if not all of them come in time.
+    Only the sender, which hears of all that are lost, says that all are there: who came may have ended since.
+    Raises: PeerLostError if not all of them come in time, or the sender ends; what `check` raises.
     """
+    is_sender = rank == 0
+    awaited = [f"came {peer}" for peer in range(1, world_size)] if is_sender else ["all came"]
+
+    def is_over() -> bool:
+        with _while_the_sender_lives():
+            return store.check(awaited)
+
+    with _while_the_sender_lives():
+        if not is_sender:
+            store.set(f"came {rank}", "")
+    late = f"not all who send or receive weights came within {timeout_s:g} s"
+    _wait_until(is_over, MEETING_POLL_S, timeout_s, late, check)
+    if is_sender:
+        check()
+        store.set("all came", "")
+
+
+def _wait_until(is_over: Callable[[], bool], poll_s: float, timeout_s: float, late: str, check: Check) -> None:
+    """Raises: PeerLostError with the words `late` at the deadline; what `check` raises."""
+    started = time.monotonic()
+    next_check = started + CHECK_EVERY_S
+    while not is_over():
+        now = time.monotonic()
+        if now > next_check:
+            check()
+            next_check = now + CHECK_EVERY_S
+        if now > started + timeout_s:
+            raise PeerLostError(late)
+        time.sleep(poll_s)
+
+
+def _join_store(host: str, port: int, timeout_s: float) -> dist.Store:
+    """Raises: PeerLostError."""
+    # It listens before anybody is told of it. Where nobody listens any more torch would go on trying to the deadline.
     try:
-        store.set(f"came {rank}", "")
-        store.wait([f"came {peer}" for peer in range(world_size)], timeout)
+        socket.create_connection((host, port), timeout_s).close()
+    except OSError as error:
+        raise PeerLostError(
+            f"no sender of weights listens at {host}:{port} ({error}): it has ended, or this host cannot reach it"
+        ) from error
+    with _while_the_sender_lives():
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+@contextlib.contextmanager
+def _while_the_sender_lives() -> Iterator[None]:
+    """For questions to the store, which is in the sender's process. Raises: PeerLostError if it does not answer."""
+    try:
+        yield
     except RuntimeError as error:
-        raise PeerLostError(f"not all who send or receive weights came within {timeout.total_seconds():g} s") from error
+        raise PeerLostError("the sender of the weights has ended in the middle of a sync") from error
 
 
 @contextlib.contextmanager
@@ -166,8 +213,8 @@ class BroadcastSendChannel:
         """For every engine, with a `rank_offset` added: 1 plus the workers of the engines before it."""
         return {"transport": "broadcast", "host": self._host, "port": self._store.port, "world_size": self._world_size}
 
-    def connect(self) -> None:
-        self._group = BroadcastGroup(self._store, 0, self._world_size, self._device, self._timeout_s, "weights")
+    def connect(self, check: Check) -> None:
+        self._group = BroadcastGroup(self._store, 0, self._world_size, self._device, self._timeout_s, check)
 
     def begin(self, update: int) -> None:
         """Raises: WeightSyncError if the group is not connected, or broke."""
@@ -206,12 +253,13 @@ class BroadcastSendChannel:
             self._open_group().settle(work, check)
 
     def abort(self) -> None:
-        """The receivers may wait in a broadcast that will not come; nothing but the group's end reaches them."""
+        """The receivers may wait to meet, or for a broadcast: the store tells them that neither comes, over gloo the
+        group's end too."""
         self._works = [None] * BUFFERS
+        with contextlib.suppress(RuntimeError):
+            self._store.set(GIVEN_UP, "1")
         group, self._group = self._group, None
         if group is not None:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(GIVEN_UP, "1")
             with contextlib.suppress(RuntimeError):
                 group.close()
 
@@ -227,14 +275,12 @@ class BroadcastReceiveChannel:
         """Blocks until the sender and all receivers have joined.
 
         Args: init_info is the sender's, with `rank_offset`; worker_rank counts the workers of this engine from 0.
+        Raises: WeightSyncError if they do not come within the deadline, or the sender gives up or ends.
         """
         self._device = device
-        store = dist.TCPStore(
-            init_info["host"], init_info["port"], is_master=False, timeout=timedelta(seconds=timeout_s)
-        )
-        self._store = store
-        rank = init_info["rank_offset"] + worker_rank
-        self._group = BroadcastGroup(store, rank, init_info["world_size"], device, timeout_s, "weights")
+        self._store = _join_store(init_info["host"], init_info["port"], timeout_s)
+        rank, world_size = init_info["rank_offset"] + worker_rank, init_info["world_size"]
+        self._group = BroadcastGroup(self._store, rank, world_size, device, timeout_s, self._check_sender)
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device)] * BUFFERS
         self._works: list[dist.Work] = []
         self._sizes: list[int] = []
@@ -274,10 +320,8 @@ class BroadcastReceiveChannel:
             raise
 
     def _check_sender(self) -> None:
-        try:
+        with _while_the_sender_lives():
             is_given_up = self._store.check([GIVEN_UP])
-        except RuntimeError as error:
-            raise PeerLostError("the sender of the weights has ended in the middle of an update") from error
         if is_given_up:
             raise WeightSyncError("the sender gave up this weight update")
 

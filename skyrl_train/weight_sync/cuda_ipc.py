@@ -42,8 +42,8 @@ class CudaIpcSendChannel:
     def init_info(self) -> ControlMessage:
         return {"transport": "cuda_ipc", "addresses": {gpu_id(): self._hub.address}}
 
-    def connect(self) -> None:
-        self._hub.connect()
+    def connect(self, check: Check) -> None:
+        self._hub.connect(check)
 
     def begin(self, update: int) -> None:
         self._hub.begin(update)

@@ -80,8 +80,8 @@ class ShmSendChannel:
     def init_info(self) -> ControlMessage:
         return {"transport": "shm", "address": self._hub.address}
 
-    def connect(self) -> None:
-        self._hub.connect()
+    def connect(self, check: Check) -> None:
+        self._hub.connect(check)
 
     def begin(self, update: int) -> None:
         self._hub.begin(update)

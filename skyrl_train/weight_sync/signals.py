@@ -43,18 +43,20 @@ class SignalHub:
         self._taken: list[int] = []
         self._update = 0
 
-    def connect(self) -> None:
+    def connect(self, check: Callable[[], None]) -> None:
         """Wait for all receivers."""
         deadline = time.monotonic() + self._timeout_s
         try:
-            while len(self._receivers) < self._num_receivers:
-                self._listener.settimeout(max(0.001, deadline - time.monotonic()))
-                self._receivers.append(Connection(self._listener.accept()[0].detach()))
-        except TimeoutError as error:
-            raise WeightSyncError(
-                f"{self._num_receivers - len(self._receivers)} of {self._num_receivers} workers of the engines did not "
-                f"connect within {self._timeout_s:g} s"
-            ) from error
+            while missing := self._num_receivers - len(self._receivers):
+                if wait([self._listener], timeout=CHECK_EVERY_S):
+                    self._receivers.append(Connection(self._listener.accept()[0].detach()))
+                    continue
+                check()
+                if time.monotonic() > deadline:
+                    raise WeightSyncError(
+                        f"{missing} of {self._num_receivers} workers of the engines did not connect within "
+                        f"{self._timeout_s:g} s"
+                    )
         finally:
             self._stop_listening()
 

@@ -57,7 +57,7 @@ class SendChannel(Protocol):
     def init_info(self) -> ControlMessage:
         """What the receivers are told once to join."""
 
-    def connect(self) -> None:
+    def connect(self, check: Check) -> None:
         """Wait until all receivers have joined; they must be told `init_info` without waiting for them first."""
 
     def begin(self, update: int) -> None: ...
@@ -127,9 +127,17 @@ class Sender:
     def init_info(self) -> ControlMessage:
         return self._channel.init_info
 
-    def connect(self) -> None:
+    def connect(self, check: Check = lambda: None) -> None:
+        """Returns when all receivers have joined.
+
+        Raises: WeightSyncError if they do not within the deadline; what `check` raises. Nobody waits any more then.
+        """
         self._known_plan = ""
-        self._channel.connect()
+        try:
+            self._channel.connect(check)
+        except BaseException:
+            self._channel.abort()
+            raise
 
     def send(self, specs: Sequence[TensorSpec], named_tensors: NamedTensors) -> SendReport:
         """Returns when every receiver has loaded every tensor.

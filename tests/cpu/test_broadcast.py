@@ -167,7 +167,7 @@ def test_receivers_learn_from_the_store_that_no_more_comes(monkeypatch: pytest.M
             end.end()
 
     receivers = [InThread(lambda number=number: receive(number)) for number in (1, 2)]  # type: ignore[misc]
-    channel.connect()
+    channel.connect(lambda: None)
     channel.begin(1)
     channel.buffer(8, lambda: None).zero_()
     channel.publish(8)
@@ -214,7 +214,7 @@ def test_both_ends_wait_for_a_broadcast_on_the_host(monkeypatch: pytest.MonkeyPa
         seen.append(int(end.next()[0]))
 
     receiver = InThread(receive)
-    channel.connect()
+    channel.connect(lambda: None)
     channel.begin(1)
     time.sleep(0.5)
     for value in (7, 8, 9, 10):

@@ -18,14 +18,17 @@ from typing import Any
 import psutil
 import pytest
 import ray
+import torch
 from ray.util import placement_group_table
 
 from skyrl_train.cluster.calls import Calls, RemoteFailed
 from skyrl_train.cluster.engine_place import EnginePlace
 from skyrl_train.cluster.placement import Demand, Placement, PlacementError
+from skyrl_train.cluster.rank_actor import RankActor
 from skyrl_train.cluster.session import CPU_ENVIRONMENT, Cluster, connect, cpu_environment, worker_environment
 from skyrl_train.cluster.worker_group import WorkerGroup
 from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.weight_sync.errors import WeightSyncError
 
 pytestmark = pytest.mark.slow
 NUM_CPUS = 2
@@ -53,6 +56,11 @@ class Member:
 
     def ask(self, other: Any) -> None:
         ray.get(other.answer.remote(1))
+
+    def init_weight_sync(self, info: dict[str, Any]) -> None:
+        from skyrl_train.weight_sync.broadcast import BroadcastReceiveChannel
+
+        BroadcastReceiveChannel(info, 0, torch.device("cpu"), info["timeout_s"])
 
 
 @pytest.fixture(scope="module")
@@ -276,3 +284,26 @@ def test_a_driver_outside_of_the_cluster_is_told_how_to_get_in(monkeypatch: pyte
     monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:10001")
     with pytest.raises(ValueError, match="ray job submit"), connect():
         pass
+
+
+def test_a_sender_and_the_engines_that_wait_for_it_hear_of_one_that_dies_while_they_meet(
+    cluster: Cluster, members: list[Any], tmp_path: Path
+):
+    del members  # for what it registers
+    engines = {f"engine-{n}": ray.remote(Member).options(num_cpus=0).remote() for n in range(2)}
+    rank = ray.remote(RankActor).options(num_cpus=0).remote("policy-0", str(tmp_path / "log"), None)
+    info = ray.get(rank.open_sender.remote(engines, "broadcast", 1024, 3, 60.0, "policy-0"))
+    store = torch.distributed.TCPStore(info["host"], info["port"], is_master=False)
+    calls = {
+        name: engine.init_weight_sync.remote(info | {"rank_offset": 1 + n})
+        for n, (name, engine) in enumerate(engines.items())
+    }
+    connecting = rank.connect_sender.remote(calls)
+    store.wait([f"weights/came {n}" for n in (1, 2)])  # a third one never comes
+    ray.kill(engines["engine-1"])
+    killed = time.monotonic()
+    with pytest.raises(WeightSyncError, match="engine-1 died when asked to join the weight sync"):
+        ray.get(connecting, timeout=30)
+    with pytest.raises(WeightSyncError, match="gave up"):
+        ray.get(calls["engine-0"], timeout=30)
+    assert time.monotonic() - killed < 3

@@ -199,6 +199,26 @@ def test_a_policy_that_was_started_again_sends_to_the_engines_that_are_left(monk
     in_world(monkeypatch, main, max_restarts=0)
 
 
+def test_an_engine_that_a_request_loses_while_senders_are_opened_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    async def main(world: World) -> None:
+        open_sender = world.rank.answers["open_sender"]
+
+        def lose_one(engines: dict[str, FakeEngine], *way: Any) -> Any:
+            if len(engines) == 2:
+                world.engines._lose(world.engines._places[0], "its stream broke off")
+            return open_sender(engines, *way)
+
+        world.rank.answers["open_sender"] = lose_one
+        world.policy._way.forget()  # type: ignore[union-attr]
+        world.rank.called.clear()
+        await world.publisher.publish(())
+        assert list(world.rank.engines) == ["engine-1"]
+        assert world.rank.called.count("open_sender") == 2
+        assert world.rank.called.count("connect_sender") == 1, "the first sender waits for as many as there were"
+
+    in_world(monkeypatch, main, max_restarts=0)
+
+
 @pytest.mark.parametrize("is_alive", [True, False])
 def test_a_killed_policy_has_given_its_memory_back(monkeypatch: pytest.MonkeyPatch, is_alive: bool):
     """Engines that share its devices take theirs next; a rank that died or hangs cannot be asked for its process."""

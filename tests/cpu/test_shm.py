@@ -269,7 +269,7 @@ def test_a_sender_on_another_host_is_an_error_that_says_what_to_do():
 def test_receivers_that_do_not_connect_are_counted():
     channel = ShmSendChannel(2, 0.2)
     with pytest.raises(WeightSyncError, match="2 of 2 workers"):
-        channel.connect()
+        channel.connect(lambda: None)
     channel.close()
 
 
