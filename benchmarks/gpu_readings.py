@@ -19,6 +19,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
@@ -94,23 +96,75 @@ class Readings:
 
     def __init__(self, out: Path, models: Path, until: float) -> None:
         self._out, self._models, self._until = out, models, until
-        self._lock, self._making = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
 
-    def run(self, name: str, reading: Reading, device: int | None = None) -> None:
-        """Args: device: the only one that it sees; None means all."""
-        if reading.shape and time.monotonic() < self._until:
-            with self._making:
-                make_model(self._models / reading.shape, step_arguments(["--shape", reading.shape]))
-        limit_s = min(reading.limit_s, self._until - time.monotonic())
-        if limit_s < reading.limit_s / 6:
+    def run(self, readings: dict[str, Reading], devices: Sequence[int | None]) -> None:
+        """Return when all have ended. A device takes one at a time, which sees no other; None: one that sees all."""
+        waiting: Queue[tuple[str, Reading]] = Queue()
+        for name, reading in readings.items():
+            if self._has_model(name, reading):
+                waiting.put((name, reading))
+
+        def lane(device: int | None) -> None:
+            with contextlib.suppress(Empty):
+                while True:
+                    self._run(*waiting.get_nowait(), device)
+
+        # This thread only waits, so that Ctrl-C reaches it wherever the others are.
+        with ThreadPoolExecutor(max(1, len(devices))) as threads:
+            lanes = [threads.submit(lane, device) for device in devices]
+            try:
+                for one in lanes:
+                    one.result()
+            except BaseException:
+                self._stop()
+                raise
+
+    def _stop(self) -> None:
+        """End what runs, and begin nothing more."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # a second one would leave processes behind
+        with self._lock:
+            self._until = min(self._until, time.monotonic())
+            running = list(self._running)
+        for process in running:
+            _end(process)
+
+    def _has_model(self, name: str, reading: Reading) -> bool:
+        """Make it if it is not there. True also where none is needed, or no time is left."""
+        left_s = self._until - time.monotonic()
+        if reading.shape is None or left_s <= 0:
+            return True
+        try:
+            make_model(self._models / reading.shape, step_arguments(["--shape", reading.shape]), timeout_s=left_s)
+        except RuntimeError as error:
+            (self._out / f"{name}.log").write_text(f"{error}\n")
+            self._note(f"{name}: not begun, its model could not be made: {str(error).splitlines()[-1]}")
+            return False
+        return True
+
+    def _run(self, name: str, reading: Reading, device: int | None) -> None:
+        with self._lock:  # so that _stop() sees all that was begun
+            limit_s = min(reading.limit_s, self._until - time.monotonic())
+            process = self._start(name, reading, device) if limit_s >= reading.limit_s / 6 else None
+        if process is None:
             self._note(f"{name}: not begun, {max(0.0, limit_s):.0f} s were left")
             return
+        started = time.monotonic()
+        try:
+            ended = f"exit code {process.wait(timeout=limit_s)}"
+        except subprocess.TimeoutExpired:
+            ended = f"stopped after {limit_s:.0f} s"
+            _end(process)
+        self._running.discard(process)
+        self._note(f"{name}: {ended}, {time.monotonic() - started:.0f} s")
+
+    def _start(self, name: str, reading: Reading, device: int | None) -> subprocess.Popen[bytes]:
         command = reading.command.format(models=self._models, out=self._out)
         if "pytest" not in command:
             command += f" --json {self._out}/{name}.json"
         visible = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
-        started = time.monotonic()
         with (self._out / f"{name}.log").open("w") as log:
             log.write(f"$ python {command}\n")
             log.flush()
@@ -122,39 +176,8 @@ class Readings:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            self._running.add(process)
-            try:
-                ended = f"exit code {process.wait(timeout=limit_s)}"
-            except subprocess.TimeoutExpired:
-                ended = f"stopped after {limit_s:.0f} s"
-                _end(process)
-            self._running.discard(process)
-        self._note(f"{name}: {ended}, {time.monotonic() - started:.0f} s")
-
-    def lanes(self, readings: dict[str, Reading], devices: int) -> None:
-        """Readings of one GPU, on each of the devices one at a time."""
-        waiting: Queue[tuple[str, Reading]] = Queue()
-        for item in readings.items():
-            waiting.put(item)
-
-        def lane(device: int) -> None:
-            while True:
-                try:
-                    name, reading = waiting.get_nowait()
-                except Empty:
-                    return
-                self.run(name, reading, device)
-
-        threads = [threading.Thread(target=lane, args=(device,), daemon=True) for device in range(devices)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def stop(self) -> None:
-        """End what runs."""
-        for process in list(self._running):
-            _end(process)
+        self._running.add(process)
+        return process
 
     def _note(self, line: str) -> None:
         with self._lock, (self._out / "summary.txt").open("a") as summary:
@@ -206,13 +229,15 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     possible = {name: reading for name, reading in wanted.items() if reading.gpus <= args.gpus}
     readings = Readings(args.out.resolve(), args.models.resolve(), until)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what `timeout` sends
     try:
         for name, reading in possible.items():
             if reading.alone:
-                readings.run(name, reading, 0 if reading.gpus == 1 else None)
-        readings.lanes({name: reading for name, reading in possible.items() if not reading.alone}, args.gpus)
-    finally:
-        readings.stop()
+                readings.run({name: reading}, [0 if reading.gpus == 1 else None])
+        readings.run({name: reading for name, reading in possible.items() if not reading.alone}, range(args.gpus))
+    except KeyboardInterrupt:
+        print("interrupted")
+        return 130
     for name, reading in wanted.items():
         if name not in possible:
             print(f"{name}: needs {reading.gpus} GPUs, {args.gpus} here")

@@ -107,12 +107,15 @@ def _write_model(rendezvous: Any, job: tuple[str, str, int | None]) -> None:
     write_checkpoint(Path(folder), shape, num_layers)
 
 
-def make_model(folder: Path, args: argparse.Namespace) -> None:
-    """In a process of its own, so that this one never uses the GPU."""
+def make_model(folder: Path, args: argparse.Namespace, timeout_s: float = 600.0) -> None:
+    """In a process of its own, so that this one never uses the GPU.
+
+    Raises: RuntimeError with the reason if it cannot be made, or not in time.
+    """
     from skyrl_train.megatron.local_ranks import run_on_ranks
 
     if not (folder / "model.safetensors.index.json").exists():
-        run_on_ranks(_write_model, (str(folder), args.shape, args.layers), 1, timeout_s=600)
+        run_on_ranks(_write_model, (str(folder), args.shape, args.layers), 1, timeout_s=timeout_s)
 
 
 def update_job(folder: Path, args: argparse.Namespace) -> Job:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -19,6 +23,14 @@ print(child.pid, flush=True)
 child.wait()
 """
 
+PLAN = """
+import sys, gpu_readings
+gpu_readings.TO_END_S = 1.0
+hang = gpu_readings.Reading(1, sys.argv.pop(), 60, alone=False)
+gpu_readings.READINGS = {"hang": hang, "next": hang}
+sys.exit(gpu_readings.main())
+"""
+
 
 @pytest.mark.parametrize("name", READINGS)
 def test_a_reading_names_files_and_arguments_that_exist(name: str):
@@ -33,8 +45,12 @@ def test_a_reading_names_files_and_arguments_that_exist(name: str):
 
 
 def run(tmp_path: Path, seconds: float, readings: dict[str, Reading], lanes: int) -> list[str]:
-    Readings(tmp_path, tmp_path, time.monotonic() + seconds).lanes(readings, lanes)
+    Readings(tmp_path, tmp_path, time.monotonic() + seconds).run(readings, range(lanes))
     return sorted((tmp_path / "summary.txt").read_text().splitlines())
+
+
+def ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_what_does_not_end_in_time_is_stopped_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -42,8 +58,34 @@ def test_what_does_not_end_in_time_is_stopped_with_all_that_it_started(tmp_path:
     (tmp_path / "hang.py").write_text(CHILD)
     (line,) = run(tmp_path, 60, {"hang": Reading(1, f"{tmp_path}/hang.py", 2)}, 1)
     assert line.startswith("hang: stopped after 2 s")
-    child = int((tmp_path / "hang.log").read_text().splitlines()[1])
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert ended(int((tmp_path / "hang.log").read_text().splitlines()[1]))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_interrupts_the_readings_has_nothing_left_running(tmp_path: Path, number: signal.Signals):
+    (tmp_path / "hang.py").write_text(CHILD)
+    options = ["--gpus=1", f"--out={tmp_path}", f"{tmp_path}/hang.py"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'benchmarks'}{os.pathsep}{ROOT}"}
+    readings = subprocess.Popen([sys.executable, "-c", PLAN, *options], env=environment)
+    log, lines = tmp_path / "hang.log", []
+    while len(lines) < 2:
+        assert readings.poll() is None
+        time.sleep(0.1)
+        lines = log.read_text().splitlines() if log.exists() else []
+    readings.send_signal(number)
+    assert readings.wait(timeout=30) == 130
+    assert ended(int(lines[1]))
+    hang, following = (tmp_path / "summary.txt").read_text().splitlines()
+    assert hang.startswith("hang: exit code -9")
+    assert following == "next: not begun, 0 s were left"
+
+
+def test_a_model_that_cannot_be_made_stops_no_other_reading(tmp_path: Path):
+    (tmp_path / "tiny").write_text("where the model's folder should be")
+    readings = {"with": Reading(1, "-c pass {models}/tiny", 5), "without": Reading(1, "-c pass", 5)}
+    lines = run(tmp_path, 60, readings, 1)
+    assert lines[0].startswith("with: not begun, its model could not be made: FileExistsError")
+    assert lines[1].startswith("without: exit code 0")
 
 
 def test_readings_of_one_gpu_run_side_by_side_and_see_their_own(tmp_path: Path):
