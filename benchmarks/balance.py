@@ -23,7 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from skyrl_train.batching.pack import Plan, deal
-from skyrl_train.batching.rules import MicroBatchRules, attention_cost_ratio
+from skyrl_train.batching.rules import MicroBatchRules
+from skyrl_train.megatron.flops import ModelCost
 
 Strategy = Callable[[Sequence[int], MicroBatchRules], Plan]
 
@@ -101,7 +102,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     # Qwen2.5-1.5B: 28 layers, 12 heads of 128.
-    ratio = attention_cost_ratio(num_layers=28, attention_width=1536, num_active_parameters=1_540_000_000)
+    model = ModelCost(matrix_weights=1_540_000_000, attention_width=28 * 12 * (128 + 128))
     per_mini_batch = arguments.samples // arguments.mini_batches
     rows = []
     for dp_size in arguments.dp:
@@ -111,7 +112,7 @@ def main() -> None:
                 max_tokens=max_tokens,
                 max_sample_tokens=arguments.longest,
                 pad_multiple=8,
-                attention_cost_ratio=ratio,
+                attention_cost_ratio=model.attention_ratio,
             )
             for name in STRATEGIES:
                 steps = []

@@ -62,6 +62,8 @@ def measure(tokens: int, vocabulary: int, chunk: int, with_entropy: bool) -> dic
     logits = torch.randn(tokens, vocabulary, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     labels = torch.randint(0, vocabulary, (tokens,), device="cuda")
     weights = torch.rand(tokens, device="cuda")
+    group = dist.group.WORLD
+    assert group is not None, "of one rank, from main()"
     for _ in range(2):
         logits.grad = None
         torch.cuda.empty_cache()
@@ -73,7 +75,7 @@ def measure(tokens: int, vocabulary: int, chunk: int, with_entropy: bool) -> dic
         logprobs, entropy = vocab_parallel_logprobs(
             logits,
             labels,
-            dist.group.WORLD,
+            group,
             temperature=0.7,
             chunk=chunk,
             with_entropy=with_entropy,

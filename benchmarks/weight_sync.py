@@ -348,7 +348,7 @@ def _broadcast(rank: int, num_bytes: int, queue: Any) -> None:
     os._exit(0)  # taking the group down in an orderly way hung for minutes (torch 2.11)
 
 
-def median_s(call: Callable[[], None]) -> float:
+def median_s(call: Callable[[], object]) -> float:
     call()
     seconds = []
     for _ in range(REPEATS):
