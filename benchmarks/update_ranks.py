@@ -20,13 +20,13 @@ from update_parts import measure_parts
 
 from skyrl_train.algorithms.losses import LossSettings
 from skyrl_train.algorithms.objective import Objective
-from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.batching.split import split
 from skyrl_train.config.policy import MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, peak_flops, synchronize
+from skyrl_train.megatron.layout_check import Layout, rules
 from skyrl_train.megatron.logprobs import vocab_parallel_logprobs
 from skyrl_train.megatron.policy import MegatronPolicy
-from skyrl_train.ranks import Rendezvous, pad_multiple
+from skyrl_train.ranks import Rendezvous
 from skyrl_train.types import ExperienceBatch, TrainBatch
 
 OBJECTIVE = Objective("regular", LossSettings(0.2, 0.2, 3.0, 1.0, 5.0), 0.0, "k3", 0.0, 1.0, logprobs_chunk_size=1024)
@@ -73,19 +73,6 @@ def experience(job: Job, vocab_size: int) -> ExperienceBatch:
     )
 
 
-def rules(job: Job, dp_size: int) -> MicroBatchRules:
-    layout = job.megatron
-    tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    return MicroBatchRules(
-        dp_size=dp_size,
-        max_tokens=job.max_tokens,
-        max_sample_tokens=2**31 - 1,
-        pad_multiple=pad_multiple(tp if layout.sequence_parallel else 1, layout.context_parallel_size),
-        min_micro_batches=pp,
-        micro_batch_multiple=pp if layout.virtual_pipeline_model_parallel_size else 1,
-    )
-
-
 def build(rendezvous: Rendezvous, job: Job) -> tuple[MegatronPolicy, TrainBatch]:
     """The policy of this rank and its shard of the mini-batch."""
     policy = MegatronPolicy(
@@ -98,9 +85,11 @@ def build(rendezvous: Rendezvous, job: Job) -> tuple[MegatronPolicy, TrainBatch]
         seed=1,
         num_optimizer_steps=1000,
     )
+    stages = job.megatron.pipeline_model_parallel_size
+    layout = Layout(job.megatron, rendezvous.world_size, job.max_tokens, min_micro_batches=stages)
     shards = split(
         experience(job, int(policy.model.bridge.hf_config.vocab_size)),
-        rules(job, policy.ranks.dp_size),
+        rules(layout, policy.ranks.dp_size),
         num_mini_batches=1,
         reduction="token_mean",
         max_generate_length=job.sample_tokens,
