@@ -74,7 +74,11 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         message = update_info.message
-        self._digests |= self._receivers[message["sender"]].receive(message, self._update.load)
+        try:
+            self._digests |= self._receivers[message["sender"]].receive(message, self._update.load)
+        except BaseException:
+            self.shutdown()  # the update is lost, and with it what the other senders have for it
+            raise
 
     def finish_weight_update(self) -> None:
         self._update.finish()

@@ -103,7 +103,8 @@ class BroadcastGroup:
             return
         last_reference, self._backend = [self._backend], None
         if self._device.type == "cuda":
-            last_reference[0].abort()
+            with contextlib.suppress(RuntimeError):
+                last_reference[0].abort()
         # gloo's destructor (torch 2.13) waits for what is in flight, up to its deadline; its abort ends nothing.
         threading.Thread(target=last_reference.clear, daemon=True).start()
 
@@ -260,8 +261,7 @@ class BroadcastSendChannel:
             self._store.set(GIVEN_UP, "1")
         group, self._group = self._group, None
         if group is not None:
-            with contextlib.suppress(RuntimeError):
-                group.close()
+            group.close()
 
     def close(self) -> None:
         self.abort()
@@ -301,23 +301,12 @@ class BroadcastReceiveChannel:
             self._works.append(self._group.broadcast(self._buffers[slot][:size]))
 
     def next(self) -> Tensor:
-        self._settle(self._works[self._next])
+        self._group.settle(self._works[self._next], self._check_sender)
         return self._buffers[self._next % BUFFERS][: self._sizes[self._next]]
 
     def release(self) -> None:
         self._next += 1
         self._start()
-
-    def end(self) -> None:
-        for work in self._works[-BUFFERS:]:
-            self._settle(work)
-
-    def _settle(self, work: dist.Work) -> None:
-        try:
-            self._group.settle(work, self._check_sender)
-        except WeightSyncError:
-            self._group.close()  # on a GPU its kernel would go on waiting, and the engine with it
-            raise
 
     def _check_sender(self) -> None:
         with _while_the_sender_lives():
@@ -326,5 +315,5 @@ class BroadcastReceiveChannel:
             raise WeightSyncError("the sender gave up this weight update")
 
     def close(self) -> None:
-        self._buffers = []
-        self._group.close()
+        self._group.close()  # first: on a GPU a broadcast may be writing into the buffers
+        self._works, self._buffers = [], []

@@ -129,9 +129,6 @@ class CudaIpcReceiveChannel:
         self._peer.taken(self._next)
         self._next += 1
 
-    def end(self) -> None:
-        """Loading is over when `release` was called."""
-
     def _free(self) -> None:
         self._slots = [None] * SLOTS
 

@@ -151,9 +151,6 @@ class ShmReceiveChannel:
         self._peer.taken(self._next)
         self._next += 1
 
-    def end(self) -> None:
-        """Loading is over when `release` was called."""
-
     def _map(self, slot: int, descriptor: int) -> _Memory:
         memory = self._mapped.get(slot)
         if memory is not None and memory.inode == os.fstat(descriptor).st_ino:

@@ -89,9 +89,6 @@ class ReceiveChannel(Protocol):
     def release(self) -> None:
         """The last bucket may be overwritten."""
 
-    def end(self) -> None:
-        """Wait until the device has done everything; all buckets have been taken."""
-
     def close(self) -> None: ...
 
 
@@ -115,7 +112,7 @@ class SendReport:
 
 
 class Sender:
-    """Sends named tensors over a channel. After a failed `send` the next one starts from the beginning."""
+    """Sends named tensors over a channel. After a failed `send` it is of no use, nor are its receivers."""
 
     def __init__(self, channel: SendChannel, bucket_bytes: int, post: Post) -> None:
         self._channel, self._post = channel, post
@@ -205,10 +202,11 @@ def _raise_first_cause(pending: Pending) -> None:
 
 
 class Receiver:
-    """Takes in one sender's updates, in one worker of an engine."""
+    """Takes in one sender's updates, in one worker of an engine. One that fails ends the connection, and everything
+    that the update has begun: a sender that goes on is a new one."""
 
     def __init__(self, channel: ReceiveChannel) -> None:
-        self._channel = channel
+        self._channel: ReceiveChannel | None = channel
         self._plan_id = ""
         self._specs: tuple[TensorSpec, ...] = ()
 
@@ -216,8 +214,18 @@ class Receiver:
         """Hand all tensors of an update to `load`, bucket by bucket.
 
         Returns: name -> digest of the bytes that `load` was given.
-        Raises: WeightSyncError if a bucket does not come within the deadline; whatever `load` raises.
+        Raises: WeightSyncError if a bucket does not come within the deadline, or an earlier update failed; whatever
+            `load` raises.
         """
+        if self._channel is None:
+            raise WeightSyncError("the connection to the sender ended with an update that failed; connect it anew")
+        try:
+            return self._receive(self._channel, message, load)
+        except BaseException:
+            self.close()
+            raise
+
+    def _receive(self, channel: ReceiveChannel, message: ControlMessage, load: Load) -> dict[str, int]:
         if "specs" in message:
             self._specs = tuple(TensorSpec.from_message(spec) for spec in message["specs"])
             self._plan_id = message["plan"]
@@ -225,22 +233,23 @@ class Receiver:
             raise WeightSyncError("the sender refers to a plan that this engine was never told; connect it anew")
         plans = cut(self._specs, message["bucket_bytes"])
         hashes: list[Tensor] = []
-        self._channel.begin(message["update"], [plan.num_bytes for plan in plans])
+        channel.begin(message["update"], [plan.num_bytes for plan in plans])
         for plan in plans:
-            hashes.append(self._load_next(plan, load))
-            self._channel.release()
-        self._channel.end()
+            hashes.append(_load_bucket(Bucket(plan.specs, channel.next()), load))
+            channel.release()
         return digests(self._specs, torch.cat(hashes)) if hashes else {}
 
-    def _load_next(self, plan: BucketPlan, load: Load) -> Tensor:
-        """No reference to the bucket is left when this returns, unless `load` keeps one."""
-        bucket = Bucket(plan.specs, self._channel.next())
-        hashes = row_hashes(bucket.data)
-        load(list(unpack(bucket)))
-        return hashes
-
     def close(self) -> None:
-        self._channel.close()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+
+def _load_bucket(bucket: Bucket, load: Load) -> Tensor:
+    """Returns: its row hashes. No reference to the bucket is left then, unless `load` keeps one."""
+    hashes = row_hashes(bucket.data)
+    load(list(unpack(bucket)))
+    return hashes
 
 
 @dataclass(slots=True)

@@ -64,6 +64,7 @@ class ReceivingEnd:
         self.receiver: Receiver | None = None
         self.digests: dict[str, int] = {}
         self.messages: list[ControlMessage] = []
+        self.received: InThread | None = None
         self._load = load
         self._one_at_a_time = threading.Lock()
 
@@ -75,4 +76,5 @@ class ReceivingEnd:
             with self._one_at_a_time:  # as an engine works off its messages
                 self.digests = self.receiver.receive(message, self._load)
 
-        return InThread(receive)
+        self.received = InThread(receive)
+        return self.received

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from skyrl_train.weight_sync.broadcast import BroadcastGroup, BroadcastReceiveChannel, BroadcastSendChannel
 from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.transport import Receiver, Sender
-from tests.cpu.lost_peers import lose_receiver, lose_sender
+from tests.cpu.lost_peers import Processes, lose_receiver, lose_sender
 from tests.cpu.sending import InThread, specs_of
 
 pytestmark = pytest.mark.slow
@@ -148,44 +150,127 @@ def test_when_one_receiver_dies_the_other_goes_on_with_the_next_sender():
     sender.close()
 
 
-@pytest.mark.parametrize("at", ["a bucket", "the end"])
-def test_receivers_learn_from_the_store_that_no_more_comes(monkeypatch: pytest.MonkeyPatch, at: str):
+class _Nobody:
+    """Whom a sender hears nothing from."""
+
+    def check(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+def _held() -> dict[str, int]:
+    """What weights on their way take in this process."""
+    gc.collect()
+    process, tensors = psutil.Process(), [one for one in gc.get_objects() if type(one) is torch.Tensor]
+    groups = [one for one in gc.get_objects() if isinstance(one, BroadcastGroup)]
+    return {
+        "threads": process.num_threads(),
+        "sockets": len(process.net_connections()),
+        "buffers": sum(one.nbytes for one in tensors if one.dtype == torch.uint8),
+        "groups": len(groups),
+    }
+
+
+def _fail_then_receive(to_parent: Any) -> None:
+    """Through a pipe: a queue has a thread."""
+    torch.set_num_threads(1)
+
+    def load(named_tensors):
+        raise RuntimeError("no such parameter")
+
+    before = _held()
+    receiver = Receiver(BroadcastReceiveChannel(to_parent.recv(), 0, CPU, 20))
+    assert _held() != before
+    message = to_parent.recv()
+    try:
+        receiver.receive(message, load)
+    except RuntimeError as error:
+        to_parent.send(str(error))
+    ended = time.monotonic() + 2
+    while (left := _held()) != before and time.monotonic() < ended:
+        time.sleep(0.05)
+    to_parent.send((before, left))
+    try:
+        receiver.receive(message, load)
+    except WeightSyncError as error:
+        to_parent.send(str(error))
+    receiver = Receiver(BroadcastReceiveChannel(to_parent.recv(), 0, CPU, 20))
+    to_parent.send(receiver.receive(to_parent.recv(), lambda named_tensors: None))
+
+
+def test_a_load_that_fails_leaves_nothing_of_the_update_and_the_next_connection_works():
+    tensors = [(f"t{n}", torch.full((1 << 20,), 1.0 + n)) for n in range(8)]  # more than sockets take in unread
+    child, to_parent = CONTEXT.Pipe()
+    with Processes() as processes:
+        processes.start(_fail_then_receive, to_parent)
+
+        def post(message):
+            child.send(message)
+            return _Nobody()
+
+        def send() -> dict[str, int]:
+            sender = Sender(BroadcastSendChannel(1, CPU, 20), 4 << 20, post)
+            child.send(sender.init_info | {"rank_offset": 1})
+            sender.connect()
+            try:
+                return sender.send(specs_of(tensors), tensors).digests
+            finally:
+                sender.close()
+
+        with pytest.raises(WeightSyncError, match="a broadcast of weights failed"):
+            send()
+        assert child.recv() == "no such parameter"
+        before, left = child.recv()
+        assert left == before
+        assert "connect it anew" in child.recv()
+        digests = send()
+        assert child.poll(20) and child.recv() == digests
+
+
+def test_receivers_learn_from_the_store_that_no_more_comes(monkeypatch: pytest.MonkeyPatch):
     """As under NCCL, where nobody notices that a peer has left: the groups are not closed here. A receiver that waited
     for its deadline would not say in time that its engine lives."""
+    channels: list[BroadcastReceiveChannel] = []
+    receivers: list[InThread] = []
+
+    def post(message):
+        for channel in channels:
+            receivers.append(InThread(lambda channel=channel: Receiver(channel).receive(message, lambda tensors: None)))
+        return _Nobody()
+
     channel = BroadcastSendChannel(2, CPU, 20)
-    ends: list[BroadcastReceiveChannel] = []
+    sender = Sender(channel, 1024, post)
+    infos = [channel.init_info | {"rank_offset": rank} for rank in (1, 2)]
+    joins = [InThread(lambda info=info: BroadcastReceiveChannel(info, 0, CPU, 20)) for info in infos]  # type: ignore[misc]
+    sender.connect()
+    for join in joins:
+        join.wait()
+        channels.append(join.result)
+    groups = [end._group for end in (channel, *channels)]
+    tensors = [(f"t{n}", torch.ones(256)) for n in range(2)]
 
-    def receive(number: int) -> None:
-        end = BroadcastReceiveChannel(channel.init_info | {"rank_offset": number}, 0, CPU, 20)
-        ends.append(end)
-        end.begin(1, [8, 8])
-        if at == "a bucket":
-            end.next()
-            end.release()
-            end.next()
-        else:
-            end.end()
+    def source():
+        yield tensors[0]
+        time.sleep(0.3)
+        raise RuntimeError("conversion failed")
 
-    receivers = [InThread(lambda number=number: receive(number)) for number in (1, 2)]  # type: ignore[misc]
-    channel.connect(lambda: None)
-    channel.begin(1)
-    channel.buffer(8, lambda: None).zero_()
-    channel.publish(8)
-    time.sleep(0.3)
     closed: list[BroadcastGroup] = []
     with monkeypatch.context() as patch:
         patch.setattr(BroadcastGroup, "close", lambda group: closed.append(group))
-        group = channel._group
         started = time.monotonic()
-        channel.abort()
+        with pytest.raises(RuntimeError, match="conversion failed"):
+            sender.send(specs_of(tensors), source())
         for receiver in receivers:
             with pytest.raises(WeightSyncError, match="the sender gave up this weight update"):
                 receiver.wait()
         assert time.monotonic() - started < 5
-    for each in (group, *(end._group for end in ends)):
-        assert each in closed, "under NCCL its kernel would go on, and keep whoever waits for the device"
-        each.close()
-        each.close()
+    for group in groups:
+        assert group in closed, "under NCCL its kernel would go on, and keep whoever waits for the device"
+        assert group is not None
+        group.close()
+        group.close()
 
 
 class _Enqueued:

@@ -294,6 +294,32 @@ def test_an_unknown_name_fails_the_update_wherever_it_comes(world: World, positi
     broken_off(world, named_tensors, "mystery")
 
 
+def test_an_update_that_fails_ends_the_connections_of_all_its_senders(world: World):
+    """A broadcast that is under way holds its group, threads and buffers."""
+
+    async def fail() -> None:
+        await world.engine.pause()
+        failing = await world.connect(BroadcastSendChannel(1, torch.device("cpu"), TIMEOUT_S), 4096, "one")
+        idle = await world.connect(BroadcastSendChannel(1, torch.device("cpu"), TIMEOUT_S), 4096, "two")
+        await world.engine.start_weight_update()
+        try:
+            unknown = [("model.layers.0.mystery.weight", torch.zeros(4)), *world.weights(1)]
+            await asyncio.to_thread(failing.send, specs_of(unknown), unknown)
+        finally:
+            failing.close()
+            idle.close()
+
+    run(world.sync(world.weights(0)))
+    with pytest.raises(Exception, match="mystery"):
+        run(fail())
+    with pytest.raises(Exception, match="its connection was closed"):
+        run(world.engine.start_weight_update())
+    with pytest.raises(WeightSyncError, match="stays paused"):
+        run(world.engine.resume())
+    run(world.sync(world.weights(1)))
+    assert run(world.answers()) == world.expected(1)
+
+
 def test_a_tensor_of_another_shape_fails_the_update(world: World):
     named_tensors = [(n, t[:-1] if n.endswith("1.mlp.down_proj.weight") else t) for n, t in world.weights(1)]
     broken_off(world, named_tensors, None)
