@@ -115,21 +115,19 @@ def _meet(store: dist.Store, rank: int, world_size: int, timeout_s: float, check
     Only the sender, which hears of all that are lost, says that all are there: who came may have ended since.
     Raises: PeerLostError if not all of them come in time, or the sender ends; what `check` raises.
     """
-    is_sender = rank == 0
-    awaited = [f"came {peer}" for peer in range(1, world_size)] if is_sender else ["all came"]
 
-    def is_over() -> bool:
-        with _while_the_sender_lives():
-            return store.check(awaited)
+    def wait_for(keys: list[str]) -> None:
+        late = f"not all who send or receive weights came within {timeout_s:g} s"
+        _wait_until(lambda: _has(store, keys), MEETING_POLL_S, timeout_s, late, check)
 
-    with _while_the_sender_lives():
-        if not is_sender:
-            store.set(f"came {rank}", "")
-    late = f"not all who send or receive weights came within {timeout_s:g} s"
-    _wait_until(is_over, MEETING_POLL_S, timeout_s, late, check)
-    if is_sender:
+    if rank == 0:
+        wait_for([f"came {peer}" for peer in range(1, world_size)])
         check()
         store.set("all came", "")
+    else:
+        with _while_the_sender_lives():
+            store.set(f"came {rank}", "")
+        wait_for(["all came"])
 
 
 def _wait_until(is_over: Callable[[], bool], poll_s: float, timeout_s: float, late: str, check: Check) -> None:
@@ -157,6 +155,12 @@ def _join_store(host: str, port: int, timeout_s: float) -> dist.Store:
         ) from error
     with _while_the_sender_lives():
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def _has(store: dist.Store, keys: list[str]) -> bool:
+    """Raises: PeerLostError."""
+    with _while_the_sender_lives():
+        return store.check(keys)
 
 
 @contextlib.contextmanager
@@ -217,7 +221,7 @@ class BroadcastSendChannel:
     def connect(self, check: Check) -> None:
         self._group = BroadcastGroup(self._store, 0, self._world_size, self._device, self._timeout_s, check)
 
-    def begin(self, update: int) -> None:
+    def begin(self) -> None:
         """Raises: WeightSyncError if the group is not connected, or broke."""
         self._open_group()
         self._index = -1
@@ -286,7 +290,7 @@ class BroadcastReceiveChannel:
         self._sizes: list[int] = []
         self._next = 0
 
-    def begin(self, update: int, sizes: Sequence[int]) -> None:
+    def begin(self, sizes: Sequence[int]) -> None:
         self._sizes, self._works, self._next = list(sizes), [], 0
         for _ in range(BUFFERS):
             self._start()
@@ -309,9 +313,7 @@ class BroadcastReceiveChannel:
         self._start()
 
     def _check_sender(self) -> None:
-        with _while_the_sender_lives():
-            is_given_up = self._store.check([GIVEN_UP])
-        if is_given_up:
+        if _has(self._store, [GIVEN_UP]):
             raise WeightSyncError("the sender gave up this weight update")
 
     def close(self) -> None:

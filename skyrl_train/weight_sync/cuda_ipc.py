@@ -45,8 +45,8 @@ class CudaIpcSendChannel:
     def connect(self, check: Check) -> None:
         self._hub.connect(check)
 
-    def begin(self, update: int) -> None:
-        self._hub.begin(update)
+    def begin(self) -> None:
+        self._hub.begin()
         self._index = -1
 
     def buffer(self, num_bytes: int, check: Check) -> Tensor:
@@ -105,8 +105,7 @@ class CudaIpcReceiveChannel:
         self._sizes: list[int] = []
         self._next = 0
 
-    def begin(self, update: int, sizes: Sequence[int]) -> None:
-        self._peer.begin(update)
+    def begin(self, sizes: Sequence[int]) -> None:
         self._free()
         self._sizes, self._next = list(sizes), 0
 

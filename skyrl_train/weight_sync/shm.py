@@ -83,8 +83,8 @@ class ShmSendChannel:
     def connect(self, check: Check) -> None:
         self._hub.connect(check)
 
-    def begin(self, update: int) -> None:
-        self._hub.begin(update)
+    def begin(self) -> None:
+        self._hub.begin()
         self._index = -1
 
     def buffer(self, num_bytes: int, check: Check) -> Tensor:
@@ -130,8 +130,7 @@ class ShmReceiveChannel:
         self._next = 0
         self._is_viewed: Callable[[], bool] = lambda: False
 
-    def begin(self, update: int, sizes: Sequence[int]) -> None:
-        self._peer.begin(update)
+    def begin(self, sizes: Sequence[int]) -> None:
         self._sizes, self._next = list(sizes), 0
 
     def next(self) -> Tensor:

@@ -1,7 +1,7 @@
 """Short messages between a sender and the receivers on its host: which bucket is ready, which was taken in.
 
-A Unix socket per receiver, so that the death of either end is seen at once and nothing has to be polled. Frames carry
-the number of their update; those of an update that broke off are passed over. An open file can go with a frame.
+A Unix socket per receiver, so that the death of either end is seen at once and nothing has to be polled. An open file
+can go with a frame.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class SignalHub:
         self._listener.listen(num_receivers)
         self._receivers: list[Connection] = []
         self._taken: list[int] = []
-        self._update = 0
 
     def connect(self, check: Callable[[], None]) -> None:
         """Wait for all receivers."""
@@ -60,15 +59,14 @@ class SignalHub:
         finally:
             self._stop_listening()
 
-    def begin(self, update: int) -> None:
-        self._update = update
+    def begin(self) -> None:
         self._taken = [0] * len(self._receivers)
 
     def tell(self, index: int, content: Any = None, file: int | None = None) -> None:
         """Args: file is a descriptor, of which every receiver gets its own."""
         try:
             for receiver in self._receivers:
-                receiver.send((self._update, index, content, file is not None))
+                receiver.send((index, content, file is not None))
                 if file is not None:
                     send_handle(receiver, file, None)
         except OSError as error:
@@ -88,11 +86,9 @@ class SignalHub:
 
     def _read(self, number: int) -> None:
         try:
-            update, index = self._receivers[number].recv()
+            self._taken[number] = 1 + self._receivers[number].recv()
         except (EOFError, OSError) as error:
             raise PeerLostError("an engine's worker has ended in the middle of a weight update") from error
-        if update == self._update:
-            self._taken[number] = index + 1
 
     def _stop_listening(self) -> None:
         self._listener.close()
@@ -129,37 +125,30 @@ class SignalPeer:
             ) from error
         connection.settimeout(None)
         self._connection = Connection(connection.detach())
-        self._update = 0
-
-    def begin(self, update: int) -> None:
-        self._update = update
 
     def next(self, expected: int) -> tuple[Any, int | None]:
         """The content of the signal for bucket `expected`, and the descriptor of the file that came with it.
 
         Raises: WeightSyncError if another one comes, none comes within the deadline, or the sender gives up or dies.
         """
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
-                raise WeightSyncError(f"bucket {expected} of the weights did not come within {self._timeout_s:g} s")
-            try:
-                update, index, content, has_file = self._connection.recv()
-                file = recv_handle(self._connection) if has_file else None
-            except (EOFError, OSError) as error:
-                raise WeightSyncError("the sender of the weights has ended in the middle of an update") from error
-            if (update, index) == (self._update, expected):
-                return content, file
-            if file is not None:
-                os.close(file)
-            if update == self._update and index == ABORTED:
-                raise WeightSyncError("the sender gave up this weight update")
-            if update == self._update:
-                raise WeightSyncError(f"bucket {index} arrived where bucket {expected} was due: one was lost")
+        if not self._connection.poll(self._timeout_s):
+            raise WeightSyncError(f"bucket {expected} of the weights did not come within {self._timeout_s:g} s")
+        try:
+            index, content, has_file = self._connection.recv()
+            file = recv_handle(self._connection) if has_file else None
+        except (EOFError, OSError) as error:
+            raise WeightSyncError("the sender of the weights has ended in the middle of an update") from error
+        if index == expected:
+            return content, file
+        if file is not None:
+            os.close(file)
+        if index == ABORTED:
+            raise WeightSyncError("the sender gave up this weight update")
+        raise WeightSyncError(f"bucket {index} arrived where bucket {expected} was due: one was lost")
 
     def taken(self, index: int) -> None:
         with contextlib.suppress(OSError):  # the sender is gone: the next wait for it says so
-            self._connection.send((self._update, index))
+            self._connection.send(index)
 
     def close(self) -> None:
         self._connection.close()

@@ -60,7 +60,7 @@ class SendChannel(Protocol):
     def connect(self, check: Check) -> None:
         """Wait until all receivers have joined; they must be told `init_info` without waiting for them first."""
 
-    def begin(self, update: int) -> None: ...
+    def begin(self) -> None: ...
 
     def buffer(self, num_bytes: int, check: Check) -> Tensor:
         """[at least num_bytes] uint8 that nobody reads any more, to be filled; waits for one."""
@@ -80,7 +80,7 @@ class SendChannel(Protocol):
 class ReceiveChannel(Protocol):
     """The other end, in one worker of an engine."""
 
-    def begin(self, update: int, sizes: Sequence[int]) -> None:
+    def begin(self, sizes: Sequence[int]) -> None:
         """Expect buckets of these many bytes."""
 
     def next(self) -> Tensor:
@@ -117,7 +117,6 @@ class Sender:
     def __init__(self, channel: SendChannel, bucket_bytes: int, post: Post) -> None:
         self._channel, self._post = channel, post
         self._bucket_bytes = min(bucket_bytes, channel.max_bucket_bytes)
-        self._updates = 0
         self._known_plan = ""
 
     @property
@@ -129,7 +128,6 @@ class Sender:
 
         Raises: WeightSyncError if they do not within the deadline; what `check` raises. Nobody waits any more then.
         """
-        self._known_plan = ""
         try:
             self._channel.connect(check)
         except BaseException:
@@ -144,11 +142,9 @@ class Sender:
         """
         clock = SendClock()
         plan_id = _plan_id(specs)
-        self._updates += 1
-        message: ControlMessage = {"update": self._updates, "bucket_bytes": self._bucket_bytes, "plan": plan_id}
+        message: ControlMessage = {"bucket_bytes": self._bucket_bytes, "plan": plan_id}
         if plan_id != self._known_plan:
             message["specs"] = [spec.to_message() for spec in specs]
-        self._known_plan = ""
         plans = cut(specs, self._bucket_bytes)
         pending = self._post(message)
         clock.plan_s = time.perf_counter() - clock.started
@@ -168,7 +164,7 @@ class Sender:
     def _send_buckets(
         self, clock: SendClock, plans: Sequence[BucketPlan], named_tensors: NamedTensors, check: Check
     ) -> None:
-        self._channel.begin(self._updates)
+        self._channel.begin()
         tensors = clock.source(named_tensors)
         for plan in plans:
             buffer = clock.wait(lambda num_bytes=plan.num_bytes: self._channel.buffer(num_bytes, check))  # type: ignore[misc]
@@ -233,7 +229,7 @@ class Receiver:
             raise WeightSyncError("the sender refers to a plan that this engine was never told; connect it anew")
         plans = cut(self._specs, message["bucket_bytes"])
         hashes: list[Tensor] = []
-        channel.begin(message["update"], [plan.num_bytes for plan in plans])
+        channel.begin([plan.num_bytes for plan in plans])
         for plan in plans:
             hashes.append(_load_bucket(Bucket(plan.specs, channel.next()), load))
             channel.release()

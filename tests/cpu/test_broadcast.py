@@ -295,12 +295,12 @@ def test_both_ends_wait_for_a_broadcast_on_the_host(monkeypatch: pytest.MonkeyPa
     def receive() -> None:
         end = BroadcastReceiveChannel(channel.init_info | {"rank_offset": 1}, 0, CPU, 20)
         ends.append(end)
-        end.begin(1, [size] * 6)
+        end.begin([size] * 6)
         seen.append(int(end.next()[0]))
 
     receiver = InThread(receive)
     channel.connect(lambda: None)
-    channel.begin(1)
+    channel.begin()
     time.sleep(0.5)
     for value in (7, 8, 9, 10):
         channel.buffer(size, lambda: None).fill_(value)

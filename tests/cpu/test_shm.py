@@ -284,7 +284,7 @@ def test_no_memory_for_a_bucket_is_an_error_that_says_what_to_do(monkeypatch):
 
 def test_the_kernel_frees_the_memory_of_a_killed_sender():
     held = "import torch, time; from skyrl_train.weight_sync.shm import ShmSendChannel as C; c = C(1, 5); "
-    held += "c._hub._stop_listening(); c.begin(1); c.buffer(1 << 30, lambda: None); "
+    held += "c._hub._stop_listening(); c.begin(); c.buffer(1 << 30, lambda: None); "
     held += "print('held', flush=True); time.sleep(60)"
     before = shared_bytes()
     process = subprocess.Popen([sys.executable, "-c", held], stdout=subprocess.PIPE, text=True)
