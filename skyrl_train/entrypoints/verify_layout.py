@@ -29,10 +29,11 @@ from skyrl_train.checks.training import layout_problems
 from skyrl_train.config import ConfigError, load_config
 from skyrl_train.config.errors import nearest
 from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.megatron.outcome import BFLOAT16, FLOAT32, Difference, compare
 from skyrl_train.types import ExperienceBatch, Metrics
 
 if TYPE_CHECKING:
-    from skyrl_train.megatron.layout_check import Difference, Trial
+    from skyrl_train.megatron.layout_check import Trial
 
 SIZES = {
     "tp": ("tensor_model_parallel_size", "tensor parallelism"),
@@ -131,7 +132,7 @@ def read_request(argv: Sequence[str]) -> Request:
 def verify(request: Request, console: Console) -> int:
     """Run both layouts, print the table; 0 if they agree, 1 if not."""
     # Here, so that a wrong command line is answered at once.
-    from skyrl_train.megatron.layout_check import BFLOAT16, FLOAT32, Layout, compare, run_layout
+    from skyrl_train.megatron.layout_check import Layout, run_layout
 
     torch.set_num_threads(1)  # the processes are forked from this one where there is no GPU
     trial = _trial(request)

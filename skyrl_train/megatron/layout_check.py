@@ -1,13 +1,12 @@
-"""One mini-batch under a parallel layout, in processes of this machine; and how far two layouts are apart.
+"""One mini-batch under a parallel layout, in processes of this machine.
 
 The pieces are those of a training step: batching.split, Packer, forward_backward, the distributed optimizer. The
-tests and `entrypoints/verify_layout.py` both stand on this module.
+tests and `entrypoints/verify_layout.py` both stand on this module and compare what it yields by `outcome.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ from skyrl_train.megatron.export import export, is_stage_owner
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.lora_export import export_adapter
 from skyrl_train.megatron.model import Model, build_model, build_optimizer, dtype_of
+from skyrl_train.megatron.outcome import Outcome
 from skyrl_train.megatron.packing import Packer
 from skyrl_train.megatron.parallel import join
 from skyrl_train.megatron.reference import batch_logprobs
@@ -76,62 +76,6 @@ class Layout:
     min_micro_batches: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a mini-batch yields, put together from all ranks. Equal for all layouts up to rounding."""
-
-    gradients: dict[str, Tensor]
-    """Hugging Face name (of adapters PEFT's) -> whole gradient, float32 on the CPU."""
-    logprobs: Tensor
-    """[T] float32, in the order of the experience; 0 for the first token of a sample."""
-    metrics: Metrics
-    """As the trainer logs them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """How far an outcome is from a reference."""
-
-    tensors: dict[str, float]
-    """|g - r| / |r| of each tensor, 2-norms."""
-    gradient: float
-    """The same over all parameters as one vector."""
-    logprobs: float
-    """Largest absolute difference."""
-    metrics: dict[str, float]
-    """|m - r| / max(1, |r|) of each metric."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Largest differences that are rounding."""
-
-    gradient: float
-    worst_tensor: float
-    logprobs: float
-    metrics: float
-
-    def broken(self, difference: Difference) -> list[str]:
-        """A sentence for each bound that the difference exceeds."""
-        tensor, worst = max(difference.tensors.items(), key=lambda item: item[1])
-        metric, off = max(difference.metrics.items(), key=lambda item: item[1])
-        values = [
-            (difference.gradient, self.gradient, "the gradient"),
-            (worst, self.worst_tensor, f"the gradient of {tensor}"),
-            (difference.logprobs, self.logprobs, "a logprob"),
-            (off, self.metrics, f"the metric {metric}"),
-        ]
-        # `not <=` also catches NaN.
-        return [
-            f"{what} is off by {value:.1e}, more than {most:.0e}" for value, most, what in values if not value <= most
-        ]
-
-
-FLOAT32 = Bounds(gradient=5e-6, worst_tensor=2e-5, logprobs=5e-6, metrics=1e-6)
-BFLOAT16 = Bounds(gradient=5e-2, worst_tensor=2e-1, logprobs=1e-1, metrics=5e-2)
-"""Half precision rounds differently in every layout; a wrong factor is still far outside."""
-
-
 def run_layout(trial: Trial, layout: Layout, *, timeout_s: float = 120.0) -> Outcome:
     """Run the trial in `layout.world_size` processes of this machine.
 
@@ -150,27 +94,6 @@ def run_layout(trial: Trial, layout: Layout, *, timeout_s: float = 120.0) -> Out
             logprobs[_token_indices(trial.experience, part["sample_ids"])] = part["logprobs"]
     assert not logprobs.isnan().any(), "no rank computed the logprobs of some samples"
     return Outcome(gradients, logprobs, metrics)
-
-
-def compare(outcome: Outcome, reference: Outcome) -> Difference:
-    """Raises: ValueError if the two do not name the same tensors or metrics."""
-    _same_names("gradients", outcome.gradients, reference.gradients)
-    _same_names("metrics", outcome.metrics, reference.metrics)
-    squares = {
-        name: (
-            float((outcome.gradients[name].double() - gradient.double()).square().sum()),
-            float(gradient.double().square().sum()),
-        )
-        for name, gradient in reference.gradients.items()
-    }
-    return Difference(
-        tensors={name: _ratio(error, size) for name, (error, size) in squares.items()},
-        gradient=_ratio(sum(error for error, _ in squares.values()), sum(size for _, size in squares.values())),
-        logprobs=float((outcome.logprobs - reference.logprobs).abs().max()),
-        metrics={
-            name: abs(outcome.metrics[name] - value) / max(1.0, abs(value)) for name, value in reference.metrics.items()
-        },
-    )
 
 
 def rules(layout: Layout, dp_size: int) -> MicroBatchRules:
@@ -199,17 +122,6 @@ def share_of(trial: Trial, layout: Layout, ranks: ParallelRanks, *, num_mini_bat
         max_generate_length=trial.max_generate_length,
     )
     return shards[ranks.dp_rank]
-
-
-def _ratio(error: float, size: float) -> float:
-    """Root of error / size; a gradient that should be 0 counts as it is."""
-    return math.sqrt(error / size) if size > 0 else math.sqrt(error)
-
-
-def _same_names(kind: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    if mine.keys() != theirs.keys():
-        more, less = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
-        raise ValueError(f"{kind} differ in their names: {more} are only in the first, {less} only in the second")
 
 
 def _token_indices(experience: ExperienceBatch, sample_ids: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import LOSSES, LossSettings
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.algorithms.reductions import loss_weights
-from skyrl_train.megatron.layout_check import Outcome, Trial
+from skyrl_train.megatron.layout_check import Trial
+from skyrl_train.megatron.outcome import Outcome
 from skyrl_train.types import ExperienceBatch
 
 VOCABULARY = 131

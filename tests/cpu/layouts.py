@@ -13,7 +13,8 @@ from families import hugging_face, make_trial, write_family
 
 from skyrl_train.config import load_config
 from skyrl_train.config.policy import MegatronConfig
-from skyrl_train.megatron.layout_check import FLOAT32, Difference, Layout, Outcome, Trial, compare, run_layout
+from skyrl_train.megatron.layout_check import Layout, Trial, run_layout
+from skyrl_train.megatron.outcome import FLOAT32, Difference, Outcome, compare
 
 SHORT = {
     "tp": "tensor_model_parallel_size",

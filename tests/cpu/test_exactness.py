@@ -29,7 +29,8 @@ from layouts import (
 )
 
 from skyrl_train.algorithms.reductions import REDUCTIONS
-from skyrl_train.megatron.layout_check import FLOAT32, Outcome, compare, run_layout
+from skyrl_train.megatron.layout_check import run_layout
+from skyrl_train.megatron.outcome import FLOAT32, Outcome, compare
 
 
 @cases(DENSE)

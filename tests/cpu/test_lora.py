@@ -15,7 +15,8 @@ from layouts import EXPERT, FOUR, assert_exact, cases, layout, model, without_bu
 
 from skyrl_train.config.policy import LoraConfig
 from skyrl_train.megatron import lora, lora_attach
-from skyrl_train.megatron.layout_check import Outcome, Trial, compare, run_layout
+from skyrl_train.megatron.layout_check import Trial, run_layout
+from skyrl_train.megatron.outcome import Outcome, compare
 
 DENSE = {
     "one process": (1, {}),

@@ -13,7 +13,8 @@ import pytest
 from families import hugging_face, make_trial
 from layouts import WHOLE, layout, model, without_buffers
 
-from skyrl_train.megatron.layout_check import BFLOAT16, FLOAT32, Outcome, Trial, compare, run_layout
+from skyrl_train.megatron.layout_check import Trial, run_layout
+from skyrl_train.megatron.outcome import BFLOAT16, FLOAT32, Outcome, compare
 
 pytestmark = pytest.mark.timeout(300)
 ONE: dict[str, tuple[str, dict[str, Any]]] = {
