@@ -41,9 +41,9 @@ HEADER = "| family | layout | gradient | worst tensor | logprobs | metrics |\n|-
 def row(family: str, name: str, difference: Difference, bounds: Bounds) -> str:
     values = (
         difference.gradient,
-        max(difference.tensors.values()),
+        difference.worst_tensor[1],
         difference.logprobs,
-        max(difference.metrics.values()),
+        difference.worst_metric[1],
     )
     cells = " | ".join(f"{value:.1e}" for value in values)
     sentence = "" if not bounds.broken(difference) else " **broken**"

@@ -171,7 +171,7 @@ def _table(request: Request, difference: Difference, metrics: Metrics) -> Table:
     table.add_row("logprobs, largest", f"{difference.logprobs:.1e}")
     for name in ("policy/final_loss", "policy/grad_norm"):
         table.add_row(f"{name} ({metrics[name]:.6f})", f"{difference.metrics[name]:.1e}")
-    table.add_row("metrics, largest", f"{max(difference.metrics.values()):.1e}")
+    table.add_row("metrics, largest", f"{difference.worst_metric[1]:.1e}")
     return table
 
 

@@ -37,6 +37,16 @@ class Difference:
     metrics: dict[str, float]
     """|m - r| / max(1, |r|) of each metric."""
 
+    @property
+    def worst_tensor(self) -> tuple[str, float]:
+        """Name and value of the largest of `tensors`."""
+        return _worst(self.tensors)
+
+    @property
+    def worst_metric(self) -> tuple[str, float]:
+        """Name and value of the largest of `metrics`."""
+        return _worst(self.metrics)
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -49,8 +59,7 @@ class Bounds:
 
     def broken(self, difference: Difference) -> list[str]:
         """A sentence for each bound that the difference exceeds."""
-        tensor, worst = max(difference.tensors.items(), key=lambda item: item[1])
-        metric, off = max(difference.metrics.items(), key=lambda item: item[1])
+        (tensor, worst), (metric, off) = difference.worst_tensor, difference.worst_metric
         values = [
             (difference.gradient, self.gradient, "the gradient"),
             (worst, self.worst_tensor, f"the gradient of {tensor}"),
@@ -87,6 +96,11 @@ def compare(outcome: Outcome, reference: Outcome) -> Difference:
             name: abs(outcome.metrics[name] - value) / max(1.0, abs(value)) for name, value in reference.metrics.items()
         },
     )
+
+
+def _worst(values: Mapping[str, float]) -> tuple[str, float]:
+    # NaN is neither less nor more than a number, so `max` by value alone would pass over it.
+    return max(values.items(), key=lambda item: (math.isnan(item[1]), item[1]))
 
 
 def _ratio(error: float, size: float) -> float:
