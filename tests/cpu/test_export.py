@@ -212,3 +212,22 @@ def test_all_ranks_hear_of_one_that_cannot_write_and_the_next_export_works(tmp_p
     assert told[0][0].startswith("the checkpoint cannot be written") and "/dev/null/saved" in told[0][0]
     assert "irectory" in told[0][1]
     assert tensors_of(target).keys() == tensors_of(tmp_path / "source").keys()
+
+
+def _export_after_a_replacement(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig]) -> tuple[Tensor, Tensor]:
+    path, megatron = arguments
+    join(rendezvous, megatron, seed=1)
+    model = build_model(path, megatron, torch.float32, trainable=False)
+    before = dict(export(model, torch.float32))
+    norm = model.modules[0].decoder.final_layernorm
+    norm.weight = torch.nn.Parameter(norm.weight.detach() + 1)
+    after = dict(export(model, torch.float32))
+    assert all(torch.equal(after[name], before[name]) for name in before if name != "model.norm.weight")
+    return before["model.norm.weight"], after["model.norm.weight"]
+
+
+def test_a_parameter_in_the_place_of_another_is_what_is_exported(tmp_path: Path):
+    """What is exported is found once and read each time."""
+    arguments = (str(write_family("qwen3_tied", tmp_path)), layout(1, {}).megatron)
+    ((before, after),) = run_on_ranks(_export_after_a_replacement, arguments, 1, timeout_s=60)
+    assert torch.equal(after, before + 1)
