@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from families import write_family
 
-from skyrl_train.entrypoints.verify_layout import main, read_request
+from skyrl_train.entrypoints.layout_request import read_request
+from skyrl_train.entrypoints.verify_layout import main
 from skyrl_train.megatron import model as models
 
 
@@ -87,10 +88,10 @@ def test_a_layout_that_cannot_deal_the_experts_is_refused(
 
 
 def test_data_parallelism_is_the_least_that_the_experts_need(experts: Path):
-    assert read_request([f"model={experts}", "ep=2"]).world_size == 2
-    assert read_request([f"model={experts}", "ep=2", "tp=2"]).world_size == 4
-    assert read_request([f"model={experts}", "ep=2", "tp=2", "etp=1"]).world_size == 2
-    assert read_request([f"model={experts}", "ep=2", "etp=1", "dp=4"]).world_size == 4
+    assert read_request([f"model={experts}", "ep=2"]).layout.world_size == 2
+    assert read_request([f"model={experts}", "ep=2", "tp=2"]).layout.world_size == 4
+    assert read_request([f"model={experts}", "ep=2", "tp=2", "etp=1"]).layout.world_size == 2
+    assert read_request([f"model={experts}", "ep=2", "etp=1", "dp=4"]).layout.world_size == 4
 
 
 def test_the_model_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
