@@ -11,9 +11,8 @@ import torch
 from families import make_trial, write_family
 from layouts import layout
 
-from skyrl_train.batching.split import split
 from skyrl_train.device import CopyStream
-from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, rules
+from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, share_of
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.ranks import Rendezvous
@@ -31,13 +30,7 @@ def _update_with_late_copies(rendezvous: Rendezvous, arguments: tuple[Trial, Lay
     policy = MegatronPolicy(
         rendezvous, trial.model_path, one.megatron, ADAM, objective, bf16=True, seed=1, num_optimizer_steps=4
     )
-    batch = split(
-        trial.experience,
-        rules(one, policy.ranks.dp_size),
-        num_mini_batches=1,
-        reduction=trial.reduction,
-        max_generate_length=trial.max_generate_length,
-    )[policy.ranks.dp_rank]
+    batch = share_of(trial, one, policy.ranks)
 
     def weights() -> torch.Tensor:
         parameters = [p for group in policy._optimizer.param_groups for p in group["params"]]
