@@ -1,27 +1,24 @@
-"""Configuration -> running processes."""
+"""Configuration -> running processes: placed, started side by side or in turn, and connected."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from skyrl_train.algorithms.objective import Objective
+from skyrl_train.cluster.devices import require_gpus_for_snapshots, sync_backend
 from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.cluster.engine_settings import all_engine_settings, lora_arguments
-from skyrl_train.cluster.placement import Demand, Placement, PlacementError, Slot
+from skyrl_train.cluster.engine_settings import all_engine_settings
+from skyrl_train.cluster.placement import Demand, Placement, Slot
 from skyrl_train.cluster.policy_group import PolicyGroup
+from skyrl_train.cluster.rank_arguments import policy_arguments, reference_arguments
 from skyrl_train.cluster.reference_group import ReferenceGroup
 from skyrl_train.cluster.release import Release, Stay, build_release
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.worker_group import WorkerGroup
 from skyrl_train.config import Config
-from skyrl_train.config.policy import MegatronConfig
-from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.training import TrainingConfig
-from skyrl_train.hub import seen_from_anywhere
 from skyrl_train.inference.settings import EngineSettings, RemoteEngineSettings
 from skyrl_train.ranks import WEIGHTS
 
@@ -62,7 +59,7 @@ async def launch(
 
     Raises: PlacementError if the cluster has no room; RemoteFailed if a process cannot start.
     """
-    backend = _sync_backend(config, cluster)
+    backend = sync_backend(config, cluster)
     require_gpus_for_snapshots(config.trainer, cluster)
     place = config.trainer.placement
     reserve = Placement.reserve_shared if place.colocate_all else Placement.reserve
@@ -139,7 +136,7 @@ async def launch_policy(
     group = WorkerGroup("policy", placement.slots[POLICY], logs, trainer.timeout_s)
     processes = PolicyProcesses(placement, PolicyGroup(group), group)
     try:
-        await processes.policy.start(_policy_arguments(trainer, objective, num_optimizer_steps))
+        await processes.policy.start(policy_arguments(trainer, objective, num_optimizer_steps))
     except BaseException:
         await processes.stop()
         raise
@@ -187,9 +184,9 @@ async def _start(processes: Processes, config: Config, objective: Objective, num
     Whoever is ready leaves a shared device, so that the next finds it empty: engines take what they find.
     """
     policy, reference, engines = processes.policy, processes.reference, processes.engines
-    starts = [policy.start(_policy_arguments(config.trainer, objective, num_optimizer_steps))]
+    starts = [policy.start(policy_arguments(config.trainer, objective, num_optimizer_steps))]
     if reference is not None:
-        starts.append(reference.start(_reference_arguments(config)))
+        starts.append(reference.start(reference_arguments(config)))
     if config.trainer.placement.colocate_all:
         for start, group in zip(starts, (policy, reference), strict=False):
             assert group is not None
@@ -212,69 +209,3 @@ def _demands(config: Config) -> list[Demand]:
     if trainer.starts_reference:
         demands.insert(1, Demand(REFERENCE, place.ref_num_nodes * place.ref_num_gpus_per_node, 1))
     return demands
-
-
-def _policy_arguments(trainer: TrainingConfig, objective: Objective, num_optimizer_steps: int) -> dict[str, Any]:
-    return {
-        "model_path": seen_from_anywhere(trainer.policy.model.path),
-        "config": _traced_absolutely(trainer.policy.megatron_config),
-        "optimizer_config": trainer.policy.optimizer_config,
-        "objective": objective,
-        "bf16": trainer.bf16,
-        "seed": trainer.seed,
-        "num_optimizer_steps": num_optimizer_steps,
-        "lora": lora_arguments(trainer.policy.model.lora),
-    }
-
-
-def _reference_arguments(config: Config) -> dict[str, Any]:
-    trainer = config.trainer
-    return {
-        "model_path": seen_from_anywhere(trainer.ref.model.path),
-        "config": _traced_absolutely(trainer.ref.megatron_config),
-        "bf16": trainer.bf16,
-        "seed": trainer.seed,
-        "temperature": config.generator.sampling_params.temperature,
-    }
-
-
-def _traced_absolutely(config: MegatronConfig) -> MegatronConfig:
-    """The folder of its traces absolute, for processes with other working directories."""
-    profiler = config.torch_profiler_config
-    path = os.path.abspath(profiler.save_path)
-    return replace(config, torch_profiler_config=replace(profiler, save_path=path))
-
-
-def require_gpus_for_snapshots(trainer: TrainingConfig, cluster: Cluster) -> None:
-    """Raises: PlacementError if device memory is to be recorded and no rank has any."""
-    models = {"policy": trainer.policy.megatron_config}
-    if isinstance(trainer, TrainerConfig) and trainer.starts_reference:
-        models["ref"] = trainer.ref.megatron_config
-    asking = [name for name, megatron in models.items() if megatron.torch_profiler_config.record_memory]
-    if asking and not cluster.has_gpus:
-        raise PlacementError(
-            f"trainer.{asking[0]}.megatron_config.torch_profiler_config.record_memory is true, and the cluster has no "
-            "GPUs whose memory could be recorded: set it to false (enable writes traces on a CPU too)"
-        )
-
-
-def _sync_backend(config: Config, cluster: Cluster) -> str:
-    """auto: shared memory where all processes are CPU processes of one host, CUDA IPC where engines and policy share
-    GPUs, a broadcast elsewhere."""
-    generator = config.generator
-    if generator.weight_sync_backend == "vllm_nccl" and not cluster.has_gpus:
-        raise PlacementError("generator.weight_sync_backend is vllm_nccl, and the cluster has no GPUs: use broadcast")
-    if generator.weight_sync_backend == "cuda_ipc" and not cluster.has_gpus:
-        raise PlacementError("generator.weight_sync_backend is cuda_ipc, and the cluster has no GPUs: use auto")
-    if generator.weight_sync_backend == "broadcast" and cluster.has_gpus and config.trainer.placement.colocate_all:
-        raise PlacementError(
-            "generator.weight_sync_backend is broadcast and trainer.placement.colocate_all true: NCCL takes each GPU "
-            "once, and policy and engines share them, use auto"
-        )
-    if generator.weight_sync_backend != "auto":
-        return generator.weight_sync_backend
-    if not generator.run_engines_locally:
-        return "broadcast"
-    if cluster.has_gpus:
-        return "cuda_ipc" if config.trainer.placement.colocate_all else "broadcast"
-    return "shm" if cluster.is_local else "broadcast"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.cluster.launch import _sync_backend, require_gpus_for_snapshots
+from skyrl_train.cluster.devices import require_gpus_for_snapshots, sync_backend
 from skyrl_train.cluster.placement import PlacementError
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import load_config
@@ -13,7 +13,7 @@ SHARED = "trainer.placement.colocate_all=true"
 
 
 def way(*overrides: str, gpus: bool, local: bool = True) -> str:
-    return _sync_backend(load_config(list(overrides)), Cluster("", is_local=local, has_gpus=gpus))
+    return sync_backend(load_config(list(overrides)), Cluster("", is_local=local, has_gpus=gpus))
 
 
 def test_auto_takes_the_fastest_way_that_reaches_all_engines():

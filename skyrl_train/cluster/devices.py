@@ -1,0 +1,47 @@
+"""What a configuration asks of the cluster's devices: a way for the weights, and records of their memory."""
+
+from __future__ import annotations
+
+from skyrl_train.cluster.placement import PlacementError
+from skyrl_train.cluster.session import Cluster
+from skyrl_train.config import Config
+from skyrl_train.config.rl import TrainerConfig
+from skyrl_train.config.training import TrainingConfig
+
+
+def require_gpus_for_snapshots(trainer: TrainingConfig, cluster: Cluster) -> None:
+    """Raises: PlacementError if device memory is to be recorded and no rank has any."""
+    models = {"policy": trainer.policy.megatron_config}
+    if isinstance(trainer, TrainerConfig) and trainer.starts_reference:
+        models["ref"] = trainer.ref.megatron_config
+    asking = [name for name, megatron in models.items() if megatron.torch_profiler_config.record_memory]
+    if asking and not cluster.has_gpus:
+        raise PlacementError(
+            f"trainer.{asking[0]}.megatron_config.torch_profiler_config.record_memory is true, and the cluster has no "
+            "GPUs whose memory could be recorded: set it to false (enable writes traces on a CPU too)"
+        )
+
+
+def sync_backend(config: Config, cluster: Cluster) -> str:
+    """The way of the weights to the engines. auto is shared memory where all processes are CPU processes of one host,
+    CUDA IPC where engines and policy share GPUs, a broadcast elsewhere.
+
+    Raises: PlacementError if the devices cannot do what is asked.
+    """
+    asked, is_shared = config.generator.weight_sync_backend, config.trainer.placement.colocate_all
+    if asked == "vllm_nccl" and not cluster.has_gpus:
+        raise PlacementError("generator.weight_sync_backend is vllm_nccl, and the cluster has no GPUs: use broadcast")
+    if asked == "cuda_ipc" and not cluster.has_gpus:
+        raise PlacementError("generator.weight_sync_backend is cuda_ipc, and the cluster has no GPUs: use auto")
+    if asked == "broadcast" and cluster.has_gpus and is_shared:
+        raise PlacementError(
+            "generator.weight_sync_backend is broadcast and trainer.placement.colocate_all true: NCCL takes each GPU "
+            "once, and policy and engines share them, use auto"
+        )
+    if asked != "auto":
+        return asked
+    if not config.generator.run_engines_locally:
+        return "broadcast"
+    if cluster.has_gpus:
+        return "cuda_ipc" if is_shared else "broadcast"
+    return "shm" if cluster.is_local else "broadcast"
