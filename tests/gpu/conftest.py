@@ -10,13 +10,10 @@ They build on the models and jobs of tests/cpu.
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-sys.path[:0] = [str(Path(__file__).parents[1] / "cpu"), str(Path(__file__).parents[2])]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
