@@ -18,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dockerfile import Instruction, parse, substitute
@@ -105,6 +106,14 @@ class Container:
         if code != 0:
             raise StepFailed(f"exit code {code}")
 
+    def start(self) -> None:
+        """What the image runs by itself."""
+        self.execute([*self.entrypoint, *self.command])
+
+    def check(self, text: str) -> None:
+        """Run a command line in the image's own shell."""
+        self.execute([*self.entrypoint, *self.shell, text])
+
 
 def mount(root: Path, lower: Path, binds: Sequence[Path]) -> None:
     """An overlay of `lower` at `root`/merged with the devices of this machine; undone when the namespace ends."""
@@ -130,11 +139,11 @@ def mount(root: Path, lower: Path, binds: Sequence[Path]) -> None:
 
 def build(container: Container, instructions: Sequence[Instruction], checks: Sequence[str]) -> bool:
     """Print a line for each step; whether all of them went well."""
-    steps = [(f"line {one.line} {one.name}", lambda one=one: container.step(one)) for one in instructions]
-    steps.append(("ENTRYPOINT CMD", lambda: container.execute([*container.entrypoint, *container.command])))
-    for text in checks:
-        command = [*container.shell, text]
-        steps.append((f"check {text}", lambda command=command: container.execute([*container.entrypoint, *command])))
+    steps: list[tuple[str, Callable[[], None]]] = [
+        *((f"line {one.line} {one.name}", partial(container.step, one)) for one in instructions),
+        ("ENTRYPOINT CMD", container.start),
+        *((f"check {text}", partial(container.check, text)) for text in checks),
+    ]
     report: list[str] = []
     for name, do in steps:
         print(f"== {name}", flush=True)

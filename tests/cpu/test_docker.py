@@ -146,6 +146,16 @@ def test_steps_that_start_nothing_leave_what_the_builder_would(dockerfile: Modul
     assert (tmp_path / "opt" / "2" / "configs" / "ppo_base_config.yaml").is_file()
 
 
+def test_the_image_is_started_and_checked_as_its_steps_left_it(
+    dockerfile: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run_docker, commands = script("run_docker"), []
+    monkeypatch.setattr(run_docker.Container, "execute", lambda self, command: commands.append(command))
+    steps = dockerfile.parse('SHELL ["bash", "-c"]\nENTRYPOINT ["tini", "--"]\nCMD ["a"]\n')
+    assert run_docker.build(run_docker.Container(tmp_path, {}, {}), steps, ["b --c"])
+    assert commands == [["tini", "--", "a"], ["tini", "--", "bash", "-c", "b --c"]]
+
+
 def test_what_the_cpu_image_uninstalls_is_what_the_set_up_script_leaves_out(dockerfile: ModuleType):
     instructions = dockerfile.parse((ROOT / "docker" / "Dockerfile.cpu").read_text())
     version = re.match(r"python:(\d+\.\d+)\.", instructions[0].value)
