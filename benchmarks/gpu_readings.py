@@ -6,8 +6,9 @@
 
 Those that measure time or need several GPUs come first, each alone on the machine; then the others of one GPU, as many
 at once as there are GPUs. Each writes OUT/NAME.log and, if it measures, OUT/NAME.json; OUT/summary.txt has one line for
-each when it ends. Models with random weights are made once, before the first that takes them (--models, by default in
-memory). What cannot end in time is not begun, and what runs when the seconds end is stopped with all that it started.
+each when it ends, and first those that need more GPUs than there are. Models with random weights are made once, before
+the first that takes them (--models, by default in memory). What cannot end in time is not begun, and what runs when the
+seconds end is stopped with all that it started.
 """
 
 from __future__ import annotations
@@ -121,6 +122,12 @@ class Readings:
                 self._stop()
                 raise
 
+    def note(self, line: str) -> None:
+        """Print the line and add it to the summary."""
+        with self._lock, (self._out / "summary.txt").open("a") as summary:
+            summary.write(line + "\n")
+            print(line, flush=True)
+
     def _stop(self) -> None:
         """End what runs, and begin nothing more."""
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -140,7 +147,7 @@ class Readings:
             make_model(self._models / reading.shape, step_arguments(["--shape", reading.shape]), timeout_s=left_s)
         except RuntimeError as error:
             (self._out / f"{name}.log").write_text(f"{error}\n")
-            self._note(f"{name}: not begun, its model could not be made: {str(error).splitlines()[-1]}")
+            self.note(f"{name}: not begun, its model could not be made: {str(error).splitlines()[-1]}")
             return False
         return True
 
@@ -149,7 +156,7 @@ class Readings:
             limit_s = min(reading.limit_s, self._until - time.monotonic())
             process = self._start(name, reading, device) if limit_s >= reading.limit_s / 6 else None
         if process is None:
-            self._note(f"{name}: not begun, {max(0.0, limit_s):.0f} s were left")
+            self.note(f"{name}: not begun, {max(0.0, limit_s):.0f} s were left")
             return
         started = time.monotonic()
         try:
@@ -158,7 +165,7 @@ class Readings:
             ended = f"stopped after {limit_s:.0f} s"
             _end(process)
         self._running.discard(process)
-        self._note(f"{name}: {ended}, {time.monotonic() - started:.0f} s")
+        self.note(f"{name}: {ended}, {time.monotonic() - started:.0f} s")
 
     def _start(self, name: str, reading: Reading, device: int | None) -> subprocess.Popen[bytes]:
         command = reading.command.format(models=self._models, out=self._out)
@@ -178,11 +185,6 @@ class Readings:
             )
         self._running.add(process)
         return process
-
-    def _note(self, line: str) -> None:
-        with self._lock, (self._out / "summary.txt").open("a") as summary:
-            summary.write(line + "\n")
-            print(line, flush=True)
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -229,6 +231,9 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     possible = {name: reading for name, reading in wanted.items() if reading.gpus <= args.gpus}
     readings = Readings(args.out.resolve(), args.models.resolve(), until)
+    for name, reading in wanted.items():
+        if name not in possible:
+            readings.note(f"{name}: needs {reading.gpus} GPUs, {args.gpus} here")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what `timeout` sends
     try:
         for name, reading in possible.items():
@@ -238,9 +243,6 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted")
         return 130
-    for name, reading in wanted.items():
-        if name not in possible:
-            print(f"{name}: needs {reading.gpus} GPUs, {args.gpus} here")
     return 0
 
 

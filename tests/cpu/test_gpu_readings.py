@@ -12,7 +12,7 @@ from pathlib import Path
 import gpu_step
 import psutil
 import pytest
-from gpu_readings import READINGS, STEP, Reading, Readings, arguments
+from gpu_readings import READINGS, STEP, Reading, Readings, arguments, main
 
 ROOT = Path(__file__).parents[2]
 CHILD = """
@@ -99,6 +99,15 @@ def test_readings_of_one_gpu_run_side_by_side_and_see_their_own(tmp_path: Path):
 def test_what_cannot_end_any_more_is_not_begun(tmp_path: Path):
     (line,) = run(tmp_path, 1, {"late": Reading(1, "-c pass", 60)}, 1)
     assert line == "late: not begun, 1 s were left"
+
+
+def test_what_needs_more_gpus_is_in_the_summary_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gpu_readings.READINGS", {"two": Reading(2, "-c pass", 5), "one": Reading(1, "-c pass", 5)})
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["gpu_readings.py", "--gpus=1", f"--out={tmp_path}"])
+    assert main() == 0
+    lines = (tmp_path / "summary.txt").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["two: needs 2 GPUs", "one: exit code 0"]
 
 
 def test_a_name_that_is_none_is_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]):
