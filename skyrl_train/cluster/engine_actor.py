@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from dataclasses import dataclass, replace
 
@@ -85,8 +86,11 @@ def kill_processes(pids: tuple[tuple[int, float], ...]) -> None:
     psutil.wait_procs(found, GONE_S)
 
 
-def kill_on_node(engine: Started) -> ray.ObjectRef[None]:
-    """`kill_processes` on the engine's node."""
+async def kill_on_node(engine: Started) -> None:
+    """`kill_processes` on the engine's node. Raises: RayError if that is another, and lost."""
+    if engine.node_id == ray.get_runtime_context().get_node_id():  # a task would start a process of 2 s for it
+        await asyncio.to_thread(kill_processes, engine.pids)
+        return
     strategy = NodeAffinitySchedulingStrategy(engine.node_id, soft=False)
     task = ray.remote(kill_processes).options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
-    return task.remote(engine.pids)
+    await asyncio.wrap_future(task.remote(engine.pids).future())

@@ -158,7 +158,7 @@ class EnginePlace:
         ray.kill(self.actor)
         if started is not None:
             with contextlib.suppress(RayError, TimeoutError):  # its node may be lost as well
-                await asyncio.wait_for(asyncio.wrap_future(kill_on_node(started).future()), 2 * GONE_S)
+                await asyncio.wait_for(kill_on_node(started), 2 * GONE_S)
 
 
 def _is_death(error: RayError) -> bool:
