@@ -49,6 +49,8 @@ def connect() -> Iterator[Cluster]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
     # A local Ray would run workers at niceness 15, behind everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # It would also start a worker per core ahead, which no actor here can use: they have environments of their own.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     local = {"include_dashboard": False} if address == "local" else {}
     try:
         with _signal_handlers_kept():
