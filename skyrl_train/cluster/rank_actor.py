@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from skyrl_train.cluster.process import host, log_to, talk_through_node_address, use_devices
 from skyrl_train.device import memory_in_use
+from skyrl_train.imports import quick_imports
 from skyrl_train.inference.stock_nccl import StockNcclSender
 from skyrl_train.ranks import Rendezvous, free_port
 from skyrl_train.weight_sync.errors import WeightSyncError
@@ -49,7 +50,9 @@ class RankActor:
     def build(self, entry_point: str, rendezvous: Rendezvous, kwargs: dict[str, Any]) -> Any:
         """Make the worker `module:Class` and return its place in the layout."""
         module, name = entry_point.split(":")
-        self._worker = getattr(importlib.import_module(module), name)(rendezvous, **kwargs)
+        with quick_imports(without=("wandb",)):  # Megatron would; no rank logs to it
+            worker = getattr(importlib.import_module(module), name)
+        self._worker = worker(rendezvous, **kwargs)
         return self._worker.ranks
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:

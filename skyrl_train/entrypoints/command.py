@@ -22,6 +22,7 @@ from rich.markup import escape
 from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.program import Program, to_yaml
 from skyrl_train.config.training import RunConfig
+from skyrl_train.imports import quick_imports
 
 if TYPE_CHECKING:
     from skyrl_train.entrypoints.run import Run
@@ -130,7 +131,8 @@ def run(command: Command[T], config: T, console: Console) -> int:
 def _checked_input(command: Command[T], config: T, console: Console) -> Run:
     """Load what the run reads. Raises: ConfigError for a bad row, an unknown environment or model."""
     module, _, name = command.run.partition(":")
-    kind = getattr(importlib.import_module(module), name)
+    with quick_imports():
+        kind = getattr(importlib.import_module(module), name)
     try:
         return kind(config, console)
     except ValueError as error:

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.device import device_type
+from skyrl_train.imports import first_in_children, quick_imports
 from skyrl_train.inference.core import Core, EngineDeadError
 from skyrl_train.inference.memory_share import with_memory_share
 from skyrl_train.inference.settings import EngineSettings, PauseMode, engine_arguments, set_environment, still_running
@@ -42,12 +43,14 @@ class Engine:
         self._settings = settings
         set_environment(settings, device_type())
         # Only now: vLLM and its threads read the environment when they are imported.
-        from skyrl_train.inference.requests import Requests
-        from skyrl_train.inference.versions import VersionTracker
-        from skyrl_train.inference.vllm_versions import build_async_llm
+        with quick_imports():
+            from skyrl_train.inference.requests import Requests
+            from skyrl_train.inference.versions import VersionTracker
+            from skyrl_train.inference.vllm_versions import build_async_llm
 
         # Held by Core alone, in no local name: an import above leaves a traceback behind, and with it this frame.
-        self._core = Core(build_async_llm(engine_arguments(settings, device_type())), settings.sync_timeout_s)
+        with first_in_children("skyrl_train.inference.core_start"):
+            self._core = Core(build_async_llm(engine_arguments(settings, device_type())), settings.sync_timeout_s)
         adapter = None
         if settings.lora is not None:
             from skyrl_train.inference.adapter_slots import EveryRequest
