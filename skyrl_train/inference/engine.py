@@ -283,7 +283,9 @@ class Engine:
             self._running.clear()
             self._requests.close()
             self._versions.close()
-            await asyncio.to_thread(llm.shutdown)
+            from skyrl_train.inference.vllm_versions import shut_down
+
+            await asyncio.to_thread(shut_down, llm, self._settings.tensor_parallel_size)
 
     async def _until_running(self) -> None:
         """Raises: TimeoutError if a pause takes longer than a call may; EngineDeadError."""
