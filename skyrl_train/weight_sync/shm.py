@@ -34,11 +34,18 @@ class _Memory:
     """Shared memory as a uint8 tensor that knows whether somebody else still holds a view of it."""
 
     def __init__(self, descriptor: int) -> None:
-        """Args: descriptor is owned by this object."""
+        """Args: descriptor is owned by this object, and closed where there will be none.
+
+        Raises: OSError if it cannot be mapped.
+        """
         self.descriptor = descriptor
         status = os.fstat(descriptor)
         self.inode, self.num_bytes = status.st_ino, status.st_size
-        self._map = mmap.mmap(descriptor, self.num_bytes)
+        try:
+            self._map = mmap.mmap(descriptor, self.num_bytes)
+        except OSError:
+            os.close(descriptor)
+            raise
 
     @staticmethod
     def new(num_bytes: int) -> _Memory:
@@ -156,7 +163,7 @@ class ShmReceiveChannel:
             os.close(descriptor)
             return memory
         if memory is not None:
-            memory.close()
+            self._mapped.pop(slot).close()  # out of it first: `close` must not find it if the next one fails
         memory = self._mapped[slot] = _Memory(descriptor)
         return memory
 

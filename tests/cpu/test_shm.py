@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import multiprocessing
 import os
 import signal
@@ -279,6 +280,22 @@ def test_no_memory_for_a_bucket_is_an_error_that_says_what_to_do(monkeypatch):
     pair = Pair(1024, Loader())
     with pytest.raises(WeightSyncError, match="weight_sync_bucket_mb"):
         pair.send(some_weights())
+    pair.close()
+
+
+def test_a_bucket_that_cannot_be_mapped_fails_with_the_reason_and_leaves_nothing_open(monkeypatch):
+    pair = Pair(4 << 20, Loader())
+    pair.send([(f"t{n}", torch.zeros(256)) for n in range(2)])
+    map_memory = mmap.mmap
+
+    def full(descriptor, num_bytes):
+        if threading.current_thread() is threading.main_thread():  # the sender's
+            return map_memory(descriptor, num_bytes)
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", full)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        pair.send([("larger", torch.zeros(1 << 19))])  # takes a new piece in the slot of the one before
     pair.close()
 
 
