@@ -36,6 +36,9 @@ CHECK_EVERY_S = 0.2
 POLL_S = 0.0002
 MEETING_POLL_S = 0.02
 """Each look asks the sender's store."""
+CONNECT_S = 20.0
+"""For gloo to connect those that have come. Meanwhile an engine hears nobody: it is less than the 30 s after which one
+that does not say that it lives is lost (`EnginePlace.lives`)."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 GIVEN_UP = "given up"
 """Key in the store by which the receivers learn that no more comes: NCCL tells nobody that a peer has left."""
@@ -49,22 +52,20 @@ class BroadcastGroup:
     ) -> None:
         """Blocks until all have come.
 
-        Raises: WeightSyncError if they do not come within the deadline; what `check` raises.
+        Raises: WeightSyncError if they do not come within the deadline, or one that came cannot be connected; what
+            `check` raises.
         """
         self._timeout_s = timeout_s
         self._device = device
-        timeout = timedelta(seconds=timeout_s)
+        self._backend: Any = None
         store = dist.PrefixStore("weights", store)
+        trial = torch.zeros(1, dtype=torch.uint8, device=device)
         _meet(store, rank, world_size, timeout_s, check)
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            with _no_watchdog():
-                self._backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
-        else:
-            self._backend = dist.ProcessGroupGloo(store, rank, world_size, timeout)
         try:
-            self.settle(self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)), check)
+            with _while_all_can_be_connected():
+                self._backend = _connect(store, rank, world_size, device, timeout_s)
+                work = self.broadcast(trial)  # NCCL connects here
+            self.settle(work, check)
         except BaseException:
             self.close()
             raise
@@ -80,6 +81,7 @@ class BroadcastGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
+        options.timeout = timedelta(seconds=self._timeout_s)
         return self._backend.broadcast([buffer], options)
 
     def settle(self, work: dist.Work, check: Check) -> None:
@@ -130,6 +132,16 @@ def _meet(store: dist.Store, rank: int, world_size: int, timeout_s: float, check
         wait_for(["all came"])
 
 
+def _connect(store: dist.Store, rank: int, world_size: int, device: torch.device, timeout_s: float) -> Any:
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        with _no_watchdog():
+            return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    # Half of a short deadline, for an engine is given no more than the deadline to say that it lives.
+    return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=min(CONNECT_S, timeout_s / 2)))
+
+
 def _wait_until(is_over: Callable[[], bool], poll_s: float, timeout_s: float, late: str, check: Check) -> None:
     """Raises: PeerLostError with the words `late` at the deadline; what `check` raises."""
     started = time.monotonic()
@@ -170,6 +182,15 @@ def _while_the_sender_lives() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PeerLostError("the sender of the weights has ended in the middle of a sync") from error
+
+
+@contextlib.contextmanager
+def _while_all_can_be_connected() -> Iterator[None]:
+    """Raises: PeerLostError where torch says that one cannot: it ended after all had come, or is not reached."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(f"not all who send or receive weights could be connected: {error}") from error
 
 
 @contextlib.contextmanager

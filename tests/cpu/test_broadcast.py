@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from skyrl_train.weight_sync import broadcast
 from skyrl_train.weight_sync.broadcast import BroadcastGroup, BroadcastReceiveChannel, BroadcastSendChannel
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
 from skyrl_train.weight_sync.transport import Receiver, Sender
 from tests.cpu.lost_peers import Processes, lose_receiver, lose_sender
 from tests.cpu.sending import InThread, specs_of
@@ -285,8 +286,8 @@ class _Enqueued:
 
 def test_both_ends_wait_for_a_broadcast_on_the_host(monkeypatch: pytest.MonkeyPatch):
     """Whoever leaves that to the device never hears of a peer that is lost."""
-    broadcast = BroadcastGroup.broadcast
-    monkeypatch.setattr(BroadcastGroup, "broadcast", lambda *args: _Enqueued(broadcast(*args)))
+    enqueue = BroadcastGroup.broadcast
+    monkeypatch.setattr(BroadcastGroup, "broadcast", lambda *args: _Enqueued(enqueue(*args)))
     channel = BroadcastSendChannel(1, CPU, 20)
     seen: list[int] = []
     ends: list[BroadcastReceiveChannel] = []
@@ -325,6 +326,48 @@ def test_a_receiver_that_reads_on_the_host_hears_of_a_lost_sender_and_goes_on_wi
 
 def test_a_sender_that_reads_what_it_sends_hears_of_a_lost_receiver_and_goes_on_with_the_next():
     assert lose_receiver("cpu", "cpu") == "the engine died"
+
+
+def _come_and_leave(port: int, rank: int) -> None:
+    store = dist.PrefixStore("weights", dist.TCPStore("127.0.0.1", port, is_master=False))
+    store.set(f"came {rank}", "")
+
+
+def test_a_receiver_that_comes_and_ends_before_it_is_connected_fails_the_others_soon(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(broadcast, "CONNECT_S", 1.0)
+    channel = BroadcastSendChannel(2, CPU, 20, "127.0.0.1")
+    receiver = InThread(lambda: BroadcastReceiveChannel(channel.init_info | {"rank_offset": 1}, 0, CPU, 20))
+    started = time.monotonic()
+    _come_and_leave(channel.init_info["port"], rank=2)
+    with pytest.raises(PeerLostError, match="not all who send or receive weights could be connected"):
+        channel.connect(lambda: None)
+    with pytest.raises(PeerLostError):  # the sender may be the one that it cannot reach
+        receiver.wait()
+    assert time.monotonic() - started < 8, "an engine that connects does not say that it lives"
+    channel.close()
+
+
+def test_a_connected_receiver_waits_longer_for_a_bucket_than_for_the_connection(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(broadcast, "CONNECT_S", 1.0)
+    channel = BroadcastSendChannel(1, CPU, 20, "127.0.0.1")
+
+    def receive() -> int:
+        end = BroadcastReceiveChannel(channel.init_info | {"rank_offset": 1}, 0, CPU, 20)
+        end.begin([1])
+        first = int(end.next()[0])
+        end.close()
+        return first
+
+    receiver = InThread(receive)
+    channel.connect(lambda: None)
+    channel.begin()
+    time.sleep(2.5)
+    channel.buffer(1, lambda: None).fill_(7)
+    channel.publish(1)
+    receiver.wait()
+    assert receiver.result == 7
+    channel.drain(lambda: None)
+    channel.close()
 
 
 def test_connecting_without_receivers_fails_within_the_deadline():
