@@ -237,6 +237,14 @@ def error_of(job: Job) -> str:
     return text[text.index("error: ") :]
 
 
+def assert_whole_steps(job: Job) -> None:
+    """Every step that began is in the metrics, whole."""
+    steps = [row["trainer/global_step"] for row in job.metrics]
+    assert steps == list(range(1, len(steps) + 1)) and steps
+    assert all("timing/sync_weights" in row for row in job.metrics)
+    assert f"{len(steps)} step" in job.output and (job.run_dir / "report.png").stat().st_size > 1000
+
+
 def actor_of(log: Path) -> psutil.Process:
     """The Ray actor that writes this log file; the processes that it starts, and those of a killed one, do so too."""
     writers = [process for process in psutil.process_iter() if _output(process) == str(log)]

@@ -36,8 +36,10 @@ RUNS = {
             "generator.num_inference_engines=2",
         ],
     ),
-    "dp2 engine-tp2": (2, ["generator.inference_engine_tensor_parallel_size=2", "trainer.update_epochs_per_batch=2"]),
-    "tp2pp2 multi-turn": (4, [*TP2, *PP2, *GUESS]),
+    "dp2 engine-tp2 multi-turn": (
+        2,
+        [*GUESS, "generator.inference_engine_tensor_parallel_size=2", "trainer.update_epochs_per_batch=2"],
+    ),
 }
 
 

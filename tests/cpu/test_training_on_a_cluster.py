@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
-from tests.cpu.jobs import MARK, ROOT, Job, running, start_command, write_world
+from tests.cpu.jobs import MARK, ROOT, Job, assert_whole_steps, running, start_command, write_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 # One rank on each node, two pipeline stages, so weights have two senders on two nodes.
@@ -123,10 +123,13 @@ def test_a_submitted_job_trains_on_both_nodes(world: Path, cluster: Any):
 
 def test_plain_python_beside_a_cluster_joins_it_and_leaves_it_clean(world: Path, cluster: Any):
     overrides = ["trainer.run_name=joined", *ON_TWO_NODES, "trainer.max_training_steps=1000", "trainer.epochs=1000"]
+    overrides += ["generator.num_inference_engines=1"]
     with running(world, *overrides, environment={"RAY_ADDRESS": cluster.address}) as job:
         job.wait_for_step(1)
         job.process.send_signal(signal.SIGTERM)
         assert job.wait(60) == 143
+        assert "stopping after this step" in job.output
+        assert_whole_steps(job)
         assert len(nodes_of(job, "policy")) == 2
         assert "Traceback" not in job.output, job.output
         assert_nothing_is_held(cluster)
