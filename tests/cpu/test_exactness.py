@@ -19,8 +19,8 @@ from layouts import (
     EXPERT_FOUR,
     FOUR,
     WHOLE,
+    Sizes,
     assert_exact,
-    cases,
     check,
     layout,
     model,
@@ -32,37 +32,30 @@ from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.megatron.layout_check import run_layout
 from skyrl_train.megatron.outcome import FLOAT32, Outcome, compare
 
-
-@cases(DENSE)
-def test_a_dense_model_has_hugging_faces_gradient(processes: int, sizes: dict[str, Any]):
-    check("qwen3_tied", layout(processes, sizes))
-
-
-@cases(EXPERT)
-def test_a_mixture_of_experts_has_hugging_faces_gradient(processes: int, sizes: dict[str, Any]):
-    check("qwen3_moe", layout(processes, sizes))
+QUICK = {
+    "qwen3_tied": {*DENSE},
+    "qwen3": {"TP2 PP2", "DP2 PP2", "TP2 DP2", "CP2 TP2", "PP3"},
+    "qwen3_moe": {*EXPERT, "EP2 PP2", "EP2 ETP2"},
+}
+"""Family -> layouts that are also tested where the slow tests are left out."""
 
 
-@cases({name: FOUR[name] for name in ("TP2 PP2", "DP2 PP2", "TP2 DP2", "CP2 TP2", "PP3")})
-def test_products_of_parallelism_leave_the_gradient_as_it_is(processes: int, sizes: dict[str, Any]):
-    check("qwen3", layout(processes, sizes))
+def families(names: list[str], table: Sizes) -> Any:
+    """Each with each layout of the table."""
+    each = []
+    for one, sizes in table.items():
+        for name in names:
+            marks = () if one in QUICK.get(name, ()) else pytest.mark.slow
+            each.append(pytest.param(name, *sizes, marks=marks, id=f"{one}-{name}"))
+    return pytest.mark.parametrize(("name", "processes", "sizes"), each)
 
 
-@cases({name: EXPERT_FOUR[name] for name in ("EP2 PP2", "EP2 ETP2")})
-def test_products_of_expert_parallelism_leave_the_gradient_as_it_is(processes: int, sizes: dict[str, Any]):
-    check("qwen3_moe", layout(processes, sizes))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in MOE])
-@cases(DENSE | FOUR)
+@families([name for name in FAMILIES if name not in MOE], DENSE | FOUR)
 def test_every_dense_family_has_hugging_faces_gradient(name: str, processes: int, sizes: dict[str, Any]):
     check(name, layout(processes, sizes))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MOE)
-@cases(EXPERT | EXPERT_FOUR)
+@families(MOE, EXPERT | EXPERT_FOUR)
 def test_every_family_of_experts_has_hugging_faces_gradient(name: str, processes: int, sizes: dict[str, Any]):
     check(name, layout(processes, sizes))
 
