@@ -27,7 +27,7 @@ from skyrl_train.trainer.sft import train_batches, update_metrics
 from skyrl_train.types import Example, TrainBatch
 
 pytestmark = pytest.mark.slow
-NUM_STEPS, WARMUP = 50, 5
+NUM_STEPS, WARMUP = 25, 5
 ADAM = OptimizerConfig(
     lr=2e-3,
     adam_betas=(0.9, 0.95),
@@ -198,10 +198,10 @@ CASES = [(name, False) for name in LAYOUTS] + [(name, True) for name in ("one ra
 
 
 @pytest.mark.parametrize(("name", "lora"), CASES, ids=[f"{name}{' LoRA' * lora}" for name, lora in CASES])
-def test_the_loss_curve_of_50_steps_is_that_of_a_plain_loop_of_transformers_and_peft(name: str, lora: bool):
+def test_the_loss_curve_of_25_steps_is_that_of_a_plain_loop_of_transformers_and_peft(name: str, lora: bool):
     processes, sizes = LAYOUTS[name]
     expected, curve = plain_loop(lora), megatron_loop(processes, tuple(sizes.items()), lora)
-    assert len(curve.losses) == NUM_STEPS and expected.learnt > (0.01 if lora else 1.0), "it learns"
+    assert len(curve.losses) == NUM_STEPS and expected.learnt > (0.01 if lora else 0.3), "it learns"
     assert max(expected.norms) > 0.5, "clipping is at work"
     assert curve.losses == pytest.approx(expected.losses, abs=1e-4)
     assert curve.norms == pytest.approx(expected.norms, rel=1e-3)
