@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from skyrl_train.megatron.live_tensors import LiveTensor
 from skyrl_train.megatron.model import Model
 from skyrl_train.megatron.shards import gather_parts, join_parts
 from skyrl_train.weight_sync.bucket import TensorSpec
@@ -45,6 +44,38 @@ class ExportTask:
     """Rows are (gate, up) halves on every rank, so parts must be joined half by half."""
 
 
+@dataclass(frozen=True, slots=True)
+class LiveTensor:
+    """A parameter (or buffer that is exported) of this rank."""
+
+    tensor: torch.nn.Parameter | Tensor
+    local_name: str
+    name: str
+    """In the whole model, except that experts count from 0 on every rank."""
+
+    @property
+    def is_expert(self) -> bool:
+        return ".mlp.experts.linear_fc" in self.local_name
+
+    @property
+    def is_cut(self) -> bool:
+        """Tensor parallelism gave this rank a part of it."""
+        return bool(getattr(self.tensor, "tensor_model_parallel", False))
+
+
+def live_tensors(model: Model) -> Iterator[LiveTensor]:
+    """What is exported of this rank's model, in layer order; a tied output layer is left to the embedding."""
+    tied = getattr(model.bridge.hf_config, "tie_word_embeddings", False)
+    for module in model.modules:
+        names = model.bridge._weight_name_mapping_mcore_local_to_global(module, consider_ep=False)
+        named: dict[str, torch.nn.Parameter | Tensor] = dict(module.named_parameters())
+        named |= {name: buffer for name, buffer in module.named_buffers() if name.endswith("expert_bias")}
+        for local_name, tensor in named.items():
+            # Adapters are sent by lora_export.py, or `read` folds them into the weights.
+            if not (tied and local_name == "output_layer.weight") and ".lora." not in local_name:
+                yield LiveTensor(tensor, local_name, names[local_name])
+
+
 def expert_names(model: Model, one: LiveTensor) -> tuple[str, ...]:
     """Global names of the tensor that each expert-parallel rank has in this one's place; one name if it is no
     expert's."""
@@ -62,14 +93,14 @@ def export_tasks(model: Model) -> list[ExportTask]:
     Each Hugging Face name comes once over all stages.
     """
     tasks = []
-    for one in model.live:
-        tensor, mcore_names = one.tensor, expert_names(model, one)
+    for one in live_tensors(model):
+        mcore_names = expert_names(model, one)
         hf_names = model.bridge._weight_name_mapping_mcore_to_hf(mcore_names[0])
         tasks.append(
             ExportTask(
-                tensor=tensor,
+                tensor=one.tensor,
                 mcore_names=mcore_names,
-                shard_axis=tensor.partition_dim if one.is_cut else None,  # type: ignore[attr-defined]
+                shard_axis=one.tensor.partition_dim if one.is_cut else None,  # type: ignore[union-attr]
                 is_expert=one.is_expert,
                 is_gated="linear_fc1" in one.local_name and len(hf_names) == 2,
             )

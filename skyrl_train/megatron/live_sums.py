@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from skyrl_train.megatron.export import Read, dtype_of_name, expert_names, is_stage_owner, whole_shape
+from skyrl_train.megatron.export import Read, dtype_of_name, expert_names, is_stage_owner, live_tensors, whole_shape
 from skyrl_train.megatron.export import export_tasks as plan_tasks
 from skyrl_train.megatron.model import Model
 from skyrl_train.weight_sync.digest import name_list
@@ -100,11 +100,9 @@ class LiveSums:
         is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
         is_first_expert_replica = parallel_state.get_expert_data_parallel_rank() == 0
         ep_rank = parallel_state.get_expert_model_parallel_rank()
-        for one in self._model.live:
+        for one in live_tensors(self._model):
             names = expert_names(self._model, one)
-            entry = self._entries.get(names[ep_rank if one.is_expert else 0])
-            if entry is None:  # a tied output layer, which is not sent
-                continue
+            entry = self._entries[names[ep_rank if one.is_expert else 0]]
             rank, is_counted = (etp_rank, is_first_expert_replica) if one.is_expert else (tp_rank, is_first_replica)
             if is_counted and (one.is_cut or rank == 0):
                 part = read(one.tensor).to(dtype_of_name(entry.hf_names[0], dtype))

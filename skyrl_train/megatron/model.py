@@ -22,7 +22,6 @@ from skyrl_train.hub import local_folder
 from skyrl_train.megatron import adam, gradients, layers, permute, rope, swiglu
 from skyrl_train.megatron.balance import Balance
 from skyrl_train.megatron.bridge import build_bridge, check_all_weights_are_read, match_hugging_face
-from skyrl_train.megatron.live_tensors import LiveTensor, find_live_tensors
 from skyrl_train.megatron.lora import Lora
 from skyrl_train.megatron.lora_attach import attach
 
@@ -36,8 +35,6 @@ class Model:
     bridge: Bridge
     dtype: torch.dtype
     torch_layers: bool
-    live: list[LiveTensor]
-    """What is exported of it."""
     balance: Balance | None = None
     """The load-balancing loss of its routers, where it is used."""
     lora: Lora | None = None
@@ -122,7 +119,6 @@ def build_model(
         bridge=bridge,
         dtype=dtype,
         torch_layers=torch_layers,
-        live=find_live_tensors([unwrap(chunk) for chunk in chunks], bridge),
         balance=Balance(bare, config.moe_aux_loss_coeff) if balanced else None,
         lora=adapters,
     )
