@@ -47,6 +47,14 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def finish_computing() -> None:
+    """Wait until the device has done what this thread's stream was asked; copies on streams of their own go on."""
+    if device_type() == "cuda":
+        import torch
+
+        torch.cuda.current_stream().synchronize()
+
+
 def empty_cache() -> None:
     """Give memory that tensors no longer use back to the system."""
     if device_type() == "cuda":

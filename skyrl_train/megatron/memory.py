@@ -69,7 +69,6 @@ class DeviceMemory:
             if part in (parts or PARTS) and part in self._away:
                 num_bytes += self._give(part)
                 if part == WEIGHTS:
-                    self.settle()
                     synchronize()
         return Moved(num_bytes, time.perf_counter() - started)
 
@@ -97,14 +96,20 @@ class DeviceMemory:
         self._host.forget_frozen()
 
     def _give(self, part: str) -> int:
-        """Returns the bytes whose copies are under way."""
+        """Returns the bytes whose copies are under way. If memory runs out, nothing of the part has come back."""
         pieces = self._away[part]
-        num_bytes = self._host.give([piece for piece in pieces if piece.is_kept])
-        for piece in pieces:
-            if not piece.is_kept:
-                piece.come_back()
-                for _, run in piece.runs():
-                    run.zero_()
+        try:
+            num_bytes = self._host.give([piece for piece in pieces if piece.is_kept])
+            for piece in pieces:
+                if not piece.is_kept:
+                    piece.come_back()
+                    for _, run in piece.runs():
+                        run.zero_()
+        except BaseException:
+            self.settle()
+            for piece in pieces:
+                piece.empty()
+            raise
         del self._away[part]
         return num_bytes
 

@@ -24,7 +24,7 @@ from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import LOSSES
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.algorithms.reductions import weighted_sum
-from skyrl_train.device import synchronize
+from skyrl_train.device import finish_computing
 from skyrl_train.megatron.logprobs import vocab_parallel_logprobs
 from skyrl_train.megatron.model import Model
 from skyrl_train.megatron.packing import MicroBatch, Targets, unpack
@@ -118,13 +118,13 @@ def forward_backward(
         peaks.append(torch.stack(list(largest.values())))
         return value, None
 
-    synchronize()
+    finish_computing()
     started = time.perf_counter()
     if model.balance is not None:
         _count_choices(model, micro_batches)
     _run(model, micro_batches, loss, forward_only=False)
     balance_loss = None if model.balance is None else model.balance.finish()
-    synchronize()
+    finish_computing()
     seconds = time.perf_counter() - started
     busy = model.bridge.config.timers.take_seconds()
     if not totals:

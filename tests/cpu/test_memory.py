@@ -16,7 +16,7 @@ from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.memory import Offloaded
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.megatron.reference import MegatronReference
-from skyrl_train.megatron.storages import ALIGNMENT
+from skyrl_train.megatron.storages import ALIGNMENT, Piece
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.types import TrainBatch
 
@@ -189,6 +189,40 @@ def test_using_what_is_offloaded_is_an_error_that_says_so(dense: Path):
     assert len(found) == 4
     for name, message in found.items():
         assert message == f"{name} needs the weights of this rank, which are offloaded; reload first"
+
+
+def _run_out_while_coming_back(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> list[Any]:
+    trial, one = arguments
+    policy, batch = build(rendezvous, trial, one, bf16=True)
+    policy.update(batch)
+    policy.offload()
+    policy.reload()  # what is gathered is one storage by now
+    before = everything(policy)
+    policy.offload()
+    policy.reload("weights")
+    left, come_back = storage_bytes(policy), Piece.come_back
+
+    def run_out(piece: Piece) -> None:
+        come_back(piece)
+        raise MemoryError("planted")
+
+    Piece.come_back = run_out  # type: ignore[method-assign]
+    try:
+        policy.reload("optimizer")
+    except MemoryError as error:
+        found = [str(error), storage_bytes(policy) - left, _error(policy.update, batch)]
+    Piece.come_back = come_back  # type: ignore[method-assign]
+    policy.reload("optimizer")
+    after = everything(policy)
+    return [*found, [name for name in before if not torch.equal(before[name], after[name])]]
+
+
+def test_a_part_for_which_memory_runs_out_takes_none_and_can_come_back_later(dense: Path):
+    """Gathered moments come first, then a gradient's storage fails."""
+    arguments = (make_trial(dense, [7, 30, 12, 9]), layout(1, {}))
+    ((error, more, missing, differ),) = run_on_ranks(_run_out_while_coming_back, arguments, 1, timeout_s=120)
+    assert error == "planted" and more == 0 and differ == []
+    assert "needs the optimizer of this rank" in missing
 
 
 def _reference(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str, Any]:
