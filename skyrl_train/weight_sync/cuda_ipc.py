@@ -132,5 +132,5 @@ class CudaIpcReceiveChannel:
         self._slots = [None] * SLOTS
 
     def close(self) -> None:
+        self._free()  # as in `release`
         self._peer.close()
-        self._free()
