@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -114,8 +115,8 @@ class Readings:
 
         # This thread only waits, so that Ctrl-C reaches it wherever the others are.
         with ThreadPoolExecutor(max(1, len(devices))) as threads:
-            lanes = [threads.submit(lane, device) for device in devices]
             try:
+                lanes = [threads.submit(lane, device) for device in devices]
                 for one in lanes:
                     one.result()
             except BaseException:
@@ -154,7 +155,7 @@ class Readings:
     def _run(self, name: str, reading: Reading, device: int | None) -> None:
         with self._lock:  # so that _stop() sees all that was begun
             limit_s = min(reading.limit_s, self._until - time.monotonic())
-            process = self._start(name, reading, device) if limit_s >= reading.limit_s / 6 else None
+            process = self._start(name, reading, device) if limit_s >= reading.limit_s / 3 else None
         if process is None:
             self.note(f"{name}: not begun, {max(0.0, limit_s):.0f} s were left")
             return
@@ -203,17 +204,29 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """With all that it started, in sessions of their own too (jobs of the tests), and their memory on the devices."""
+    known: set[psutil.Process] = set()
     with contextlib.suppress(psutil.NoSuchProcess):
-        tree = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)  # pytest ends its jobs
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=TO_END_S)
-        for one in tree:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
-        psutil.wait_procs(tree, timeout=TO_END_S)
-    process.kill()
+        known = _with_children({psutil.Process(process.pid)})
+    process.send_signal(signal.SIGINT)  # pytest ends its jobs
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=TO_END_S)
+    known = _with_children(known)  # what was begun meanwhile
+    for one in known:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # it leads a session: also what has lost its parent
     process.wait()
+    psutil.wait_procs(known, timeout=TO_END_S)
+
+
+def _with_children(processes: set[psutil.Process]) -> set[psutil.Process]:
+    """And theirs. psutil finds none of a process that is gone, nor takes another for it that got its number."""
+    found = set(processes)
+    for one in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.update(one.children(recursive=True))
+    return found
 
 
 def main() -> int:

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import gpu_step
 import psutil
@@ -21,6 +23,17 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
 print(child.pid, flush=True)
 child.wait()
+"""
+
+ON_INTERRUPT = """
+import signal, subprocess, sys, time
+def more(*_):
+    print(subprocess.Popen(["sleep", "60"], start_new_session={new_session}).pid, flush=True)
+    {then}
+signal.signal(signal.SIGINT, more)
+print("ready", flush=True)
+while True:
+    time.sleep(60)
 """
 
 PLAN = """
@@ -61,6 +74,39 @@ def test_what_does_not_end_in_time_is_stopped_with_all_that_it_started(tmp_path:
     assert ended(int((tmp_path / "hang.log").read_text().splitlines()[1]))
 
 
+@pytest.mark.parametrize(("new_session", "then"), [(True, "pass"), (False, "sys.exit()")], ids=["stays", "goes"])
+def test_what_starts_while_a_reading_is_ended_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_session: bool, then: str
+):
+    monkeypatch.setattr("gpu_readings.TO_END_S", 1.0)
+    (tmp_path / "more.py").write_text(ON_INTERRUPT.format(new_session=new_session, then=then))
+    run(tmp_path, 60, {"more": Reading(1, f"{tmp_path}/more.py", 2)}, 1)
+    _, ready, pid = (tmp_path / "more.log").read_text().splitlines()
+    assert ready == "ready"
+    assert ended(int(pid))
+
+
+def test_who_interrupts_before_all_lanes_have_begun_does_not_wait_for_the_readings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    log = tmp_path / "hang.log"
+
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *args: Any, **kwargs: Any) -> Any:
+            super().submit(*args, **kwargs)
+            while not log.exists() or len(log.read_text().splitlines()) < 2:
+                time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("gpu_readings.ThreadPoolExecutor", Interrupted)
+    monkeypatch.setattr("gpu_readings.TO_END_S", 1.0)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    (tmp_path / "hang.py").write_text(CHILD)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, 60, {"hang": Reading(1, f"{tmp_path}/hang.py", 20)}, 2)
+    assert (tmp_path / "summary.txt").read_text().startswith("hang: exit code -9")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_interrupts_the_readings_has_nothing_left_running(tmp_path: Path, number: signal.Signals):
     (tmp_path / "hang.py").write_text(CHILD)
@@ -97,8 +143,9 @@ def test_readings_of_one_gpu_run_side_by_side_and_see_their_own(tmp_path: Path):
 
 
 def test_what_cannot_end_any_more_is_not_begun(tmp_path: Path):
-    (line,) = run(tmp_path, 1, {"late": Reading(1, "-c pass", 60)}, 1)
-    assert line == "late: not begun, 1 s were left"
+    """A third of the limit is what it takes."""
+    (line,) = run(tmp_path, 15, {"late": Reading(1, "-c pass", 60)}, 1)
+    assert line == "late: not begun, 15 s were left"
 
 
 def test_what_needs_more_gpus_is_in_the_summary_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
