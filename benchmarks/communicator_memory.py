@@ -9,8 +9,10 @@ are joined by gloo and the numbers are those of resident memory: only good for t
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 from memory_watch import OutsideTorch
 from rich.console import Console
@@ -55,12 +57,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1, help="ranks, each on a GPU of its own")
     parser.add_argument("--communicators", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the result to this file")
     args = parser.parse_args()
     first, *_ = run_on_ranks(live, args.communicators, args.gpus, timeout_s=300)
     table = Table("after", "outside torch GiB", "more GiB", title=f"communicators of {args.gpus} rank(s)")
     for (_, before), (name, now) in pairwise([("", 0), *first]):
         table.add_row(name, f"{now / GIB:.2f}", f"{(now - before) / GIB:+.2f}")
     Console(width=120).print(table)
+    if args.json:
+        args.json.write_text(json.dumps(dict(first), indent=1) + "\n")
     return 0
 
 

@@ -84,6 +84,8 @@ READINGS = {
     "memory": Reading(
         1, "benchmarks/device_memory.py --shape qwen3-0.6b --model {models}/qwen3-0.6b", 150, alone=False
     ),
+    "pages": Reading(1, "benchmarks/memory_pages.py", 100),
+    "communicators": Reading(1, "benchmarks/communicator_memory.py", 60, alone=False),
     "colocated_sync": Reading(
         1, "benchmarks/weight_sync.py --shape qwen3-4b --model {models}/qwen3-4b --colocate", 300
     ),

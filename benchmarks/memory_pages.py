@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -67,6 +68,7 @@ def main() -> int:
     parser.add_argument("--page-mib", type=int, nargs="+", default=[0, 20, 64, 256])
     parser.add_argument("--gib", type=float, default=60.0)
     parser.add_argument("--offloaded-gb", type=float, default=7.2)
+    parser.add_argument("--json", type=Path, help="write the result to this file")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -74,13 +76,17 @@ def main() -> int:
     if args.one:
         print(json.dumps(turns(args.page_mib[0], args.gib, args.offloaded_gb)))
         return 0
+    found: dict[int, dict[str, float]] = {}
     table = Table("pages of MiB", *PARTS, title=f"ms for {args.gib:g} GiB given back, {args.offloaded_gb:g} GB copied")
     for size in args.page_mib:
         sizes = ["--page-mib", str(size), "--gib", str(args.gib), "--offloaded-gb", str(args.offloaded_gb)]
         ran = subprocess.run([sys.executable, __file__, "--one", *sizes], stdout=subprocess.PIPE, check=True, text=True)
         columns = zip(*json.loads(ran.stdout.splitlines()[-1])[1:], strict=True)
-        table.add_row(str(size or "none"), *(f"{statistics.median(column):.0f}" for column in columns))
+        found[size] = dict(zip(PARTS, map(statistics.median, columns), strict=True))
+        table.add_row(str(size or "none"), *(f"{ms:.0f}" for ms in found[size].values()))
     Console(width=120).print(table)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 
