@@ -18,6 +18,8 @@ from skyrl_train.inference.settings import EngineSettings, RemoteEngineSettings
 
 GONE_S = 10.0
 """Patience with killed processes until the system has taken them away."""
+TRACKER_S = 3.0
+"""Patience with a resource tracker that has work to do: a hundredth of it, on a quiet machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +77,27 @@ class RemoteEngineActor(RemoteEngine):
 
 
 def kill_processes(pids: tuple[tuple[int, float], ...]) -> None:
-    """Kill what is left of them. A stopped process obeys nothing else, and Ray's own way is to ask."""
-    found = []
+    """Kill what is left of them. A stopped process obeys nothing else, and Ray's own way is to ask.
+
+    One of them, multiprocessing's resource tracker, ends when the others have, and removes what they leave in /dev/shm.
+    """
+    trackers: list[psutil.Process] = []
+    others: list[psutil.Process] = []
     for pid, created in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             if process.create_time() == created:
-                process.kill()
-                found.append(process)
-    psutil.wait_procs(found, GONE_S)
+                (trackers if "resource_tracker" in " ".join(process.cmdline()) else others).append(process)
+    _kill(others)
+    _, stuck = psutil.wait_procs(trackers, TRACKER_S)
+    _kill(stuck)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, GONE_S)
 
 
 async def kill_on_node(engine: Started) -> None:
