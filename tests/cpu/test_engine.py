@@ -160,7 +160,11 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for world in live_world(tmp_path_factory.mktemp(request.param), request.param):
         llm = weakref.ref(world.engine._core.llm)
         yield world
-    gc.collect()
+    gc.unfreeze()  # what imports froze meanwhile may hold it in a cycle
+    deadline = time.monotonic() + 5.0  # the thread that shut it down may still be about to let it go
+    while llm() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.1)
     assert llm() is None, "somebody still holds vLLM after the engine was shut down"
 
 
