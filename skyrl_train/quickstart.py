@@ -1,5 +1,7 @@
 """Makes what `+experiment=quickstart` needs: a tiny model that can half add, and sums to train on.
 
+Other experiments make theirs with the same functions (`yes_no_maybe.py`, `long_addition.py`).
+
 The model is warm-started by supervised fine-tuning through the same Megatron policy that GRPO uses, in one process,
 until it would answer about a third of the held-out sums correctly when sampled.
 """
@@ -12,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,8 @@ from skyrl_train import quickstart_task as task
 from skyrl_train.config import Config, ConfigError
 
 if TYPE_CHECKING:
+    from transformers import Qwen3Config
+
     from skyrl_train.megatron.policy import MegatronPolicy
     from skyrl_train.types import TrainBatch
 
@@ -39,19 +43,23 @@ MAX_STEPS = 1500
 
 
 def prepare(config: Config) -> None:
-    """Make the data and the warm-started model of the quickstart in the current folder, where they are missing.
+    """Make the data and the warm-started model of the quickstart in the current folder, where they are missing."""
+    train_rows, validation_rows = task.addition_rows(seed=0)
+    make_missing(config, {TRAIN_DATA: train_rows, VALIDATION_DATA: validation_rows}, MODEL, "skyrl_train.quickstart")
 
-    Only what `config` still asks for under the quickstart's own names is made: another path is the user's, and if
-    nothing is there that is an error. The model is made in a process of its own, so that the driver stays free of
-    Megatron.
+
+def make_missing(config: Config, files: Mapping[Path, list[task.Row]], model: Path, module: str) -> None:
+    """Write the files, and have `python -m module` make the model, where they are missing.
+
+    Only what `config` still asks for under these names is made: another path is the user's, and if nothing is there
+    that is an error. The model is made in a process of its own, so that the driver stays free of Megatron.
     Raises: ConfigError if the warm start fails.
     """
-    train_rows, validation_rows = task.addition_rows(seed=0)
-    for path, rows in ((TRAIN_DATA, train_rows), (VALIDATION_DATA, validation_rows)):
+    for path, rows in files.items():
         if str(path) in (*config.data.train_data, *config.data.val_data) and not path.exists():
             task.write_rows(path, rows)
-    if Path(config.trainer.policy.model.path) == MODEL and not MODEL.exists():
-        run_warm_start("skyrl_train.quickstart", MODEL, config.trainer.seed)
+    if Path(config.trainer.policy.model.path) == model and not model.exists():
+        run_warm_start(module, model, config.trainer.seed)
 
 
 def run_warm_start(module: str, folder: Path, seed: int) -> None:
@@ -65,26 +73,42 @@ def run_warm_start(module: str, folder: Path, seed: int) -> None:
 
 def warm_start(folder: Path, seed: int) -> None:
     """Make the model at `folder`. It appears there only when it is finished."""
-    train_rows, validation_rows = task.addition_rows(seed=0)
+    learn_sums(folder, seed, task.model_config(), *task.addition_rows(seed=0), LEARNING_RATE)
+
+
+def learn_sums(
+    folder: Path,
+    seed: int,
+    model: Qwen3Config,
+    train_rows: Sequence[task.Row],
+    validation_rows: Sequence[task.Row],
+    learning_rate: float,
+) -> None:
+    """Train a new model on sums until it would answer about a third of the held-out ones right when sampled."""
     tokenizer = task.tokenizer()
-    validation = batch_of([_tokens(row, tokenizer) for row in validation_rows])
+    train, held_out = ([_tokens(row, tokenizer) for row in rows] for rows in (train_rows, validation_rows))
+    validation = batch_of(held_out)
     fine_tune(
         folder,
         seed,
-        [_tokens(row, tokenizer) for row in train_rows],
+        model,
+        train,
         lambda policy: sampled_accuracy(policy, validation),
         TARGET_ACCURACY,
         "the model samples {:.0%} of the held-out sums right",
+        learning_rate,
     )
 
 
 def fine_tune(
     folder: Path,
     seed: int,
+    model: Qwen3Config,
     examples: Sequence[Example],
     measure: Callable[[MegatronPolicy], float],
     target: float,
     says: str,
+    learning_rate: float = LEARNING_RATE,
 ) -> None:
     """Train an untrained model on random batches of the examples until the measure reaches the target.
 
@@ -95,8 +119,8 @@ def fine_tune(
     started = time.perf_counter()
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    _write_untrained(draft, seed)
-    policy = _policy(draft, seed)
+    _write_untrained(draft, seed, model)
+    policy = _policy(draft, seed, learning_rate)
     draw = random.Random(seed)
     for step in range(1, MAX_STEPS + 1):
         policy.update(batch_of(draw.sample(examples, BATCH_SIZE)))
@@ -123,18 +147,18 @@ def sampled_accuracy(policy: MegatronPolicy, batch: TrainBatch) -> float:
     return float(answers.exp().mean())
 
 
-def _write_untrained(folder: Path, seed: int) -> None:
+def _write_untrained(folder: Path, seed: int, model: Qwen3Config) -> None:
     import torch
     from transformers import Qwen3ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(task.model_config()).save_pretrained(folder)
+    Qwen3ForCausalLM(model).save_pretrained(folder)
     task.tokenizer().save_pretrained(folder)
 
 
-def _policy(folder: Path, seed: int) -> MegatronPolicy:
+def _policy(folder: Path, seed: int, learning_rate: float) -> MegatronPolicy:
     import torch
 
     from skyrl_train.algorithms.losses import LossSettings
@@ -148,7 +172,7 @@ def _policy(folder: Path, seed: int) -> MegatronPolicy:
     settings = LossSettings(0.0, 0.0, 3.0, 1.0, 5.0)
     objective = Objective("cross_entropy", settings, 0.0, "k3", 0.0, 1.0, logprobs_chunk_size=4096)
     optimizer = OptimizerConfig(
-        lr=LEARNING_RATE,
+        lr=learning_rate,
         adam_betas=(0.9, 0.999),
         adam_eps=1e-8,
         weight_decay=0.0,

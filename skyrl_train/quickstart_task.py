@@ -45,24 +45,30 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def model_config() -> Qwen3Config:
-    """A Qwen3 of 0.3 million parameters in float32.
+def model_config(
+    num_layers: int = 2,
+    hidden_size: int = 128,
+    intermediate_size: int = 256,
+    num_heads: int = 4,
+    initializer_range: float = 0.08,
+) -> Qwen3Config:
+    """A Qwen3 in float32, of 0.3 million parameters unless its sizes are given; two query heads share each key head.
 
-    `initializer_range` is 0.08: with the usual 0.02 so narrow a model starts to learn much later.
+    With the usual `initializer_range` of 0.02 so narrow a model starts to learn much later.
     """
     from transformers import Qwen3Config
 
     return Qwen3Config(
         vocab_size=len(VOCABULARY),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // 2,
         head_dim=32,
         max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        initializer_range=0.08,
+        initializer_range=initializer_range,
         tie_word_embeddings=True,
         pad_token_id=VOCABULARY.index(PAD),
         bos_token_id=VOCABULARY.index(BOS),
@@ -82,20 +88,21 @@ def addition_rows(seed: int) -> tuple[list[Row], list[Row]]:
     hidden = set(held_out)
     train = [(a, b) for a in OPERANDS for b in OPERANDS if (min(a, b), max(a, b)) not in hidden]
     validation = [(b, a) if draw.random() < 0.5 else (a, b) for a, b in held_out]
-    return [_row(a, b) for a, b in train], [_row(a, b) for a, b in validation]
+    return [sum_row(a, b, num_digits=2) for a, b in train], [sum_row(a, b, num_digits=2) for a, b in validation]
+
+
+def sum_row(a: int, b: int, num_digits: int) -> Row:
+    """A sum to work out: the numbers have `num_digits` digits (`07+48=`), the answer has no zeros in front."""
+    return {
+        "data_source": "addition",
+        "prompt": [{"role": "user", "content": f"{a:0{num_digits}d}+{b:0{num_digits}d}="}],
+        "env_class": "addition",
+        "reward_spec": {"method": "rule", "ground_truth": str(a + b)},
+        "extra_info": {"a": a, "b": b},
+    }
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
     """Writes rows as JSON lines, the folder included."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def _row(a: int, b: int) -> Row:
-    return {
-        "data_source": "addition",
-        "prompt": [{"role": "user", "content": f"{a:02d}+{b:02d}="}],
-        "env_class": "addition",
-        "reward_spec": {"method": "rule", "ground_truth": str(a + b)},
-        "extra_info": {"a": a, "b": b},
-    }

@@ -22,13 +22,10 @@ TARGET_SHARE = 0.97
 
 
 def prepare(config: Config) -> None:
-    """As quickstart.prepare: make what is missing of the experiment's own data and model in the current folder."""
+    """Make the experiment's data and model in the current folder, where they are missing."""
     train_rows, validation_rows = question_rows()
-    for path, rows in ((TRAIN_DATA, train_rows), (VALIDATION_DATA, validation_rows)):
-        if str(path) in (*config.data.train_data, *config.data.val_data) and not path.exists():
-            task.write_rows(path, rows)
-    if Path(config.trainer.policy.model.path) == MODEL and not MODEL.exists():
-        quickstart.run_warm_start("skyrl_train.yes_no_maybe", MODEL, config.trainer.seed)
+    files = {TRAIN_DATA: train_rows, VALIDATION_DATA: validation_rows}
+    quickstart.make_missing(config, files, MODEL, "skyrl_train.yes_no_maybe")
 
 
 def question_rows() -> tuple[list[task.Row], list[task.Row]]:
@@ -59,7 +56,7 @@ def warm_start(folder: Path, seed: int) -> None:
         return len(ANSWERS) * quickstart.sampled_accuracy(policy, validation)
 
     says = "{:.0%} of the model's answers are yes, no or maybe"
-    quickstart.fine_tune(folder, seed, train, share, TARGET_SHARE, says)
+    quickstart.fine_tune(folder, seed, task.model_config(), train, share, TARGET_SHARE, says)
 
 
 if __name__ == "__main__":

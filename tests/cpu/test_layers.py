@@ -28,7 +28,7 @@ ROWS = """
     trainer
     service
     quickstart quickstart_task sft_quickstart
-    yes_no_maybe
+    yes_no_maybe long_addition
     entrypoints
 """
 LAYER = {name: number for number, row in enumerate(ROWS.split("\n")) for name in row.split()}

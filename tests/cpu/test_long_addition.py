@@ -1,0 +1,69 @@
+"""The quickstart's bigger sister: its rows, and a model that every layout can cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.config import ConfigError, load_config
+from skyrl_train.long_addition import long_addition_rows, model_config
+from skyrl_train.quickstart import make_missing
+from skyrl_train.quickstart_task import Row, sum_row, tokenizer
+
+
+def operands(row: Row) -> tuple[int, int]:
+    a, b = row["prompt"][0]["content"].removesuffix("=").split("+")
+    return int(a), int(b)
+
+
+def test_no_pair_occurs_twice_in_either_order_so_none_is_in_both_files():
+    train, validation = long_addition_rows(0)
+    assert (len(train), len(validation)) == (10_000, 500)
+    assert len({frozenset(operands(row)) for row in (*train, *validation)}) == 10_500
+
+
+def test_prompts_have_three_digits_each_and_rows_say_their_sum():
+    config = load_config(["+experiment=long_addition"])
+    characters = tokenizer()
+    longest = config.generator.sampling_params.max_generate_length
+    for row in (row for rows in long_addition_rows(1) for row in rows):
+        prompt, answer = row["prompt"][0]["content"], row["reward_spec"]["ground_truth"]
+        assert len(prompt) == len("123+456=") and int(answer) == sum(operands(row))
+        assert characters.unk_token_id not in characters.encode(prompt + answer)
+        assert len(characters.encode(answer)) + 1 <= longest  # the end of the sequence is a token, too
+
+
+def test_rows_depend_on_the_seed_alone():
+    assert long_addition_rows(3) == long_addition_rows(3)
+    assert long_addition_rows(3)[1] != long_addition_rows(4)[1]
+
+
+def test_a_sum_is_written_with_the_digits_that_were_asked_for():
+    row = sum_row(7, 95, num_digits=4)
+    assert row["prompt"][0]["content"] == "0007+0095=" and row["reward_spec"]["ground_truth"] == "102"
+
+
+def test_the_model_has_the_size_of_its_docs_and_can_be_cut_in_every_way():
+    from transformers import Qwen3ForCausalLM
+
+    config = model_config()
+    assert 3.1e6 < Qwen3ForCausalLM(config).num_parameters() < 3.3e6
+    # Two stages of two chunks each, and whole key heads for each of four tensor-parallel ranks.
+    assert config.num_hidden_layers % 4 == 0
+    assert config.num_attention_heads % 4 == config.num_key_value_heads % 4 == 0
+
+
+def test_only_files_that_the_configuration_asks_for_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(["+experiment=long_addition", "data.val_data=[mine.jsonl]", "trainer.policy.model.path=mine"])
+    train, validation = Path("long_addition/train.jsonl"), Path("long_addition/validation.jsonl")
+    make_missing(config, {train: [sum_row(1, 2, 3)], validation: []}, Path("long_addition/model"), "no.such.module")
+    assert [path.name for path in Path("long_addition").iterdir()] == ["train.jsonl"]
+
+
+def test_a_warm_start_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(["+experiment=long_addition"])
+    with pytest.raises(ConfigError, match="the warm start that makes long_addition/model failed"):
+        make_missing(config, {}, Path("long_addition/model"), "skyrl_train.no_such_module")
