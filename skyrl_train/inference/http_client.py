@@ -11,8 +11,6 @@ import aiohttp
 CONNECT_ATTEMPTS = 3
 CONNECT_S = 10.0
 """Deadline of each attempt to connect."""
-KEEPALIVE_S = 2.0
-"""An idle connection is closed after this: uvicorn closes it after 5 s, and a request sent just then would be lost."""
 MAX_ERROR_TEXT = 600
 
 
@@ -29,7 +27,7 @@ class ServerError(RuntimeError):
 
 
 class ServerClient:
-    """Keeps connections open between calls; to be used in one event loop."""
+    """To be used in one event loop."""
 
     def __init__(self, url: str, api_key: str | None, max_connections: int) -> None:
         """Args: url has no path ("http://host:8000"); max_connections: further calls wait for one to be free."""
@@ -57,7 +55,9 @@ class ServerClient:
 
     async def _request(self, method: str, path: str, body: Any, timeout_s: float | None, query: dict[str, str]) -> Any:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=KEEPALIVE_S)
+            # A connection for each call: uvicorn closes those that were idle for 5 s, and those on which vLLM answered
+            # with an exception, without a word, and a request that was sent just then would be lost.
+            connector = aiohttp.TCPConnector(limit=self._max_connections, force_close=True)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         for attempt in range(1, CONNECT_ATTEMPTS + 1):
