@@ -101,7 +101,7 @@ class MegatronConfig:
     """Parallel layout and the switches of Megatron-core."""
 
     transformer_impl: Annotated[str, OneOf(("auto", "torch", "transformer_engine"))]
-    """auto, torch or transformer_engine."""
+    """auto, torch or transformer_engine; auto means the last where it is installed and the model is bfloat16."""
     tensor_model_parallel_size: Count
     """Ranks that share each layer's matrices."""
     pipeline_model_parallel_size: Count

@@ -57,7 +57,7 @@ def unwrap(module: Any) -> GPTModel:
     return module
 
 
-def uses_torch_layers(transformer_impl: str) -> bool:
+def uses_torch_layers(transformer_impl: str, dtype: torch.dtype) -> bool:
     """Whether `transformer_impl` means the torch layers here.
 
     Raises: ValueError where Transformer Engine is asked for and missing.
@@ -68,7 +68,10 @@ def uses_torch_layers(transformer_impl: str) -> bool:
             "trainer.policy.megatron_config.transformer_impl=transformer_engine needs a GPU and "
             "`pip install skyrl_train[te]`; use auto or torch"
         )
-    return transformer_impl == "torch" or not present
+    if transformer_impl == "auto":
+        # Transformer Engine (2.20) has no attention for float32 over samples with padding between them (TP2 with SP).
+        return not present or dtype == torch.float32
+    return transformer_impl == "torch"
 
 
 def build_model(
@@ -88,7 +91,7 @@ def build_model(
 
     Raises: ValueError for a model, or an adapter, that would not be computed as Hugging Face and PEFT do.
     """
-    torch_layers = uses_torch_layers(config.transformer_impl)
+    torch_layers = uses_torch_layers(config.transformer_impl, dtype)
     gradients.install()
     rope.install()
     swiglu.install()
