@@ -36,27 +36,35 @@ def _use(device: str) -> torch.device:
     return torch.device(device)
 
 
+class _Ends:
+    """What the engine's side says of an update, to any process: it has taken all of it, or it has died."""
+
+    def __init__(self) -> None:
+        self.taken, self.lost = CONTEXT.Event(), CONTEXT.Event()
+
+
 class _Posted:
-    def __init__(self, messages: Any, message: Any, lost: Any) -> None:
-        self._lost = lost
+    def __init__(self, messages: Any, message: Any, ends: _Ends) -> None:
+        self._ends = ends
         messages.put(message)
 
     def check(self) -> None:
-        if self._lost.is_set():
+        if self._ends.lost.is_set():
             raise WeightSyncError("the engine died")
 
     def wait(self) -> None:
-        self.check()
+        # To have sent a bucket is not that it was received: NCCL keeps small ones for a peer that has not asked yet.
+        while not self._ends.taken.wait(0.05):
+            self.check()
 
 
-def _send(device_name: str, messages: Any, stops: list[int], commands: Any, results: Any, lost: Any) -> None:
+def _send(device_name: str, messages: Any, stops: list[int], commands: Any, results: Any, ends: list[_Ends]) -> None:
     """One update for each stop: before that tensor a command says how it goes on."""
     device = _use(device_name)
-    for stop in stops:
-        lost.clear()
+    for stop, end in zip(stops, ends, strict=True):
         channel = BroadcastSendChannel(1, device, DEADLINE_S, "127.0.0.1")
         messages.put(channel.init_info | {"rank_offset": 1})
-        sender = Sender(channel, BUCKET_BYTES, lambda message: _Posted(messages, message, lost))
+        sender = Sender(channel, BUCKET_BYTES, lambda message, end=end: _Posted(messages, message, end))  # type: ignore[misc]
         sender.connect()
         tensors = [(name, torch.full((NUMBERS,), value, device=device)) for name, value in EXPECTED.items()]
 
@@ -76,7 +84,7 @@ def _send(device_name: str, messages: Any, stops: list[int], commands: Any, resu
     commands.get()
 
 
-def _receive(device_name: str, messages: Any, die_at: str, results: Any) -> None:
+def _receive(device_name: str, messages: Any, die_at: str, results: Any, end: _Ends) -> None:
     device = _use(device_name)
     receiver: Receiver | None = None
     while (message := messages.get()) is not None:
@@ -97,6 +105,7 @@ def _receive(device_name: str, messages: Any, die_at: str, results: Any) -> None
 
         try:
             receiver.receive(message, load)
+            end.taken.set()
             results.put(found)
         except WeightSyncError as error:
             if device.type == "cuda":
@@ -129,11 +138,11 @@ class Processes:
 def lose_sender(sender_on: str, receiver_on: str, is_killed: bool) -> str:
     """A sender fails, or is killed, after two buckets; another one then sends everything. Returns: what the receiver
     said."""
-    messages, words, lost = CONTEXT.Queue(), CONTEXT.Queue(), CONTEXT.Event()
+    messages, words, end = CONTEXT.Queue(), CONTEXT.Queue(), _Ends()
     with Processes() as processes:
-        processes.start(_receive, receiver_on, messages, "", words)
+        processes.start(_receive, receiver_on, messages, "", words, end)
         commands, results = CONTEXT.Queue(), CONTEXT.Queue()
-        sender = processes.start(_send, sender_on, messages, [2], commands, results, lost)
+        sender = processes.start(_send, sender_on, messages, [2], commands, results, [end])
         assert [words.get(timeout=START_S), words.get(timeout=SOON_S)] == [1, 2]
         time.sleep(1.0)  # by now the receiver waits for the third
         if is_killed:
@@ -142,23 +151,24 @@ def lose_sender(sender_on: str, receiver_on: str, is_killed: bool) -> str:
             commands.put("fail")
         said = words.get(timeout=SOON_S)
         assert isinstance(said, str), said
-        processes.start(_send, sender_on, messages, [TENSORS], commands, results, lost)
+        processes.start(_send, sender_on, messages, [TENSORS], commands, results, [end])
         assert [words.get(timeout=START_S) for _ in range(TENSORS + 1)] == [*range(1, TENSORS + 1), EXPECTED]
         return said
 
 
 def lose_receiver(sender_on: str, receiver_on: str) -> str:
     """A receiver is killed at the third bucket; another one then takes everything. Returns: what the sender said."""
-    words, lost = CONTEXT.Queue(), CONTEXT.Event()
+    words, ends = CONTEXT.Queue(), [_Ends(), _Ends()]
     messages, commands, results = CONTEXT.Queue(), CONTEXT.Queue(), CONTEXT.Queue()
     with Processes() as processes:
-        receiver = processes.start(_receive, receiver_on, messages, "t2", words)
-        processes.start(_send, sender_on, messages, [TENSORS, TENSORS], commands, results, lost)
+        receiver = processes.start(_receive, receiver_on, messages, "t2", words, ends[0])
+        processes.start(_send, sender_on, messages, [TENSORS, TENSORS], commands, results, ends)
         receiver.join(timeout=START_S)
-        lost.set()
+        ends[0].lost.set()
         said = results.get(timeout=SOON_S)
         words = CONTEXT.Queue()
-        processes.start(_receive, receiver_on, messages, "", words)
-        assert results.get(timeout=START_S) == f"sent {TENSORS} buckets"
+        processes.start(_receive, receiver_on, messages, "", words, ends[1])
+        sent = results.get(timeout=START_S)
+        assert sent == f"sent {TENSORS} buckets", sent
         assert [words.get(timeout=SOON_S) for _ in range(TENSORS + 1)] == [*range(1, TENSORS + 1), EXPECTED]
         return said
