@@ -207,6 +207,9 @@ def engine_environment(settings: EngineSettings, device_type: str) -> dict[str, 
         # The worker lives in the core's process: one process and its start-up less (tensor parallelism asks for "mp").
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
+    if device_type == "cuda" and settings.model_dtype == "float32":
+        # vLLM's attention leaves the precision of its products to Triton, whose own default is TensorFloat-32.
+        environment["TRITON_F32_DEFAULT"] = "ieee"
     if Path(settings.model_path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     if device_type == "cpu":
