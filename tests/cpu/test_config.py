@@ -229,7 +229,9 @@ def test_names_of_algorithms_are_those_of_their_tables_imported_or_not():
 def test_an_unknown_experiment_names_the_ones_there_are(project: Path):
     experiment(project / "mine", "big", "trainer: {seed: 1}")
     text = message(["--config-dir", "mine", "+experiment=quikstart"])
-    assert text.startswith("there is no experiment 'quikstart': did you mean quickstart? There are big, quickstart, ")
+    assert text.startswith(
+        "there is no experiment 'quikstart': did you mean quickstart? There are big, long_addition, "
+    )
 
 
 def test_experiments_are_found_in_the_configs_folder_here_and_through_hydra_searchpath(project: Path):
