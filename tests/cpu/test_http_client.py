@@ -11,9 +11,6 @@ from skyrl_train.inference.http_client import ServerClient, ServerError
 ANSWER = b'HTTP/1.1 500 Oh\r\nContent-Type: application/json\r\nContent-Length: 17\r\n\r\n{"error": "full"}'
 
 
-ANSWER = b'HTTP/1.1 500 Oh\r\nContent-Type: application/json\r\nContent-Length: 17\r\n\r\n{"error": "full"}'
-
-
 async def fail_once_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """What uvicorn does where an exception is answered with a 500: the answer says nothing of the connection's end, and
     a request that comes on it after all is lost."""
