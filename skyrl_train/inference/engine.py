@@ -278,14 +278,15 @@ class Engine:
         if self._server is not None:
             await self._server.stop()
             self._server = None
-        llm = self._core.release()
-        if llm is not None:
+        held = [self._core.release()]
+        if held[0] is not None:
             self._running.clear()
             self._requests.close()
             self._versions.close()
             from skyrl_train.inference.vllm_versions import shut_down
 
-            await asyncio.to_thread(shut_down, llm, self._settings.tensor_parallel_size)
+            # In a list: a thread may keep its arguments for a while after its answer has come.
+            await asyncio.to_thread(lambda: shut_down(held.pop(), self._settings.tensor_parallel_size))
 
     async def _until_running(self) -> None:
         """Raises: TimeoutError if a pause takes longer than a call may; EngineDeadError."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -157,15 +160,7 @@ def greedy(model: torch.nn.Module, prompt: list[int], length: int = 8) -> tuple[
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    for world in live_world(tmp_path_factory.mktemp(request.param), request.param):
-        llm = weakref.ref(world.engine._core.llm)
-        yield world
-    gc.unfreeze()  # what imports froze meanwhile may hold it in a cycle
-    deadline = time.monotonic() + 5.0  # the thread that shut it down may still be about to let it go
-    while llm() is not None and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.1)
-    assert llm() is None, "somebody still holds vLLM after the engine was shut down"
+    yield from live_world(tmp_path_factory.mktemp(request.param), request.param)
 
 
 def live_world(folder: Path, kind: str, **settings: Any) -> Iterator[World]:
@@ -173,11 +168,32 @@ def live_world(folder: Path, kind: str, **settings: Any) -> Iterator[World]:
     run(world.engine.ready())
     children = psutil.Process().children(recursive=True)
     shared = {area.path for child in children for area in mapped(child) if area.path.startswith("/dev/shm/")}
+    llm = weakref.ref(world.engine._core.llm)
     yield world
-    run(world.engine.shutdown())
+    with slow_threads():
+        run(world.engine.shutdown())
+        gc.collect()  # the tracebacks of requests that failed hold one another
+        assert llm() is None, "somebody still holds vLLM after the engine was shut down"
     _, alive = psutil.wait_procs([p for p in children if "resource_tracker" not in " ".join(cmdline(p))], timeout=10)
     assert not alive, "the engine left processes behind"
     assert not [path for path in shared if Path(path).exists() and not Path(path).name.startswith("sem.")]
+
+
+@contextlib.contextmanager
+def slow_threads() -> Iterator[None]:
+    """A thread whose result has come goes on for a while, as it does where others have the cores."""
+    ended, set_result = threading.Event(), Future.set_result
+
+    def set_and_wait(future: Future[Any], result: Any) -> None:
+        set_result(future, result)
+        ended.wait(timeout=30)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Future, "set_result", set_and_wait)
+        try:
+            yield
+        finally:
+            ended.set()
 
 
 def mapped(process: psutil.Process) -> list[Any]:
@@ -553,7 +569,7 @@ def test_an_engine_that_keeps_its_weights_wakes_without_an_update(world: World):
     run(main())
 
 
-def test_a_dead_core_fails_waiting_requests_within_two_seconds(world: World):
+def test_a_dead_core_fails_waiting_requests_within_two_seconds(world: World, caplog: pytest.LogCaptureFixture):
     """The last test of a world: its engine is gone afterwards."""
 
     async def main() -> float:
@@ -572,3 +588,4 @@ def test_a_dead_core_fails_waiting_requests_within_two_seconds(world: World):
         return waited
 
     assert run(main()) < 2
+    caplog.clear()  # pytest keeps what vLLM logged, an error with all that its frames hold
