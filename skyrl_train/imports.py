@@ -16,7 +16,8 @@ def quick_imports(*, without: tuple[str, ...] = ()) -> Iterator[None]:
 
     What an import defines lives as long as the process, and the collector would look through all of it again and again
     (a fifth of the time that vLLM, Megatron or transformers take), then now and then, and once more when the process
-    ends (a second). It does not look at what is there at the end of this block any more.
+    ends (a second). It does not look at what is there at the end of a process's first such block any more, which should
+    come early: a reference cycle that the program itself has made until then is never collected either.
 
     Args: without: top-level modules that cannot be imported in this block, unless they have been before.
     """
@@ -29,7 +30,8 @@ def quick_imports(*, without: tuple[str, ...] = ()) -> Iterator[None]:
     finally:
         for name in hidden:
             del sys.modules[name]
-        if len(sys.modules) > num_modules:  # else all there is is what the program made, which may become garbage
+        # Once: what a running program leaves behind before a later block must be collected.
+        if len(sys.modules) > num_modules and gc.get_freeze_count() == 0:
             gc.freeze()
         if was_enabled:
             gc.enable()

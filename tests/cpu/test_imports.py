@@ -6,6 +6,8 @@ import gc
 import importlib
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
 from multiprocessing import spawn
 from pathlib import Path
 
@@ -39,15 +41,47 @@ def test_a_collector_that_was_off_stays_off():
         gc.enable()
 
 
-def test_only_what_imports_made_is_not_looked_at_any_more(library: str):
+@pytest.fixture
+def thawed() -> Iterator[None]:
     gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("thawed")
+def test_only_what_imports_made_is_not_looked_at_any_more(library: str):
     with quick_imports():
         pass
     assert gc.get_freeze_count() == 0
     with quick_imports():
         importlib.import_module(library)
     assert gc.get_freeze_count() > 0
-    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("thawed")
+def test_what_a_program_leaves_between_its_imports_is_collected_after_them(
+    library: str, monkeypatch: pytest.MonkeyPatch
+):
+    class Engine: ...
+
+    with quick_imports():
+        importlib.import_module(library)
+    monkeypatch.delitem(sys.modules, library)
+    engine = Engine()
+    engine.itself = engine  # type: ignore[attr-defined]
+    left = weakref.ref(engine)
+    del engine
+    with quick_imports():
+        importlib.import_module(library)
+    gc.collect()
+    assert left() is None
+
+
+@pytest.mark.usefixtures("thawed")
+def test_an_import_that_fails_leaves_collector_and_libraries_as_they_were(library: str):
+    with pytest.raises(ImportError), quick_imports(without=(library,)):
+        importlib.import_module(library)
+    assert gc.isenabled() and importlib.import_module(library)
 
 
 def test_libraries_that_are_not_wanted_cannot_be_imported_for_a_while(library: str):
