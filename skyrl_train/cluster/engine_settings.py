@@ -58,6 +58,7 @@ def _engine_settings(config: Config, max_model_len: int, index: int) -> EngineSe
         gpu_memory_utilization=generator.gpu_memory_utilization,
         margin=_margin(config, max_model_len),
         kv_cache_memory_bytes=None if cache_gb is None else int(cache_gb * 2**30),
+        cached_sequences=_cached_sequences(config),
         max_num_batched_tokens=generator.max_num_batched_tokens,
         max_num_seqs=generator.max_num_seqs,
         enable_sleep_mode=config.trainer.placement.colocate_all,
@@ -69,6 +70,15 @@ def _engine_settings(config: Config, max_model_len: int, index: int) -> EngineSe
         lora=lora_arguments(lora) if lora.rank > 0 and lora.sync == "adapter" else None,
         lora_seed=config.trainer.seed,
     )
+
+
+def _cached_sequences(config: Config) -> int | None:
+    """What of the KV cache is worth its way off shared devices and back: a step's samples, also those that wait for
+    their environment, or all that an engine computes at once. Of clients over HTTP nobody knows how many there are."""
+    generator, trainer = config.generator, config.trainer
+    if not trainer.placement.colocate_all or generator.enable_http_endpoint:
+        return None
+    return max(generator.max_num_seqs, trainer.train_batch_size * generator.n_samples_per_prompt)
 
 
 def _margin(config: Config, max_model_len: int) -> Margin:

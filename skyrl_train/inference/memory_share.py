@@ -1,4 +1,4 @@
-"""What part of its devices an engine takes: `generator.gpu_memory_utilization` where the user leaves it open.
+"""What an engine takes of its devices: `generator.gpu_memory_utilization` where the user leaves it open.
 
 vLLM takes a share of the whole device, and refuses to start where less is free. It counts its weights, its KV cache and
 what its trial run needed into that share; not its CUDA context and NCCL, nor what it needs later: buffers in which
@@ -13,16 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_train.checkpoint import tensor_shapes
-from skyrl_train.inference.settings import EngineSettings, Margin
+from skyrl_train.inference.cache_size import most_cache_bytes
+from skyrl_train.inference.settings import NUM_BYTES, EngineSettings, Margin
 from skyrl_train.nvml import DeviceUse, devices_in_use, gib
 
-NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LEAST = 3 << 30
 """Bytes: a CUDA context and NCCL, and two buckets of arriving weights."""
 BYTES_PER_LOGIT = 8
 """Logit in the model's dtype, float32 logprob, and what ranks it. vLLM (0.26 to 0.32) scores a sample at once."""
 MOST_FOR_SCORES = 0.25
 """Of what is free; vLLM's newer model runner scores in chunks, and needs less for long samples."""
+CERTAIN_ROOM = 0.5
+"""Part of an engine's share beside the weights that a KV cache of a given size may be: vLLM does not look then whether
+what its steps need fits beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ def memory_share(devices: Sequence[DeviceUse], margin: Margin, model: ModelSize)
 
 
 def with_memory_share(settings: EngineSettings, device_type: str) -> EngineSettings:
-    """The settings with a number where the user left it open, which is printed; without a GPU as they are.
+    """The settings with numbers where the user left them open, which are printed; without a GPU as they are.
 
     Raises: MemoryError if too little is free; OSError if the driver does not say what is.
     """
@@ -77,7 +80,27 @@ def with_memory_share(settings: EngineSettings, device_type: str) -> EngineSetti
         devices = devices_in_use(settings.tensor_parallel_size)
     except OSError as error:
         raise OSError(f"{error}: set generator.gpu_memory_utilization") from error
-    share = memory_share(devices, settings.margin, ModelSize.of(settings))
-    taken = gib(share * devices[0].total_bytes)
-    print(f"gpu_memory_utilization: {share:g}, {taken} GiB. {'; '.join(map(str, devices))}", flush=True)
-    return replace(settings, gpu_memory_utilization=share)
+    model = ModelSize.of(settings)
+    share = memory_share(devices, settings.margin, model)
+    taken = share * min(device.total_bytes for device in devices)
+    print(f"gpu_memory_utilization: {share:g}, {gib(taken)} GiB. {'; '.join(map(str, devices))}", flush=True)
+    return replace(
+        settings,
+        gpu_memory_utilization=share,
+        kv_cache_memory_bytes=_cache_bytes(settings, int((taken - model.weights_bytes) * CERTAIN_ROOM)),
+    )
+
+
+def _cache_bytes(settings: EngineSettings, most: int) -> int | None:
+    """Of the KV cache where less than all that is left would do; None leaves it to vLLM."""
+    if settings.kv_cache_memory_bytes is not None or settings.cached_sequences is None:
+        return settings.kv_cache_memory_bytes
+    wanted = most_cache_bytes(settings, settings.cached_sequences)
+    if wanted is None or wanted > most:
+        return None
+    print(
+        f"kv_cache_memory_gb: {gib(wanted)}, which holds {settings.cached_sequences} sequences of "
+        f"{settings.max_model_len} tokens",
+        flush=True,
+    )
+    return wanted

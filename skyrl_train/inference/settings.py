@@ -20,6 +20,8 @@ EXTENSION = "skyrl_train.inference.transfer.SyncExtension"
 SCHEDULER = "skyrl_train.inference.whole_logprobs.scheduler"
 ADAPTER = "skyrl_adapter"
 """Key of vLLM's additional_config."""
+NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of a number of each `model_dtype`."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class EngineSettings:
     """Whether the engine will be asked to sleep; without a GPU it can always be asked, and nothing is freed."""
     kv_cache_memory_bytes: int | None = None
     """None lets vLLM size the KV cache from gpu_memory_utilization, which without a GPU means of all memory."""
+    cached_sequences: int | None = None
+    """With both of these None: at most so many sequences of max_model_len find room in the KV cache."""
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 1024
     rpc_timeout_s: float = 600.0
@@ -96,7 +100,7 @@ class EngineSettings:
     """Passed to vLLM's engine arguments as they are; they win over everything else."""
 
     def __post_init__(self) -> None:
-        if self.model_dtype not in ("float32", "bfloat16", "float16"):
+        if self.model_dtype not in NUM_BYTES:
             raise ValueError(f"model_dtype is {self.model_dtype!r}; it is float32, bfloat16 or float16")
 
 

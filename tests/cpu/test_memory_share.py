@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,62 @@ def test_an_engine_with_a_gpu_is_told_a_number_and_says_which(
     arguments = engine_arguments(with_memory_share(settings, "cuda"), "cuda")
     assert arguments["gpu_memory_utilization"] == 0.887
     assert capsys.readouterr().out == ("gpu_memory_utilization: 0.887, 124.2 GiB. GPU 0: 138.0 of 140.0 GiB are free\n")
+
+
+def shared(settings: EngineSettings, **values: Any) -> EngineSettings:
+    """64 layers of 4 heads of 128, of which keys and values are 64 * 2 * 4 * 128 * 2 bytes: 128 KiB a token."""
+    folder = Path(settings.model_path)
+    (folder / "config.json").write_text('{"num_hidden_layers": 64, "num_key_value_heads": 4}')
+    rows = torch.zeros(512, 1, dtype=torch.bfloat16)
+    names = [f"model.layers.{n}.self_attn.{which}_proj.weight" for n in range(64) for which in "kv"]
+    weights = {name: rows.clone() for name in names} | {"model.embed_tokens.weight": torch.zeros(100, 8)}
+    save_file(weights, folder / "model.safetensors")
+    return replace(settings, kv_cache_memory_bytes=None, **values)
+
+
+@pytest.mark.parametrize(
+    ("values", "tokens"),
+    [
+        ({"cached_sequences": 255}, 256 * 128),
+        ({"cached_sequences": 255, "max_model_len": 129}, 256 * 256),
+        ({"cached_sequences": 511, "tensor_parallel_size": 2}, 512 * 128 / 2),
+        ({"cached_sequences": 511, "tensor_parallel_size": 8}, 512 * 128 / 4),  # a worker has a head, never less
+        ({"cached_sequences": 511, "model_dtype": "float32"}, 512 * 128 * 2),
+        ({}, None),
+        ({"cached_sequences": 4096}, None),  # 64 GiB, more than half of 124
+    ],
+)
+def test_a_cache_is_not_larger_than_its_sequences_can_fill(
+    values: dict[str, Any], tokens: float | None, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(shares, "devices_in_use", lambda num_devices: [gpu(138, 140)] * num_devices)
+    taken = with_memory_share(shared(settings, **values), "cuda")
+    assert taken.gpu_memory_utilization == 0.887
+    assert taken.kv_cache_memory_bytes == (None if tokens is None else tokens * (128 << 10))
+
+
+def test_a_cache_of_unknown_size_is_left_to_vllm(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shares, "devices_in_use", lambda num_devices: [gpu(138, 140)] * num_devices)
+    given = shared(settings, cached_sequences=255)
+    (Path(given.model_path) / "config.json").write_text('{"num_hidden_layers": 65, "num_key_value_heads": 4}')
+    assert with_memory_share(given, "cuda").kv_cache_memory_bytes is None, "a layer without keys keeps something else"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sequences"),
+    [
+        ([], None),
+        (["trainer.placement.colocate_all=true", "trainer.train_batch_size=8"], 1024),
+        (["trainer.placement.colocate_all=true", "trainer.train_batch_size=512"], 512 * 5),
+        (["trainer.placement.colocate_all=true", "generator.enable_http_endpoint=true"], None),
+    ],
+    ids=["devices of its own", "as many as it computes", "as many as there are", "clients"],
+)
+def test_engines_on_shared_devices_are_told_how_many_sequences_there_will_be(
+    overrides: list[str], sequences: int | None
+):
+    (one,) = all_engine_settings(load_config(overrides), 640, "cuda_ipc")
+    assert isinstance(one, EngineSettings) and one.cached_sequences == sequences
 
 
 @pytest.mark.parametrize(

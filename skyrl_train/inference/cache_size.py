@@ -1,0 +1,53 @@
+"""How large a KV cache can be of use: all sequences at once, each as long as it may get.
+
+vLLM takes all memory it may for its cache. Between two weight updates the sequences of one step are all that fills it,
+and on shared devices every byte is unmapped and mapped again at each turn.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.checkpoint import tensor_shapes
+from skyrl_train.inference.settings import NUM_BYTES, EngineSettings
+
+BLOCK = 128
+"""Tokens; a multiple of the blocks into which vLLM's attention backends cut a sequence."""
+CACHED = re.compile(r"\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|kv_a_proj_with_mqa)\.weight$")
+"""Matrices whose rows are what a layer keeps of a token."""
+
+
+def most_cache_bytes(settings: EngineSettings, num_sequences: int) -> int | None:
+    """Bytes that so many sequences of `max_model_len` tokens fill on one worker of the engine.
+
+    None where the checkpoint does not say it: not every layer keeps keys and values, or they are made by other names.
+    """
+    config = _text_config(settings.model_path)
+    per_token = _numbers_per_token(tensor_shapes(settings.model_path), config, settings.tensor_parallel_size)
+    if per_token is None:
+        return None
+    tokens = -(-settings.max_model_len // BLOCK) * BLOCK
+    return (num_sequences + 1) * tokens * per_token * NUM_BYTES[settings.model_dtype]
+
+
+def _numbers_per_token(
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], tensor_parallel_size: int
+) -> int | None:
+    """Of one worker, which has at least one head of keys and values; a latent vector is whole on each."""
+    heads, layers = config.get("num_key_value_heads"), config.get("num_hidden_layers")
+    total, found = 0, set()
+    for name, shape in shapes.items():
+        if match := CACHED.search(name):
+            found.add(match[1])
+            is_latent = match[2] == "kv_a_proj_with_mqa"
+            total += shape[0] if is_latent else shape[0] // min(tensor_parallel_size, heads or 1)
+    return total if len(found) == layers else None
+
+
+def _text_config(model_path: str) -> Mapping[str, Any]:
+    config = json.loads(Path(model_path, "config.json").read_text())
+    return config.get("text_config", config)
