@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from skyrl_train.device import empty_cache, synchronize
+from skyrl_train.megatron import te_scratch
 from skyrl_train.megatron.host_memory import HostMemory
 from skyrl_train.megatron.storages import Piece, pieces_of, storage_key
 from skyrl_train.ranks import OPTIMIZER, WEIGHTS, Moved
@@ -53,6 +54,7 @@ class DeviceMemory:
         for piece in everything:
             piece.empty()
         self._away |= pieces
+        te_scratch.free()
         empty_cache()
         return Moved(num_bytes, time.perf_counter() - started)
 
@@ -84,6 +86,7 @@ class DeviceMemory:
                 piece.empty()
             self._away[part] = []
             self._dropped.add(part)
+        te_scratch.free()
         empty_cache()
 
     def require(self, what: str, *parts: str) -> None:
