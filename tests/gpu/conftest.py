@@ -2,6 +2,7 @@
 
     python -m pytest tests/gpu -q            # all that this machine has the GPUs for
     python -m pytest tests/gpu -q -n 4       # four at once (pytest-xdist): most of the time is importing
+    python -m pytest tests/gpu/test_offload.py  # but not these: they, and vLLM's sleep, watch the whole device's memory
     python -m pytest tests/gpu -q --gpus 2   # only those that need exactly two
 
 They build on the models and jobs of tests/cpu.
