@@ -60,6 +60,21 @@ def _update(layers: str, more: str = "") -> str:
     return f"{STEP} {FOUR_B} --model {{models}}/qwen3-4b --impl {layers} {more}".strip()
 
 
+def _learns(experiment: str, *overrides: str) -> str:
+    return f"benchmarks/quickstart.py --experiment {experiment} --seeds 1 -- {' '.join(overrides)}"
+
+
+RANKS, ENGINES = "trainer.placement.policy_num_gpus_per_node", "generator.num_inference_engines"
+PIPELINE = "trainer.policy.megatron_config.pipeline_model_parallel_size"
+TENSOR = "trainer.policy.megatron_config.tensor_model_parallel_size"
+SHARED = "trainer.placement.colocate_all=true"
+LAYOUTS = {
+    "colocated": (1, (SHARED, f"{RANKS}=1", f"{PIPELINE}=1")),
+    "1_and_1": (2, (f"{RANKS}=1", f"{PIPELINE}=1")),
+    "colocated_tp2_pp2": (4, (SHARED, f"{RANKS}=4", f"{TENSOR}=2", f"{ENGINES}=4")),
+    "2_and_2": (4, (f"{RANKS}=2", f"{ENGINES}=2")),
+}
+"""Name -> GPUs and overrides of the experiments that learn sums, which have a pipeline of two ranks."""
 WHOLE = "--shape qwen3-0.6b --model {models}/qwen3-0.6b"
 READINGS = {
     "pp2": Reading(2, _update("torch", "--gpus 2 --pp 2 --samples 128"), 180),
@@ -74,8 +89,15 @@ READINGS = {
     ),
     "sync": Reading(2, "benchmarks/weight_sync.py --shape qwen3-8b --model {models}/qwen3-8b", 300),
     "dedicated": Reading(2, f"{STEP} {WHOLE} --max-tokens 32768 --steps 3", 400),
-    "tests_2": Reading(2, f"{PYTEST} tests/gpu --gpus 2 -n 4", 900),
+    "tests_2": Reading(2, f"{PYTEST} tests/gpu --gpus 2 -n 4 --deselect tests/gpu/test_offload.py", 900),
+    "offload_2": Reading(2, f"{PYTEST} tests/gpu/test_offload.py --gpus 2", 600),
     "tests_4": Reading(4, f"{PYTEST} tests/gpu --gpus 4 -n 2", 600),
+    "tests_3": Reading(3, f"{PYTEST} tests/gpu --gpus 3", 300),  # weights of two stages to a stock server
+    **{
+        f"{experiment}_{name}": Reading(gpus, _learns(experiment, *overrides), 400)
+        for experiment in ("quickstart", "long_addition")
+        for name, (gpus, overrides) in LAYOUTS.items()
+    },
     "torch": Reading(1, _update("torch", "--parts --trace {out}/torch_kernels.txt"), 200),
     "te": Reading(1, _update("transformer_engine"), 200),
     "whole": Reading(1, f"{STEP} {WHOLE} --colocate --max-tokens 32768 --steps 3", 400),
@@ -173,7 +195,8 @@ class Readings:
     def _start(self, name: str, reading: Reading, device: int | None) -> subprocess.Popen[bytes]:
         command = reading.command.format(models=self._models, out=self._out)
         if "pytest" not in command:
-            command += f" --json {self._out}/{name}.json"
+            options, dashes, overrides = command.partition(" -- ")
+            command = f"{options} --json {self._out}/{name}.json{dashes}{overrides}"
         visible = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
         with (self._out / f"{name}.log").open("w") as log:
             log.write(f"$ python {command}\n")
