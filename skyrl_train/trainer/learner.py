@@ -153,7 +153,9 @@ def _residency(config: Config, processes: Processes, rules: MicroBatchRules) -> 
     policy, reference, engines = processes.policy, processes.reference, processes.engines
     trainer, dtype_name = config.trainer, config.generator.model_dtype
     coarser_dtype = "bfloat16" if trainer.bf16 else dtype_name
-    check = SyncCheck(trainer.verify_sync_every, coarser_dtype, rules, on_gpu=processes.cluster.has_gpus)
+    # Servers that run already were not told otherwise (inference/settings.py).
+    tensor_float = processes.cluster.has_gpus and not config.generator.run_engines_locally
+    check = SyncCheck(trainer.verify_sync_every, coarser_dtype, rules, tensor_float=tensor_float)
     publisher = Publisher(policy, engines, dtype_name, check)
     report = MemoryReport(policy, reference, engines)
     if not trainer.placement.colocate_all:

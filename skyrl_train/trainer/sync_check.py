@@ -20,10 +20,10 @@ from skyrl_train.cluster.policy_group import PolicyGroup
 from skyrl_train.types import Group, Sample, TrainBatch
 
 NUM_SAMPLES = 8
-# Mean |difference| in nats on equal weights: 4e-7 in float32 on the CPU; on a GPU vLLM's kernels compute float32 in
-# TensorFloat-32, 5e-4. One optimizer step of the quickstart moves it by 1e-2.
+# Mean |difference| in nats on equal weights: 4e-7 in float32 on CPUs and GPUs; 5e-4 where vLLM's attention computes
+# float32 in TensorFloat-32, as it does if nobody says otherwise. One optimizer step of the quickstart moves it by 1e-2.
 BOUNDS = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
-GPU_FLOAT32_BOUND = 3e-3
+TENSOR_FLOAT_BOUND = 3e-3
 
 
 class SyncCheckFailed(RuntimeError):
@@ -43,10 +43,11 @@ class Expected:
 class SyncCheck:
     """Compares logprobs at the first and at each Nth sync."""
 
-    def __init__(self, every: int, dtype_name: str, rules: MicroBatchRules, *, on_gpu: bool) -> None:
-        """Args: every: 0 means never; dtype_name: the coarser dtype of trainer and engine; rules: the policy's."""
+    def __init__(self, every: int, dtype_name: str, rules: MicroBatchRules, *, tensor_float: bool) -> None:
+        """Args: every: 0 means never; dtype_name: the coarser dtype of trainer and engine; rules: the policy's;
+        tensor_float: whether an engine's float32 may be TensorFloat-32."""
         self._every, self._rules = every, rules
-        self._bound = GPU_FLOAT32_BOUND if on_gpu and dtype_name == "float32" else BOUNDS[dtype_name]
+        self._bound = TENSOR_FLOAT_BOUND if tensor_float and dtype_name == "float32" else BOUNDS[dtype_name]
         self._batch: TrainBatch | None = None
 
     def is_due(self, sync: int) -> bool:

@@ -74,7 +74,7 @@ class World:
 
         model = AutoConfig.from_pretrained(config.trainer.policy.model.path)
         self.rules = micro_batch_rules(config.trainer, model, processes.policy.dp_size)
-        self.check = SyncCheck(1, "float32", self.rules, on_gpu=False)
+        self.check = SyncCheck(1, "float32", self.rules, tensor_float=False)
         self.publisher = Publisher(processes.policy, processes.engines, "float32", self.check)
         self.groups = run(self._groups())
 

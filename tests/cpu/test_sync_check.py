@@ -32,7 +32,7 @@ def group(uid: int, length: int) -> Group:
     return Group(Prompt(str(uid), [], "addition", {}, "sums"), (sample, sample))
 
 
-def check_with(error: float, *, dtype_name: str = "float32", every: int = 10) -> None:
+def check_with(error: float, *, dtype_name: str = "float32", every: int = 10, tensor_float: bool = False) -> None:
     """One check of an engine whose logprobs are off by `error`."""
 
     async def trained(batch: TrainBatch) -> Tensor:
@@ -43,13 +43,14 @@ def check_with(error: float, *, dtype_name: str = "float32", every: int = 10) ->
 
     policy: Any = SimpleNamespace(logprobs=trained, policy_version=3)
     engines: Any = SimpleNamespace(prompt_logprobs=served)
-    check = SyncCheck(every, dtype_name, RULES, on_gpu=False)
+    check = SyncCheck(every, dtype_name, RULES, tensor_float=tensor_float)
     asyncio.run(check.run(policy, engines, [group(uid, length) for uid, length in enumerate([3, 9, 5, 12])]))
 
 
 def test_rounding_passes_and_other_weights_fail():
     check_with(5e-5)
     check_with(1e-3, dtype_name="bfloat16")
+    check_with(1e-3, tensor_float=True)
     with pytest.raises(SyncCheckFailed, match="version 3 engine-0 .* 0.001 nats"):
         check_with(1e-3)
 
@@ -60,9 +61,9 @@ def test_nan_fails():
 
 
 def test_checks_are_due_at_the_first_and_each_nth_sync():
-    check = SyncCheck(3, "float32", RULES, on_gpu=False)
+    check = SyncCheck(3, "float32", RULES, tensor_float=False)
     assert [sync for sync in range(1, 10) if check.is_due(sync)] == [1, 3, 6, 9]
-    assert not SyncCheck(0, "float32", RULES, on_gpu=False).is_due(1)
+    assert not SyncCheck(0, "float32", RULES, tensor_float=False).is_due(1)
 
 
 def test_the_fixed_samples_are_cut_as_the_layout_needs():
