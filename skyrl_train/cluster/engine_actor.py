@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.process import host, log_to, talk_through_node_address, use_devices
 from skyrl_train.hub import local_folder
-from skyrl_train.inference.engine import Engine
+from skyrl_train.inference.engine import Engine, import_vllm
 from skyrl_train.inference.remote import RemoteEngine
 from skyrl_train.inference.settings import EngineSettings, RemoteEngineSettings
 
@@ -51,6 +51,10 @@ class EngineActor(Engine):
         log_to(log_path)
         talk_through_node_address()
 
+    async def prepare(self, settings: EngineSettings) -> None:
+        """What `start` does before it needs the device: a hub model is downloaded to this node, vLLM imported."""
+        import_vllm(replace(settings, model_path=local_folder(settings.model_path)))
+
     async def start(self, settings: EngineSettings, *, waits_for_weights: bool = False) -> Started:
         """A hub model is downloaded to this node first.
 
@@ -69,6 +73,10 @@ class RemoteEngineActor(RemoteEngine):
 
     def __init__(self, log_path: str, visible_devices: str | None) -> None:
         log_to(log_path)
+
+    async def prepare(self, settings: RemoteEngineSettings) -> None:
+        """The model's tokenizer is downloaded to this node."""
+        local_folder(settings.model_path)
 
     async def start(self, settings: RemoteEngineSettings, *, waits_for_weights: bool = False) -> Started:
         """What the server answers before the first weight sync is its own matter."""

@@ -104,6 +104,10 @@ class EngineGroup:
         (`admit_replacements`, a whole update, `resume`)."""
         self._restore = restore
 
+    async def prepare(self) -> None:
+        """Have every engine do what it can before its device is free."""
+        await self._all("import vLLM", "prepare", [(place.settings,) for place in self._places])
+
     async def start(self) -> None:
         """Returns when every engine has loaded its model, and every server was found fit."""
         started = await self._all("start", "start", [(place.settings,) for place in self._places])

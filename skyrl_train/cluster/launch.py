@@ -181,17 +181,22 @@ def _devices(slots: Sequence[Slot], shared: list[str] | None) -> list[str | None
 async def _start(processes: Processes, config: Config, objective: Objective, num_optimizer_steps: int) -> None:
     """Have all load their models: side by side on devices of their own, else one after the other.
 
-    Whoever is ready leaves a shared device, so that the next finds it empty: engines take what they find.
+    Whoever is ready leaves a shared device, so that the next finds it empty: engines take what they find. They import
+    vLLM meanwhile.
     """
     policy, reference, engines = processes.policy, processes.reference, processes.engines
     starts = [policy.start(policy_arguments(config.trainer, objective, num_optimizer_steps))]
     if reference is not None:
         starts.append(reference.start(reference_arguments(config)))
-    if config.trainer.placement.colocate_all:
+
+    async def start_trainers() -> None:
         for start, group in zip(starts, (policy, reference), strict=False):
             assert group is not None
             await start
             await processes.release.leave(group)
+
+    if config.trainer.placement.colocate_all:
+        await asyncio.gather(engines.prepare(), start_trainers())
         await engines.start()
     else:
         await asyncio.gather(engines.start(), *starts)

@@ -35,18 +35,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def import_vllm(settings: EngineSettings) -> None:
+    """What takes an engine's process longest before it touches its device. vLLM and its threads read the environment
+    when they are imported, so an engine of other settings needs another process."""
+    set_environment(settings, device_type())
+    with quick_imports():
+        from skyrl_train.inference import requests, versions, vllm_versions  # noqa: F401
+
+
 class Engine:
     """Takes about 15 s to construct without a GPU: imports, one more process, loading."""
 
     def __init__(self, settings: EngineSettings) -> None:
         settings = with_memory_share(settings, device_type())
         self._settings = settings
-        set_environment(settings, device_type())
-        # Only now: vLLM and its threads read the environment when they are imported.
-        with quick_imports():
-            from skyrl_train.inference.requests import Requests
-            from skyrl_train.inference.versions import VersionTracker
-            from skyrl_train.inference.vllm_versions import build_async_llm
+        import_vllm(settings)
+        from skyrl_train.inference.requests import Requests
+        from skyrl_train.inference.versions import VersionTracker
+        from skyrl_train.inference.vllm_versions import build_async_llm
 
         # Held by Core alone, in no local name: an import above leaves a traceback behind, and with it this frame.
         with first_in_children("skyrl_train.inference.core_start"):
