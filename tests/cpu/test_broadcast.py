@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from skyrl_train.weight_sync import broadcast
-from skyrl_train.weight_sync.broadcast import BroadcastGroup, BroadcastReceiveChannel, BroadcastSendChannel
+from skyrl_train.weight_sync import broadcast_group
+from skyrl_train.weight_sync.broadcast import BroadcastReceiveChannel, BroadcastSendChannel
+from skyrl_train.weight_sync.broadcast_group import BroadcastGroup
 from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
 from skyrl_train.weight_sync.transport import Receiver, Sender
 from tests.cpu.lost_peers import Processes, lose_receiver, lose_sender
@@ -334,7 +335,7 @@ def _come_and_leave(port: int, rank: int) -> None:
 
 
 def test_a_receiver_that_comes_and_ends_before_it_is_connected_fails_the_others_soon(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(broadcast, "CONNECT_S", 1.0)
+    monkeypatch.setattr(broadcast_group, "CONNECT_S", 1.0)
     channel = BroadcastSendChannel(2, CPU, 20, "127.0.0.1")
     receiver = InThread(lambda: BroadcastReceiveChannel(channel.init_info | {"rank_offset": 1}, 0, CPU, 20))
     started = time.monotonic()
@@ -348,7 +349,7 @@ def test_a_receiver_that_comes_and_ends_before_it_is_connected_fails_the_others_
 
 
 def test_a_connected_receiver_waits_longer_for_a_bucket_than_for_the_connection(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(broadcast, "CONNECT_S", 1.0)
+    monkeypatch.setattr(broadcast_group, "CONNECT_S", 1.0)
     channel = BroadcastSendChannel(1, CPU, 20, "127.0.0.1")
 
     def receive() -> int:
