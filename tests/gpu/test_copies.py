@@ -40,7 +40,7 @@ def _update_with_late_copies(
         return torch.cat([parameter.detach().flatten() for parameter in parameters])
 
     policy.update(batch)
-    policy.offload()  # once before: what is loaded onto the device for the first time stands behind the late copies
+    policy.offload()  # once before: an update after the first offload waits for copies (gpu_performance.md)
     policy.reload()
     policy.update(batch)
     before = weights()
