@@ -26,6 +26,11 @@ def package_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, Meg
         wanted = megatron.transformer_impl == "transformer_engine"
         if wanted and importlib.util.find_spec("transformer_engine") is None:
             yield f"{path}.transformer_impl is transformer_engine, which is not installed: use auto or torch"
+        elif wanted and not trainer.bf16:
+            yield (
+                f"{path}.transformer_impl is transformer_engine, which rounds float32 to TensorFloat-32: use "
+                "auto or torch, or trainer.bf16=true"
+            )
 
 
 def prepare_problems(trainer: TrainingConfig) -> Iterator[str]:

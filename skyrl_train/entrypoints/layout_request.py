@@ -28,7 +28,7 @@ OPTIONS = {
     "dp": "data parallelism, the smallest that fits if not given",
     "sp": "sequence parallelism where tp > 1 (true)",
     "against": "sizes of the layout to compare with, such as tp:4,pp:2, where one process cannot hold the model (tp:1)",
-    "impl": "layers: auto, torch or transformer_engine (auto)",
+    "impl": "layers: auto, which is torch for float32, torch or transformer_engine (auto)",
     "dtype": "float32 or bfloat16, with wider bounds (float32)",
     "samples": "samples of the mini-batch (16)",
     "max_length": "tokens of the longest sample (128)",

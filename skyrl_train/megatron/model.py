@@ -60,7 +60,7 @@ def unwrap(module: Any) -> GPTModel:
 def uses_torch_layers(transformer_impl: str, dtype: torch.dtype) -> bool:
     """Whether `transformer_impl` means the torch layers here.
 
-    Raises: ValueError where Transformer Engine is asked for and missing.
+    Raises: ValueError where Transformer Engine is asked for and missing, or for float32.
     """
     present = device_type() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
     if transformer_impl == "transformer_engine" and not present:
@@ -68,10 +68,10 @@ def uses_torch_layers(transformer_impl: str, dtype: torch.dtype) -> bool:
             "trainer.policy.megatron_config.transformer_impl=transformer_engine needs a GPU and "
             "`pip install skyrl_train[te]`; use auto or torch"
         )
-    if transformer_impl == "auto":
-        # Transformer Engine (2.20) has no attention for float32 over samples with padding between them (TP2 with SP).
-        return not present or dtype == torch.float32
-    return transformer_impl == "torch"
+    if transformer_impl == "transformer_engine" and dtype == torch.float32:
+        # Nor has it (2.20) an attention for float32 over samples with padding between them (TP2 with SP).
+        raise ValueError("Transformer Engine rounds float32 to TensorFloat-32; use auto or torch, or bfloat16")
+    return transformer_impl == "torch" or not present or dtype == torch.float32
 
 
 def build_model(

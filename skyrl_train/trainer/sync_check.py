@@ -83,7 +83,8 @@ class SyncCheck:
                     f"after the sync of version {expected.policy_version} {name} computes logprobs that differ "
                     f"from the trainer's by {difference:.3g} nats in mean on {len(prompts)} fixed samples; at most "
                     f"{self._bound:g} is rounding. The engine does not hold the trained weights (or the model's code "
-                    "differs); trainer.verify_sync_every=0 would hide this"
+                    "differs, or float32 is rounded by TRITON_F32_DEFAULT or VLLM_FLOAT32_MATMUL_PRECISION); "
+                    "trainer.verify_sync_every=0 would hide this"
                 )
 
 

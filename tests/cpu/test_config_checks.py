@@ -292,6 +292,14 @@ def test_packages_that_are_asked_for_and_missing_are_named(monkeypatch: pytest.M
     ]
 
 
+def test_transformer_engine_is_refused_for_float32(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    asked = f"{MEGATRON}.transformer_impl=transformer_engine"
+    (found,) = problems(asked, "trainer.bf16=false", "generator.model_dtype=float32")
+    assert found.startswith(f"{MEGATRON}.transformer_impl is transformer_engine, which rounds float32")
+    assert problems(asked) == ()
+
+
 def test_checking_takes_less_than_half_a_second():
     config = load_config(["+experiment=quickstart"])
     start, imported = time.perf_counter(), set(sys.modules)
