@@ -73,12 +73,15 @@ def _engine_settings(config: Config, max_model_len: int, index: int) -> EngineSe
 
 
 def _cached_sequences(config: Config) -> int | None:
-    """What of the KV cache is worth its way off shared devices and back: a step's samples, also those that wait for
-    their environment, or all that an engine computes at once. Of clients over HTTP nobody knows how many there are."""
+    """What of the KV cache is worth its way off shared devices and back: an engine's part of a step's samples, and one
+    prompt's more, for they are dealt by prompts. Of clients over HTTP nobody knows how many there are."""
     generator, trainer = config.generator, config.trainer
     if not trainer.placement.colocate_all or generator.enable_http_endpoint:
         return None
-    return max(generator.max_num_seqs, trainer.train_batch_size * generator.n_samples_per_prompt)
+    samples = trainer.train_batch_size * generator.n_samples_per_prompt
+    each = -(-samples // generator.num_inference_engines) + generator.n_samples_per_prompt
+    # What waits for its environment keeps its cache; a sample of one turn that is not computed has none.
+    return min(each, generator.max_num_seqs) if generator.max_turns == 1 else each
 
 
 def _margin(config: Config, max_model_len: int) -> Margin:

@@ -26,11 +26,12 @@ def most_cache_bytes(settings: EngineSettings, num_sequences: int) -> int | None
 
     None where the checkpoint does not say it: not every layer keeps keys and values, or they are made by other names.
     """
-    config = _text_config(settings.model_path)
+    config = json.loads(Path(settings.model_path, "config.json").read_text())
     per_token = _numbers_per_token(tensor_shapes(settings.model_path), config, settings.tensor_parallel_size)
     if per_token is None:
         return None
-    tokens = -(-settings.max_model_len // BLOCK) * BLOCK
+    longest = settings.engine_init_kwargs.get("max_model_len", settings.max_model_len)
+    tokens = -(-longest // BLOCK) * BLOCK
     return (num_sequences + 1) * tokens * per_token * NUM_BYTES[settings.model_dtype]
 
 
@@ -38,16 +39,12 @@ def _numbers_per_token(
     shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], tensor_parallel_size: int
 ) -> int | None:
     """Of one worker, which has at least one head of keys and values; a latent vector is whole on each."""
-    heads, layers = config.get("num_key_value_heads"), config.get("num_hidden_layers")
+    heads, num_layers = config.get("num_key_value_heads") or 1, config.get("num_hidden_layers", 0)
     total, found = 0, set()
     for name, shape in shapes.items():
-        if match := CACHED.search(name):
+        match = CACHED.search(name)
+        if match and int(match[1]) < num_layers:  # those after the last predict further tokens, which vLLM leaves out
             found.add(match[1])
             is_latent = match[2] == "kv_a_proj_with_mqa"
-            total += shape[0] if is_latent else shape[0] // min(tensor_parallel_size, heads or 1)
-    return total if len(found) == layers else None
-
-
-def _text_config(model_path: str) -> Mapping[str, Any]:
-    config = json.loads(Path(model_path, "config.json").read_text())
-    return config.get("text_config", config)
+            total += shape[0] if is_latent else shape[0] // min(tensor_parallel_size, heads)
+    return total if num_layers and len(found) == num_layers else None

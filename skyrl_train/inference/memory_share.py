@@ -23,6 +23,8 @@ BYTES_PER_LOGIT = 8
 """Logit in the model's dtype, float32 logprob, and what ranks it. vLLM (0.26 to 0.32) scores a sample at once."""
 MOST_FOR_SCORES = 0.25
 """Of what is free; vLLM's newer model runner scores in chunks, and needs less for long samples."""
+SIZES_OF_CACHES = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
+"""vLLM's own arguments."""
 CERTAIN_ROOM = 0.5
 """Part of an engine's share beside the weights that a KV cache of a given size may be: vLLM does not look then whether
 what its steps need fits beside it."""
@@ -93,7 +95,8 @@ def with_memory_share(settings: EngineSettings, device_type: str) -> EngineSetti
 
 def _cache_bytes(settings: EngineSettings, most: int) -> int | None:
     """Of the KV cache where less than all that is left would do; None leaves it to vLLM."""
-    if settings.kv_cache_memory_bytes is not None or settings.cached_sequences is None:
+    is_set = any(name in settings.engine_init_kwargs for name in SIZES_OF_CACHES)
+    if settings.kv_cache_memory_bytes is not None or settings.cached_sequences is None or is_set:
         return settings.kv_cache_memory_bytes
     wanted = most_cache_bytes(settings, settings.cached_sequences)
     if wanted is None or wanted > most:

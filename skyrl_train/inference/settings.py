@@ -81,7 +81,7 @@ class EngineSettings:
     kv_cache_memory_bytes: int | None = None
     """None lets vLLM size the KV cache from gpu_memory_utilization, which without a GPU means of all memory."""
     cached_sequences: int | None = None
-    """With both of these None: at most so many sequences of max_model_len find room in the KV cache."""
+    """With both of these None: no more sequences of max_model_len find room in the KV cache; None for no such limit."""
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 1024
     rpc_timeout_s: float = 600.0

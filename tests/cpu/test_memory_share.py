@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from skyrl_train.cluster.engine_settings import all_engine_settings
 from skyrl_train.config import load_config
 from skyrl_train.inference import memory_share as shares
+from skyrl_train.inference.cache_size import most_cache_bytes
 from skyrl_train.inference.memory_share import ModelSize, memory_share, with_memory_share
 from skyrl_train.inference.settings import EngineSettings, Margin, engine_arguments
 from skyrl_train.nvml import DeviceUse, devices_in_use
@@ -175,6 +176,8 @@ def shared(settings: EngineSettings, **values: Any) -> EngineSettings:
         ({"cached_sequences": 511, "tensor_parallel_size": 2}, 512 * 128 / 2),
         ({"cached_sequences": 511, "tensor_parallel_size": 8}, 512 * 128 / 4),  # a worker has a head, never less
         ({"cached_sequences": 511, "model_dtype": "float32"}, 512 * 128 * 2),
+        ({"cached_sequences": 255, "engine_init_kwargs": {"max_model_len": 1024}}, 256 * 1024),
+        ({"cached_sequences": 255, "engine_init_kwargs": {"num_gpu_blocks_override": 7}}, None),
         ({}, None),
         ({"cached_sequences": 4096}, None),  # 64 GiB, more than half of 124
     ],
@@ -188,6 +191,14 @@ def test_a_cache_is_not_larger_than_its_sequences_can_fill(
     assert taken.kv_cache_memory_bytes == (None if tokens is None else tokens * (128 << 10))
 
 
+def test_a_latent_vector_is_whole_on_each_worker_and_layers_after_the_last_keep_none(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 3, "num_key_value_heads": 16}')
+    names = [f"model.layers.{n}.self_attn.kv_a_proj_with_mqa.weight" for n in range(4)]
+    save_file({name: torch.zeros(576, 1) for name in names}, tmp_path / "model.safetensors")
+    settings = EngineSettings(str(tmp_path), "m", "bfloat16", 128, tensor_parallel_size=2)
+    assert most_cache_bytes(settings, 9) == 10 * 128 * 3 * 576 * 2
+
+
 def test_a_cache_of_unknown_size_is_left_to_vllm(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shares, "devices_in_use", lambda num_devices: [gpu(138, 140)] * num_devices)
     given = shared(settings, cached_sequences=255)
@@ -198,17 +209,19 @@ def test_a_cache_of_unknown_size_is_left_to_vllm(settings: EngineSettings, monke
 @pytest.mark.parametrize(
     ("overrides", "sequences"),
     [
-        ([], None),
-        (["trainer.placement.colocate_all=true", "trainer.train_batch_size=8"], 1024),
-        (["trainer.placement.colocate_all=true", "trainer.train_batch_size=512"], 512 * 5),
-        (["trainer.placement.colocate_all=true", "generator.enable_http_endpoint=true"], None),
+        (["trainer.placement.colocate_all=false"], None),
+        (["trainer.train_batch_size=512", "generator.num_inference_engines=4"], 128 * 5 + 5),
+        (["trainer.train_batch_size=512"], 1024),
+        (["trainer.train_batch_size=512", "generator.max_turns=2"], 512 * 5 + 5),
+        (["generator.enable_http_endpoint=true"], None),
     ],
-    ids=["devices of its own", "as many as it computes", "as many as there are", "clients"],
+    ids=["devices of its own", "a part of a step", "as many as it computes", "some wait", "clients"],
 )
 def test_engines_on_shared_devices_are_told_how_many_sequences_there_will_be(
     overrides: list[str], sequences: int | None
 ):
-    (one,) = all_engine_settings(load_config(overrides), 640, "cuda_ipc")
+    config = load_config(["trainer.placement.colocate_all=true", *overrides])
+    one, *_ = all_engine_settings(config, 640, "cuda_ipc")
     assert isinstance(one, EngineSettings) and one.cached_sequences == sequences
 
 
