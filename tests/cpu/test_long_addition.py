@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.config import ConfigError, load_config
-from skyrl_train.long_addition import long_addition_rows, model_config
+from skyrl_train.long_addition import MODEL, TRAIN_DATA, VALIDATION_DATA, long_addition_rows, model_config
 from skyrl_train.quickstart import make_missing
 from skyrl_train.quickstart_task import Row, sum_row, tokenizer
 
@@ -32,6 +32,12 @@ def test_prompts_have_three_digits_each_and_rows_say_their_sum():
         assert len(prompt) == len("123+456=") and int(answer) == sum(operands(row))
         assert characters.unk_token_id not in characters.encode(prompt + answer)
         assert len(characters.encode(answer)) + 1 <= longest  # the end of the sequence is a token, too
+
+
+def test_prepare_makes_what_the_experiment_asks_for():
+    config = load_config(["+experiment=long_addition"])
+    assert config.data.train_data == (str(TRAIN_DATA),) and config.data.val_data == (str(VALIDATION_DATA),)
+    assert config.trainer.policy.model.path == str(MODEL)
 
 
 def test_rows_depend_on_the_seed_alone():
