@@ -236,7 +236,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=TO_END_S)
     known = _with_children(known)  # what was begun meanwhile
-    for one in known:
+    for one in sorted(known, key=psutil.Process.create_time):  # parents first: none goes on when its child has ended
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
     with contextlib.suppress(ProcessLookupError):
