@@ -101,9 +101,5 @@ def _cache_bytes(settings: EngineSettings, most: int) -> int | None:
     wanted = most_cache_bytes(settings, settings.cached_sequences)
     if wanted is None or wanted > most:
         return None
-    print(
-        f"kv_cache_memory_gb: {gib(wanted)}, which holds {settings.cached_sequences} sequences of "
-        f"{settings.max_model_len} tokens",
-        flush=True,
-    )
+    print(f"kv_cache_memory_gb: {gib(wanted)}, for {settings.cached_sequences} of the longest sequences", flush=True)
     return wanted

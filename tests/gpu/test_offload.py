@@ -231,7 +231,7 @@ def test_an_engine_takes_what_trainers_leave_and_keeps_the_margin_through_every_
     there will be, so the cache for them is all that the share has room for."""
     world, total = write_world(tmp_path / "world"), torch.cuda.get_device_properties(0).total_memory / GIB
     overrides = [one for one in COLOCATED if "gpu_memory_utilization" not in one]
-    overrides += ["trainer.run_name=free", "trainer.bf16=true"]
+    overrides += ["trainer.run_name=free", "trainer.bf16=true", "generator.http_endpoint_port=0"]
     code, job = run_to_end(world, *overrides, f"generator.enable_http_endpoint={str(takes_all).lower()}")
     assert code == 0, job.story()
     lines = (world / "runs/free/logs/engine-0.log").read_text().splitlines()
