@@ -1,4 +1,4 @@
-"""The readings of docs/performance.md and the GPU tests, one after the other, for as long as one has the machine.
+"""The readings of docs/gpu_performance.md and the GPU tests, one after the other, for as long as one has the machine.
 
     python benchmarks/gpu_readings.py --out readings                       # all that this machine has the GPUs for
     python benchmarks/gpu_readings.py --out readings --seconds 540 pp2 dp2 whole trl

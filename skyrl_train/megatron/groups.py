@@ -1,7 +1,7 @@
 """Fewer process groups than Megatron makes.
 
 Each group over which something is reduced gets an NCCL communicator of its own, and even one of a single rank takes
-0.38 GiB of an H200 (docs/performance.md).
+0.38 GiB of an H200 (docs/gpu_performance.md).
 """
 
 from __future__ import annotations
