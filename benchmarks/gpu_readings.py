@@ -88,9 +88,9 @@ READINGS = {
         300,
     ),
     "sync": Reading(2, "benchmarks/weight_sync.py --shape qwen3-8b --model {models}/qwen3-8b", 300),
+    "offload_8b": Reading(2, "benchmarks/offload.py --shape qwen3-8b --model {models}/qwen3-8b --gpus 2 --pp 2", 300),
     "dedicated": Reading(2, f"{STEP} {WHOLE} --max-tokens 32768 --steps 3", 400),
-    "tests_2": Reading(2, f"{PYTEST} tests/gpu --gpus 2 -n 4 --deselect tests/gpu/test_offload.py", 900),
-    "offload_2": Reading(2, f"{PYTEST} tests/gpu/test_offload.py --gpus 2", 600),
+    "tests_2": Reading(2, f"{PYTEST} tests/gpu --gpus 2 -n 4", 1200),
     "tests_4": Reading(4, f"{PYTEST} tests/gpu --gpus 4 -n 2", 600),
     "tests_3": Reading(3, f"{PYTEST} tests/gpu --gpus 3", 300),  # weights of two stages to a stock server
     **{
@@ -111,8 +111,8 @@ READINGS = {
     "colocated_sync": Reading(
         1, "benchmarks/weight_sync.py --shape qwen3-4b --model {models}/qwen3-4b --colocate", 300
     ),
-    "offload": Reading(1, f"{PYTEST} -s tests/gpu/test_offload.py --gpus 1", 600),
-    "tests_1": Reading(1, f"{PYTEST} tests/gpu --gpus 1 -n 4 --deselect tests/gpu/test_offload.py", 600, alone=False),
+    "offload": Reading(1, "benchmarks/offload.py --shape qwen3-4b --model {models}/qwen3-4b", 300),
+    "tests_1": Reading(1, f"{PYTEST} tests/gpu --gpus 1 -n 4", 900, alone=False),
 }
 """Name -> reading, the most wanted first."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.device import CopyStream, device_type, synchronize
+from skyrl_train.device import CopyStream, device_type
 from skyrl_train.megatron.storages import Piece, padded
 
 
@@ -24,18 +24,18 @@ class HostMemory:
         """Places of the pieces that were taken."""
         self._current: set[int] = set()
         """Keys of frozen storages whose place holds what they hold."""
-        self._way_back = CopyStream()
+        self._copies = CopyStream()
         self._registered: list[int] = []
         weakref.finalize(self, _unregister, self._registered)
 
     def take(self, pieces: Sequence[Piece]) -> int:
-        """Copy from the device, where they may then be emptied; returns the bytes that had to be copied."""
+        """Let the pieces be copied from the device; returns the bytes. They may be emptied after `wait`."""
         self._make_room(pieces)
         moving = [piece for piece in pieces if not (piece.is_frozen and piece.key in self._current)]
-        for piece in moving:
-            for offset, run in piece.runs():
-                self._away[piece][offset : offset + len(run)].copy_(run, non_blocking=True)
-        synchronize()
+        with self._copies.copying():
+            for piece in moving:
+                for offset, run in piece.runs():
+                    self._away[piece][offset : offset + len(run)].copy_(run, non_blocking=True)
         return sum(piece.num_bytes for piece in moving)
 
     def give(self, pieces: Sequence[Piece]) -> int:
@@ -47,7 +47,7 @@ class HostMemory:
             piece.come_back()
             place = self._away[piece]
             ((_, whole),) = piece.runs()
-            with self._way_back.copying():
+            with self._copies.copying():
                 whole.copy_(place, non_blocking=True)
             assert piece.key is not None
             self._places[piece.key] = place
@@ -59,7 +59,11 @@ class HostMemory:
 
     def settle(self) -> None:
         """What the device is asked from now on finds what was given."""
-        self._way_back.settle()
+        self._copies.settle()
+
+    def wait(self) -> None:
+        """Return when what was taken or given has been copied."""
+        self._copies.wait()
 
     def forget_frozen(self) -> None:
         self._current.clear()

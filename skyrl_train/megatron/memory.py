@@ -46,15 +46,22 @@ class DeviceMemory:
         leaving = [part for part in parts or PARTS if part not in self._away]
         pieces = {part: self._pieces(part) for part in leaving}
         everything = [piece for part in leaving for piece in pieces[part]]
-        num_bytes = self._host.take([piece for piece in everything if piece.is_kept])
+        kept = [piece for piece in everything if piece.is_kept]
+        num_bytes = self._host.take(kept)
+        # Under way until they are waited for; meanwhile all else goes, the memory of the last step with it.
         if OPTIMIZER in leaving:
             # Views of the gradients; Megatron makes new ones at every step.
             for parameter in _main_parameters(self._optimizer):
                 parameter.grad = None
         for piece in everything:
+            if not piece.is_kept:
+                piece.empty()
+        te_scratch.free()
+        empty_cache()
+        self._host.wait()
+        for piece in kept:
             piece.empty()
         self._away |= pieces
-        te_scratch.free()
         empty_cache()
         return Moved(num_bytes, time.perf_counter() - started)
 

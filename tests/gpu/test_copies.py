@@ -49,7 +49,7 @@ def _update_with_late_copies(
     before = weights()
     policy.offload()
     policy.reload("weights")
-    copies, under_way = policy._memory._host._way_back, []
+    copies, under_way = policy._memory._host._copies, []
     settle = copies.settle
     with copies.copying():
         torch.cuda._sleep(LATE_CYCLES)

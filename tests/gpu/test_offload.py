@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import torch
 from families import VOCABULARY, make_trial
 from layouts import layout
+from offload import come_back, pinned_copies, timed
 
 from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, share_of
 from skyrl_train.megatron.local_ranks import run_on_ranks
@@ -21,7 +20,7 @@ from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.ranks import Rendezvous
 from tests.cpu.jobs import DEADLY, run_to_end, write_world
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.alone]
 GIB = 2**30
 
 
@@ -78,29 +77,9 @@ def optimizer_tensors(policy: MegatronPolicy) -> list[torch.Tensor]:
     return tensors
 
 
-def seconds_of(move: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    move()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
-def come_back(policy: MegatronPolicy) -> None:
-    """With the optimizer, whose copies `reload` leaves under way."""
-    policy.reload()
-    policy._memory.settle()
-
-
 def bus_gb_per_s() -> float:
-    """Pinned copies there and back, best of three."""
-    host, device = (
-        torch.empty(GIB, dtype=torch.uint8, pin_memory=True),
-        torch.empty(GIB, dtype=torch.uint8, device="cuda"),
-    )
-    there = min(seconds_of(lambda: device.copy_(host, non_blocking=True)) for _ in range(3))
-    back = min(seconds_of(lambda: host.copy_(device, non_blocking=True)) for _ in range(3))
-    return 2 * GIB / (there + back) / 1e9
+    out, back = pinned_copies()
+    return 2 / (1 / out + 1 / back) / 1e9
 
 
 def _turns(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, int]) -> dict[str, Any]:
@@ -118,7 +97,7 @@ def _turns(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, int]) -> dict
     policy.reload()
     peak, reloaded = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
     storages = len({tensor.untyped_storage()._cdata for tensor in optimizer_tensors(policy)})
-    turns = [(policy.offload(), seconds_of(lambda: come_back(policy))) for _ in range(3)]
+    turns = [(policy.offload(), timed(lambda: come_back(policy))) for _ in range(3)]
     same = all(torch.equal(a, b) for a, b in zip(kept(policy), expected, strict=True))
     policy.update(batch)
     policy.offload("optimizer")
