@@ -6,7 +6,6 @@ own. The buffers live for one update only: between updates the memory belongs to
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -15,10 +14,9 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from skyrl_train.device import memory_to_share
 from skyrl_train.weight_sync.errors import WeightSyncError
-from skyrl_train.weight_sync.signals import ABORTED, SignalHub, SignalPeer
+from skyrl_train.weight_sync.ring import SLOTS, ReceiveRing, SendRing
+from skyrl_train.weight_sync.signals import SignalHub, SignalPeer
 from skyrl_train.weight_sync.transport import Check, ControlMessage
-
-SLOTS = 2
 
 
 def gpu_id() -> str:
@@ -33,10 +31,10 @@ class CudaIpcSendChannel:
 
     def __init__(self, timeout_s: float) -> None:
         self._hub = SignalHub(1, timeout_s)
+        self._ring = SendRing(self._hub)
         self._slots: list[Tensor | None] = [None] * SLOTS
         self._told: list[Tensor | None] = [None] * SLOTS
         """The buffer of which the receiver has the handle."""
-        self._index = -1
 
     @property
     def init_info(self) -> ControlMessage:
@@ -46,13 +44,10 @@ class CudaIpcSendChannel:
         self._hub.connect(check)
 
     def begin(self) -> None:
-        self._hub.begin()
-        self._index = -1
+        self._ring.begin()
 
     def buffer(self, num_bytes: int, check: Check) -> Tensor:
-        self._index += 1
-        self._hub.wait_taken(self._index + 1 - SLOTS, check)
-        slot = self._index % SLOTS
+        slot = self._ring.next(check)
         buffer = self._slots[slot]
         if buffer is None or len(buffer) < num_bytes:
             self._slots[slot] = None
@@ -61,7 +56,7 @@ class CudaIpcSendChannel:
         return buffer
 
     def publish(self, num_bytes: int) -> None:
-        slot = self._index % SLOTS
+        slot = self._ring.slot
         buffer = self._slots[slot]
         assert buffer is not None
         handle = None
@@ -69,10 +64,10 @@ class CudaIpcSendChannel:
             _, handle = reduce_tensor(buffer)
             self._told[slot] = buffer
         torch.cuda.current_stream().synchronize()
-        self._hub.tell(self._index, handle)
+        self._ring.tell(handle)
 
     def drain(self, check: Check) -> None:
-        self._hub.wait_taken(self._index + 1, check)
+        self._ring.drain(check)
         self._free()
 
     def _free(self) -> None:
@@ -80,8 +75,7 @@ class CudaIpcSendChannel:
         torch.cuda.ipc_collect()
 
     def abort(self) -> None:
-        with contextlib.suppress(WeightSyncError):
-            self._hub.tell(ABORTED)
+        self._ring.abort()
         self._free()
 
     def close(self) -> None:
@@ -101,17 +95,16 @@ class CudaIpcReceiveChannel:
                 "otherwise set generator.weight_sync_backend=broadcast"
             )
         self._peer = SignalPeer(address, timeout_s)
+        self._ring = ReceiveRing(self._peer)
         self._slots: list[Tensor | None] = [None] * SLOTS
-        self._sizes: list[int] = []
-        self._next = 0
 
     def begin(self, sizes: Sequence[int]) -> None:
         self._free()
-        self._sizes, self._next = list(sizes), 0
+        self._ring.begin(sizes)
 
     def next(self) -> Tensor:
-        handle, _ = self._peer.next(self._next)
-        slot = self._next % SLOTS
+        handle, _ = self._ring.next()
+        slot = self._ring.slot
         if handle is not None:
             self._slots[slot] = None
             # Its seventh item is the number that the GPU has in the sender's process.
@@ -119,14 +112,13 @@ class CudaIpcReceiveChannel:
             self._slots[slot] = rebuild_cuda_tensor(*arguments)
         buffer = self._slots[slot]
         assert buffer is not None
-        return buffer[: self._sizes[self._next]]
+        return buffer[: self._ring.num_bytes]
 
     def release(self) -> None:
         torch.cuda.current_stream().synchronize()
-        if self._next + 1 == len(self._sizes):
+        if self._ring.is_last:
             self._free()  # before the sender learns of it and gives the memory back
-        self._peer.taken(self._next)
-        self._next += 1
+        self._ring.release()
 
     def _free(self) -> None:
         self._slots = [None] * SLOTS

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from skyrl_train.weight_sync.errors import WeightSyncError
-from skyrl_train.weight_sync.signals import ABORTED, SignalHub, SignalPeer
+from skyrl_train.weight_sync.ring import SLOTS, ReceiveRing, SendRing
+from skyrl_train.weight_sync.signals import SignalHub, SignalPeer
 from skyrl_train.weight_sync.transport import Check, ControlMessage
 
-SLOTS = 2
 MAX_BUCKET_BYTES = 32 << 20
 """Packing, loading and the core's cache like small buckets: 290 MB took 0.08 s in buckets of 16 MiB, 0.09 s of 32,
 0.12 s of 64 and 0.45 s in one piece (two cores, fresh pages, digests included)."""
@@ -80,8 +80,8 @@ class ShmSendChannel:
 
     def __init__(self, num_receivers: int, timeout_s: float) -> None:
         self._hub = SignalHub(num_receivers, timeout_s)
+        self._ring = SendRing(self._hub)
         self._slots: list[_Memory | None] = [None] * SLOTS
-        self._index = -1
 
     @property
     def init_info(self) -> ControlMessage:
@@ -91,13 +91,10 @@ class ShmSendChannel:
         self._hub.connect(check)
 
     def begin(self) -> None:
-        self._hub.begin()
-        self._index = -1
+        self._ring.begin()
 
     def buffer(self, num_bytes: int, check: Check) -> Tensor:
-        self._index += 1
-        self._hub.wait_taken(self._index + 1 - SLOTS, check)
-        slot = self._index % SLOTS
+        slot = self._ring.next(check)
         memory = self._slots[slot]
         if memory is None or memory.num_bytes < num_bytes:
             self._drop(slot)
@@ -105,16 +102,15 @@ class ShmSendChannel:
         return memory.tensor()[0]
 
     def publish(self, num_bytes: int) -> None:
-        memory = self._slots[self._index % SLOTS]
+        memory = self._slots[self._ring.slot]
         assert memory is not None
-        self._hub.tell(self._index, file=memory.descriptor)
+        self._ring.tell(file=memory.descriptor)
 
     def drain(self, check: Check) -> None:
-        self._hub.wait_taken(self._index + 1, check)
+        self._ring.drain(check)
 
     def abort(self) -> None:
-        with contextlib.suppress(WeightSyncError):
-            self._hub.tell(ABORTED)
+        self._ring.abort()
 
     def _drop(self, slot: int) -> None:
         memory, self._slots[slot] = self._slots[slot], None
@@ -132,19 +128,18 @@ class ShmReceiveChannel:
 
     def __init__(self, init_info: ControlMessage, timeout_s: float) -> None:
         self._peer = SignalPeer(init_info["address"], timeout_s)
+        self._ring = ReceiveRing(self._peer)
         self._mapped: dict[int, _Memory] = {}
-        self._sizes: list[int] = []
-        self._next = 0
         self._is_viewed: Callable[[], bool] = lambda: False
 
     def begin(self, sizes: Sequence[int]) -> None:
-        self._sizes, self._next = list(sizes), 0
+        self._ring.begin(sizes)
 
     def next(self) -> Tensor:
-        _, descriptor = self._peer.next(self._next)
+        _, descriptor = self._ring.next()
         assert descriptor is not None
-        buffer, self._is_viewed = self._map(self._next % SLOTS, descriptor).tensor()
-        return buffer[: self._sizes[self._next]]
+        buffer, self._is_viewed = self._map(self._ring.slot, descriptor).tensor()
+        return buffer[: self._ring.num_bytes]
 
     def release(self) -> None:
         """Raises: WeightSyncError if somebody kept a view of the bucket, which the sender is about to overwrite."""
@@ -152,10 +147,10 @@ class ShmReceiveChannel:
             gc.collect()  # a view in a reference cycle is nobody's
         if self._is_viewed():
             raise WeightSyncError(
-                f"the engine's loader keeps views of bucket {self._next} after loading it; it must clone what it keeps"
+                f"the engine's loader keeps views of bucket {self._ring.bucket} after loading it; it must clone what "
+                "it keeps"
             )
-        self._peer.taken(self._next)
-        self._next += 1
+        self._ring.release()
 
     def _map(self, slot: int, descriptor: int) -> _Memory:
         memory = self._mapped.get(slot)
