@@ -15,7 +15,7 @@ from skyrl_train.cluster.placement import Slot
 from skyrl_train.inference.router import Router
 from skyrl_train.inference.settings import EngineSettings, RemoteEngineSettings
 from skyrl_train.types import Generate
-from skyrl_train.weight_sync.transport import ControlMessage
+from skyrl_train.weight_sync.control import ControlMessage
 
 SHUTDOWN_S = 15
 """Patience with engines that are asked to end."""

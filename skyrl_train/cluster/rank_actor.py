@@ -16,8 +16,10 @@ from skyrl_train.device import memory_in_use
 from skyrl_train.imports import quick_imports
 from skyrl_train.inference.stock_nccl import StockNcclSender
 from skyrl_train.ranks import Rendezvous, free_port
+from skyrl_train.weight_sync.control import ControlMessage
 from skyrl_train.weight_sync.errors import WeightSyncError
-from skyrl_train.weight_sync.transport import ControlMessage, Sender, SendReport
+from skyrl_train.weight_sync.send_report import SendReport
+from skyrl_train.weight_sync.transport import Sender
 
 Reach = Literal["own_stage", "first_stage", "every_stage"]
 """Where the tensors of a pipeline stage are sent from: its own owner, the first stage's, or every rank."""

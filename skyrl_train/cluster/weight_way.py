@@ -14,7 +14,8 @@ from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.rank_actor import Reach
 from skyrl_train.cluster.worker_group import WorkerGroup
 from skyrl_train.ranks import ParallelRanks
-from skyrl_train.weight_sync.transport import ControlMessage, SendReport
+from skyrl_train.weight_sync.control import ControlMessage
+from skyrl_train.weight_sync.send_report import SendReport
 
 CLOSE_SENDER_S = 5.0
 REACHES: dict[str, Reach] = {"vllm_nccl": "first_stage", "cuda_ipc": "every_stage"}

@@ -25,8 +25,8 @@ from skyrl_train.inference.settings import EngineSettings, PauseMode, engine_arg
 from skyrl_train.inference.sync_report import SyncReport
 from skyrl_train.inference.weights import Weights
 from skyrl_train.types import Generation, SamplingParams
+from skyrl_train.weight_sync.control import ControlMessage
 from skyrl_train.weight_sync.errors import WeightSyncError
-from skyrl_train.weight_sync.transport import ControlMessage
 
 if TYPE_CHECKING:
     from skyrl_train.inference.requests import Requests

@@ -18,7 +18,7 @@ from typing import Any
 
 from skyrl_train.inference.http_client import ServerClient, ServerError
 from skyrl_train.inference.server_facts import ServerFacts
-from skyrl_train.weight_sync.transport import ControlMessage
+from skyrl_train.weight_sync.control import ControlMessage
 
 PACKED_AT_INIT_SINCE = (0, 28)
 PACKED_BUFFERS = 2

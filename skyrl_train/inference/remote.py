@@ -17,8 +17,8 @@ from skyrl_train.inference.server_facts import ServerFacts, ServerUnsuitableErro
 from skyrl_train.inference.settings import PauseMode, RemoteEngineSettings, still_running
 from skyrl_train.inference.sync_report import SyncReport, checked_report
 from skyrl_train.types import Generation, SamplingParams
+from skyrl_train.weight_sync.control import ControlMessage
 from skyrl_train.weight_sync.errors import WeightSyncError
-from skyrl_train.weight_sync.transport import ControlMessage
 
 MAX_CONNECTIONS = 512
 """Requests in flight at the server; more wait here. Each is an open socket, of which a process may have 1024."""

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from skyrl_train.ranks import free_port
-from skyrl_train.weight_sync.bucket import TensorSpec, take
+from skyrl_train.weight_sync.bucket import NamedTensors, TensorSpec, take
+from skyrl_train.weight_sync.control import Check, ControlMessage, Post
 from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
-from skyrl_train.weight_sync.transport import Check, ControlMessage, NamedTensors, Post, SendClock, SendReport
+from skyrl_train.weight_sync.send_report import SendClock, SendReport
 
 BUFFERS = 2
 POLL_S = 0.0002

@@ -25,7 +25,8 @@ from skyrl_train.inference.settings import ADAPTER
 from skyrl_train.inference.sleeping import Unsynced, sleepable_bytes
 from skyrl_train.inference.update import ModelUpdate
 from skyrl_train.weight_sync.channels import receive_channel
-from skyrl_train.weight_sync.transport import ControlMessage, Receiver
+from skyrl_train.weight_sync.control import ControlMessage
+from skyrl_train.weight_sync.transport import Receiver
 
 BACKEND = "skyrl"
 

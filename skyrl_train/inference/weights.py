@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.inference.core import Core
 from skyrl_train.inference.sync_report import SyncReport, checked_report
+from skyrl_train.weight_sync.control import ControlMessage
 from skyrl_train.weight_sync.errors import WeightSyncError
-from skyrl_train.weight_sync.transport import ControlMessage
 
 if TYPE_CHECKING:
     from skyrl_train.inference.adapter_slots import EveryRequest

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_train.weight_sync.broadcast_group import BroadcastGroup
+from skyrl_train.weight_sync.control import Check, ControlMessage
 from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.meeting import has, join_store
-from skyrl_train.weight_sync.transport import Check, ControlMessage
 
 BUFFERS = 2
 GIVEN_UP = "given up"

@@ -19,6 +19,7 @@ from skyrl_train.weight_sync.errors import WeightSyncError
 ALIGNMENT = 1024
 """Bytes; also the row of `digest.py`, so that no row holds bytes of two tensors."""
 
+NamedTensors = Iterable[tuple[str, Tensor]]
 SpecMessage = tuple[str, str, list[int]]
 """name, dtype ("bfloat16"), shape: the JSON-like form of a TensorSpec."""
 

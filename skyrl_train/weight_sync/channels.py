@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from skyrl_train.weight_sync.broadcast import BroadcastReceiveChannel, BroadcastSendChannel
+from skyrl_train.weight_sync.channel import ReceiveChannel, SendChannel
+from skyrl_train.weight_sync.control import ControlMessage
 from skyrl_train.weight_sync.cuda_ipc import CudaIpcReceiveChannel, CudaIpcSendChannel
 from skyrl_train.weight_sync.shm import ShmReceiveChannel, ShmSendChannel
-from skyrl_train.weight_sync.transport import ControlMessage, ReceiveChannel, SendChannel
 
 
 def send_channel(name: str, num_receivers: int, device: torch.device, timeout_s: float, host: str) -> SendChannel:

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from skyrl_train.device import memory_to_share
+from skyrl_train.weight_sync.control import Check, ControlMessage
 from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.ring import SLOTS, ReceiveRing, SendRing
 from skyrl_train.weight_sync.signals import SignalHub, SignalPeer
-from skyrl_train.weight_sync.transport import Check, ControlMessage
 
 
 def gpu_id() -> str:

@@ -7,9 +7,10 @@ is, and how its bytes get to the other end, is the channel's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from skyrl_train.weight_sync.control import Check
 from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.signals import ABORTED, SignalHub, SignalPeer
 
@@ -33,7 +34,7 @@ class SendRing:
         self._hub.begin()
         self._bucket = -1
 
-    def next(self, check: Callable[[], None]) -> int:
+    def next(self, check: Check) -> int:
         """The slot of the next bucket, when every receiver has emptied it. Raises: as `SignalHub.wait_taken`."""
         self._bucket += 1
         self._hub.wait_taken(self._bucket + 1 - SLOTS, check)
@@ -43,7 +44,7 @@ class SendRing:
         """The bucket is in its slot. Args, Raises: as `SignalHub.tell`."""
         self._hub.tell(self._bucket, content=content, file=file)
 
-    def drain(self, check: Callable[[], None]) -> None:
+    def drain(self, check: Check) -> None:
         """Wait until every slot is empty. Raises: as `SignalHub.wait_taken`."""
         self._hub.wait_taken(self._bucket + 1, check)
 

@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from skyrl_train.weight_sync.control import Check, ControlMessage
 from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.ring import SLOTS, ReceiveRing, SendRing
 from skyrl_train.weight_sync.signals import SignalHub, SignalPeer
-from skyrl_train.weight_sync.transport import Check, ControlMessage
 
 MAX_BUCKET_BYTES = 32 << 20
 """Packing, loading and the core's cache like small buckets: 290 MB took 0.08 s in buckets of 16 MiB, 0.09 s of 32,

@@ -12,12 +12,12 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.weight_sync.control import Check
 from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
 
 CHECK_EVERY_S = 0.05
@@ -42,7 +42,7 @@ class SignalHub:
         self._receivers: list[Connection] = []
         self._taken: list[int] = []
 
-    def connect(self, check: Callable[[], None]) -> None:
+    def connect(self, check: Check) -> None:
         """Wait for all receivers."""
         deadline = time.monotonic() + self._timeout_s
         try:
@@ -72,7 +72,7 @@ class SignalHub:
         except OSError as error:
             raise PeerLostError("an engine's worker has ended in the middle of a weight update") from error
 
-    def wait_taken(self, count: int, check: Callable[[], None]) -> None:
+    def wait_taken(self, count: int, check: Check) -> None:
         """Return when every receiver has taken in the first `count` buckets of this update."""
         deadline = time.monotonic() + self._timeout_s
         while any(taken < count for taken in self._taken):

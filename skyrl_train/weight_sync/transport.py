@@ -11,104 +11,22 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.bucket import Bucket, BucketPlan, TensorSpec, cut, fill, unpack
+from skyrl_train.weight_sync.bucket import Bucket, BucketPlan, NamedTensors, TensorSpec, cut, fill, unpack
+from skyrl_train.weight_sync.channel import ReceiveChannel, SendChannel
+from skyrl_train.weight_sync.control import Check, ControlMessage, Pending, Post
 from skyrl_train.weight_sync.digest import digests, row_hashes
 from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
+from skyrl_train.weight_sync.send_report import SendClock, SendReport
 
-T = TypeVar("T")
-ControlMessage = dict[str, Any]
-NamedTensors = Iterable[tuple[str, Tensor]]
 Load = Callable[[list[tuple[str, Tensor]]], None]
 """Takes the tensors of one bucket. They are views: it keeps none of them beyond the call."""
-Check = Callable[[], None]
-"""Raises what a receiver has raised; called now and then by whoever waits."""
 FIRST_CAUSE_S = 2.0
 """How long a sender whose channel broke waits for a receiver's own word of what happened."""
-
-
-class Pending(Protocol):
-    """A message that all receivers are working on."""
-
-    def check(self) -> None:
-        """Raise what one of them has raised; never waits."""
-
-    def wait(self) -> None:
-        """Return when all are done. Raises what one raised, or TimeoutError."""
-
-
-Post = Callable[[ControlMessage], Pending]
-"""Hands a message to all receivers without waiting."""
-
-
-class SendChannel(Protocol):
-    """Carries the buckets of one sender to all receivers, in order, at most two at a time."""
-
-    max_bucket_bytes: int
-    """Larger buckets than this are slower."""
-
-    @property
-    def init_info(self) -> ControlMessage:
-        """What the receivers are told once to join."""
-
-    def connect(self, check: Check) -> None:
-        """Wait until all receivers have joined; they must be told `init_info` without waiting for them first."""
-
-    def begin(self) -> None: ...
-
-    def buffer(self, num_bytes: int, check: Check) -> Tensor:
-        """[at least num_bytes] uint8 that nobody reads any more, to be filled; waits for one."""
-
-    def publish(self, num_bytes: int) -> None:
-        """Hand over the start of the last buffer. It may be read, but not written, until it comes back."""
-
-    def drain(self, check: Check) -> None:
-        """Wait until every receiver has taken in everything."""
-
-    def abort(self) -> None:
-        """Tell the receivers, where that is possible, that no more comes."""
-
-    def close(self) -> None: ...
-
-
-class ReceiveChannel(Protocol):
-    """The other end, in one worker of an engine."""
-
-    def begin(self, sizes: Sequence[int]) -> None:
-        """Expect buckets of these many bytes."""
-
-    def next(self) -> Tensor:
-        """[its bytes] uint8, the next bucket, valid until `release`."""
-
-    def release(self) -> None:
-        """The last bucket may be overwritten."""
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SendReport:
-    """One finished send. The parts of `seconds` overlap with the receivers' work, not with each other."""
-
-    num_bytes: int
-    num_buckets: int
-    seconds: float
-    plan_s: float
-    """Cutting the specs into buckets and handing the plan to the receivers."""
-    convert_s: float
-    """Waiting for the source of the tensors."""
-    pack_s: float
-    digest_s: float
-    wait_s: float
-    """Waiting for the receivers."""
-    digests: dict[str, int]
-    """name -> digest of what was sent."""
 
 
 class Sender:
@@ -246,59 +164,3 @@ def _load_bucket(bucket: Bucket, load: Load) -> Tensor:
     hashes = row_hashes(bucket.data)
     load(list(unpack(bucket)))
     return hashes
-
-
-@dataclass(slots=True)
-class SendClock:
-    """Gathers a SendReport while the buckets go out."""
-
-    started: float = field(default_factory=time.perf_counter)
-    plan_s: float = 0.0
-    convert_s: float = 0.0
-    digest_s: float = 0.0
-    wait_s: float = 0.0
-    num_bytes: int = 0
-    is_running: bool = True
-    _specs: list[TensorSpec] = field(default_factory=list)
-    _hashes: list[Tensor] = field(default_factory=list)
-
-    def source(self, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, with the time that making them takes."""
-        iterator = iter(named_tensors)
-        while True:
-            before = time.perf_counter()
-            item = next(iterator, None)
-            self.convert_s += time.perf_counter() - before
-            if item is None:
-                return
-            yield item
-
-    def wait(self, until: Callable[[], T]) -> T:
-        before = time.perf_counter()
-        result = until()
-        self.wait_s += time.perf_counter() - before
-        return result
-
-    def digest(self, bucket: Bucket) -> None:
-        before = time.perf_counter()
-        self._specs += bucket.specs
-        self._hashes.append(row_hashes(bucket.data))
-        self.num_bytes += sum(spec.num_bytes for spec in bucket.specs)
-        self.digest_s += time.perf_counter() - before
-
-    def report(self) -> SendReport:
-        before = time.perf_counter()
-        found = digests(self._specs, torch.cat(self._hashes)) if self._hashes else {}
-        self.digest_s += time.perf_counter() - before
-        seconds = time.perf_counter() - self.started
-        return SendReport(
-            num_bytes=self.num_bytes,
-            num_buckets=len(self._hashes),
-            seconds=seconds,
-            plan_s=self.plan_s,
-            convert_s=self.convert_s,
-            pack_s=seconds - self.plan_s - self.convert_s - self.digest_s - self.wait_s,
-            digest_s=self.digest_s,
-            wait_s=self.wait_s,
-            digests=found,
-        )

@@ -121,7 +121,7 @@ class Client:
 
 
 class Posted:
-    """A call that the host works on; a `transport.Pending`."""
+    """A call that the host works on; a `control.Pending`."""
 
     def __init__(self, method: str, connection: Any) -> None:
         self._method, self._connection = method, connection

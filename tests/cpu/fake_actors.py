@@ -22,7 +22,7 @@ from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.ranks import ParallelRanks
 from skyrl_train.types import Generation
 from skyrl_train.weight_sync.errors import WeightSyncError
-from skyrl_train.weight_sync.transport import SendReport
+from skyrl_train.weight_sync.send_report import SendReport
 
 GIB = 2**30
 

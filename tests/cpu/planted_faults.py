@@ -11,8 +11,8 @@ from torch import Tensor
 
 from skyrl_train.megatron import export as export_module
 from skyrl_train.megatron.policy import MegatronPolicy
+from skyrl_train.weight_sync.send_report import SendClock
 from skyrl_train.weight_sync.shm import ShmSendChannel
-from skyrl_train.weight_sync.transport import SendClock
 
 STALE = "model.layers.0.self_attn.o_proj.weight"
 TASKS, TENSOR, SWAP, LOST, BYTES = "reused tasks", "stale tensor", "swapped pair", "lost bucket", "stale bytes"

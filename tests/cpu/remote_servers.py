@@ -18,7 +18,7 @@ from typing import Any
 
 from skyrl_train.inference.remote import RemoteEngine
 from skyrl_train.ranks import free_port
-from skyrl_train.weight_sync.transport import ControlMessage
+from skyrl_train.weight_sync.control import ControlMessage
 from tests.cpu.jobs import ROOT
 
 KEY = "of-the-test"

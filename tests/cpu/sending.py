@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, cut, fill
+from skyrl_train.weight_sync.control import ControlMessage
 from skyrl_train.weight_sync.digest import bucket_digests
-from skyrl_train.weight_sync.transport import ControlMessage, Load, Receiver
+from skyrl_train.weight_sync.transport import Load, Receiver
 
 Named = Sequence[tuple[str, torch.Tensor]]
 

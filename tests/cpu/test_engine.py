@@ -23,9 +23,11 @@ from skyrl_train.inference.engine import Engine
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.broadcast import BroadcastSendChannel
+from skyrl_train.weight_sync.channel import SendChannel
 from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.send_report import SendReport
 from skyrl_train.weight_sync.shm import ShmSendChannel
-from skyrl_train.weight_sync.transport import SendChannel, Sender, SendReport
+from skyrl_train.weight_sync.transport import Sender
 from tests.cpu.sending import specs_of
 from tests.cpu.tiny import tiny_tokenizer, write_tiny_model
 

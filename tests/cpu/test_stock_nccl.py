@@ -14,8 +14,8 @@ from torch import Tensor
 
 from skyrl_train.inference.stock_nccl import StockNcclSender, cut_updates
 from skyrl_train.weight_sync.bucket import TensorSpec
+from skyrl_train.weight_sync.control import ControlMessage
 from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
-from skyrl_train.weight_sync.transport import ControlMessage
 from tests.cpu.sending import InThread, specs_of
 
 BUCKET = 4096
