@@ -57,54 +57,55 @@ class WeightWay:
         self._group, self._ranks, self._engines = group, ranks, engines
         self._reach: Reach = REACHES.get(backend, "own_stage")
         self._settings = backend, bucket_bytes, timeout_s
-        self._membership: int | None = None
-        """Of the engines that the senders are connected with; None where they must be connected anew."""
+        self._connected_at: int | None = None
+        """`num_changes` of the engines that the senders are connected with; None where they must be connected anew."""
         self._feeders: list[int] = []
         """Ranks that share a GPU with an engine and send to it, where each engine has a sender of its own."""
 
     def forget(self) -> None:
         """The ranks' processes are new ones: the next `send` connects them."""
-        self._membership = None
+        self._connected_at = None
 
     async def connect(self) -> None:
         """Raises: RemoteFailed."""
-        engines = self._engines
-        await engines.drop_lost()  # senders would wait for those until the deadline
-        if not engines.actors:
+        members = self._engines.members
+        await members.drop_lost()  # senders would wait for those until the deadline
+        if not members.actors:
             raise RemoteFailed("no engine is up that weights could be sent to")
-        membership, self._membership = engines.membership, None
+        num_changes, self._connected_at = members.num_changes, None
         backend, bucket_bytes, timeout_s = self._settings
-        way = backend, bucket_bytes, engines.num_workers, timeout_s
+        way = backend, bucket_bytes, members.num_workers, timeout_s
         if self._reach == "every_stage":
-            await self._connect_beside_engines(way, membership)
+            await self._connect_beside_engines(way, num_changes)
         else:
             for rank in self._senders:
-                info = await self._group.one(rank, "open_sender", engines.actors, *way, self._group.calls.names[rank])
-                await self._meet(info, [rank], membership)
-        self._membership = membership
+                info = await self._group.one(rank, "open_sender", members.actors, *way, self._group.calls.names[rank])
+                await self._meet(info, [rank], num_changes)
+        self._connected_at = num_changes
 
-    async def _connect_beside_engines(self, way: tuple[Any, ...], membership: int) -> None:
+    async def _connect_beside_engines(self, way: tuple[Any, ...], num_changes: int) -> None:
         """A rank feeds the engine's worker on its own GPU, if that one is up. The first speaks for all, who send the
         same."""
-        engines, everybody = self._engines, range(len(self._ranks))
-        self._feeders = sorted(engines.shared_ranks) or list(everybody)
+        members, everybody = self._engines.members, range(len(self._ranks))
+        self._feeders = sorted(members.shared_ranks) or list(everybody)
         closes = (self._group.one(rank, "close") for rank in everybody if rank not in self._feeders)
         await asyncio.gather(*closes)
-        speakers = [engines.actors] + [{}] * (len(self._feeders) - 1)
+        speakers = [members.actors] + [{}] * (len(self._feeders) - 1)
         pairs = zip(self._feeders, speakers, strict=True)
         opens = (self._group.one(rank, "open_sender", spoken_to, *way, "policy") for rank, spoken_to in pairs)
         infos = await asyncio.gather(*opens)
         addresses: dict[str, str] = {}
         for info in infos:
             addresses |= info["addresses"]
-        await self._meet(infos[0] | {"addresses": addresses}, self._feeders, membership)
+        await self._meet(infos[0] | {"addresses": addresses}, self._feeders, num_changes)
 
-    async def _meet(self, info: ControlMessage, senders: Sequence[int], membership: int) -> None:
+    async def _meet(self, info: ControlMessage, senders: Sequence[int], num_changes: int) -> None:
         """Every engine joins these senders, which look after the engines' calls meanwhile.
 
-        Args: membership of the engines when the senders were told how many to wait for.
+        Args: num_changes of the engines when the senders were told how many to wait for.
         """
-        if self._engines.membership != membership:  # the senders would wait for one whose loss a request noticed
+        if self._engines.members.num_changes != num_changes:
+            # The senders would wait for one whose loss a request noticed.
             raise RemoteFailed("an engine was lost while the weight sync was connected")
         joining = self._engines.join_sender(info)
         connects = (self._group.one(rank, "connect_sender", joining) for rank in senders)
@@ -125,11 +126,11 @@ class WeightWay:
         Raises: RemoteFailed; the engines then stay paused, and none of them waits for the senders any more.
         """
         try:
-            if self._membership != self._engines.membership:
+            if self._connected_at != self._engines.members.num_changes:
                 await self.connect()
             return await self._send(dtype_name, policy_version)
         except BaseException:
-            self._membership = None
+            self._connected_at = None
             # A rank that is lost has no sender left; one that still waits for somebody closes its own later, and before
             # it opens another. The error must not wait for either.
             closes = (self._group.one(rank, "close_sender") for rank in self._senders)

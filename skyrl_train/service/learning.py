@@ -98,13 +98,13 @@ class Learning:
     async def _care_for_engines(self) -> None:
         """A replacement holds the weights of the model as it came, and answers after a sync; one that failed is made up
         for."""
-        engines = self._processes.engines
-        await engines.drop_lost()
-        if not engines.has_replacement and not self._failed_sends:
+        members = self._processes.engines.members
+        await members.drop_lost()
+        if not members.has_replacement and not self._failed_sends:
             return
-        before = engines.membership
-        await engines.admit_replacements()
-        if engines.membership != before or self._failed_sends:
+        before = members.num_changes
+        await members.admit_replacements()
+        if members.num_changes != before or self._failed_sends:
             self._failed_sends += 1
             await self._learner.residency.sync_weights(())
             await self._learner.residency.for_rollout()
@@ -141,8 +141,8 @@ class Learning:
                 "the trainer's processes are lost or hold half an update, and without service states "
                 "(keep_state=False) there is nothing to start them from. Start a service from the last save"
             )
-        await self._processes.engines.drop_lost()
-        await self._processes.engines.admit_replacements()
+        await self._processes.engines.members.drop_lost()
+        await self._processes.engines.members.admit_replacements()
         log.warning("the trainer is started again at version %d", self.policy_version)
         reference = self._processes.reference
         own = reference if reference is not None and not reference.is_policy and reference.is_running else None

@@ -25,7 +25,7 @@ class Publisher:
         self._num_syncs = 0
         self._check_is_owed = False
         self._lock = asyncio.Lock()
-        engines.when_all_are_lost(self.restore)
+        engines.requests.when_all_are_lost(self.restore)
 
     async def publish(self, groups: Sequence[Group]) -> SyncResult:
         """Send the weights, and where a check is due compare the logprobs of samples that were just drawn.
@@ -55,7 +55,7 @@ class Publisher:
         Raises: as `publish`.
         """
         while expected is not None:
-            membership = self._engines.membership
+            before = self._engines.members.num_changes
             try:
                 await self._check.compare(self._engines, expected)
                 self._check_is_owed = False
@@ -67,8 +67,8 @@ class Publisher:
                     log.error("engines that hold other weights than the trainer could not be paused: %s", error)
                 raise
             except RemoteFailed as error:
-                await self._go_on_without_the_lost(error, membership, "the comparison of logprobs")
-                if not self._engines.actors:
+                await self._go_on_without_the_lost(error, before, "the comparison of logprobs")
+                if not self._engines.members.actors:
                     await self._send()
 
     async def restore(self) -> None:
@@ -77,7 +77,7 @@ class Publisher:
         To be called while requests wait, in a phase in which the policy does not change.
         """
         async with self._lock:
-            if self._engines.are_waited_for:  # else a sync that was under way has given them an engine
+            if self._engines.requests.are_held:  # else a sync that was under way has given them an engine
                 await self._repeat_until_sent()
 
     async def _send(self) -> SyncResult:
@@ -87,20 +87,20 @@ class Publisher:
     async def _repeat_until_sent(self) -> SyncResult:
         """Ends, for every round loses an engine and each of them is replaced only so many times."""
         while True:
-            await self._engines.admit_replacements()
-            membership = self._engines.membership
+            await self._engines.members.admit_replacements()
+            before = self._engines.members.num_changes
             try:
                 return await self._policy.send_weights(self._dtype_name)
             except RemoteFailed as error:
-                await self._go_on_without_the_lost(error, membership, "the weight sync")
+                await self._go_on_without_the_lost(error, before, "the weight sync")
 
-    async def _go_on_without_the_lost(self, error: RemoteFailed, membership: int, what: str) -> None:
-        """Args: membership of the engines when it began.
+    async def _go_on_without_the_lost(self, error: RemoteFailed, before: int, what: str) -> None:
+        """Args: before: the `num_changes` of the engines when it began.
 
         Raises: the error if no engine is to blame for it.
         """
-        lost = await self._engines.drop_lost()
-        if self._engines.membership == membership:
+        lost = await self._engines.members.drop_lost()
+        if self._engines.members.num_changes == before:
             raise error
         names = ", ".join(lost) or "an engine that was lost meanwhile"
         log.error("%s broke off with %s (%s); it is repeated without", what, names, error)

@@ -160,7 +160,7 @@ def engine_group(
     shares = [tuple(range(n * ranks_each, (n + 1) * ranks_each)) for n in range(num_engines)]
     slots = [Slot(None, 1.0, 0, some) for some in shares]  # type: ignore[arg-type]
     group = EngineGroup(slots, each, "logs", 0.2, max_restarts=max_restarts)
-    for place in group._places:
+    for place in group.members.places:
         place.started = Started(1, None, "node", ())
     return group
 

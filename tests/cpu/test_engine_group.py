@@ -52,7 +52,7 @@ def engine(*pauses_s: float, error: BaseException | None = None, ping: Any = Tru
 
 
 def stream_of(group: EngineGroup) -> AsyncIterator[Any]:
-    return group._places[0].generate([], group._lose)
+    return group.members.places[0].generate([], group.members.lose)
 
 
 def answers_of(monkeypatch: pytest.MonkeyPatch, actor: Any) -> list[Any]:
@@ -103,7 +103,7 @@ def test_a_request_that_an_engine_refuses_does_not_cost_the_engine(monkeypatch: 
         with pytest.raises(RemoteFailed, match="99 tokens does not fit"):
             async for _ in stream_of(group):
                 pass
-        assert list(group.actors) == ["engine-0"]
+        assert list(group.members.actors) == ["engine-0"]
 
     asyncio.run(main())
 
@@ -112,11 +112,11 @@ def test_only_engines_that_do_not_answer_are_dropped(monkeypatch: pytest.MonkeyP
     async def main() -> None:
         hangs, dead = None, RayActorError()
         group = engine_group(monkeypatch, engine(), engine(ping=hangs), engine(), engine(ping=dead))
-        before = group.membership
-        assert await group.drop_lost() == ["engine-1", "engine-3"]
-        assert list(group.actors) == ["engine-0", "engine-2"] and group.num_workers == 2
-        assert group.membership != before, "senders must be connected anew"
-        assert await group.drop_lost() == []
+        before = group.members.num_changes
+        assert await group.members.drop_lost() == ["engine-1", "engine-3"]
+        assert list(group.members.actors) == ["engine-0", "engine-2"] and group.members.num_workers == 2
+        assert group.members.num_changes != before, "senders must be connected anew"
+        assert await group.members.drop_lost() == []
 
     asyncio.run(main())
 
@@ -158,7 +158,7 @@ def test_an_engine_that_waits_for_requests_is_given_its_own_deadline_first(
             begin_weight_update=SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: late))
         )
         group = engine_group(monkeypatch, actor)
-        place = group._places[0]
+        place = group.members.places[0]
         place.settings = replace(place.settings, pause_mode=pause_mode, rpc_timeout_s=rpc_timeout_s, sync_timeout_s=0.1)
         said = task_error(still_running(rpc_timeout_s, ["chatcmpl-7"]))
         asyncio.get_running_loop().call_later(rpc_timeout_s, late.set_exception, said)

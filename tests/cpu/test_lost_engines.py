@@ -99,18 +99,18 @@ class World:
 
     async def assert_all_serve_the_policy(self, num_engines: int) -> None:
         """Each engine computes the policy's logprobs, and requests are answered under its version."""
-        assert len(self.engines.actors) == num_engines
+        assert len(self.engines.members.actors) == num_engines
         await self.check.run(self.policy, self.engines, self.groups)
         assert {one.policy_version for one in await self.answers()} == {self.policy.policy_version}
 
     async def wait_for_replacements(self) -> None:
-        tasks = [place.replacement for place in self.engines._places if place.replacement is not None]
+        tasks = [place.replacement for place in self.engines.members.places if place.replacement is not None]
         await asyncio.wait_for(asyncio.gather(*tasks), 250)
 
     async def whole_again(self) -> None:
         """Both engines serve; the new one answers nobody before it has the weights."""
         await self.wait_for_replacements()
-        for place in self.engines._places:
+        for place in self.engines.members.places:
             if not place.is_up:
                 assert (await place.actor.stats.remote())["paused"]
         await self.train()
@@ -119,7 +119,7 @@ class World:
 
     def core(self, index: int) -> psutil.Process:
         """The process of an engine's vLLM core."""
-        started = self.engines._places[index].started
+        started = self.engines.members.places[index].started
         assert started is not None
         children = [psutil.Process(pid) for pid, _ in started.pids[1:]]
         (core,) = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
@@ -147,7 +147,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def test_a_sync_in_which_an_engine_is_lost_is_repeated_with_the_others(
     world: World, death: str, caplog: pytest.LogCaptureFixture
 ):
-    before = {pid for place in world.engines._places for pid, _ in place.started.pids}  # type: ignore[union-attr]
+    before = {pid for place in world.engines.members.places for pid, _ in place.started.pids}  # type: ignore[union-attr]
     run(world.train())
     world.order.write_text(death)
     started = time.monotonic()
@@ -161,21 +161,21 @@ def test_a_sync_in_which_an_engine_is_lost_is_repeated_with_the_others(
     assert "engine-" in report and "failed to send weights" in report
 
     run(world.whole_again())
-    after = {pid for place in world.engines._places for pid, _ in place.started.pids}  # type: ignore[union-attr]
+    after = {pid for place in world.engines.members.places for pid, _ in place.started.pids}  # type: ignore[union-attr]
     assert not [pid for pid in before - after if psutil.pid_exists(pid)], "the lost engine still holds its device"
 
 
 def test_requests_of_an_engine_that_dies_are_answered_by_the_others(world: World):
     async def main() -> None:
         requests = asyncio.create_task(world.answers(LONG))
-        while sum(world.engines._router.loads) < len(PROMPTS):
+        while sum(world.engines.requests.router.loads) < len(PROMPTS):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         world.core(0).kill()
         answers = await requests
         assert {one.policy_version for one in answers} == {world.policy.policy_version}
         assert all(one.stop_reason in ("stop", "length") for one in answers)
-        assert len(world.engines.actors) == 1
+        assert len(world.engines.members.actors) == 1
         await world.whole_again()
 
     run(main())
@@ -185,11 +185,11 @@ def test_requests_wait_for_a_new_engine_where_all_have_died(world: World):
     async def main() -> None:
         expected = [one.token_ids for one in await world.answers()]
         requests = asyncio.create_task(world.answers(LONG))
-        while sum(world.engines._router.loads) < len(PROMPTS):
+        while sum(world.engines.requests.router.loads) < len(PROMPTS):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         world.core(0).kill()
-        psutil.Process(world.engines._places[1].started.pids[0][0]).kill()  # type: ignore[union-attr]
+        psutil.Process(world.engines.members.places[1].started.pids[0][0]).kill()  # type: ignore[union-attr]
         assert {one.policy_version for one in await requests} == {world.policy.policy_version}
         assert [one.token_ids for one in await world.answers()] == expected, "not the weights of that version"
         await world.whole_again()
@@ -201,7 +201,7 @@ def test_the_run_ends_with_one_error_when_no_engine_can_be_had(world: World):
     """The last test of the world: its engines are gone afterwards."""
 
     async def main() -> None:
-        for place in world.engines._places:
+        for place in world.engines.members.places:
             place.max_restarts = 0
         for index in (0, 1):
             world.core(index).send_signal(signal.SIGKILL)

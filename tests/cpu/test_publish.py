@@ -107,7 +107,7 @@ def test_a_step_goes_on_wherever_an_engine_dies_between_its_last_answer_and_the_
         assert not world.actors[0].is_alive and world.check.made == [1]
         world.policy.policy_version = 2
         await world.residency.sync_weights(())
-        assert await world.answers() == [2] * 4 and len(world.engines.actors) == num_engines
+        assert await world.answers() == [2] * 4 and len(world.engines.members.actors) == num_engines
 
     in_world(monkeypatch, main, num_engines=num_engines)
 
@@ -135,11 +135,11 @@ def test_a_loss_that_a_request_notices_during_a_sync_is_no_reason_to_end_the_run
     """Whoever asks for the lost then hears of none; with one engine the next call of the sync has nobody to go to."""
 
     async def main(world: World) -> None:
-        place, engine = world.engines._places[0], world.actors[0]
+        place, engine = world.engines.members.places[0], world.actors[0]
 
         def notice(*args: Any) -> None:
             engine.is_alive = False
-            world.engines._lose(place, "its stream broke off")
+            world.engines.members.lose(place, "its stream broke off")
 
         engine.answers[call] = notice
         world.policy.policy_version = 1
@@ -175,7 +175,7 @@ def test_an_engine_that_dies_of_every_request_is_given_up_in_the_end(
 
 def test_replacements_are_counted_until_one_has_lived_from_sync_to_sync(monkeypatch: pytest.MonkeyPatch):
     async def main(world: World) -> None:
-        (place,) = world.engines._places
+        (place,) = world.engines.members.places
         world.actors[0].dies_after_answers = world.actors[1].dies_after_answers = 0
         assert await world.answers() == [0] * 4, "by the third"
         assert place.restarts == 2
@@ -205,7 +205,7 @@ def test_an_engine_that_a_request_loses_while_senders_are_opened_is_not_waited_f
 
         def lose_one(engines: dict[str, FakeEngine], *way: Any) -> Any:
             if len(engines) == 2:
-                world.engines._lose(world.engines._places[0], "its stream broke off")
+                world.engines.members.lose(world.engines.members.places[0], "its stream broke off")
             return open_sender(engines, *way)
 
         world.rank.answers["open_sender"] = lose_one
@@ -304,7 +304,7 @@ def test_a_service_replaces_an_engine_that_died_between_two_jobs(monkeypatch: py
         assert world.rank.num_sends == sends, "nobody was lost"
         world.actors[0].is_alive = False
         await service.run(CareJob())
-        while len(world.engines.actors) < num_engines:
+        while len(world.engines.members.actors) < num_engines:
             await asyncio.sleep(0)
             await service.run(CareJob())
         assert world.rank.num_sends == sends + 1 and await world.answers() == [5] * 4
@@ -408,7 +408,7 @@ def test_the_memory_metric_leaves_out_who_does_not_answer(monkeypatch: pytest.Mo
         await report.look("training")
         whole = {"memory/training/policy_gib": 2, "memory/training/engine_gib": 1, "memory/training/device_free_gib": 3}
         assert report.metrics() == whole
-        assert list(world.engines.actors) == ["engine-0", "engine-1"], "a metric judges nobody"
+        assert list(world.engines.members.actors) == ["engine-0", "engine-1"], "a metric judges nobody"
         world.rank.is_alive = False
         await report.look("training")
         assert report.metrics() == {name: value for name, value in whole.items() if "policy" not in name}
@@ -424,7 +424,7 @@ def test_an_engine_that_dies_while_it_falls_asleep_or_wakes_is_dropped(monkeypat
     async def main(world: World) -> None:
         world.actors[0].dies_in = method
         await getattr(world.engines, method)()
-        assert list(world.engines.actors) == ["engine-1"]
+        assert list(world.engines.members.actors) == ["engine-1"]
         assert world.actors[1].called.count(method) == 1, "asked once: half of it done twice would be wrong"
         world.actors[1].dies_in = method
         with pytest.raises(RemoteFailed, match="no engine is left .*engine-0 is lost.*engine-1 is lost: .* died when"):
@@ -441,16 +441,16 @@ def test_an_engine_whose_loss_is_noticed_twice_is_replaced_once(monkeypatch: pyt
             raise ValueError("no room")
 
         def notice(patience_s: float) -> None:
-            world.engines._lose(world.engines._places[0], "its stream broke off")
+            world.engines.members.lose(world.engines.members.places[0], "its stream broke off")
             raise TimeoutError
 
         world.actors[0].answers |= {"sleep": refuse, "ping": notice}
         await world.engines.sleep()
-        while not world.engines.has_replacement:
+        while not world.engines.members.has_replacement:
             await asyncio.sleep(0)
         await asyncio.sleep(0.05)
         assert [engine.called for engine in world.actors[2:]] == [["start"], [], [], []]
-        assert world.engines._places[0].lost_because == "its stream broke off"
+        assert world.engines.members.places[0].lost_because == "its stream broke off"
 
     in_world(monkeypatch, main)
 
@@ -463,7 +463,7 @@ def test_an_engine_that_lives_and_cannot_sleep_ends_the_run(monkeypatch: pytest.
         world.actors[0].answers["sleep"] = refuse
         with pytest.raises(RemoteFailed, match="engine-0 failed to fall asleep: ValueError: no room"):
             await world.engines.sleep()
-        assert len(world.engines.actors) == 2
+        assert len(world.engines.members.actors) == 2
 
     in_world(monkeypatch, main)
 

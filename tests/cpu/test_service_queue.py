@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -166,21 +167,22 @@ class Policy:
         self.policy_version = policy_version
 
 
-class Engines:
+class Members:
     def __init__(self, calls: list[str]) -> None:
-        self.calls, self.has_replacement, self.membership, self.has_come = calls, False, 0, False
+        self.calls, self.has_replacement, self.num_changes, self.has_come = calls, False, 0, False
 
     async def drop_lost(self) -> None:
         self.calls.append("drop lost")
 
     async def admit_replacements(self) -> None:
         self.calls.append("admit")
-        self.membership += self.has_come
+        self.num_changes += self.has_come
 
 
 class Processes:
     def __init__(self, policy: Policy) -> None:
-        self.policy, self.reference, self.engines = policy, None, Engines(policy.calls)
+        self.policy, self.reference = policy, None
+        self.engines = SimpleNamespace(members=Members(policy.calls))
 
 
 class Residency:
@@ -280,10 +282,10 @@ def test_engines_are_looked_after_between_jobs_and_those_that_came_are_given_the
         watching = asyncio.ensure_future(watch(queue, 0.01))
         await asyncio.sleep(0.05)
         assert set(policy.calls) == {"drop lost"}
-        processes.engines.has_replacement = True
+        processes.engines.members.has_replacement = True
         await asyncio.sleep(0.05)
         assert set(policy.calls) == {"drop lost", "admit"}, "it could not be started"
-        processes.engines.has_come = True
+        processes.engines.members.has_come = True
         await asyncio.sleep(0.05)
         first = policy.calls.index("sync")
         assert policy.calls[first - 2 : first + 2] == ["drop lost", "admit", "sync", "rollout"]
@@ -299,12 +301,12 @@ def test_a_sync_between_jobs_that_fails_is_made_up_for_before_the_trainer_is_giv
         policy = Policy([])
         processes, learner = Processes(policy), Learner(policy, policy.calls)
         learning = Learning(processes, learner, Timers(), state_path="/s", max_model_len=9)  # type: ignore[arg-type]
-        processes.engines.has_replacement, processes.engines.has_come = True, True
+        processes.engines.members.has_replacement, processes.engines.members.has_come = True, True
         learner.residency.failures = num_failures
         with pytest.raises(RemoteFailed) as error:
             await learning.run(CareJob())
         assert await learning.recover(error.value) == "nothing was changed, version 0 goes on"
-        processes.engines.has_replacement, processes.engines.has_come = False, False
+        processes.engines.members.has_replacement, processes.engines.members.has_come = False, False
         policy.calls.clear()
         if num_failures == 2:
             with pytest.raises(RemoteFailed) as error:
@@ -328,8 +330,8 @@ def test_a_service_whose_engines_are_all_given_up_between_jobs_is_broken():
         policy = Policy([])
         processes, learner = Processes(policy), Learner(policy, policy.calls)
         learning = Learning(processes, learner, Timers(), state_path="/s", max_model_len=9)  # type: ignore[arg-type]
-        processes.engines.has_replacement = True
-        processes.engines.admit_replacements = none_is_left  # type: ignore[method-assign]
+        processes.engines.members.has_replacement = True
+        processes.engines.members.admit_replacements = none_is_left  # type: ignore[method-assign]
         queue = JobQueue(learning.run, learning.recover)
         with pytest.raises(ServiceBroken, match="no engine is left"):
             await queue.submit(CareJob())
