@@ -53,7 +53,7 @@ def connect() -> Iterator[Cluster]:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     local = {"include_dashboard": False} if address == "local" else {}
     try:
-        with _signal_handlers_kept():
+        with _signal_handlers_kept(), _own_process_groups():
             context = ray.init(
                 address=address,
                 log_to_driver=False,
@@ -152,6 +152,20 @@ def _keep_rays_words_from_console() -> None:
             plain(data, *arguments, **named)
 
     ray._private.worker.print_to_stdstream = print_unless_raylet
+
+
+@contextlib.contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """A signal to the driver's group (`timeout`, a batch system) is the driver's to answer.
+
+    A driver whose Ray it has ended waits 60 s for it (2.60) and is then aborted, without its step and without a report.
+    """
+    popen = ray._private.services.ConsolePopen
+    ray._private.services.ConsolePopen = functools.partial(popen, process_group=0)
+    try:
+        yield
+    finally:
+        ray._private.services.ConsolePopen = popen
 
 
 @contextlib.contextmanager

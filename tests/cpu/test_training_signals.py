@@ -27,7 +27,7 @@ def assert_clean_end(job: Job, status: str = "interrupted") -> None:
 
 
 def test_ctrl_c_finishes_the_step_in_flight_and_a_killed_driver_takes_its_processes_with_it(world: Path):
-    """Two starts of the same run; SIGTERM is in test_training_on_a_cluster.py."""
+    """Two starts of the same run; SIGTERM to the driver alone is in test_training_on_a_cluster.py."""
     with running(world, "trainer.run_name=twofold", *LONG) as job:
         job.wait_for_step(1)
         done = len(job.metrics)
@@ -45,6 +45,19 @@ def test_ctrl_c_finishes_the_step_in_flight_and_a_killed_driver_takes_its_proces
         assert job.wait(10) == -signal.SIGKILL
         assert not (left := job.left_behind(patience_s=30)), left
     assert (world / "runs/twofold.1/metrics.jsonl").exists()
+
+
+def test_sigterm_to_the_whole_process_group_finishes_the_step_in_flight(world: Path):
+    """As `timeout` and batch systems send it: Ray's own processes must outlive it until the driver ends them."""
+    with running(world, "trainer.run_name=term", *LONG) as job:
+        job.wait_for_step(1)
+        done = len(job.metrics)
+        time.sleep(0.3)  # into the next step
+        job.interrupt(signal.SIGTERM)
+        assert job.wait(30) == 143, job.story()
+        assert len(job.metrics) > done, "the step in flight was not finished"
+        assert_whole_steps(job)
+        assert_clean_end(job)
 
 
 def test_a_second_ctrl_c_ends_at_once(world: Path):
