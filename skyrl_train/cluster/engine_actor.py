@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import psutil
 import ray
@@ -14,6 +15,7 @@ from skyrl_train.cluster.process import host, log_to, talk_through_node_address,
 from skyrl_train.hub import local_folder
 from skyrl_train.inference.engine import Engine, import_vllm
 from skyrl_train.inference.remote import RemoteEngine
+from skyrl_train.inference.root_cause import root_cause
 from skyrl_train.inference.settings import EngineSettings, RemoteEngineSettings
 
 GONE_S = 10.0
@@ -47,6 +49,7 @@ class EngineActor(Engine):
     """
 
     def __init__(self, log_path: str, visible_devices: str | None) -> None:
+        self._log = Path(log_path)
         use_devices(visible_devices)
         log_to(log_path)
         talk_through_node_address()
@@ -59,9 +62,17 @@ class EngineActor(Engine):
         """A hub model is downloaded to this node first.
 
         Args: waits_for_weights: answer nobody before the first weight sync, for others serve newer weights.
+        Raises: RuntimeError with what vLLM's processes raised, if one did; ValueError for settings that contradict.
         """
         http = settings.http and replace(settings.http, advertised_host=host())
-        super().__init__(replace(settings, model_path=local_folder(settings.model_path), http=http))
+        begun = self._log.stat().st_size
+        try:
+            super().__init__(replace(settings, model_path=local_folder(settings.model_path), http=http))
+        except RuntimeError as error:
+            written = self._log.read_bytes()[begun:].decode(errors="replace")
+            if cause := root_cause(written):
+                raise RuntimeError(f"vLLM could not start: {cause}") from error
+            raise
         num_workers = (await self.ready())["num_workers"]
         if waits_for_weights:
             await self.pause()
