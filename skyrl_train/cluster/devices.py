@@ -1,4 +1,4 @@
-"""What a configuration asks of the cluster's devices: a way for the weights, and records of their memory."""
+"""What a configuration asks of the cluster's devices: a way for the weights, kernels, and records of their memory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ def require_gpus_for_snapshots(trainer: TrainingConfig, cluster: Cluster) -> Non
         raise PlacementError(
             f"trainer.{asking[0]}.megatron_config.torch_profiler_config.record_memory is true, and the cluster has no "
             "GPUs whose memory could be recorded: set it to false (enable writes traces on a CPU too)"
+        )
+
+
+def require_kernels_for_adapters(config: Config, cluster: Cluster) -> None:
+    """Raises: PlacementError for engines on GPUs that are to compute with float32 adapters."""
+    lora, generator = config.trainer.policy.model.lora, config.generator
+    if lora.rank > 0 and lora.sync == "adapter" and generator.model_dtype == "float32" and cluster.has_gpus:
+        raise PlacementError(
+            "trainer.policy.model.lora.sync is adapter and generator.model_dtype float32: vLLM's kernels for adapters "
+            "on GPUs multiply half precision alone, use lora.sync=merged, or trainer.bf16=true and model_dtype=bfloat16"
         )
 
 

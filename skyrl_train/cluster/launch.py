@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_train.algorithms.objective import Objective
-from skyrl_train.cluster.devices import require_gpus_for_snapshots, sync_backend
+from skyrl_train.cluster.devices import require_gpus_for_snapshots, require_kernels_for_adapters, sync_backend
 from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.engine_settings import all_engine_settings
 from skyrl_train.cluster.placement import Demand, Placement, Slot
@@ -61,6 +61,7 @@ async def launch(
     """
     backend = sync_backend(config, cluster)
     require_gpus_for_snapshots(config.trainer, cluster)
+    require_kernels_for_adapters(config, cluster)
     place = config.trainer.placement
     reserve = Placement.reserve_shared if place.colocate_all else Placement.reserve
     placement = await reserve(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.cluster.devices import require_gpus_for_snapshots, sync_backend
+from skyrl_train.cluster.devices import require_gpus_for_snapshots, require_kernels_for_adapters, sync_backend
 from skyrl_train.cluster.placement import PlacementError
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import load_config
@@ -57,3 +57,16 @@ def test_snapshots_of_device_memory_are_refused_without_gpus(overrides: list[str
 
 def test_without_snapshots_no_gpu_is_asked_for():
     require_gpus_for_snapshots(load_config([]).trainer, Cluster("", is_local=True, has_gpus=False))
+
+
+ADAPTERS = ["trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.sync=adapter"]
+
+
+def test_float32_adapters_are_refused_on_gpus_where_vllm_has_no_kernels_for_them():
+    on_gpus, on_cpus = (Cluster("", is_local=True, has_gpus=gpus) for gpus in (True, False))
+    exact = [*ADAPTERS, "trainer.bf16=false", "generator.model_dtype=float32"]
+    with pytest.raises(PlacementError, match=r"adapters on GPUs multiply half precision alone, use lora.sync=merged"):
+        require_kernels_for_adapters(load_config(exact), on_gpus)
+    require_kernels_for_adapters(load_config(exact), on_cpus)
+    for cure in ("trainer.policy.model.lora.sync=merged", "generator.model_dtype=bfloat16"):
+        require_kernels_for_adapters(load_config([*exact, cure]), on_gpus)

@@ -30,10 +30,10 @@ def test_a_job_ends_with_every_sync_proven(tmp_path: Path, bf16: str):
     assert all(row["perf/sync_gb_per_s"] > 0 for row in rows if "policy/grad_norm" in row)
 
 
-@pytest.mark.parametrize("sync", ["merged", "adapter"])
-def test_a_job_that_trains_adapters_ends_with_every_sync_proven(tmp_path: Path, sync: str):
+@pytest.mark.parametrize(("sync", "bf16"), [("merged", "false"), ("adapter", "true")])
+def test_a_job_that_trains_adapters_ends_with_every_sync_proven(tmp_path: Path, sync: str, bf16: str):
     world = write_world(tmp_path / "world")
-    lora = ["trainer.policy.model.lora.rank=4", f"trainer.policy.model.lora.sync={sync}"]
+    lora = ["trainer.policy.model.lora.rank=4", f"trainer.policy.model.lora.sync={sync}", f"trainer.bf16={bf16}"]
     kl = ["trainer.algorithm.use_kl_loss=true", "trainer.policy_mini_batch_size=8"]
     code, job = run_to_end(world, "trainer.verify_sync_every=1", *lora, *kl, *DEDICATED)
     assert code == 0, job.story()
