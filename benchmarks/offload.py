@@ -56,8 +56,10 @@ class Rank:
     back_s: list[float]
     pinned: tuple[float, float]
     """Bytes per second of pinned copies, out and back."""
-    left_bytes: int
-    """On the device by this process when all is offloaded, its CUDA context with it; 0 without a GPU."""
+    outside_bytes: int
+    """Of the device when all is offloaded, outside torch: the CUDA context, NCCL; 0 without a GPU."""
+    reserved_bytes: int
+    """The same within torch."""
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -108,7 +110,7 @@ def turns(rendezvous: Rendezvous, given: tuple[Job, int]) -> Rank:
 
     moved = []
     first_s = together(policy.offload)
-    left_bytes = outside() + int(memory_in_use()["reserved"]) if device_type() == "cuda" else 0
+    left = (outside(), int(memory_in_use()["reserved"])) if device_type() == "cuda" else (0, 0)
     come_back(policy)
     out_s, back_s = [], []
     for _ in range(num_turns):
@@ -116,7 +118,7 @@ def turns(rendezvous: Rendezvous, given: tuple[Job, int]) -> Rank:
         back_s.append(together(lambda: come_back(policy)))
     policy.offload()
     dist.barrier()
-    return Rank(moved[0].num_bytes, first_s, out_s, back_s, pinned_copies(), left_bytes)
+    return Rank(moved[0].num_bytes, first_s, out_s, back_s, pinned_copies(), *left)
 
 
 def summary(ranks: Sequence[Rank]) -> dict[str, float]:
@@ -137,7 +139,8 @@ def summary(ranks: Sequence[Rank]) -> dict[str, float]:
         "pinned copies out GB/s": most / pinned_out_s / 1e9,
         "pinned copies back GB/s": most / pinned_back_s / 1e9,
         "share of pinned copies": (pinned_out_s + pinned_back_s) / (out_s + back_s),
-        "left on the device GiB": max(rank.left_bytes for rank in ranks) / GIB,
+        "left by torch GiB": max(rank.reserved_bytes for rank in ranks) / GIB,
+        "left outside torch GiB": max(rank.outside_bytes for rank in ranks) / GIB,
     }
 
 

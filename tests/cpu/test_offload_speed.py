@@ -14,13 +14,17 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_of_each_turn_the_slowest_rank_counts():
-    fast = Rank(8_000_000_000, 1.0, [0.20, 0.30, 0.20], [0.25, 0.25, 0.25], (50e9, 40e9), 2**30)
-    slow = Rank(10_000_000_000, 2.0, [0.25, 0.20, 0.40], [0.20, 0.25, 0.30], (50e9, 40e9), 2**31)
+    fast = Rank(8_000_000_000, 1.0, [0.20, 0.30, 0.20], [0.25, 0.25, 0.25], (50e9, 40e9), 2**30, 2**28)
+    slow = Rank(10_000_000_000, 2.0, [0.25, 0.20, 0.40], [0.20, 0.25, 0.30], (50e9, 40e9), 2**31, 2**27)
     found = summary([fast, slow])
     assert found["out s"] == 0.30 and found["back s"] == 0.25
     assert found["out GB/s"] == pytest.approx(10 / 0.30) and found["pinned copies back GB/s"] == pytest.approx(40)
     assert found["share of pinned copies"] == pytest.approx((0.20 + 0.25) / 0.55)
-    assert found["first offload s"] == 2.0 and found["left on the device GiB"] == 2.0
+    assert (
+        found["first offload s"] == 2.0
+        and found["left outside torch GiB"] == 2.0
+        and found["left by torch GiB"] == 0.25
+    )
 
 
 @pytest.mark.slow

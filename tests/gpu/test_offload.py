@@ -157,8 +157,11 @@ def test_a_job_shares_one_gpu_in_each_mode_and_every_sync_is_proven(tmp_path: Pa
         assert [row["trainer/global_step"] for row in steps] == [1, 2, 3]
         assert all(row["policy/rollout_train_logprobs_abs_diff_mean"] < 0.05 for row in steps)
         assert all(row["memory/reference/engine_gib"] < row["memory/rollout/engine_gib"] for row in steps)
-        held = [row.get("memory/rollout/policy_gib") for row in steps]
-        assert held == [None] * 3 if release == "exit" else all(one is not None and one < 0.1 for one in held)
+        held = [row.get("memory/rollout/policy_gib", 0) for row in steps]
+        if release == "none":
+            assert min(held) > 0.06, "pages of 64 MiB"
+        else:
+            assert max(held) < 0.01, "of an offloaded policy small things stay, of one that ended nothing"
         # The engine's share of the device is the same in each run, so the rest is what trainers leave of it.
         free_gib[release] = min(row["memory/rollout/device_free_gib"] for row in steps)
     print(free_gib)
@@ -211,6 +214,7 @@ def test_an_engine_takes_what_trainers_leave_and_keeps_the_margin_through_every_
     world, total = write_world(tmp_path / "world"), torch.cuda.get_device_properties(0).total_memory / GIB
     overrides = [one for one in COLOCATED if "gpu_memory_utilization" not in one]
     overrides += ["trainer.run_name=free", "trainer.bf16=true", "generator.http_endpoint_port=0"]
+    overrides.append("generator.kv_cache_memory_gb=null")
     code, job = run_to_end(world, *overrides, f"generator.enable_http_endpoint={str(takes_all).lower()}")
     assert code == 0, job.story()
     lines = (world / "runs/free/logs/engine-0.log").read_text().splitlines()
