@@ -166,7 +166,7 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
     """
     target = Path(folder)
     owner = is_stage_owner()
-    write_together(lambda: check_writable(target) if owner else None)
+    write_together(target, lambda: check_writable(target) if owner else None)
     stages, stage = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -182,7 +182,7 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
             save_file(tensors, target / f"{file}.tmp", metadata={"format": "pt"})
             (target / f"{file}.tmp").rename(target / file)
 
-    write_together(write_weights)
+    write_together(target, write_weights)
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     written: list[tuple[str, dict[str, int]]] = [("", {})] * dist.get_world_size()
     dist.all_gather_object(written, (file, sizes) if owner else ("", {}))
@@ -200,7 +200,7 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
         config.save_pretrained(target)
         _copy_tokenizer(model.bridge._get_actual_hf_path(source), target)
 
-    write_together(write_the_rest)
+    write_together(target, write_the_rest)
 
 
 def check_writable(folder: Path) -> None:
@@ -209,13 +209,13 @@ def check_writable(folder: Path) -> None:
         pass
 
 
-def write_together(write: Callable[[], None]) -> None:
+def write_together(folder: str | Path, write: Callable[[], None]) -> None:
     """Have every rank write what is its own, and wait for all. Raises: ValueError on all of them if one cannot."""
     problem = ""
     try:
         write()
     except (OSError, SafetensorError) as error:
-        problem = f"the checkpoint cannot be written: {error}"
+        problem = f"the checkpoint cannot be written into {folder}: {error}"
     problems = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     if told := next(filter(None, problems), ""):

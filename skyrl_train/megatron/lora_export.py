@@ -61,7 +61,7 @@ def save_adapter(lora: Lora, target: str, folder: str, base_model: str) -> None:
     """
     owner = is_stage_owner()
     writes = owner and parallel_state.get_pipeline_model_parallel_rank() == 0
-    write_together(lambda: check_writable(Path(target)) if writes else None)
+    write_together(target, lambda: check_writable(Path(target)) if writes else None)
     tensors = {name: tensor.cpu().clone() for name, tensor in export_adapter(lora) if owner}
     stages: list[dict[str, Tensor]] | None = None
     if owner:
@@ -74,4 +74,4 @@ def save_adapter(lora: Lora, target: str, folder: str, base_model: str) -> None:
             whole = {name: tensor for stage in stages for name, tensor in stage.items()}
             adapter.save(target, whole, folder, base_model, lora.config)
 
-    write_together(write)
+    write_together(target, write)
