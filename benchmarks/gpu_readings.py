@@ -108,6 +108,11 @@ READINGS = {
     ),
     "pages": Reading(1, "benchmarks/memory_pages.py", 100),
     "communicators": Reading(1, "benchmarks/communicator_memory.py", 60, alone=False),
+    "communicators_2": Reading(2, "benchmarks/communicator_memory.py --gpus 2", 60),
+    "few_channels_2": Reading(2, "benchmarks/communicator_memory.py --gpus 2 --max-ctas 4", 60),
+    "memory_pp2": Reading(
+        2, "benchmarks/device_memory.py --shape qwen3-0.6b --model {models}/qwen3-0.6b --gpus 2 --pp 2", 150
+    ),
     "colocated_sync": Reading(
         1, "benchmarks/weight_sync.py --shape qwen3-4b --model {models}/qwen3-4b --colocate", 300
     ),

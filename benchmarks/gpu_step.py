@@ -6,9 +6,10 @@
     python benchmarks/gpu_step.py --shape qwen3-0.6b --gpus 1 --colocate
     python benchmarks/gpu_step.py --shape qwen3-0.6b --gpus 2
 
-With --update-only: MegatronPolicy.update on local ranks, without engines, and in the same processes a bare Megatron
-loop over the same micro-batches; samples of --sample-tokens, micro-batches of --max-tokens. --parts (update_parts.py;
-of each part the slowest rank) and --trace (kernel_shares.py; rank 0) say where the time of an update goes.
+With --update-only: MegatronPolicy.update on local ranks, without engines, in turns with a bare Megatron loop over the
+same micro-batches (overhead: the median of their ratios); samples of --sample-tokens, micro-batches of --max-tokens.
+--parts (update_parts.py; of each part the slowest rank) and --trace (kernel_shares.py; rank 0) say where the time of an
+update goes.
 
 Otherwise whole GRPO steps through the main job: 64 prompts of 128 tokens x 8 samples x 512 new tokens (every response
 has exactly that length: the end-of-text token has an id that the model cannot draw), no KL term unless --kl; --gpus are
@@ -143,6 +144,7 @@ def measure_update(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     ranks = run_on_ranks(run, job, args.gpus, timeout_s=900)
     first = ranks[0]
     seconds, bare = statistics.median(first["update_s"]), statistics.median(first["bare_s"])
+    ratios = [ours / its for ours, its in zip(first["update_s"], first["bare_s"], strict=True)]
     flops, tokens = sum(rank["flops"] for rank in ranks), sum(rank["tokens"] for rank in ranks)
     peak = first["peak_flops"]
     schedule = statistics.median(first["schedule_s"])
@@ -157,7 +159,8 @@ def measure_update(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "all_update_s": first["update_s"],
         "first_update_s": first["first_update_s"],
         "bare_s": bare,
-        "overhead": seconds / bare - 1,
+        "all_bare_s": first["bare_s"],
+        "overhead": statistics.median(ratios) - 1,
         "schedule_s": schedule,
         "rest_s": seconds - schedule,
         "logprob_s": first["logprob_s"],

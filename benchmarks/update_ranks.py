@@ -1,4 +1,4 @@
-"""One rank of gpu_step.py's update: MegatronPolicy.update, then the same work in a bare Megatron loop.
+"""One rank of gpu_step.py's update: MegatronPolicy.update, and in turns with it the same work in a bare Megatron loop.
 
 The bare loop knows micro-batches that lie on the device already, Megatron's schedule, a mean of logprobs as its loss,
 and the optimizer; no packing, no metrics, no timers. What the framework adds is the difference.
@@ -7,7 +7,7 @@ and the optimizer; no packing, no metrics, no timers. What the framework adds is
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,18 +102,19 @@ def run(rendezvous: Rendezvous, job: Job) -> dict[str, Any]:
     policy, batch = build(rendezvous, job)
     place = policy.ranks
     logprob_s = [_timed(lambda: policy.logprobs(batch)) for _ in range(2)][-1]
-    _reset_peak()
-    reports, seconds = [], []
-    for _ in range(job.warm_up + job.steps):
+    reports, seconds, bare, peak_bytes = [], [], [], 0
+    bare_step = _bare_step(policy, batch)
+    for _ in range(job.warm_up + job.steps):  # in turns, so that a device that slows down slows both
+        _reset_peak()
         seconds.append(_timed(lambda: reports.append(policy.update(batch))))
-    peak_bytes = _peak_bytes()
+        peak_bytes = max(peak_bytes, _peak_bytes())
+        bare.append(_timed(bare_step))
     parts = measure_parts(policy, batch, job.steps) if job.parts else {}
     kernels: dict[str, float] = {}
     if job.trace and rendezvous.rank == 0:
         kernels = trace(lambda: policy.update(batch), job.trace)
     elif job.trace:
         policy.update(batch)
-    bare = [_timed(step) for step in _bare_steps(policy, batch, job.warm_up + job.steps)]
     measured = reports[job.warm_up :]
     return {
         "update_s": seconds[job.warm_up :],
@@ -145,11 +146,10 @@ def _timed(work: Any) -> float:
     return time.perf_counter() - started
 
 
-def _bare_steps(policy: MegatronPolicy, batch: TrainBatch, count: int) -> Iterator[Any]:
+def _bare_step(policy: MegatronPolicy, batch: TrainBatch) -> Callable[[], None]:
     model, optimizer, group = policy.model, policy._optimizer, parallel_state.get_tensor_model_parallel_group()
     micro_batches = [policy._packer.pack(batch, samples) for samples in batch.mini_batches[0]]
     num_tokens = sum(len(one.token_slice) for one in micro_batches)
-    model.bridge.config.timers = None
     keep_dtype = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}
 
     def forward_step(batches: Iterator[Any], chunk: Any) -> Any:
@@ -178,6 +178,7 @@ def _bare_steps(policy: MegatronPolicy, batch: TrainBatch, count: int) -> Iterat
         return output, loss
 
     def step() -> None:
+        model.bridge.config.timers = None  # an update makes its own
         for chunk in model.chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -192,8 +193,7 @@ def _bare_steps(policy: MegatronPolicy, batch: TrainBatch, count: int) -> Iterat
         )
         optimizer.step()
 
-    for _ in range(count):
-        yield step
+    return step
 
 
 def _reset_peak() -> None:
