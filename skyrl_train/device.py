@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import functools
 import os
 from collections.abc import Iterator
@@ -37,6 +38,24 @@ def device() -> torch.device:
 def distributed_backend() -> str:
     """Backend for `torch.distributed`: gloo serves CPU tensors on a GPU machine as well."""
     return "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
+
+
+def few_channels(count: int, timeout: datetime.timedelta | None) -> Any:
+    """Options of a process group (torch's `pg_options`) with at most `count` channels; None without a GPU.
+
+    NCCL chooses up to 32 for its fastest collectives, and each has buffers of its own on the device: 8 MiB for sends
+    over a network, which even a group of one rank gets, 12 MiB for each neighbour in a ring and in a tree, and 12 MiB
+    for sends between two GPUs (https://github.com/NVIDIA/nccl/issues/1685 and 2363).
+    """
+    if device_type() == "cpu":
+        return None
+    import torch.distributed as dist
+
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = count
+    if timeout is not None:
+        options._timeout = timeout  # torch warns of another one than the group's
+    return options
 
 
 def synchronize() -> None:

@@ -1,17 +1,20 @@
-"""Fewer process groups than Megatron makes.
+"""Fewer process groups than Megatron makes, and fewer channels where little is sent.
 
 Each group over which something is reduced gets an NCCL communicator of its own, and even one of a single rank takes
-0.38 GiB of an H200 (docs/gpu_performance.md).
+0.38 GiB of an H200 if NCCL is left to choose, one of two that reduces and sends over 1 GiB (docs/gpu_performance.md).
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+
+from skyrl_train.device import few_channels
 
 BETWEEN_PASSES = frozenset(
     {
@@ -23,6 +26,17 @@ BETWEEN_PASSES = frozenset(
     }
 )
 """Groups that Megatron uses after the backward pass only: gradients of a tied embedding, and norms."""
+PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
+CHANNELS_ALONE = 1
+"""Of a group of one rank, which sends nothing."""
+CHANNELS_OF_LITTLE = 8
+"""Of the default group, of those used between passes and of pipelines, whose stages send one another some ten MiB for
+each micro-batch. Groups of tensor, context, expert and data parallelism have what NCCL chooses."""
+
+
+def options_of_default_group(world_size: int, timeout: datetime.timedelta) -> Any:
+    """torch's `pg_options`; None without a GPU."""
+    return few_channels(CHANNELS_ALONE if world_size == 1 else CHANNELS_OF_LITTLE, timeout)
 
 
 @contextlib.contextmanager
@@ -36,7 +50,12 @@ def few_groups() -> Iterator[None]:
     made: dict[tuple[tuple[int, ...], str | None], Any] = {}
 
     def create_or_share(ranks: list[int], **kwargs: Any) -> Any:
-        if len(ranks) > 1 and kwargs.get("group_desc") not in BETWEEN_PASSES:
+        name, timeout = kwargs.get("group_desc"), kwargs.get("timeout")
+        if len(ranks) == 1:
+            kwargs["pg_options"] = few_channels(CHANNELS_ALONE, timeout)
+        elif name in BETWEEN_PASSES or name == PIPELINE:
+            kwargs["pg_options"] = few_channels(CHANNELS_OF_LITTLE, timeout)
+        if len(ranks) > 1 and name not in BETWEEN_PASSES:
             return create(ranks, **kwargs)
         backend = kwargs.get("backend")
         if len(ranks) == dist.get_world_size() and backend is None:

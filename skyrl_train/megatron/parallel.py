@@ -10,7 +10,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.device import allocate_in_pages, device_type, distributed_backend
-from skyrl_train.megatron.groups import few_groups
+from skyrl_train.megatron.groups import few_groups, options_of_default_group
 from skyrl_train.ranks import ParallelRanks, Rendezvous
 
 
@@ -26,12 +26,14 @@ def join(rendezvous: Rendezvous, config: MegatronConfig, seed: int) -> ParallelR
         # On the host a rank has small index tensors only: packing a batch took 0.01 s with one thread and, on 64 busy
         # cores, 0.4 to 1.5 s with as many as torch takes.
         torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=rendezvous.timeout_s)
     dist.init_process_group(
         distributed_backend(),
         init_method=f"tcp://{rendezvous.address}:{rendezvous.port}",
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
-        timeout=datetime.timedelta(seconds=rendezvous.timeout_s),
+        timeout=timeout,
+        pg_options=options_of_default_group(rendezvous.world_size, timeout),
     )
     with few_groups():
         parallel_state.initialize_model_parallel(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from layouts import layout
 from megatron.core import parallel_state
 
 from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.megatron import groups
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.parallel import join
 from skyrl_train.ranks import Rendezvous
@@ -29,9 +32,9 @@ def _groups(rendezvous: Rendezvous, config: MegatronConfig) -> dict[str, Any]:
         ranks = torch.tensor(float(rendezvous.rank + 1))
         dist.all_reduce(ranks, group=group)
         sums.append(float(ranks))
-    groups = dist.distributed_c10d._world.pg_group_ranks.items()
+    made = dist.distributed_c10d._world.pg_group_ranks.items()
     return {
-        "members": sorted(len(ranks) for group, ranks in groups if isinstance(group, dist.ProcessGroup)),
+        "members": sorted(len(ranks) for group, ranks in made if isinstance(group, dist.ProcessGroup)),
         "sums": sums,
         "pipeline is apart": parallel_state.get_pipeline_model_parallel_group()
         is not parallel_state.get_model_parallel_group(),
@@ -60,3 +63,32 @@ def test_groups_of_the_same_number_of_ranks_are_told_apart():
         [3.0, 7.0, 4.0, 4.0, 4.0],
         [4.0, 7.0, 6.0, 6.0, 6.0],
     ]
+
+
+def _channels(rendezvous: Rendezvous, config: MegatronConfig) -> tuple[int, dict[tuple[str, int], int | None]]:
+    """Of the default group, and of each that is made, by Megatron's name and number of ranks; None is NCCL's choice."""
+    asked: dict[tuple[str, int], int | None] = {}
+    create = parallel_state.create_group
+
+    def note(ranks: list[int], **kwargs: Any) -> Any:
+        asked[kwargs["group_desc"], len(ranks)] = kwargs["pg_options"]
+        return create(ranks, **kwargs)
+
+    # gloo takes no notice of the options, so that the number itself can be one.
+    with patch.object(groups, "few_channels", lambda count, timeout: count):
+        default = groups.options_of_default_group(rendezvous.world_size, timedelta(seconds=1))
+        with patch.object(parallel_state, "create_group", note):
+            join(rendezvous, config, 1)
+    return default, asked
+
+
+def test_groups_that_send_little_have_few_channels_and_those_of_one_rank_one():
+    (default, asked), *_ = run_on_ranks(_channels, layout(4, {"tp": 2, "pp": 2}).megatron, 4, timeout_s=60)
+    assert default == 8
+    assert asked["PIPELINE_MODEL_PARALLEL_GROUP", 2] == 8 and asked["EMBEDDING_GROUP", 2] == 8
+    assert asked["TENSOR_MODEL_PARALLEL_GROUP", 2] is None
+    assert {count for (_, num_ranks), count in asked.items() if num_ranks == 1} == {1}
+    (default, asked), *_ = run_on_ranks(_channels, layout(2, {}).megatron, 2, timeout_s=60)
+    assert asked["DATA_PARALLEL_GROUP", 2] is None and asked["DATA_PARALLEL_GROUP_WITH_CP", 2] is None
+    ((default, asked),) = run_on_ranks(_channels, layout(1, {}).megatron, 1, timeout_s=60)
+    assert default == 1 and set(asked.values()) <= {1}
