@@ -85,11 +85,11 @@ def create_run_dir(path: Path, run_name: str, config_yaml: str, changes: Mapping
 
 
 def move_earlier_run(path: Path) -> Path | None:
-    """Renames the run in `path` to the next free `NAME.N`; None where there is none (no folder, or an empty one).
+    """Renames the run in `path` to the next free `NAME.N`; None where there is none (no folder, or one that is free).
 
     Raises: ValueError as `create_run_dir`.
     """
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+    if not path.exists() or (path.is_dir() and _is_free(path)):
         return None
     if not (path / RECORD).is_file():
         raise ValueError(
@@ -101,6 +101,12 @@ def move_earlier_run(path: Path) -> Path | None:
     earlier = path.with_name(f"{path.name}.{max(numbers, default=0) + 1}")
     path.rename(earlier)
     return earlier
+
+
+def _is_free(path: Path) -> bool:
+    """Nothing is in the folder, or no more than a start that failed before its run.json (on a full disk) left there."""
+    found = {entry.name for entry in path.iterdir()}
+    return not found or (".lock" in found and found <= {".lock", "logs", "config.yaml", f".{RECORD}.draft"})
 
 
 def read_record(path: Path) -> dict[str, Any]:

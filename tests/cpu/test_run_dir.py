@@ -1,5 +1,7 @@
 """The run's folder: one run each, nothing lost, nothing mixed."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +104,20 @@ def test_folder_that_cannot_be_made_is_an_error_that_names_the_key(tmp_path: Pat
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"trainer.run_dir=.*cannot be made"):
         create_run_dir(tmp_path / "file" / "run", "q", "", {})
+
+
+def test_folder_of_a_start_that_a_full_disk_ended_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(path: Path, record: object) -> None:
+        (path / ".run.json.draft").touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("skyrl_train.tracking.run_dir.write_record", full)
+        with pytest.raises(ValueError, match="No space left"):
+            create_run_dir(tmp_path / "full", "full", "", {})
+    create_run_dir(tmp_path / "full", "full", "", {}).finish("finished")
+    assert read_record(tmp_path / "full")["status"] == "finished"
+    assert not (tmp_path / "full.1").exists()
 
 
 def test_linked_folder_is_renamed_beside_its_target(tmp_path: Path):
