@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from skyrl_train.config.policy import PolicyConfig
-from skyrl_train.config.values import AboveZero, Count, CountOrNever, CountOrZero, FolderText, NotNegative, OneOf, Text
+from skyrl_train.config.values import AboveZero, Count, CountOrNever, FolderText, NotNegative, OneOf, Seed, Text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class TrainingConfig:
 
     prepare: str | None
     """`module:function` that makes the model and data of an experiment if missing."""
-    seed: CountOrZero
+    seed: Seed
     """Of data order, engines and model initialisation."""
     project_name: Text
     """Weights & Biases project."""

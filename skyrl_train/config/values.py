@@ -29,7 +29,7 @@ class Bounds:
     def __str__(self) -> str:
         parts = [f"{'above' if self.above else 'at least'} {self.low:g}"]
         if self.high < math.inf:
-            parts.append(f"{'below' if self.below else 'at most'} {self.high:g}")
+            parts.append(f"{'below' if self.below else 'at most'} {self.high:.10g}")
         return " and ".join(parts) + (", or -1" if self.or_minus_one else "")
 
     def problem(self, value: float) -> str | None:
@@ -114,6 +114,8 @@ NotNegative = Annotated[float, Bounds(low=0)]
 AboveZero = Annotated[float, Bounds(low=0, above=True)]
 Share = Annotated[float, Bounds(low=0, high=1)]
 ShareAboveZero = Annotated[float, Bounds(low=0, high=1, above=True)]
+Seed = Annotated[int, Bounds(low=0, high=2**31 - 1)]
+"""numpy, which the engines seed, takes 32 bits, and engine N has the seed that is N more."""
 Port = Annotated[int, Bounds(low=0, high=65535)]
 Decay = Annotated[float, Bounds(low=0, high=1, below=True)]
 

@@ -193,6 +193,7 @@ def test_what_cannot_be_read_says_what_to_write(override: str, expected: str):
     ("override", "expected"),
     [
         ("trainer.epochs=0", "trainer.epochs is 0: it must be at least 1"),
+        ("trainer.seed=4294967296", "seed is 4294967296: it must be at least 0 and at most 2147483647"),
         ("trainer.eval_interval=0", "trainer.eval_interval is 0: it must be at least 1, or -1"),
         ("trainer.policy.optimizer_config.lr=-1", "lr is -1: it must be at least 0"),
         ("trainer.policy.optimizer_config.lr=nan", "lr is nan: it must be at least 0"),
