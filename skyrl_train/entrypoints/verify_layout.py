@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         request = read_request(argv)
         return verify(request, console)
-    # RuntimeError: a rank that failed, with its traceback. It must not end as "not exact".
-    except (ValueError, RuntimeError) as error:
+    # None must end as "not exact". RuntimeError: a rank that failed, with its traceback; OSError: no such model.
+    except (ValueError, RuntimeError, OSError) as error:
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
 

@@ -94,6 +94,17 @@ def test_data_parallelism_is_the_least_that_the_experts_need(experts: Path):
     assert read_request([f"model={experts}", "ep=2", "etp=1", "dp=4"]).layout.world_size == 4
 
 
+def test_a_model_that_cannot_be_had_is_not_called_inexact(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def absent(*_: object, **__: object) -> None:
+        raise OSError("organisation/absent is not a local folder and is not a valid model identifier")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", absent)
+    assert main(["model=organisation/absent", "tp=2"]) == 2
+    assert "not a valid model identifier" in capsys.readouterr().err
+
+
 def test_the_model_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["tp=2"]) == 2
     assert main([f"model={tmp_path / 'absent'}"]) == 2
