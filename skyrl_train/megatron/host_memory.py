@@ -29,7 +29,7 @@ class HostMemory:
         weakref.finalize(self, _unregister, self._registered)
 
     def take(self, pieces: Sequence[Piece]) -> int:
-        """Let the pieces be copied from the device; returns the bytes. They may be emptied after `wait`."""
+        """Let the pieces be copied from the device; returns the bytes. They may be emptied when the device has done it."""
         self._make_room(pieces)
         moving = [piece for piece in pieces if not (piece.is_frozen and piece.key in self._current)]
         with self._copies.copying():
@@ -60,10 +60,6 @@ class HostMemory:
     def settle(self) -> None:
         """What the device is asked from now on finds what was given."""
         self._copies.settle()
-
-    def wait(self) -> None:
-        """Return when what was taken or given has been copied."""
-        self._copies.wait()
 
     def forget_frozen(self) -> None:
         self._current.clear()

@@ -48,7 +48,7 @@ class DeviceMemory:
         everything = [piece for part in leaving for piece in pieces[part]]
         kept = [piece for piece in everything if piece.is_kept]
         num_bytes = self._host.take(kept)
-        # Under way until they are waited for; meanwhile all else goes, the memory of the last step with it.
+        # Under way until the device is waited for; meanwhile all else goes, the memory of the last step with it.
         if OPTIMIZER in leaving:
             # Views of the gradients; Megatron makes new ones at every step.
             for parameter in _main_parameters(self._optimizer):
@@ -58,7 +58,7 @@ class DeviceMemory:
                 piece.empty()
         te_scratch.free()
         empty_cache()
-        self._host.wait()
+        synchronize()
         for piece in kept:
             piece.empty()
         self._away |= pieces
