@@ -29,7 +29,7 @@ class HostMemory:
         weakref.finalize(self, _unregister, self._registered)
 
     def take(self, pieces: Sequence[Piece]) -> int:
-        """Let the pieces be copied from the device; returns the bytes. They may be emptied when the device has done it."""
+        """Let the pieces be copied from the device; returns the bytes. Empty none before the device has done it."""
         self._make_room(pieces)
         moving = [piece for piece in pieces if not (piece.is_frozen and piece.key in self._current)]
         with self._copies.copying():
