@@ -86,7 +86,7 @@ def _table(request: Request, difference: Difference, metrics: Metrics) -> Table:
         table.add_row(f"  {name}", f"{error:.1e}")
     if len(worst) < len(difference.tensors):
         table.add_row(f"  {len(difference.tensors) - len(worst)} more", f"at most {worst[-1][1]:.1e}")
-    table.add_row("logprobs, largest", f"{difference.logprobs:.1e}")
+    table.add_row("logprobs, over the largest", f"{difference.logprobs:.1e}")
     for name in ("policy/final_loss", "policy/grad_norm"):
         table.add_row(f"{name} ({metrics[name]:.6f})", f"{difference.metrics[name]:.1e}")
     table.add_row("metrics, largest", f"{difference.worst_metric[1]:.1e}")

@@ -27,8 +27,13 @@ def test_differences_are_those_of_a_hand_calculation():
     difference = compare(other, REFERENCE)
     assert difference.tensors == pytest.approx({"a": 2 / 5, "b": 3 / 12, "unused": 0.25})
     assert difference.gradient == pytest.approx(math.sqrt((4 + 9 + 0.0625) / (25 + 144)))
-    assert difference.logprobs == 0.5
+    assert difference.logprobs == 0.5 / 2
     assert difference.metrics == {"loss": 0.25, "grad_norm": 0.25}
+
+
+def test_logprobs_below_one_are_compared_as_they_are():
+    near = replace(REFERENCE, logprobs=tensor([0.0, -0.5, -0.25]))
+    assert compare(replace(near, logprobs=tensor([0.0, -0.5, -0.5])), near).logprobs == 0.25
 
 
 def test_outcomes_of_different_models_are_not_compared():
@@ -43,7 +48,7 @@ def test_each_broken_bound_is_said_with_the_worst_of_its_kind():
     assert BOUNDS.broken(difference) == [
         "the gradient is off by 2.5e-01, more than 1e-01",
         "the gradient of b is off by 5.0e-01, more than 2e-01",
-        "a logprob is off by 7.5e-01, more than 3e-01",
+        "a logprob, over the largest, is off by 7.5e-01, more than 3e-01",
         "the metric grad_norm is off by 2.0e+00, more than 4e-01",
     ]
     assert BOUNDS.broken(Difference({"a": 0.2}, 0.1, 0.3, {"loss": 0.4})) == []
@@ -55,6 +60,6 @@ def test_what_is_not_a_number_breaks_its_bound_wherever_it_stands(names: tuple[s
     assert BOUNDS.broken(Difference(values, math.nan, math.nan, values)) == [
         "the gradient is off by nan, more than 1e-01",
         "the gradient of nan is off by nan, more than 2e-01",
-        "a logprob is off by nan, more than 3e-01",
+        "a logprob, over the largest, is off by nan, more than 3e-01",
         "the metric nan is off by nan, more than 4e-01",
     ]
