@@ -66,8 +66,7 @@ class LiveTensor:
 def live_tensors(model: Model) -> Iterator[LiveTensor]:
     """What is exported of this rank's model, in layer order; a tied output layer is left to the embedding."""
     tied = getattr(model.bridge.hf_config, "tie_word_embeddings", False)
-    for module in model.modules:
-        names = model.bridge._weight_name_mapping_mcore_local_to_global(module, consider_ep=False)
+    for module, names in zip(model.modules, model.names, strict=True):
         named: dict[str, torch.nn.Parameter | Tensor] = dict(module.named_parameters())
         named |= {name: buffer for name, buffer in module.named_buffers() if name.endswith("expert_bias")}
         for local_name, tensor in named.items():

@@ -33,6 +33,9 @@ class Model:
     chunks: list[Any]
     """One DistributedDataParallel (or bare module) per virtual pipeline stage."""
     bridge: Bridge
+    names: list[dict[str, str]]
+    """Of each chunk: a tensor's name in it -> its name in the whole model, where experts count from 0 on every rank.
+    Made once: mbridge makes a state_dict for it, a quarter of the host's time for an export."""
     dtype: torch.dtype
     torch_layers: bool
     balance: Balance | None = None
@@ -120,6 +123,7 @@ def build_model(
     return Model(
         chunks=chunks,
         bridge=bridge,
+        names=[bridge._weight_name_mapping_mcore_local_to_global(unwrap(one), consider_ep=False) for one in chunks],
         dtype=dtype,
         torch_layers=torch_layers,
         balance=Balance(bare, config.moe_aux_loss_coeff) if balanced else None,
