@@ -13,7 +13,7 @@ from skyrl_train.inference.settings import EngineSettings, HttpSettings, Margin,
 
 LEFT_BY_TRAINER = 2 << 30
 """Bytes that an offloaded trainer comes to hold after the engine has started, for NCCL, kernels and what stays of
-torch's pages (at most 1.2 GiB on an H200, beside 1.2 GiB that it holds before)."""
+torch's pages (at most 1.8 GiB on H200s, beside 1.2 GiB that it holds before)."""
 
 SHARE_OF_STAYING_TRAINERS = 0.5
 """Of what is free before their first step, for moments of Adam and whatever torch keeps of a step's memory."""
