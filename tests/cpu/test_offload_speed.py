@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from offload import Rank, summary
+from gpu_step import make_model, update_job
+from offload import Rank, arguments, summary, turns
 
-ROOT = Path(__file__).parents[2]
+from skyrl_train.megatron.local_ranks import run_on_ranks
 
 
 def test_of_each_turn_the_slowest_rank_counts():
@@ -29,12 +27,10 @@ def test_of_each_turn_the_slowest_rank_counts():
 
 @pytest.mark.slow
 def test_two_ranks_measure_the_bytes_of_their_stage(tmp_path: Path):
-    result = tmp_path / "result.json"
-    command = [sys.executable, "benchmarks/offload.py", "--shape=tiny", "--gpus=2", "--pp=2", "--turns=2"]
-    done = subprocess.run([*command, f"--json={result}"], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(result.read_text())
-    assert [len(rank["out_s"]) for rank in found["ranks"]] == [2, 2]
+    args = arguments(["--shape=tiny", "--gpus=2", "--pp=2"])
+    make_model(tmp_path / "model", args)
+    ranks = run_on_ranks(turns, (update_job(tmp_path / "model", args), 2), args.gpus, timeout_s=100)
+    assert [(len(rank.out_s), len(rank.back_s)) for rank in ranks] == [(2, 2)] * 2
     # A layer of the tiny shape has 147,776 parameters, and both stages hold its 131,072 embeddings; 2 + 12 bytes each.
-    assert found["GB of a rank"] == pytest.approx((147_776 + 131_072) * 14e-9, rel=0.01)
-    assert found["share of pinned copies"] > 0
+    assert [rank.num_bytes for rank in ranks] == pytest.approx([(147_776 + 131_072) * 14] * 2, rel=0.01)
+    assert summary(ranks)["share of pinned copies"] > 0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from skyrl_train.cluster.engine_actor import EngineActor
+from skyrl_train.inference.engine import Engine
 from skyrl_train.inference.root_cause import root_cause
-from tests.cpu.jobs import run_to_end, write_world
+from skyrl_train.inference.settings import EngineSettings
 
 STACK = """\
 Traceback (most recent call last):
@@ -52,9 +55,16 @@ def test_where_none_of_vllms_processes_raised_there_is_none(log: str):
     assert root_cause(log) is None
 
 
-@pytest.mark.slow
-def test_a_run_says_what_vllm_raised(tmp_path: Path):
-    world = write_world(tmp_path / "world")
-    code, job = run_to_end(world, "+generator.engine_init_kwargs={kv_cache_memory_bytes: 100}")
-    assert code == 1
-    assert "engine-0 failed to start: RuntimeError: vLLM could not start: ValueError: No available memory" in job.output
+def test_an_engine_that_does_not_start_says_what_its_processes_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    actor = EngineActor.__new__(EngineActor)
+    actor._log = tmp_path / "engine-0.log"
+    actor._log.write_text(written("EngineCore pid=3", STACK + "ValueError: of an earlier start\n"))
+
+    def fails(engine: Engine, settings: EngineSettings) -> None:
+        with actor._log.open("a") as log:
+            log.write(written("EngineCore pid=7", STACK + "ValueError: No available memory for the cache blocks\n"))
+        raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+
+    monkeypatch.setattr(Engine, "__init__", fails)
+    with pytest.raises(RuntimeError, match="^vLLM could not start: ValueError: No available memory"):
+        asyncio.run(actor.start(EngineSettings(str(tmp_path), "m", "float32", 8)))
