@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from memory_watch import OutsideTorch
+from offload import timed
 from rich.console import Console
 from rich.table import Table
 
@@ -76,7 +76,7 @@ def live(rendezvous: Rendezvous, given: tuple[int, int | None]) -> list[Stage]:
 
     def after(name: str, work: Callable[[], object], share: float) -> None:
         work()
-        used, seconds = outside(), min(_timed(work) for _ in range(3))
+        used, seconds = outside(), min(timed(work) for _ in range(3))
         stages.append(Stage(name, used, share * SENT_BYTES / seconds / 1e9 if share else None))
 
     for number in range(communicators):
@@ -90,16 +90,6 @@ def live(rendezvous: Rendezvous, given: tuple[int, int | None]) -> list[Stage]:
         after(f"communicator {number + 1} of one rank", partial(dist.all_reduce, sent, group=alone[rank]), 0.0)
     dist.destroy_process_group()
     return stages
-
-
-def _timed(work: Callable[[], object]) -> float:
-    from skyrl_train.device import synchronize
-
-    synchronize()
-    started = time.perf_counter()
-    work()
-    synchronize()
-    return time.perf_counter() - started
 
 
 def main() -> int:
