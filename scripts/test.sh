@@ -5,6 +5,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup_env.sh cpu,dev
 export OMP_NUM_THREADS=1
-# Two files at a time: one file's processes leave a second core idle half of the time while they start. They run in the
-# order of tests/cpu/conftest.py; xdist's own puts those of many quick tests first, and a core waits at the end.
-exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
+# Two files at a time: one file's processes leave a second core idle half of the time while they start.
+exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile "$@"

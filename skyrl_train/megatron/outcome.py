@@ -92,9 +92,7 @@ def compare(outcome: Outcome, reference: Outcome) -> Difference:
     return Difference(
         tensors={name: _ratio(error, size) for name, (error, size) in squares.items()},
         gradient=_ratio(sum(error for error, _ in squares.values()), sum(size for _, size in squares.values())),
-        logprobs=float(
-            (outcome.logprobs - reference.logprobs).abs().max() / reference.logprobs.abs().max().clamp(min=1)
-        ),
+        logprobs=_largest(outcome.logprobs - reference.logprobs) / max(1.0, _largest(reference.logprobs)),
         metrics={
             name: abs(outcome.metrics[name] - value) / max(1.0, abs(value)) for name, value in reference.metrics.items()
         },

@@ -18,12 +18,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: where two run at a time (scripts/test.sh), quick ones fill the end evenly."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def no_process_outlives_the_tests() -> Iterator[None]:
     """Fail the session if it leaves a child process behind, and end what is left."""
