@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from gpu_step import GIB, add_batch, add_model, make_model, title, update_job
+from gpu_step import GIB, make_model, title, update_job, update_parser
 from memory_watch import Growth, OutsideTorch, Watch
 from rich.console import Console
 from rich.table import Table
@@ -33,9 +33,7 @@ MIB = 2**20
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model(parser)
-    add_batch(parser)
+    parser = update_parser(__doc__)
     parser.add_argument("--operations", action="store_true", help="name the operations at which it grows")
     parser.add_argument("--least-mib", type=int, default=4, help="smallest growth that --operations names")
     return parser.parse_args(given)

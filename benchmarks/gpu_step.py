@@ -90,6 +90,14 @@ def add_batch(parser: Any) -> None:
     parser.add_argument("--float32", action="store_true")
 
 
+def update_parser(description: str | None) -> argparse.ArgumentParser:
+    """With what `update_job` reads: options of a model, its layout and a mini-batch."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model(parser)
+    add_batch(parser)
+    return parser
+
+
 def layout(args: argparse.Namespace) -> MegatronConfig:
     return replace(
         load_config().trainer.policy.megatron_config,

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpu_step import GIB, add_batch, add_model, make_model, title, update_job
+from gpu_step import GIB, make_model, title, update_job, update_parser
 from memory_watch import OutsideTorch
 from rich.console import Console
 from rich.table import Table
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model(parser)
-    add_batch(parser)
+    parser = update_parser(__doc__)
     parser.set_defaults(samples=16, sample_tokens=128)
     parser.add_argument("--turns", type=int, default=4, help="measured ones, after the first")
     return parser.parse_args(given)
