@@ -78,6 +78,10 @@ def _common_fields(megatron: MegatronConfig, *, torch_layers: bool) -> dict[str,
         "hidden_dropout": 0.0,
         "recompute_granularity": megatron.recompute_granularity,
     }
+    if megatron.virtual_pipeline_model_parallel_size is None:
+        # mbridge turns it off. A message on its own gets communicators for its two ranks beside that of the group, one
+        # for each direction. torch has no need of the synchronisation since the message's end is waited for.
+        fields |= {"batch_p2p_comm": True, "batch_p2p_sync": False}
     if megatron.recompute_granularity == "full":
         fields |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     if megatron.recompute_granularity == "selective":

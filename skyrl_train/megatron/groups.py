@@ -27,6 +27,7 @@ BETWEEN_PASSES = frozenset(
 )
 """Groups that Megatron uses after the backward pass only: gradients of a tied embedding, and norms."""
 PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
+"""Its messages come in the same order on both sides, and before what is reduced between passes."""
 CHANNELS_ALONE = 1
 """Of a group of one rank, which sends nothing."""
 CHANNELS_OF_LITTLE = 8
@@ -40,13 +41,16 @@ def options_of_default_group(world_size: int, timeout: datetime.timedelta) -> An
 
 
 @contextlib.contextmanager
-def few_groups() -> Iterator[None]:
-    """Of the groups that Megatron makes inside, those of one rank and those used between passes are shared.
+def few_groups(*, overlapped_pipeline: bool) -> Iterator[None]:
+    """Of the groups that Megatron makes inside, those of one rank, those used between passes and the pipeline's are
+    shared.
 
     Nothing can wait for another in a group of one; and between passes ranks do the same things in the same order, so
-    groups of the same ranks can be one. Those that work during a pass stay apart: their transfers overlap.
+    groups of the same ranks can be one. Those whose transfers overlap with others' stay apart; with
+    `overlapped_pipeline` (virtual stages) the pipeline's is one of them.
     """
     create = parallel_state.create_group
+    shared = BETWEEN_PASSES if overlapped_pipeline else BETWEEN_PASSES | {PIPELINE}
     made: dict[tuple[tuple[int, ...], str | None], Any] = {}
 
     def create_or_share(ranks: list[int], **kwargs: Any) -> Any:
@@ -55,7 +59,7 @@ def few_groups() -> Iterator[None]:
             kwargs["pg_options"] = few_channels(CHANNELS_ALONE, timeout)
         elif name in BETWEEN_PASSES or name == PIPELINE:
             kwargs["pg_options"] = few_channels(CHANNELS_OF_LITTLE, timeout)
-        if len(ranks) > 1 and name not in BETWEEN_PASSES:
+        if len(ranks) > 1 and name not in shared:
             return create(ranks, **kwargs)
         backend = kwargs.get("backend")
         if len(ranks) == dist.get_world_size() and backend is None:

@@ -35,7 +35,7 @@ def join(rendezvous: Rendezvous, config: MegatronConfig, seed: int) -> ParallelR
         timeout=timeout,
         pg_options=options_of_default_group(rendezvous.world_size, timeout),
     )
-    with few_groups():
+    with few_groups(overlapped_pipeline=config.virtual_pipeline_model_parallel_size is not None):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_model_parallel_size,
             pipeline_model_parallel_size=config.pipeline_model_parallel_size,

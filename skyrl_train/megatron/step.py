@@ -28,6 +28,7 @@ from skyrl_train.device import finish_computing
 from skyrl_train.megatron.logprobs import vocab_parallel_logprobs
 from skyrl_train.megatron.model import Model
 from skyrl_train.megatron.packing import MicroBatch, Targets, unpack
+from skyrl_train.megatron.pipeline import between_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +195,11 @@ def _run(
         data_iterator=[iter(micro_batches) for _ in chunks],
         model=chunks,
         num_microbatches=len(micro_batches),
-        # Read only where lengths are fixed; with variable_seq_lengths each message carries its own shape.
+        # Read only where lengths are fixed; with variable_seq_lengths each message has a shape of its own.
         seq_length=int(micro_batches[0].token_ids.shape[1]),
         micro_batch_size=1,
         forward_only=forward_only,
+        **between_stages(model.bridge.config, micro_batches, len(chunks)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Groups of one rank, and those used between passes, are shared: each has a communicator of its own on a GPU."""
+"""Groups of one rank, those used between passes and a pipeline's are shared: each has a communicator on a GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from layouts import layout
@@ -46,11 +47,12 @@ def test_one_rank_has_one_group():
     assert found["members"] == [1] and found["sums"] == [1.0] * 5
 
 
-def test_ranks_of_a_pipeline_share_what_is_used_between_passes():
-    """Of Megatron's 24 groups: those of one rank, the pipeline's own, and the default one."""
-    found = run_on_ranks(_groups, layout(2, {"pp": 2}).megatron, 2, timeout_s=60)
+@pytest.mark.parametrize(("sizes", "members"), [({"pp": 2}, [1, 2]), ({"pp": 2, "vpp": 2}, [1, 2, 2])])
+def test_ranks_of_a_pipeline_share_a_group_unless_its_messages_overlap(sizes: dict[str, int], members: list[int]):
+    """Of Megatron's 24 groups: those of one rank, the default one, and a pipeline's with virtual stages."""
+    found = run_on_ranks(_groups, layout(2, sizes).megatron, 2, timeout_s=60)
     for rank, one in enumerate(found):
-        assert one["members"] == [1, 2, 2] and one["pipeline is apart"]
+        assert one["members"] == members and one["pipeline is apart"] == ("vpp" in sizes)
         assert one["sums"] == [rank + 1.0, rank + 1.0, 3.0, 3.0, 3.0]
 
 
@@ -83,7 +85,8 @@ def _channels(rendezvous: Rendezvous, config: MegatronConfig) -> tuple[int, dict
 
 
 def test_groups_that_send_little_have_few_channels_and_those_of_one_rank_one():
-    (default, asked), *_ = run_on_ranks(_channels, layout(4, {"tp": 2, "pp": 2}).megatron, 4, timeout_s=60)
+    sizes = {"tp": 2, "pp": 2, "vpp": 2}  # so that the pipeline's and the embedding's are two
+    (default, asked), *_ = run_on_ranks(_channels, layout(4, sizes).megatron, 4, timeout_s=60)
     assert default == 8
     assert asked["PIPELINE_MODEL_PARALLEL_GROUP", 2] == 8 and asked["EMBEDDING_GROUP", 2] == 8
     assert asked["TENSOR_MODEL_PARALLEL_GROUP", 2] is None

@@ -1,0 +1,76 @@
+"""What the stages of a pipeline send one another: activations and gradients, and nothing ahead of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import make_trial
+from layouts import layout, model
+from torch import Tensor
+
+from skyrl_train.device import device
+from skyrl_train.megatron.layout_check import Layout, Trial, share_of
+from skyrl_train.megatron.local_ranks import run_on_ranks
+from skyrl_train.megatron.model import build_model
+from skyrl_train.megatron.packing import Packer
+from skyrl_train.megatron.parallel import join
+from skyrl_train.megatron.step import forward_backward
+from skyrl_train.ranks import Rendezvous
+
+HIDDEN = 64
+Message = tuple[torch.dtype, tuple[int, ...]]
+
+
+def _pass(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> tuple[list[int], list[Message]]:
+    """Tokens that this rank has of each micro-batch, and what it sends while the gradient is computed."""
+    trial, one = arguments
+    batch = share_of(trial, one, join(rendezvous, one.megatron, 1))
+    policy = build_model(trial.model_path, one.megatron, torch.float32, trainable=True)
+    packer = Packer.of_layout(device(), sequence_parallel=policy.bridge.config.sequence_parallel)
+    nothing = torch.zeros(batch.token_ids.numel())
+    micro_batches = [packer.pack(batch, samples, nothing, nothing) for samples in batch.mini_batches[0]]
+    sent: list[Message] = []
+    together, alone = dist.batch_isend_irecv, dist.isend
+
+    def note(tensor: Tensor) -> None:
+        sent.append((tensor.dtype, tuple(tensor.shape)))
+
+    def batched(operations: list[Any]) -> Any:
+        for operation in operations:
+            if operation.op is alone:
+                note(operation.tensor)
+        return together(operations)
+
+    def on_its_own(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        note(tensor)
+        return alone(tensor, *args, **kwargs)
+
+    if one.megatron.virtual_pipeline_model_parallel_size is None:
+        dist.batch_isend_irecv = batched
+    else:
+        dist.isend = on_its_own
+    forward_backward(policy, micro_batches, trial.objective, with_entropy=False)
+    share = one.megatron.tensor_model_parallel_size if one.megatron.sequence_parallel else 1
+    return [micro_batch.token_ids.shape[1] // share for micro_batch in micro_batches], sent
+
+
+@pytest.mark.parametrize(
+    ("processes", "sizes", "stages"),
+    [(2, {"pp": 2}, 2), (2, {"pp": 2, "vpp": 2}, 4), (4, {"pp": 2, "tp": 2}, 2), (4, {"pp": 2, "cp": 2}, 2)],
+    ids=["PP2", "PP2 VPP2", "TP2 SP PP2", "CP2 PP2"],
+)
+def test_each_stage_sends_each_micro_batch_once_and_no_shape_ahead_of_it(
+    processes: int, sizes: dict[str, int], stages: int
+):
+    trial = make_trial(model("qwen3"), [50, 3, 17, 41, 8, 60, 22, 5])
+    found = run_on_ranks(_pass, (trial, layout(processes, sizes)), processes, timeout_s=120)
+    tokens = found[0][0]
+    assert len(tokens) >= 4 and len(set(tokens)) >= 3, "micro-batches differ in length"
+    sent = Counter(message for _, messages in found for message in messages)
+    # Forward and back over each border, by each pair of ranks that faces one another there.
+    times = 2 * (stages - 1) * processes // 2
+    assert sent == {(torch.float32, (size, 1, HIDDEN)): count * times for size, count in Counter(tokens).items()}
