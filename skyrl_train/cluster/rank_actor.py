@@ -72,7 +72,7 @@ class RankActor:
         Args: engines: to whom this rank posts its messages; num_workers: of all engines; name: of the sender.
         """
         from skyrl_train.device import device
-        from skyrl_train.weight_sync.channels import send_channel
+        from skyrl_train.weight_sync.channel_kinds import send_channel
 
         if self._sender is not None:
             self._sender.close()

@@ -102,16 +102,12 @@ def prepare(command: Command[T], config: T) -> None:
 
 def run(command: Command[T], config: T, console: Console) -> int:
     """Train with a configuration that was checked."""
-    from skyrl_train.tracking.changes import changed_values
-    from skyrl_train.tracking.run_dir import create_run_dir
-
     run_dir: RunDir | None = None
     status, code = "failed", 1
     try:
         one = _checked_input(command, config, console)
         command.check(config, one.num_train_rows, True)
-        changes = changed_values(to_yaml(config), command.program.base_yaml())
-        run_dir = create_run_dir(Path(config.trainer.run_dir), config.trainer.run_name, to_yaml(config), changes)
+        run_dir = _run_dir(command, config)
         ended_by = asyncio.run(_until_signal(one, run_dir, console))
         status, code = ("finished", 0) if ended_by is None else ("interrupted", 128 + ended_by)
     except ConfigError as error:
@@ -135,6 +131,18 @@ def _checked_input(command: Command[T], config: T, console: Console) -> Run:
         kind = getattr(importlib.import_module(module), name)
     try:
         return kind(config, console)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+
+
+def _run_dir(command: Command[T], config: T) -> RunDir:
+    """Raises: ConfigError for a folder that cannot be one of a run."""
+    from skyrl_train.tracking.changes import changed_values
+    from skyrl_train.tracking.run_dir import create_run_dir
+
+    changes = changed_values(to_yaml(config), command.program.base_yaml())
+    try:
+        return create_run_dir(Path(config.trainer.run_dir), config.trainer.run_name, to_yaml(config), changes)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
 

@@ -24,7 +24,7 @@ from skyrl_train.inference.adapter_slots import AdapterUpdate, Bound, bind, firs
 from skyrl_train.inference.settings import ADAPTER
 from skyrl_train.inference.sleeping import Unsynced, sleepable_bytes
 from skyrl_train.inference.update import ModelUpdate
-from skyrl_train.weight_sync.channels import receive_channel
+from skyrl_train.weight_sync.channel_kinds import receive_channel
 from skyrl_train.weight_sync.control import ControlMessage
 from skyrl_train.weight_sync.transport import Receiver
 

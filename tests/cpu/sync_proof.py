@@ -22,7 +22,7 @@ from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, share_of
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.ranks import Rendezvous
-from skyrl_train.weight_sync.channels import send_channel
+from skyrl_train.weight_sync.channel_kinds import send_channel
 from skyrl_train.weight_sync.transport import Sender
 
 SYNCS = 3
