@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from skyrl_train.imports import quick_imports
+from skyrl_train.inference.orphan import end_with_parent
 
+end_with_parent()
 with quick_imports():
     import vllm.v1.engine.core  # noqa: F401
