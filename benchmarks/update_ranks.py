@@ -25,6 +25,7 @@ from skyrl_train.config.policy import MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, peak_flops, synchronize
 from skyrl_train.megatron.layout_check import Layout, rules
 from skyrl_train.megatron.logprobs import vocab_parallel_logprobs
+from skyrl_train.megatron.pipeline import between_stages
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.types import ExperienceBatch, TrainBatch
@@ -190,6 +191,7 @@ def _bare_step(policy: MegatronPolicy, batch: TrainBatch) -> Callable[[], None]:
             seq_length=int(micro_batches[0].token_ids.shape[1]),
             micro_batch_size=1,
             forward_only=False,
+            **between_stages(model.bridge.config, micro_batches, len(model.chunks)),
         )
         optimizer.step()
 

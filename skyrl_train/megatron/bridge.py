@@ -34,6 +34,11 @@ PINNED = {
     "moe_router_load_balancing_type": "set megatron_config.moe_aux_loss_coeff, the loss of the whole mini-batch",
     "moe_z_loss_coeff": "Megatron scales it with the tokens of each micro-batch, so it would depend on the split",
     "mtp_num_layers": "multi-token-prediction layers are not trained",
+    **dict.fromkeys(
+        ("batch_p2p_comm", "overlap_p2p_comm"),
+        "stages send both directions at once, with virtual stages each on its own; otherwise one of two stages would "
+        "take the other's gradients for activations",
+    ),
     **{
         f"{size}_parallel_size": f"set megatron_config.{size}_parallel_size"
         for size in (

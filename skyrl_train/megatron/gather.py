@@ -8,6 +8,7 @@ other stages' weights over the trainer's network.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,16 +103,22 @@ def _move(
     export = _Export(named_tensors, of_stage[dist.get_rank(group)])
     for name, tensor, is_exported in export:
         if is_owner and not is_first:
-            dist.send(tensor, dst=first, group=group)
+            _pass_on(dist.isend, tensor, first, group)
         if is_exported:
             yield name, tensor
     if is_owner and is_first:
         for source, specs in zip(others, of_stage[1:], strict=True):
             for spec in specs:
                 tensor = _empty(spec)
-                dist.recv(tensor, src=source, group=group)
+                _pass_on(dist.irecv, tensor, source, group)
                 yield spec.name, tensor
     export.raise_error()
+
+
+def _pass_on(operation: Any, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    """As a batch of one: a message on its own would get an NCCL communicator for its two ranks."""
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)]):
+        work.wait()
 
 
 def _empty(spec: TensorSpec) -> Tensor:

@@ -25,8 +25,9 @@ HIDDEN = 64
 Message = tuple[torch.dtype, tuple[int, ...]]
 
 
-def _pass(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> tuple[list[int], list[Message]]:
-    """Tokens that this rank has of each micro-batch, and what it sends while the gradient is computed."""
+def _pass(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> tuple[list[int], list[Message], int]:
+    """While the gradient is computed: tokens that this rank has of each micro-batch, what it sends, and how often it
+    would wait for its device."""
     trial, one = arguments
     batch = share_of(trial, one, join(rendezvous, one.megatron, 1))
     policy = build_model(trial.model_path, one.megatron, torch.float32, trainable=True)
@@ -53,9 +54,11 @@ def _pass(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> tuple[list
         dist.batch_isend_irecv = batched
     else:
         dist.isend = on_its_own
+    waits: list[None] = []
+    torch.cuda.synchronize = lambda device=None: waits.append(None)
     forward_backward(policy, micro_batches, trial.objective, with_entropy=False)
     share = one.megatron.tensor_model_parallel_size if one.megatron.sequence_parallel else 1
-    return [micro_batch.token_ids.shape[1] // share for micro_batch in micro_batches], sent
+    return [micro_batch.token_ids.shape[1] // share for micro_batch in micro_batches], sent, len(waits)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,8 @@ def test_each_stage_sends_each_micro_batch_once_and_no_shape_ahead_of_it(
     found = run_on_ranks(_pass, (trial, layout(processes, sizes)), processes, timeout_s=120)
     tokens = found[0][0]
     assert len(tokens) >= 4 and len(set(tokens)) >= 3, "micro-batches differ in length"
-    sent = Counter(message for _, messages in found for message in messages)
+    sent = Counter(message for _, messages, _ in found for message in messages)
     # Forward and back over each border, by each pair of ranks that faces one another there.
     times = 2 * (stages - 1) * processes // 2
+    assert not sum(waits for _, _, waits in found)
     assert sent == {(torch.float32, (size, 1, HIDDEN)): count * times for size, count in Counter(tokens).items()}
