@@ -54,14 +54,7 @@ def connect() -> Iterator[Cluster]:
     local = {"include_dashboard": False} if address == "local" else {}
     try:
         with _signal_handlers_kept(), _own_process_groups():
-            context = ray.init(
-                address=address,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                configure_logging=True,
-                runtime_env={"env_vars": worker_environment()},
-                **local,
-            )
+            context = _start_or_join(address, runtime_env={"env_vars": worker_environment()}, **local)
     except ConnectionError as error:
         raise ValueError(_no_cluster(address)) from error
     try:
@@ -72,6 +65,22 @@ def connect() -> Iterator[Cluster]:
         )
     finally:
         ray.shutdown()
+
+
+def _start_or_join(address: str, **arguments: Any) -> Any:
+    """Ray's context; a local Ray has a second try, beside what is left of the first until this process ends.
+
+    A node (Ray 2.60) ends itself if one of its helpers takes more than 15 s to start, as on a machine that stands still
+    for a while, and Ray gives it up after 30 s.
+    """
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+    try:
+        return ray.init(address=address, **quiet, **arguments)
+    except Exception as error:
+        if address != "local" or "timed out during startup" not in str(error):
+            raise
+        log.warning("local Ray did not start in time and is started once more: %s", error)
+        return ray.init(address=address, **quiet, **arguments)
 
 
 def attach(address: str) -> None:

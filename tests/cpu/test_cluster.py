@@ -272,6 +272,22 @@ def _processes_of(session: str) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize(("address", "tries"), [("", 2), ("127.0.0.1:1", 1)], ids=["local", "a cluster"])
+def test_a_local_ray_that_is_slow_to_start_has_a_second_try(address: str, tries: int, monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+
+    def slow(address: str, **arguments: Any) -> Any:
+        asked.append(address)
+        raise Exception("The current node timed out during startup. This could happen because ...")
+
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr("skyrl_train.cluster.session._check_answers", lambda address: None)
+    monkeypatch.setattr(ray, "init", slow)
+    with pytest.raises(Exception, match="timed out during startup"), connect():
+        pass
+    assert asked == [address or "local"] * tries
+
+
 def test_an_address_where_no_cluster_answers_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     started = time.monotonic()
