@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from families import hugging_face, make_trial, write_family
 
 from skyrl_train.config import load_config
 from skyrl_train.config.policy import MegatronConfig
-from skyrl_train.megatron.layout_check import Layout, Trial, run_layout
+from skyrl_train.device import device
+from skyrl_train.megatron.layout_check import Layout, Trial, run_layout, share_of
+from skyrl_train.megatron.model import Model, build_model
 from skyrl_train.megatron.outcome import FLOAT32, Difference, Outcome, compare
+from skyrl_train.megatron.packing import MicroBatch, Packer
+from skyrl_train.megatron.parallel import join
+from skyrl_train.ranks import Rendezvous
 
 SHORT = {
     "tp": "tensor_model_parallel_size",
@@ -90,6 +96,17 @@ def reference(name: str) -> tuple[Trial, Outcome, Outcome]:
     """(trial, Hugging Face, one Megatron process with one micro-batch)"""
     trial = make_trial(model(name))
     return trial, hugging_face(trial).outcome, run_layout(trial, layout(1, {}, WHOLE))
+
+
+def join_and_pack(
+    rendezvous: Rendezvous, trial: Trial, one: Layout, dtype: torch.dtype
+) -> tuple[Model, list[MicroBatch]]:
+    """One rank's model and its micro-batches of the trial; old and reference logprobs are 0."""
+    batch = share_of(trial, one, join(rendezvous, one.megatron, 1))
+    policy = build_model(trial.model_path, one.megatron, dtype, trainable=True)
+    packer = Packer.of_layout(device(), sequence_parallel=policy.bridge.config.sequence_parallel)
+    zeros = torch.zeros(batch.token_ids.numel())
+    return policy, [packer.pack(batch, samples, zeros, zeros) for samples in batch.mini_batches[0]]
 
 
 def assert_exact(difference: Difference) -> None:

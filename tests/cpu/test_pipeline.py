@@ -9,15 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import make_trial
-from layouts import layout, model
+from layouts import join_and_pack, layout, model
 from torch import Tensor
 
-from skyrl_train.device import device
-from skyrl_train.megatron.layout_check import Layout, Trial, share_of
+from skyrl_train.megatron.layout_check import Layout, Trial
 from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.model import build_model
-from skyrl_train.megatron.packing import Packer
-from skyrl_train.megatron.parallel import join
 from skyrl_train.megatron.step import forward_backward
 from skyrl_train.ranks import Rendezvous
 
@@ -29,11 +25,7 @@ def _pass(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> tuple[list
     """While the gradient is computed: tokens that this rank has of each micro-batch, what it sends, and how often it
     would wait for its device."""
     trial, one = arguments
-    batch = share_of(trial, one, join(rendezvous, one.megatron, 1))
-    policy = build_model(trial.model_path, one.megatron, torch.float32, trainable=True)
-    packer = Packer.of_layout(device(), sequence_parallel=policy.bridge.config.sequence_parallel)
-    nothing = torch.zeros(batch.token_ids.numel())
-    micro_batches = [packer.pack(batch, samples, nothing, nothing) for samples in batch.mini_batches[0]]
+    policy, micro_batches = join_and_pack(rendezvous, trial, one, torch.float32)
     sent: list[Message] = []
     together, alone = dist.batch_isend_irecv, dist.isend
 

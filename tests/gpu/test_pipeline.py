@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import torch
 from families import make_trial
-from layouts import layout, model
+from layouts import join_and_pack, layout, model
 
-from skyrl_train.device import device
 from skyrl_train.megatron import step
-from skyrl_train.megatron.layout_check import Layout, Trial, share_of
+from skyrl_train.megatron.layout_check import Layout, Trial
 from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.model import build_model
-from skyrl_train.megatron.packing import Packer
-from skyrl_train.megatron.parallel import join
 from skyrl_train.ranks import Rendezvous
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.timeout(300)]
@@ -29,11 +25,7 @@ def _refuse(*args: object) -> None:
 def _pass(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> int:
     """Forward and backward, where waiting for the device raises; micro-batches."""
     trial, one = arguments
-    batch = share_of(trial, one, join(rendezvous, one.megatron, 1))
-    policy = build_model(trial.model_path, one.megatron, torch.bfloat16, trainable=True)
-    packer = Packer.of_layout(device(), sequence_parallel=policy.bridge.config.sequence_parallel)
-    nothing = torch.zeros(batch.token_ids.numel())
-    micro_batches = [packer.pack(batch, samples, nothing, nothing) for samples in batch.mini_batches[0]]
+    policy, micro_batches = join_and_pack(rendezvous, trial, one, torch.bfloat16)
     # Kernels are compiled and loaded and communicators made, all of which waits.
     step.forward_backward(policy, micro_batches, trial.objective, with_entropy=False)
     # Megatron's end of a mini-batch reads a number of tokens, once.
