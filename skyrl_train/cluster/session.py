@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 # on the CPU costs seconds and gains nothing.
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 WORKER_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAY_DEDUP_LOGS": "0"}
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
 CONNECT_S = 10
 """Longest wait for the host of RAY_ADDRESS."""
 
@@ -73,14 +74,13 @@ def _start_or_join(address: str, **arguments: Any) -> Any:
     A node (Ray 2.60) ends itself if one of its helpers takes more than 15 s to start, as on a machine that stands still
     for a while, and Ray gives it up after 30 s.
     """
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     try:
-        return ray.init(address=address, **quiet, **arguments)
+        return ray.init(address=address, **QUIET, **arguments)
     except Exception as error:
         if address != "local" or "timed out during startup" not in str(error):
             raise
         log.warning("local Ray did not start in time and is started once more: %s", error)
-        return ray.init(address=address, **quiet, **arguments)
+        return ray.init(address=address, **QUIET, **arguments)
 
 
 def attach(address: str) -> None:
@@ -92,7 +92,7 @@ def attach(address: str) -> None:
     _check_answers(address)
     try:
         with _signal_handlers_kept():
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
+            ray.init(address=address, **QUIET)
     except (ConnectionError, AuthenticationError) as error:
         if isinstance(error, AuthenticationError) or isinstance(_first_cause(error), AuthenticationError):
             raise ValueError(
