@@ -191,6 +191,7 @@ def _bare_step(policy: MegatronPolicy, batch: TrainBatch) -> Callable[[], None]:
             seq_length=int(micro_batches[0].token_ids.shape[1]),
             micro_batch_size=1,
             forward_only=False,
+            # As an update does: waiting for Megatron's own messages would hide a part of what the update costs.
             **between_stages(model.bridge.config, micro_batches, len(model.chunks)),
         )
         optimizer.step()

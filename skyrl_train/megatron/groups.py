@@ -1,7 +1,7 @@
 """Fewer process groups than Megatron makes, and fewer channels where little is sent.
 
 Each group over which something is reduced gets an NCCL communicator of its own, and even one of a single rank takes
-0.38 GiB of an H200 if NCCL is left to choose, one of two that reduces and sends over 1 GiB (docs/gpu_performance.md).
+0.38 GiB of an H200 if NCCL is left to choose, one of two that reduces and sends 0.85 GiB (docs/gpu_performance.md).
 """
 
 from __future__ import annotations
