@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model
 
 from skyrl_train.megatron.packing import MicroBatch
 
@@ -58,3 +59,9 @@ def between_stages(config: Any, micro_batches: Sequence[MicroBatch], num_chunks:
         "p2p_communicator": StageMessages(config, micro_batches, num_chunks),
         "pg_collection": ProcessGroupCollection.use_mpu_process_groups(GROUPS),
     }
+
+
+def forget_messages(chunks: Sequence[Any]) -> None:
+    """After a pass: Megatron's chunks keep what the stage before sent them last, and with it its gradient."""
+    for chunk in chunks:
+        get_attr_wrapped_model(chunk, "set_input_tensor")(None)

@@ -28,7 +28,7 @@ from skyrl_train.device import finish_computing
 from skyrl_train.megatron.logprobs import vocab_parallel_logprobs
 from skyrl_train.megatron.model import Model
 from skyrl_train.megatron.packing import MicroBatch, Targets, unpack
-from skyrl_train.megatron.pipeline import between_stages
+from skyrl_train.megatron.pipeline import between_stages, forget_messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def _run(
     if model.bridge.config.timers is None:
         model.bridge.config.timers = ComputeTimers()
     chunks = model.chunks
-    return get_forward_backward_func()(
+    results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(micro_batches) for _ in chunks],
         model=chunks,
@@ -201,6 +201,8 @@ def _run(
         forward_only=forward_only,
         **between_stages(model.bridge.config, micro_batches, len(chunks)),
     )
+    forget_messages(chunks)
+    return results
 
 
 def _logprobs(

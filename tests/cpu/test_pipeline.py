@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from typing import Any
 
@@ -21,9 +22,9 @@ HIDDEN = 64
 Message = tuple[torch.dtype, tuple[int, ...]]
 
 
-def _pass(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> tuple[list[int], list[Message], int]:
+def _pass(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> tuple[list[int], list[Message], int, int]:
     """While the gradient is computed: tokens that this rank has of each micro-batch, what it sends, and how often it
-    would wait for its device."""
+    would wait for its device; afterwards: how many messages it still has."""
     trial, one = arguments
     policy, micro_batches = join_and_pack(rendezvous, trial, one, torch.float32)
     sent: list[Message] = []
@@ -50,7 +51,10 @@ def _pass(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> tuple[list
     torch.cuda.synchronize = lambda device=None: waits.append(None)
     forward_backward(policy, micro_batches, trial.objective, with_entropy=False)
     share = one.megatron.tensor_model_parallel_size if one.megatron.sequence_parallel else 1
-    return [micro_batch.token_ids.shape[1] // share for micro_batch in micro_batches], sent, len(waits)
+    tokens = [micro_batch.token_ids.shape[1] // share for micro_batch in micro_batches]
+    shapes = {(size, 1, HIDDEN) for size in tokens}
+    kept = sum(isinstance(one, Tensor) and tuple(one.shape) in shapes for one in gc.get_objects())
+    return tokens, sent, len(waits), kept
 
 
 @pytest.mark.parametrize(
@@ -58,15 +62,15 @@ def _pass(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> tuple[list
     [(2, {"pp": 2}, 2), (2, {"pp": 2, "vpp": 2}, 4), (4, {"pp": 2, "tp": 2}, 2), (4, {"pp": 2, "cp": 2}, 2)],
     ids=["PP2", "PP2 VPP2", "TP2 SP PP2", "CP2 PP2"],
 )
-def test_each_stage_sends_each_micro_batch_once_and_no_shape_ahead_of_it(
+def test_each_stage_sends_each_micro_batch_once_with_no_shape_ahead_of_it_and_keeps_none(
     processes: int, sizes: dict[str, int], stages: int
 ):
     trial = make_trial(model("qwen3"), [50, 3, 17, 41, 8, 60, 22, 5])
     found = run_on_ranks(_pass, (trial, layout(processes, sizes)), processes, timeout_s=120)
     tokens = found[0][0]
     assert len(tokens) >= 4 and len(set(tokens)) >= 3, "micro-batches differ in length"
-    sent = Counter(message for _, messages, _ in found for message in messages)
+    sent = Counter(message for _, messages, *_ in found for message in messages)
     # Forward and back over each border, by each pair of ranks that faces one another there.
     times = 2 * (stages - 1) * processes // 2
-    assert not sum(waits for _, _, waits in found)
+    assert not sum(waits for _, _, waits, _ in found) and not sum(kept for *_, kept in found)
     assert sent == {(torch.float32, (size, 1, HIDDEN)): count * times for size, count in Counter(tokens).items()}
