@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from skyrl_train.device import empty_cache, synchronize
+from skyrl_train.device import KernelStacks, empty_cache, synchronize
 from skyrl_train.megatron import te_scratch
 from skyrl_train.megatron.host_memory import HostMemory
 from skyrl_train.megatron.storages import Piece, pieces_of, storage_key
@@ -35,6 +35,7 @@ class DeviceMemory:
         self._host = HostMemory()
         self._away: dict[str, list[Piece]] = {}
         self._dropped: set[str] = set()
+        self._stacks = KernelStacks()
 
     def offload(self, *parts: str) -> Moved:
         """Copy the parts (all of them by default) to the host and free them on the device; done when it returns.
@@ -63,6 +64,8 @@ class DeviceMemory:
             piece.empty()
         self._away |= pieces
         empty_cache()
+        if self._away.keys() == set(PARTS):
+            self._stacks.give_back()
         return Moved(num_bytes, time.perf_counter() - started)
 
     def reload(self, *parts: str) -> Moved:
@@ -73,6 +76,7 @@ class DeviceMemory:
         started = time.perf_counter()
         if dropped := self._dropped.intersection(parts or PARTS):
             raise Offloaded(f"the {' and '.join(sorted(dropped))} of this rank were dropped and cannot come back")
+        self._stacks.take_again()
         num_bytes = 0
         for part in PARTS:
             if part in (parts or PARTS) and part in self._away:
