@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from skyrl_train.device import CopyStream, device_type
 from skyrl_train.megatron.storages import Piece, padded
+
+THREADS = 8
+"""That have the system find pages. Pinning finds those that are missing too, but one after the other."""
 
 
 class HostMemory:
@@ -83,6 +87,9 @@ class HostMemory:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             region.madvise(mmap.MADV_HUGEPAGE)
         arena = torch.frombuffer(region, dtype=torch.uint8)
+        with ThreadPoolExecutor(THREADS) as pool:
+            # A byte of each page.
+            list(pool.map(Tensor.zero_, arena[:: mmap.PAGESIZE].chunk(THREADS)))
         if device_type() == "cuda":
             runtime: Any = torch.cuda.cudart()
             error = runtime.cudaHostRegister(arena.data_ptr(), num_bytes, 0)
