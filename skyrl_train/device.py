@@ -119,8 +119,11 @@ _STACK_SIZE = 0
 
 def _call_driver(name: str, *arguments: Any) -> None:
     """A function of CUDA's driver for the context of this thread, which torch has made."""
-    if code := getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments):
-        raise RuntimeError(f"{name} of CUDA's driver failed with code {code} (CUresult in cuda.h)")
+    driver = ctypes.CDLL("libcuda.so.1")
+    if code := getattr(driver, name)(*arguments):
+        error = ctypes.c_char_p(b"an unknown error")
+        driver.cuGetErrorName(code, ctypes.byref(error))
+        raise RuntimeError(f"{name} of CUDA's driver failed: {code}, {(error.value or b'?').decode()}")
 
 
 class CopyStream:
