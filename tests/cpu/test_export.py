@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from families import FAMILIES, write_family
 from layouts import layout
@@ -61,7 +63,8 @@ def _export(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, str, t
     specs = [(spec.name, spec.dtype, tuple(spec.shape)) for spec in export_specs(model, dtype)]
     stream = [(name, tensor.clone()) for name, tensor in export(model, dtype)]
     all_specs, all_tensors = to_first_stage(export_specs(model, dtype), export(model, dtype))
-    gathered = [(name, tensor.clone()) for name, tensor in all_tensors]
+    with patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as together:
+        gathered = [(name, tensor.clone()) for name, tensor in all_tensors]
     spread_specs, spread_tensors = to_every_stage(export_specs(model, dtype), export(model, dtype))
     assert spread_specs == all_specs
     spread = [(name, tensor.clone()) for name, tensor in spread_tensors]
@@ -73,6 +76,7 @@ def _export(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, str, t
         "stage": ranks.pp_rank,
         "all specs": [(spec.name, spec.dtype, tuple(spec.shape)) for spec in all_specs],
         "gathered": gathered,
+        "messages": [len(call.args[0]) for call in together.mock_calls],
         "spread": spread,
     }
 
@@ -99,6 +103,10 @@ def test_every_weight_leaves_once_as_it_came(family: str, processes: int, sizes:
     (first,) = (part for part in parts if part["owner"] and part["stage"] == 0)
     assert [name for name, _ in first["gathered"]] == names
     assert all(torch.equal(tensor, source[name]) for name, tensor in first["gathered"])
+    # Each in a batch of its own: NCCL would make a communicator for the two ranks of a message that is in none.
+    for part in (part for part in parts if part["owner"]):
+        count = len(names) - len(first["stream"]) if part is first else len(part["stream"])
+        assert part["messages"] == [1] * count
     assert first["all specs"] == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in first["gathered"]]
 
     # For receivers beside each rank: all of it on every rank.
