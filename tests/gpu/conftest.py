@@ -16,7 +16,7 @@ import contextlib
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -45,20 +45,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"needs {needed(item)} GPUs, {present} here"))
 
 
-@pytest.fixture(autouse=True)
-def own_gpus(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Nobody else's tests run on the GPUs of one that is `alone`.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Nobody else's tests run on the GPUs of one that is `alone`. Waiting for that is no part of a test's timeout.
 
     Locks of this machine and user. Who waits for one keeps the door to it shut, so that those who came later do not
     pass; all take their GPUs in the order of their numbers, so nobody waits for another in a circle.
     """
-    kind = fcntl.LOCK_SH if request.node.get_closest_marker("alone") is None else fcntl.LOCK_EX
+    kind = fcntl.LOCK_SH if item.get_closest_marker("alone") is None else fcntl.LOCK_EX
     with contextlib.ExitStack() as held:
-        for gpu in visible()[: needed(request.node)]:
+        for gpu in visible()[: needed(item)]:
             with lock(f"door_{gpu}").open("w") as door:
                 fcntl.flock(door, fcntl.LOCK_EX)
                 fcntl.flock(held.enter_context(lock(gpu).open("w")), kind)
-        yield
+        return (yield)
 
 
 def lock(name: str) -> Path:
