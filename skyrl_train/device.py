@@ -98,13 +98,19 @@ class KernelStacks:
     def __init__(self) -> None:
         self._given_back: int | None = None
 
+    @staticmethod
+    def bytes_of_thread() -> int:
+        """What each has now; 0 without a GPU."""
+        value = ctypes.c_size_t()
+        if device_type() == "cuda":
+            _call_driver("cuCtxGetLimit", ctypes.byref(value), _STACK_SIZE)
+        return value.value
+
     def give_back(self) -> None:
         """Waits until the device has done what it was asked. Nothing without a GPU, or if they are given back."""
         if device_type() == "cuda" and self._given_back is None:
-            bytes_of_thread = ctypes.c_size_t()
-            _call_driver("cuCtxGetLimit", ctypes.byref(bytes_of_thread), _STACK_SIZE)
+            self._given_back = self.bytes_of_thread()
             _call_driver("cuCtxSetLimit", _STACK_SIZE, ctypes.c_size_t(0))
-            self._given_back = bytes_of_thread.value
 
     def take_again(self) -> None:
         """As large as they were. Nothing if they were not given back."""
