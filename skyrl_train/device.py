@@ -124,12 +124,13 @@ _STACK_SIZE = 0
 
 
 def _call_driver(name: str, *arguments: Any) -> None:
-    """A function of CUDA's driver for the context of this thread, which torch has made."""
+    """A function of CUDA's driver that works on this thread's context."""
+    synchronize()  # By which the context that torch has made is that of a new thread too.
     driver = ctypes.CDLL("libcuda.so.1")
     if code := getattr(driver, name)(*arguments):
-        error = ctypes.c_char_p(b"an unknown error")
+        error = ctypes.c_char_p()
         driver.cuGetErrorName(code, ctypes.byref(error))
-        raise RuntimeError(f"{name} of CUDA's driver failed: {code}, {(error.value or b'?').decode()}")
+        raise RuntimeError(f"{name} of CUDA's driver failed: {code}, {(error.value or b'unknown').decode()}")
 
 
 class CopyStream:

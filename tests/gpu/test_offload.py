@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,9 +136,9 @@ def test_an_offloaded_policy_leaves_the_device_at_the_speed_of_the_bus(sizes: di
     assert found["gb_per_s"] >= 0.8 * found["bus"], f"{found['gb_per_s']:.1f} of {found['bus']:.1f} GB/s"
 
 
-def _stacks(rendezvous: Rendezvous, _: None) -> tuple[int, int, bool]:
-    """Bytes that giving stacks back frees and that taking them again takes, and if a kernel that needs one then runs
-    without."""
+def _stacks(rendezvous: Rendezvous, _: None) -> tuple[int, int]:
+    """Bytes that giving stacks back frees and that taking them again takes. Meanwhile attention, which wants some for
+    itself, computes what it did."""
     query = torch.randn(1, 8, 512, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def gradient() -> torch.Tensor:
@@ -154,16 +155,17 @@ def _stacks(rendezvous: Rendezvous, _: None) -> tuple[int, int, bool]:
     for _turn in range(2):
         stacks.give_back()
     without = free()
-    same = torch.equal(gradient(), expected)
-    for _turn in range(2):
-        stacks.take_again()
-    return without - before, without - free(), same
+    torch.testing.assert_close(gradient(), expected)
+    with ThreadPoolExecutor(1) as pool:
+        for _turn in range(2):
+            pool.submit(stacks.take_again).result()
+    return without - before, without - free()
 
 
 @pytest.mark.gpus(1)
 def test_stacks_of_threads_are_given_back_and_taken_again():
-    ((given, taken, same),) = run_on_ranks(_stacks, None, 1, timeout_s=120)
-    assert given == taken > 200 << 20 and same
+    ((given, taken),) = run_on_ranks(_stacks, None, 1, timeout_s=120)
+    assert given > 200 << 20 and abs(taken - given) < 16 << 20
 
 
 COLOCATED = [
