@@ -2,7 +2,7 @@
 at last what is left once the stacks of the device's threads, which NCCL makes larger, are given back.
 
     python benchmarks/communicator_memory.py [--gpus 2] [--communicators 3]
-    python benchmarks/communicator_memory.py --gpus 2 --max-ctas 4
+    python benchmarks/communicator_memory.py --gpus 2 --max-ctas 8
     NCCL_BUFFSIZE=1048576 python benchmarks/communicator_memory.py --gpus 2
 
 With several ranks each communicator of all reduces first, then sends from a rank to the next, as pipelines do, 64 MiB

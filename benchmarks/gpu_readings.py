@@ -109,7 +109,7 @@ READINGS = {
     "pages": Reading(1, "benchmarks/memory_pages.py", 100),
     "communicators": Reading(1, "benchmarks/communicator_memory.py", 60, alone=False),
     "communicators_2": Reading(2, "benchmarks/communicator_memory.py --gpus 2", 60),
-    "few_channels_2": Reading(2, "benchmarks/communicator_memory.py --gpus 2 --max-ctas 4", 60),
+    "few_channels_2": Reading(2, "benchmarks/communicator_memory.py --gpus 2 --max-ctas 8", 60),
     "memory_pp2": Reading(
         2, "benchmarks/device_memory.py --shape qwen3-0.6b --model {models}/qwen3-0.6b --gpus 2 --pp 2", 150
     ),

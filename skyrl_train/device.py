@@ -87,6 +87,10 @@ def empty_cache() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
+_STACK_SIZE = 0
+"""CU_LIMIT_STACK_SIZE in cuda.h."""
+
+
 class KernelStacks:
     """The stacks of the device's threads, for which the driver keeps memory for as many threads as can run at once.
 
@@ -117,10 +121,6 @@ class KernelStacks:
         if self._given_back is not None:
             _call_driver("cuCtxSetLimit", _STACK_SIZE, ctypes.c_size_t(self._given_back))
             self._given_back = None
-
-
-_STACK_SIZE = 0
-"""CU_LIMIT_STACK_SIZE in cuda.h."""
 
 
 def _call_driver(name: str, *arguments: Any) -> None:

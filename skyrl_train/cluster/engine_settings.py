@@ -13,7 +13,8 @@ from skyrl_train.inference.settings import EngineSettings, HttpSettings, Margin,
 
 LEFT_BY_TRAINER = 2 << 30
 """Bytes that an offloaded trainer comes to hold after the engine has started, for NCCL, kernels and what stays of
-torch's pages (at most 1.8 GiB on H200s, beside 1.2 GiB that it holds before)."""
+torch's pages. All that a rank of a pipeline holds is 1.0 GiB of an H200; ranks of tensor parallelism, for which it was
+not read, have one more communicator, of as many channels as NCCL takes."""
 
 SHARE_OF_STAYING_TRAINERS = 0.5
 """Of what is free before their first step, for moments of Adam and whatever torch keeps of a step's memory."""
