@@ -47,14 +47,15 @@ class FusedAdam(torch.optim.Optimizer):
         for p in params:
             if not self.state[p]:
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        # Fused kernels read the step of each tensor on its device, where this one is made without a copy, and not kept.
+        step = torch.full((), float(group["step"]), device=params[0].device)
         torch._fused_adamw_(
             params,
             [p.grad for p in params],  # type: ignore[misc]
             [self.state[p]["exp_avg"] for p in params],
             [self.state[p]["exp_avg_sq"] for p in params],
             [],
-            # fused kernels count the step per tensor; it is made here and not kept
-            [torch.tensor(float(group["step"]), device=p.device) for p in params],
+            [step] * len(params),
             lr=group["lr"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
