@@ -16,7 +16,7 @@ from skyrl_train.algorithms.losses import LOSSES
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.algorithms.reductions import weighted_sum
 from skyrl_train.config.policy import LoraConfig, MegatronConfig, OptimizerConfig, SyncedLoraConfig
-from skyrl_train.device import device, peak_flops
+from skyrl_train.device import device, peak_flops, synchronize
 from skyrl_train.hub import local_folder
 from skyrl_train.megatron.export import export, export_specs, save_hf
 from skyrl_train.megatron.finite_step import step_if_finite
@@ -173,6 +173,7 @@ class MegatronPolicy:
                 chosen = [sample for samples in mini_batch for sample in samples]
                 flops += cost.train_flops(batch.cu_seqlens.diff()[chosen])
         metrics = step_metrics(passes, norms, lr, skipped) if passes[0].sums else {}
+        synchronize()  # The optimizer's last step is a part of the update, and not of what comes next.
         return UpdateReport(
             metrics=metrics,
             seconds=time.perf_counter() - started,
