@@ -17,7 +17,18 @@ if TYPE_CHECKING:
     import torch
 
 # Dense bf16 peak in FLOP/s by a part of the device's name (NVIDIA data sheets, without sparsity).
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+    "L40S": 362e12,
+}
 
 
 @functools.cache
@@ -234,5 +245,10 @@ def peak_flops() -> float | None:
         return None
     import torch
 
-    name = torch.cuda.get_device_name()
-    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+    return peak_flops_of(torch.cuda.get_device_name())
+
+
+def peak_flops_of(name: str) -> float | None:
+    """The same of a device with this name, as the driver tells it."""
+    known = [part for part in PEAK_FLOPS if part in name]
+    return PEAK_FLOPS[max(known, key=len)] if known else None

@@ -8,6 +8,7 @@ from skyrl_train.cluster.devices import require_gpus_for_snapshots, require_kern
 from skyrl_train.cluster.placement import PlacementError
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import load_config
+from skyrl_train.device import peak_flops_of
 
 SHARED = "trainer.placement.colocate_all=true"
 
@@ -70,3 +71,18 @@ def test_float32_adapters_are_refused_on_gpus_where_vllm_has_no_kernels_for_them
     require_kernels_for_adapters(load_config(exact), on_cpus)
     for cure in ("trainer.policy.model.lora.sync=merged", "generator.model_dtype=bfloat16"):
         require_kernels_for_adapters(load_config([*exact, cure]), on_gpus)
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_mfu_is_measured_against_the_peak_of_this_very_device(name: str, peak: float | None):
+    assert peak_flops_of(name) == peak
