@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 WARM_UP = 2
-PHASES = ("generate", "fwd_logprobs_values_reward", "policy_train", "sync_weights")
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -225,16 +224,13 @@ def measure_steps(folder: Path, args: argparse.Namespace, scratch: Path) -> dict
     first = WARM_UP + 1
     walls = job.step_walls_s(first)
     rows = job.steps(first)
-    step_s = statistics.median(walls)
-    phases = job.median_phases_s(first)
-    work = sum(phases.get(name, 0.0) for name in ("generate", "policy_train"))
     kept = [name for name in rows[0] if name.startswith(("perf/", "memory/", "trainer/driver"))]
     return {
         "ready_s": job.ready_s,
-        "step_s": step_s,
+        "step_s": statistics.median(walls),
         "all_step_s": walls,
-        "phases_s": phases,
-        "neither_generate_nor_update": 1 - work / step_s,
+        "phases_s": job.median_phases_s(first),
+        "neither_generate_nor_update": 1 - job.median_share(("generate", "policy_train"), first),
         "mean_response_tokens": statistics.mean(row["generate/avg_num_tokens"] for row in rows),
         "metrics": {name: statistics.median(row[name] for row in rows) for name in kept},
     }

@@ -136,7 +136,7 @@ def run_trl(
         "steps_s": measured,
         "median_s": statistics.median(measured),
         "mean_tokens": statistics.mean(result["mean_tokens"]),
-        "phases_s": {"generate": result["mean_generate_s"]},
+        "phases_s": {"generate": statistics.median(result["generate_s"][WARM_UP_STEPS:])},
     }
 
 

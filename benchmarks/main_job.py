@@ -35,6 +35,11 @@ class FinishedJob:
         """Seconds from one step's line of metrics to the next, everything included, for steps from `first` on."""
         return [row[WALL_TIME] - self.rows[step - 1][WALL_TIME] for step, row in self.rows.items() if step >= first]
 
+    def median_share(self, phases: Sequence[str], first: int) -> float:
+        """What the phases are of a step, everything included; median of the steps from `first` on."""
+        spent = [sum(row.get(f"timing/{name}", 0.0) for name in phases) for row in self.steps(first)]
+        return statistics.median(s / wall for s, wall in zip(spent, self.step_walls_s(first), strict=True))
+
     def median_phases_s(self, first: int) -> dict[str, float]:
         """Phase of a step -> median seconds, for steps from `first` on."""
         rows = self.steps(first)

@@ -8,6 +8,7 @@ What differs between machines (device, dtype, who generates) comes as `options` 
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -23,30 +24,36 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class StepClock(TrainerCallback):
-    """Wall-clock times at the end of each step (and at the start of the first)."""
+    """At the end of each step (and at the start of the first): the time, and the seconds of all generation before."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []
+        self.generate_s: list[float] = []
+        self.generated_s = 0.0
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         if not self.times_s:
-            self.times_s.append(time.perf_counter())
+            self._note()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._note()
+
+    def _note(self) -> None:
         self.times_s.append(time.perf_counter())
+        self.generate_s.append(self.generated_s)
 
 
 class TimedTrainer(GRPOTrainer):
-    """Adds up the seconds of generation; the rest of a step is scoring, forward, backward and optimizer."""
+    """Tells its clock the seconds of generation; the rest of a step is scoring, forward, backward and optimizer."""
 
-    generate_s = 0.0
+    clock: StepClock
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         try:
             return super()._generate_single_turn(*args, **kwargs)
         finally:
-            self.generate_s += time.perf_counter() - started
+            self.clock.generated_s += time.perf_counter() - started
 
 
 def digit_share(completions: list[str], **kwargs: Any) -> list[float]:
@@ -83,14 +90,14 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
             disable_tqdm=True,
         ),
     )
+    trainer.clock = clock
     trainer.train()
     lengths = [
         entry["completions/mean_length"] for entry in trainer.state.log_history if "completions/mean_length" in entry
     ]
-    steps_s = [end - start for start, end in zip(clock.times_s, clock.times_s[1:], strict=False)]
     return {
-        "steps_s": steps_s,
-        "mean_generate_s": trainer.generate_s / len(steps_s),
+        "steps_s": [end - start for start, end in itertools.pairwise(clock.times_s)],
+        "generate_s": [end - start for start, end in itertools.pairwise(clock.generate_s)],
         "mean_tokens": lengths,
         "versions": {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__},
     }
