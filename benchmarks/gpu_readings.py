@@ -106,6 +106,8 @@ READINGS = {
     "memory": Reading(
         1, "benchmarks/device_memory.py --shape qwen3-0.6b --model {models}/qwen3-0.6b", 150, alone=False
     ),
+    "offload_small": Reading(1, f"benchmarks/offload.py {WHOLE}", 100),
+    "logprobs": Reading(1, "benchmarks/logprob_memory.py", 60),
     "pages": Reading(1, "benchmarks/memory_pages.py", 100),
     "communicators": Reading(1, "benchmarks/communicator_memory.py", 60, alone=False),
     "communicators_2": Reading(2, "benchmarks/communicator_memory.py --gpus 2", 60),
@@ -202,7 +204,7 @@ class Readings:
         if "pytest" not in command:
             options, dashes, overrides = command.partition(" -- ")
             command = f"{options} --json {self._out}/{name}.json{dashes}{overrides}"
-        visible = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
+        visible = {} if device is None else {"CUDA_VISIBLE_DEVICES": name_of(device)}
         with (self._out / f"{name}.log").open("w") as log:
             log.write(f"$ python {command}\n")
             log.flush()
@@ -216,6 +218,12 @@ class Readings:
             )
         self._running.add(process)
         return process
+
+
+def name_of(device: int) -> str:
+    """Of a device of this process, for one that shall see it alone."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return str(device) if named is None else named.split(",")[device]
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

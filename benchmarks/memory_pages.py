@@ -3,7 +3,7 @@
     python benchmarks/memory_pages.py [--page-mib 0 20 64 256] [--gib 60] [--offloaded-gb 7.2]
 
 For each size a process of its own in turns of: tensors of 180 MiB until --gib are mapped, then freed; --offloaded-gb
-copied to pinned host memory, all memory given back, the same copied back. Milliseconds, median of the turns after the
+copied to pinned host memory, all of both given back, the same copied back. Milliseconds, median of the turns after the
 first. 0 stands for cudaMalloc, without pages.
 """
 

@@ -61,6 +61,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
+@pytest.fixture
+def gpus() -> list[str]:
+    """What to write into CUDA_VISIBLE_DEVICES, for each GPU that this test may use."""
+    return visible()
+
+
 def lock(name: str) -> Path:
     return Path(tempfile.gettempdir(), f"skyrl_train_gpu_{name}_{os.getuid()}.lock")
 

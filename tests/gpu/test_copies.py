@@ -74,6 +74,19 @@ def test_an_update_waits_for_an_optimizer_that_comes_late(tmp_path: Path):
 
 
 @pytest.mark.gpus(1)
+def test_a_copy_finds_what_the_device_was_asked_for_before():
+    """As an offload right after an update: the optimizer's step is still to be computed when copies are asked for."""
+    copies, there = CopyStream(), torch.zeros(1 << 20, device="cuda")
+    here = torch.zeros(1 << 20).pin_memory()
+    torch.cuda._sleep(LATE_CYCLES)
+    there.fill_(1)
+    with copies.copying():
+        here.copy_(there, non_blocking=True)
+    torch.cuda.synchronize()
+    assert here.eq(1).all()
+
+
+@pytest.mark.gpus(1)
 def test_what_comes_after_settle_finds_what_was_copied():
     copies, there = CopyStream(), torch.zeros(1 << 20, device="cuda")
     here = torch.ones(1 << 20).pin_memory()

@@ -25,11 +25,11 @@ PROMPTS = [[4 + (7 * n + k) % 50 for k in range(5 + n)] for n in range(8)]
 WIDER = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 4}
 
 
-def stock_server(model: Path, gpu: int, dtype: str = "bfloat16"):
+def stock_server(model: Path, gpu: str, dtype: str = "bfloat16"):
     return vllm_server(
         model,
         model.parent / f"server.{gpu}.log",
-        {"CUDA_VISIBLE_DEVICES": str(gpu), "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"},
+        {"CUDA_VISIBLE_DEVICES": gpu, "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"},
         dtype=dtype,
         max_model_len=64,
         gpu_memory_utilization=0.2,
@@ -51,7 +51,7 @@ def engine_of(server: Server, model: Path) -> RemoteEngine:
 
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 1 << 30], ids=["many chunks", "one chunk"])
-def test_a_stock_server_answers_as_one_that_loaded_the_checkpoint(bucket_bytes: int, tmp_path: Path):
+def test_a_stock_server_answers_as_one_that_loaded_the_checkpoint(bucket_bytes: int, gpus: list[str], tmp_path: Path):
     trained = write_tiny_model(tmp_path / "trained", seed=0, **WIDER)
     other = write_tiny_model(tmp_path / "other", seed=1, **WIDER)
     model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16).to("cuda:0")
@@ -90,18 +90,18 @@ def test_a_stock_server_answers_as_one_that_loaded_the_checkpoint(bucket_bytes: 
         await engine.shutdown()
         await expected.shutdown()
 
-    with stock_server(other, gpu=1) as server, stock_server(trained, gpu=0) as fresh:
+    with stock_server(other, gpu=gpus[1]) as server, stock_server(trained, gpu=gpus[0]) as fresh:
         asyncio.run(main(server, fresh))
 
 
 @pytest.mark.parametrize(
     "stages", [pytest.param(1, marks=pytest.mark.gpus(2)), pytest.param(2, marks=pytest.mark.gpus(3))]
 )
-def test_a_run_trains_with_a_stock_server(stages: int, tmp_path: Path):
+def test_a_run_trains_with_a_stock_server(stages: int, gpus: list[str], tmp_path: Path):
     """The proof that a stock server computes with the policy's weights is the comparison of logprobs at each sync."""
     world = write_world(tmp_path / "world")
     other = write_tiny_model(world / "other", seed=1)
-    with stock_server(other, gpu=stages, dtype="float32") as server:
+    with stock_server(other, gpu=gpus[stages], dtype="float32") as server:
         code, job = run_to_end(
             world,
             "generator.run_engines_locally=false",
@@ -114,7 +114,7 @@ def test_a_run_trains_with_a_stock_server(stages: int, tmp_path: Path):
             "trainer.verify_sync_every=1",
             environment={
                 "KEY_OF_THE_TEST": KEY,
-                "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in range(stages)),
+                "CUDA_VISIBLE_DEVICES": ",".join(gpus[:stages]),
                 "VLLM_USE_FLASHINFER_SAMPLER": "0",
             },
         )
