@@ -14,6 +14,7 @@ from layouts import layout
 from skyrl_train.device import CopyStream
 from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, share_of
 from skyrl_train.megatron.local_ranks import run_on_ranks
+from skyrl_train.megatron.memory import torch_optimizers
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.ranks import Rendezvous
 
@@ -71,6 +72,28 @@ def test_an_update_waits_for_an_optimizer_that_comes_late(tmp_path: Path):
     assert reload_s < 0.5 and under_way, "nobody waits for the copies before the optimizer's step"
     assert 0 < on_time < 4 * ADAM.lr, "Adam's steps are about as long as its learning rate"
     assert 0 < late < 4 * ADAM.lr
+
+
+def _update_with_a_late_optimizer(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> list[float]:
+    """Seconds of updates by their own clock, before and after the device was given work with the optimizer's step."""
+    trial, one = arguments
+    objective = replace(trial.objective, kl_coef=0.0)
+    policy = MegatronPolicy(
+        rendezvous, trial.model_path, one.megatron, ADAM, objective, bf16=True, seed=1, num_optimizer_steps=4
+    )
+    batch = share_of(trial, one, policy.ranks)
+    policy.update(batch)
+    on_time = policy.update(batch).seconds
+    (adam,) = torch_optimizers(policy._optimizer)
+    adam.register_step_post_hook(lambda *_: torch.cuda._sleep(LATE_CYCLES))
+    return [on_time, policy.update(batch).seconds]
+
+
+@pytest.mark.gpus(1)
+def test_the_optimizers_step_is_a_part_of_the_update(tmp_path: Path):
+    trial = make_trial(write_family("qwen3_tied", tmp_path / "model"))
+    ((on_time, late),) = run_on_ranks(_update_with_a_late_optimizer, (trial, layout(1, {})), 1, timeout_s=200)
+    assert late > on_time + 2, "the device is busy for four seconds"
 
 
 @pytest.mark.gpus(1)
