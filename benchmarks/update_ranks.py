@@ -179,7 +179,7 @@ def _bare_step(policy: MegatronPolicy, batch: TrainBatch) -> Callable[[], None]:
         return output, loss
 
     def step() -> None:
-        model.bridge.config.timers = None  # an update makes its own
+        model.bridge.config.timers = None
         for chunk in model.chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()

@@ -76,12 +76,11 @@ class ComputeTimers:
         if self._name in self.COUNTED:
             self._spans.append((self._start, self._now()))
 
-    def take_seconds(self) -> float:
-        """Seconds counted since the last call. Call it after the device was synchronised."""
-        spans, self._spans = self._spans, []
+    def seconds(self) -> float:
+        """Call it after the device was synchronised."""
         if self._on_gpu:
-            return sum(start.elapsed_time(end) for start, end in spans) / 1000
-        return sum(end - start for start, end in spans)
+            return sum(start.elapsed_time(end) for start, end in self._spans) / 1000
+        return sum(end - start for start, end in self._spans)
 
 
 def forward_logprobs(model: Model, micro_batches: list[MicroBatch], temperature: float, chunk: int) -> list[Tensor]:
@@ -119,15 +118,16 @@ def forward_backward(
         peaks.append(torch.stack(list(largest.values())))
         return value, None
 
+    timers = ComputeTimers()
     finish_computing()
     started = time.perf_counter()
     if model.balance is not None:
-        _count_choices(model, micro_batches)
-    _run(model, micro_batches, loss, forward_only=False)
+        _count_choices(model, micro_batches, timers)
+    _run(model, micro_batches, loss, forward_only=False, timers=timers)
     balance_loss = None if model.balance is None else model.balance.finish()
     finish_computing()
     seconds = time.perf_counter() - started
-    busy = model.bridge.config.timers.take_seconds()
+    busy = timers.seconds()
     if not totals:
         return PassMetrics({}, {}, seconds, busy)
     total, peak = torch.stack(totals).sum(0), torch.stack(peaks).amax(0)
@@ -141,7 +141,7 @@ def forward_backward(
     return PassMetrics(sums, dict(zip(names[1], peak.tolist(), strict=True)), seconds, busy)
 
 
-def _count_choices(model: Model, micro_batches: list[MicroBatch]) -> None:
+def _count_choices(model: Model, micro_batches: list[MicroBatch], timers: ComputeTimers) -> None:
     """Let the routers count which experts the mini-batch chooses."""
 
     def nothing(logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, None]:
@@ -150,7 +150,7 @@ def _count_choices(model: Model, micro_batches: list[MicroBatch]) -> None:
     assert model.balance is not None
     model.balance.begin_counting()
     with torch.no_grad():
-        _run(model, micro_batches, nothing, forward_only=True)
+        _run(model, micro_batches, nothing, forward_only=True, timers=timers)
     model.balance.begin_training()
 
 
@@ -160,6 +160,7 @@ def _run(
     on_logits: Callable[[Tensor, MicroBatch], tuple[Tensor, Any]],
     *,
     forward_only: bool,
+    timers: ComputeTimers | None = None,
 ) -> list[Any]:
     """One call of Megatron's schedule; on the last stage it returns what `on_logits` gave beside each loss."""
 
@@ -187,8 +188,7 @@ def _run(
     keep_dtype = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}
     if model.lora is not None:
         model.lora.switch.dropping = not forward_only
-    if model.bridge.config.timers is None:
-        model.bridge.config.timers = ComputeTimers()
+    model.bridge.config.timers = timers  # None too: what a forward-only pass computes is no part of the next update.
     chunks = model.chunks
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,

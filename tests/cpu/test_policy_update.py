@@ -166,8 +166,9 @@ def _score(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str,
     logprobs = policy.logprobs(batch)
     kl = policy.keep_old_logprobs(batch, torch.full_like(sampled, -5.0))
     policy.keep_old_logprobs(replace(batch, token_ids=batch.token_ids.roll(1)))  # a job that fails before its update
+    report = policy.update(batch, torch.zeros_like(sampled))
     return {
-        "approx_kl": policy.update(batch, torch.zeros_like(sampled)).metrics["policy/approx_kl"],
+        "report": report,
         "plain": plain,
         "logprobs": logprobs,
         "kl": kl,
@@ -175,13 +176,23 @@ def _score(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str,
     }
 
 
-def test_the_rewards_kl_is_of_the_configured_estimator_at_the_sampling_temperature(dense: Path):
+@pytest.fixture(scope="module")
+def scored(dense: Path) -> dict[str, Any]:
     (result,) = run_on_ranks(_score, (make_trial(dense, [7, 30, 12, 9]), layout(1, {})), 1, timeout_s=120)
-    torch.testing.assert_close(result["kl"], result["expected_kl"])
-    assert abs(result["approx_kl"]) < 1e-6, "an update compared with the logprobs of another job"
+    return result
 
 
-def test_logprobs_are_those_of_temperature_1(dense: Path):
+def test_the_rewards_kl_is_of_the_configured_estimator_at_the_sampling_temperature(scored: dict[str, Any]):
+    torch.testing.assert_close(scored["kl"], scored["expected_kl"])
+    kl = scored["report"].metrics["policy/approx_kl"]
+    assert abs(kl) < 1e-6, "an update compared with the logprobs of another job"
+
+
+def test_logprobs_are_those_of_temperature_1(scored: dict[str, Any]):
     """As engines score prompts; the check after a sync compares the two."""
-    (result,) = run_on_ranks(_score, (make_trial(dense, [7, 30, 12, 9]), layout(1, {})), 1, timeout_s=120)
-    assert torch.equal(result["logprobs"], result["plain"])
+    assert torch.equal(scored["logprobs"], scored["plain"])
+
+
+def test_what_is_computed_before_an_update_is_no_part_of_its_time(scored: dict[str, Any]):
+    report = scored["report"]
+    assert 0 < report.busy_seconds < report.schedule_seconds <= report.seconds
