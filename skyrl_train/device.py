@@ -10,6 +10,7 @@ import ctypes
 import datetime
 import functools
 import os
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -186,14 +187,14 @@ def allocate_in_pages() -> bool:
     """Have torch map this process's device memory page by page ("expandable segments"); returns whether it does.
 
     Without it a small tensor that was cut from the block of a large one keeps all of the block: an offloaded policy of
-    0.6 billion parameters held 8.6 GiB of an H200. What PYTORCH_ALLOC_CONF says of it stays.
+    0.6 billion parameters held 8.6 GiB of an H200. What PYTORCH_ALLOC_CONF says stays, of pages too.
     """
     if device_type() == "cpu":
         return False
-    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    given = _given_to_allocator()
     if "expandable_segments" in given:
         return "expandable_segments:True" in given
-    _allocator(PAGES)
+    _set_allocator(given, PAGES)
     return True
 
 
@@ -203,18 +204,24 @@ def memory_to_share() -> Iterator[None]:
     if not allocate_in_pages.cache_info().currsize or not allocate_in_pages():
         yield
         return
-    _allocator(BLOCKS)
+    given = _given_to_allocator()
+    _set_allocator(given, BLOCKS)
     try:
         yield
     finally:
-        _allocator(PAGES)
+        _set_allocator(given, "" if "expandable_segments" in given else PAGES)
 
 
-def _allocator(setting: str) -> None:
+def _given_to_allocator() -> str:
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+
+
+def _set_allocator(*settings: str) -> None:
+    """Of one option the last counts. What none of them names is as if nobody had said anything."""
     import torch
 
     binding: Any = torch._C
-    binding._accelerator_setAllocatorSettings(setting)
+    binding._accelerator_setAllocatorSettings(",".join(filter(None, settings)))
 
 
 def memory_in_use() -> dict[str, float]:
@@ -249,6 +256,6 @@ def peak_flops() -> float | None:
 
 
 def peak_flops_of(name: str) -> float | None:
-    """The same of a device with this name, as the driver tells it."""
-    known = [part for part in PEAK_FLOPS if part in name]
+    """The same of a device with this name, as the driver tells it; None of a part of one (MIG)."""
+    known = [part for part in PEAK_FLOPS if re.search(rf"\b{part}\b", name) and "MIG" not in name]
     return PEAK_FLOPS[max(known, key=len)] if known else None

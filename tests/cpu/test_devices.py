@@ -82,6 +82,8 @@ def test_float32_adapters_are_refused_on_gpus_where_vllm_has_no_kernels_for_them
         ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA GB200", 2500e12),
         ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
     ],
 )
 def test_mfu_is_measured_against_the_peak_of_this_very_device(name: str, peak: float | None):

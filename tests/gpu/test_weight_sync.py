@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,32 @@ def test_a_gpu_computes_the_digests_that_a_cpu_does():
     for bucket in pack(tensors("cpu"), 1 << 20):
         on_gpu = type(bucket)(bucket.specs, bucket.data.cuda())
         assert bucket_digests(on_gpu) == bucket_digests(bucket)
+
+
+SETTINGS = """
+import torch
+from skyrl_train.device import allocate_in_pages, memory_to_share
+
+def settings():
+    found = torch.cuda.memory._snapshot()["allocator_settings"]
+    return [found[name] for name in ("expandable_segments", "max_split_size", "garbage_collection_threshold")]
+
+torch.zeros(1, device="cuda")
+print(allocate_in_pages())
+print(*settings())
+with memory_to_share():
+    print(*settings())
+print(*settings())
+"""
+
+
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize("pages", ["", ",expandable_segments:True"], ids=["pages of this program", "pages of its user"])
+def test_what_the_user_says_of_the_allocator_stays(pages: str):
+    given = os.environ | {"PYTORCH_ALLOC_CONF": f"max_split_size_mb:512,garbage_collection_threshold:0.75{pages}"}
+    given.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+    printed = subprocess.check_output([sys.executable, "-c", SETTINGS], text=True, env=given).splitlines()
+    assert printed == ["True", *(f"{pages} {512 << 20} 0.75" for pages in (True, False, True))]
 
 
 def _receive(init_info: Any, messages: Any, answers: Any) -> None:
