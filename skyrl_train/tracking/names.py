@@ -120,7 +120,12 @@ METRICS = (
     MetricName(
         "perf/sync_gb_per_s", "GB/s", "weight bytes that reached the engines per second of sync (GB = 1e9 bytes)"
     ),
-    MetricName("perf/mfu", "share", "model FLOPs of training over the devices' peak; absent where no peak is known"),
+    MetricName(
+        "perf/mfu",
+        "share",
+        "model FLOPs of training over the devices' peak; absent where no peak is known, or of a part of a device "
+        "(MIG). Gradients of all weights count, so with adapters, which need fewer, it is up to 1.5 times too high",
+    ),
     MetricName("perf/pipeline_bubble", "share", "time in which a pipeline rank waits for its neighbours"),
     MetricName(
         "perf/offload_gb_per_s", "GB/s", "bytes that trainers moved off shared devices per second, all ranks together"

@@ -50,12 +50,12 @@ def finalize_twice(patch: Patch) -> None:
 def _scale_loss(patch: Patch, factor: Callable[[int], float]) -> None:
     run = step._run
 
-    def scaled(model: Any, micro_batches: Any, on_logits: Any, *, forward_only: bool) -> Any:
+    def scaled(model: Any, micro_batches: Any, on_logits: Any, **kwargs: Any) -> Any:
         def wrong(logits: Any, micro_batch: Any) -> Any:
             value, result = on_logits(logits, micro_batch)
             return value * factor(len(micro_batches)), result
 
-        return run(model, micro_batches, wrong, forward_only=forward_only)
+        return run(model, micro_batches, wrong, **kwargs)
 
     patch.setattr(step, "_run", scaled)
 
