@@ -17,6 +17,7 @@ from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.memory import torch_optimizers
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.ranks import Rendezvous
+from skyrl_train.types import TrainBatch
 
 pytestmark = pytest.mark.timeout(300)
 LATE_CYCLES = 8_000_000_000
@@ -24,17 +25,20 @@ LATE_CYCLES = 8_000_000_000
 ADAM = replace(OPTIMIZER, lr=1e-4)
 
 
+def _policy(rendezvous: Rendezvous, trial: Trial, one: Layout) -> tuple[MegatronPolicy, TrainBatch]:
+    objective = replace(trial.objective, kl_coef=0.0)
+    policy = MegatronPolicy(
+        rendezvous, trial.model_path, one.megatron, ADAM, objective, bf16=True, seed=1, num_optimizer_steps=4
+    )
+    return policy, share_of(trial, one, policy.ranks)
+
+
 def _update_with_late_copies(
     rendezvous: Rendezvous, arguments: tuple[Trial, Layout]
 ) -> tuple[float, bool, float, float]:
     """(seconds of the reload, whether the copies were under way when the optimizer's step was reached, largest step of
     an update, the same where the optimizer came late)."""
-    trial, one = arguments
-    objective = replace(trial.objective, kl_coef=0.0)
-    policy = MegatronPolicy(
-        rendezvous, trial.model_path, one.megatron, ADAM, objective, bf16=True, seed=1, num_optimizer_steps=4
-    )
-    batch = share_of(trial, one, policy.ranks)
+    policy, batch = _policy(rendezvous, *arguments)
 
     def weights() -> torch.Tensor:
         parameters = [p for group in policy._optimizer.param_groups for p in group["params"]]
@@ -76,12 +80,7 @@ def test_an_update_waits_for_an_optimizer_that_comes_late(tmp_path: Path):
 
 def _update_with_a_late_optimizer(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> list[float]:
     """Seconds of updates by their own clock, before and after the device was given work with the optimizer's step."""
-    trial, one = arguments
-    objective = replace(trial.objective, kl_coef=0.0)
-    policy = MegatronPolicy(
-        rendezvous, trial.model_path, one.megatron, ADAM, objective, bf16=True, seed=1, num_optimizer_steps=4
-    )
-    batch = share_of(trial, one, policy.ranks)
+    policy, batch = _policy(rendezvous, *arguments)
     policy.update(batch)
     on_time = policy.update(batch).seconds
     (adam,) = torch_optimizers(policy._optimizer)
