@@ -194,7 +194,7 @@ def allocate_in_pages() -> bool:
     given = _given_to_allocator()
     if "expandable_segments" in given:
         return "expandable_segments:True" in given
-    _set_allocator(given, PAGES)
+    _set_allocator(PAGES, given)
     return True
 
 
@@ -209,7 +209,7 @@ def memory_to_share() -> Iterator[None]:
     try:
         yield
     finally:
-        _set_allocator(given, "" if "expandable_segments" in given else PAGES)
+        _set_allocator("" if "expandable_segments" in given else PAGES, given)
 
 
 def _given_to_allocator() -> str:
