@@ -87,7 +87,7 @@ def measure_trl(folder: Path, args: argparse.Namespace, ours: argparse.Namespace
     return found | {
         "all_step_s": measured,
         "step_s": statistics.median(measured),
-        "generate_s": statistics.median(found["generate_s"][gpu_step.WARM_UP :]),
+        "median_generate_s": statistics.median(found["generate_s"][gpu_step.WARM_UP :]),
         "settings": settings["options"],
     }
 
@@ -112,7 +112,8 @@ def main() -> int:
     versions = ", ".join(f"{name} {version}" for name, version in trl["versions"].items())
     console.print(
         f"TRL ({versions}): {trl['step_s']:.2f} s per step ({' '.join(f'{s:.2f}' for s in trl['all_step_s'])}), "
-        f"of it generation {trl['generate_s']:.2f} s, {statistics.mean(trl['mean_tokens']):.0f} tokens a response"
+        f"of it generation {trl['median_generate_s']:.2f} s, "
+        f"{statistics.mean(trl['mean_tokens']):.0f} tokens a response"
     )
     if "ours" in result:
         seconds = result["ours"]["step_s"]
