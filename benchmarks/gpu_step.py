@@ -202,6 +202,7 @@ def measure_steps(folder: Path, args: argparse.Namespace, scratch: Path) -> dict
         f"trainer.max_tokens_per_microbatch={args.max_tokens}",
         f"trainer.max_prompt_length={args.prompt_tokens}",
         "trainer.log_samples_interval=-1",
+        "trainer.ckpt_interval=-1",
         "trainer.logger=[console,jsonl]",
         f"trainer.algorithm.use_kl_loss={str(args.kl).lower()}",
         f"trainer.placement.policy_num_gpus_per_node={args.gpus}",

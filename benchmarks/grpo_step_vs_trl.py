@@ -80,6 +80,7 @@ def run_ours(folder: Path, model: Path, data: Path, layout: tuple[int, int, int]
             "data.val_data=[]",
             f"trainer.policy.model.path={model}",
             f"trainer.max_training_steps={steps}",
+            "trainer.ckpt_interval=-1",
             f"trainer.train_batch_size={PROMPTS}",
             f"trainer.policy_mini_batch_size={PROMPTS}",
             f"trainer.max_tokens_per_microbatch={PROMPTS * SAMPLES * (NEW_TOKENS + 8) // 4}",

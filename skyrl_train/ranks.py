@@ -68,6 +68,15 @@ class UpdateReport:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedState:
+    """What the ranks of a policy go on with instead of the model as it came."""
+
+    folder: str
+    """With a file of each rank."""
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Moved:
     """What one rank copied between device and host."""
 

@@ -21,6 +21,7 @@ from skyrl_train.checks.training import (
     layout_problems,
     package_problems,
     prepare_problems,
+    resume_problems,
 )
 from skyrl_train.config import Config, ConfigError
 from skyrl_train.config.policy import MegatronConfig
@@ -40,6 +41,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
     problems = [
         *package_problems(config.trainer, _megatron_configs(config)),
         *prepare_problems(config.trainer),
+        *resume_problems(config.trainer),
         *_batches(config, num_train_prompts),
         *_algorithm(config),
         *_lengths(config),

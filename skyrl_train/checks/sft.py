@@ -13,6 +13,7 @@ from skyrl_train.checks.training import (
     layout_problems,
     package_problems,
     prepare_problems,
+    resume_problems,
 )
 from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.sft import SftConfig
@@ -30,6 +31,7 @@ def check_sft(config: SftConfig, num_train_rows: int | None, files: bool = True)
     problems = [
         *package_problems(trainer, {POLICY: layout}),
         *prepare_problems(trainer),
+        *resume_problems(trainer),
         *_batches(config, num_train_rows),
         *layout_problems(layout, POLICY, place.policy_num_nodes * place.policy_num_gpus_per_node, POLICY_RANKS),
     ]

@@ -40,6 +40,15 @@ def prepare_problems(trainer: TrainingConfig) -> Iterator[str]:
         yield f"trainer.prepare is {prepare!r}: write module:function, or null"
 
 
+def resume_problems(trainer: TrainingConfig) -> Iterator[str]:
+    """A checkpoint to go on from that is missing or would not be read."""
+    mode, path = trainer.resume_mode, trainer.resume_path
+    if mode == "from_path" and path is None:
+        yield "trainer.resume_mode is from_path and resume_path null: name the folder of a checkpoint (global_step_N)"
+    if mode != "from_path" and path is not None:
+        yield f"trainer.resume_path is {path} and resume_mode {mode or 'null'}: set resume_mode to from_path"
+
+
 def layout_problems(megatron: MegatronConfig, path: str, world_size: int, world_name: str) -> Iterator[str]:
     """What keeps `world_size` ranks from being laid out as `megatron` says; `path` is its key."""
     tp, pp, cp = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import replace
 from typing import TypeVar
@@ -21,11 +22,14 @@ SHARE_OF_STAYING_TRAINERS = 0.5
 
 
 def all_engine_settings(
-    config: Config, max_model_len: int, backend: str
+    config: Config, max_model_len: int, backend: str, policy_version: int = 0
 ) -> list[EngineSettings | RemoteEngineSettings]:
+    """Args: policy_version: which the engines serve first; a run that goes on draws with other random numbers than at
+    its start."""
     generator = config.generator
     if generator.run_engines_locally:
-        return [_engine_settings(config, max_model_len, index) for index in range(generator.num_inference_engines)]
+        engines = range(generator.num_inference_engines)
+        return [_engine_settings(config, max_model_len, index, policy_version) for index in engines]
     variable = generator.remote_api_key_env
     return [
         RemoteEngineSettings(
@@ -43,7 +47,14 @@ def all_engine_settings(
     ]
 
 
-def _engine_settings(config: Config, max_model_len: int, index: int) -> EngineSettings:
+def _seed(seed: int, policy_version: int) -> int:
+    """At most 32 bits, as numpy takes, which the engines seed."""
+    if policy_version == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed} {policy_version}".encode()).digest()[:4], "big")
+
+
+def _engine_settings(config: Config, max_model_len: int, index: int, policy_version: int) -> EngineSettings:
     generator = config.generator
     lora = config.trainer.policy.model.lora
     cache_gb = generator.kv_cache_memory_gb
@@ -52,7 +63,7 @@ def _engine_settings(config: Config, max_model_len: int, index: int) -> EngineSe
         served_model_name=served_model_name(config),
         model_dtype=generator.model_dtype,
         max_model_len=max_model_len,
-        seed=config.trainer.seed + index,
+        seed=_seed(config.trainer.seed + index, policy_version),
         tensor_parallel_size=generator.inference_engine_tensor_parallel_size,
         enforce_eager=generator.enforce_eager,
         enable_prefix_caching=generator.enable_prefix_caching,

@@ -20,7 +20,7 @@ from skyrl_train.cluster.worker_group import WorkerGroup
 from skyrl_train.config import Config
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.inference.settings import EngineSettings, RemoteEngineSettings
-from skyrl_train.ranks import WEIGHTS
+from skyrl_train.ranks import WEIGHTS, SavedState
 
 POLICY, REFERENCE, ENGINES = "policy ranks", "reference ranks", "engines"
 
@@ -54,9 +54,11 @@ async def launch(
     objective: Objective,
     num_optimizer_steps: int,
     logs: str,
+    saved: SavedState | None = None,
 ) -> Processes:
     """Place and start policy, reference and engines, and connect the way of the weights.
 
+    Args: saved: what the policy goes on with, and the engines then serve.
     Raises: PlacementError if the cluster has no room; RemoteFailed if a process cannot start.
     """
     backend = sync_backend(config, cluster)
@@ -73,17 +75,18 @@ async def launch(
     )
     processes = None
     try:
-        settings = all_engine_settings(config, max_model_len, backend)
+        version = 0 if saved is None else saved.policy_version
+        settings = all_engine_settings(config, max_model_len, backend, version)
         processes = await _spawn(config, cluster, placement, settings, logs)
-        await _start(processes, config, objective, num_optimizer_steps)
+        await _start(processes, config, objective, num_optimizer_steps, saved)
         if config.trainer.algorithm.needs_reference and processes.reference is None:
             processes = replace(processes, reference=ReferenceGroup.of_policy(processes.policy))
         policy, engines, generator = processes.policy, processes.engines, config.generator
         bucket_bytes = generator.weight_sync_bucket_mb << 20
         await policy.connect_engines(engines, backend, bucket_bytes, generator.weight_sync_timeout_s)
-        if not generator.run_engines_locally or config.trainer.policy.model.lora.path is not None:
+        if not generator.run_engines_locally or config.trainer.policy.model.lora.path is not None or saved is not None:
             # Servers may hold anything, what they loaded or what an earlier run left in them; and local engines hold
-            # the base model, from which a policy with an adapter does not start.
+            # the base model, from which a policy with an adapter, or with a saved state, does not start.
             await _send_first_weights(processes, config)
     except BaseException:
         if processes is None:
@@ -122,9 +125,14 @@ class PolicyProcesses:
 
 
 async def launch_policy(
-    trainer: TrainingConfig, cluster: Cluster, objective: Objective, num_optimizer_steps: int, logs: str
+    trainer: TrainingConfig,
+    cluster: Cluster,
+    objective: Objective,
+    num_optimizer_steps: int,
+    logs: str,
+    saved: SavedState | None = None,
 ) -> PolicyProcesses:
-    """Place and start the policy. Raises: as `launch`."""
+    """Place and start the policy. Args, raises: as `launch`."""
     require_gpus_for_snapshots(trainer, cluster)
     place = trainer.placement
     placement = await Placement.reserve(
@@ -137,7 +145,7 @@ async def launch_policy(
     group = WorkerGroup("policy", placement.slots[POLICY], logs, trainer.timeout_s)
     processes = PolicyProcesses(placement, PolicyGroup(group), group)
     try:
-        await processes.policy.start(policy_arguments(trainer, objective, num_optimizer_steps))
+        await processes.policy.start(policy_arguments(trainer, objective, num_optimizer_steps), saved)
     except BaseException:
         await processes.stop()
         raise
@@ -179,14 +187,16 @@ def _devices(slots: Sequence[Slot], shared: list[str] | None) -> list[str | None
     return [None if shared is None else ",".join(shared[rank] for rank in slot.shares) for slot in slots]
 
 
-async def _start(processes: Processes, config: Config, objective: Objective, num_optimizer_steps: int) -> None:
+async def _start(
+    processes: Processes, config: Config, objective: Objective, num_optimizer_steps: int, saved: SavedState | None
+) -> None:
     """Have all load their models: side by side on devices of their own, else one after the other.
 
     Whoever is ready leaves a shared device, so that the next finds it empty: engines take what they find. They import
     vLLM meanwhile.
     """
     policy, reference, engines = processes.policy, processes.reference, processes.engines
-    starts = [policy.start(policy_arguments(config.trainer, objective, num_optimizer_steps))]
+    starts = [policy.start(policy_arguments(config.trainer, objective, num_optimizer_steps), saved)]
     if reference is not None:
         starts.append(reference.start(reference_arguments(config)))
 

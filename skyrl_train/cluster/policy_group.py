@@ -15,7 +15,7 @@ from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.shards import Shards
 from skyrl_train.cluster.weight_way import SyncResult, WeightWay
 from skyrl_train.cluster.worker_group import WorkerGroup
-from skyrl_train.ranks import Moved, ParallelRanks, UpdateReport
+from skyrl_train.ranks import Moved, ParallelRanks, SavedState, UpdateReport
 from skyrl_train.types import Metrics, TrainBatch
 
 
@@ -51,9 +51,19 @@ class PolicyGroup:
         self.num_updates = 0
         """Updates that were begun, also those that failed."""
 
-    async def start(self, kwargs: dict[str, Any]) -> None:
+    async def start(self, kwargs: dict[str, Any], saved: SavedState | None = None) -> None:
+        """Build the ranks and, if there is one, have them go on from a saved state."""
         self._kwargs = kwargs
-        self._ranks = await self._group.build("skyrl_train.megatron.policy:MegatronPolicy", kwargs)
+        if saved is not None:
+            self._state_folder = saved.folder
+            self.policy_version = self.num_steps = saved.policy_version
+        await self._build()
+
+    async def _build(self) -> list[Moved]:
+        self._ranks = await self._group.build("skyrl_train.megatron.policy:MegatronPolicy", self._kwargs)
+        if self._state_folder is None:
+            return []
+        return await self._group.all("load_state", self._state_folder, self.num_steps)
 
     @property
     def group(self) -> WorkerGroup:
@@ -82,9 +92,13 @@ class PolicyGroup:
 
     async def save_state(self, folder: str) -> list[Moved]:
         """Write what `restart` goes on with."""
-        moved = await self._group.all("save_state", folder)
+        moved = await self.copy_state(folder)
         self._state_folder, self.has_changed = folder, False
         return moved
+
+    async def copy_state(self, folder: str) -> list[Moved]:
+        """Write the same for another run; `restart` goes on with what it had."""
+        return await self._group.all("save_state", folder)
 
     async def end(self) -> None:
         """End the processes; done when they and their memory are gone."""
@@ -96,10 +110,7 @@ class PolicyGroup:
         if self._way is not None:
             self._way.forget()
         self._group.spawn()
-        await self.start(self._kwargs)
-        if self._state_folder is None:
-            return []
-        return await self._group.all("load_state", self._state_folder, self.num_steps)
+        return await self._build()
 
     async def kill(self) -> None:
         """As `end`, for processes that may be dead or hang; updates since the last `save_state` are lost."""

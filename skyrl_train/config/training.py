@@ -69,6 +69,17 @@ class TrainingConfig:
     """Steps between exports of a Hugging Face checkpoint; -1 means never."""
     export_path: Text
     """Folder of those exports."""
+    ckpt_interval: CountOrNever
+    """Steps between checkpoints, from which a run can go on (the last step is one too); -1 means never."""
+    ckpt_path: Text
+    """Folder of the checkpoints of one run; on several nodes a shared one."""
+    max_ckpts_to_keep: CountOrNever
+    """The newest that stay; -1 means all."""
+    resume_mode: Annotated[str, OneOf(("latest", "from_path"))] | None
+    """latest: go on from the newest checkpoint in ckpt_path, if there is one; from_path: from resume_path; null starts
+    anew."""
+    resume_path: Text | None
+    """Folder of one checkpoint (`.../global_step_N`), for from_path."""
     timeout_s: AboveZero
     """Seconds that each remote call of a step has."""
     placement: PolicyPlacementConfig

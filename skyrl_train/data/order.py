@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
 Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True)
+class OrderState:
+    """Between two batches: all that decides what comes next."""
+
+    epoch: int
+    position: int
+    """Rows of the epoch that were given out."""
+    num_rows: int
+    seed: int
+
+    def require(self, num_rows: int, seed: int) -> None:
+        """Raises: ValueError for another seed or number of rows, which have another order."""
+        if (num_rows, seed) != (self.num_rows, self.seed):
+            raise ValueError(
+                f"the checkpoint is of {self.num_rows} training rows in the order of trainer.seed={self.seed}, and "
+                f"these are {num_rows} rows with trainer.seed={seed}: which of them were trained on cannot be told. "
+                "Give the same data and seed, or start a new run from a Hugging Face export (trainer.hf_save_interval)"
+            )
 
 
 class Order(Generic[Row]):
@@ -44,6 +65,16 @@ class Order(Generic[Row]):
         batch = self._permutation[self._position : self._position + self._batch_size]
         self._position += self._batch_size
         return [self._rows[index] for index in batch]
+
+    @property
+    def state(self) -> OrderState:
+        return OrderState(self._epoch, self._position, len(self._rows), self._seed)
+
+    def go_on(self, state: OrderState) -> None:
+        """The next batch is the one that would have followed. Raises: as `OrderState.require`."""
+        state.require(len(self._rows), self._seed)
+        self._epoch, self._position = state.epoch, state.position
+        self._permutation = self._permute()
 
     def _has_batch(self) -> bool:
         return self._position + self._batch_size <= len(self._rows)

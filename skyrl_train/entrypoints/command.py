@@ -107,7 +107,7 @@ def run(command: Command[T], config: T, console: Console) -> int:
     try:
         one = _checked_input(command, config, console)
         command.check(config, one.num_train_rows, True)
-        run_dir = _run_dir(command, config)
+        run_dir = _run_dir(command, config, goes_on=_find_checkpoint(one))
         ended_by = asyncio.run(_until_signal(one, run_dir, console))
         status, code = ("finished", 0) if ended_by is None else ("interrupted", 128 + ended_by)
     except ConfigError as error:
@@ -135,14 +135,23 @@ def _checked_input(command: Command[T], config: T, console: Console) -> Run:
         raise ConfigError([str(error)]) from error
 
 
-def _run_dir(command: Command[T], config: T) -> RunDir:
+def _find_checkpoint(one: Run) -> bool:
+    """Raises: ConfigError for a checkpoint that cannot be gone on with."""
+    try:
+        return one.find_checkpoint()
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+
+
+def _run_dir(command: Command[T], config: T, *, goes_on: bool) -> RunDir:
     """Raises: ConfigError for a folder that cannot be one of a run."""
     from skyrl_train.tracking.changes import changed_values
-    from skyrl_train.tracking.run_dir import create_run_dir
+    from skyrl_train.tracking.run_dir import create_run_dir, reopen_run_dir
 
+    make = reopen_run_dir if goes_on else create_run_dir
     changes = changed_values(to_yaml(config), command.program.base_yaml())
     try:
-        return create_run_dir(Path(config.trainer.run_dir), config.trainer.run_name, to_yaml(config), changes)
+        return make(Path(config.trainer.run_dir), config.trainer.run_name, to_yaml(config), changes)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
 

@@ -93,9 +93,11 @@ class Experiment(Run[Config, Processes]):
             goal,
             self.num_steps * mini_batches * trainer.update_epochs_per_batch,
             logs,
+            self.saved,
         )
         for index, url in enumerate(processes.engines.urls):
-            self._say(f"engine {index} serves {served_model_name(self.config)}@0 at {url}/v1")
+            served = f"{served_model_name(self.config)}@{processes.policy.policy_version}"
+            self._say(f"engine {index} serves {served} at {url}/v1")
         return processes
 
     def build_loop(self, processes: Processes, run_dir: RunDir, tracker: Tracker, at_end: ExitStack) -> Trainer:

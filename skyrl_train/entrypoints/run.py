@@ -18,10 +18,13 @@ from skyrl_train import adapter_file
 from skyrl_train.cluster.session import Cluster, connect
 from skyrl_train.config.program import to_yaml
 from skyrl_train.config.training import RunConfig
+from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_folder
 from skyrl_train.hub import local_folder
+from skyrl_train.ranks import SavedState
 from skyrl_train.tracking.run_dir import RunDir
 from skyrl_train.tracking.sinks import Tracker, build_tracker
 from skyrl_train.trainer.loop import Loop
+from skyrl_train.trainer.run_state import Checkpoint
 
 log = logging.getLogger(__name__)
 WORKING_COPIES = "working_dir_files"
@@ -55,6 +58,7 @@ class Run(ABC, Generic[C, P]):
         self.model_config = AutoConfig.from_pretrained(self.model_folder)
         adapter_file.check(self.model_folder, config.trainer.policy.model.lora)
         self.tokenizer = self.get_tokenizer()
+        self.checkpoint: Checkpoint | None = None
         self._loop: Loop | None = None
 
     @property
@@ -81,8 +85,27 @@ class Run(ABC, Generic[C, P]):
         trainer = self.config.trainer
         values: dict[str, Any] = yaml.safe_load(to_yaml(self.config))
         return build_tracker(
-            trainer.logger, run_dir.path, trainer.project_name, trainer.run_name, values, total_steps=num_steps
+            trainer.logger,
+            run_dir.path,
+            trainer.project_name,
+            trainer.run_name,
+            values,
+            total_steps=num_steps,
+            steps_done=0 if self.checkpoint is None else self.checkpoint.state.global_step,
         )
+
+    def find_checkpoint(self) -> bool:
+        """Look for what `trainer.resume_mode` asks for; returns whether the run goes on in the folder it was in.
+
+        Raises: ValueError for a checkpoint that cannot be gone on with.
+        """
+        self.checkpoint = chosen_checkpoint(self.config.trainer, self.num_train_rows)
+        return goes_on_in_its_folder(self.config.trainer, self.checkpoint)
+
+    @property
+    def saved(self) -> SavedState | None:
+        """What the policy's ranks start from instead of the model as it came."""
+        return None if self.checkpoint is None else self.checkpoint.saved
 
     def request_stop(self) -> bool:
         """End after the step in flight; False if no step has begun, so that the run has to be cancelled."""
@@ -101,6 +124,9 @@ class Run(ABC, Generic[C, P]):
     async def run(self, run_dir: RunDir) -> None:
         """Start the processes, train, and stop them again, whatever happens."""
         self._introduce(run_dir)
+        if self.checkpoint is not None and self.checkpoint.state.global_step >= self.num_steps:
+            self._say("all steps are done; for more, raise trainer.epochs or trainer.max_training_steps")
+            return
         with connect() as cluster:
             self._say("local Ray is up" if cluster.is_local else f"joined the Ray cluster {cluster.address}")
             processes = await self.launch(cluster, str(run_dir.logs))
@@ -118,6 +144,8 @@ class Run(ABC, Generic[C, P]):
             tracker = self.get_tracker(run_dir, self.num_steps)
             at_end.callback(tracker.close)
             self._loop = self.build_loop(processes, run_dir, tracker, at_end)
+            if self.checkpoint is not None:
+                self._loop.go_on(self.checkpoint.state)
             await self._loop.train()
 
     def _introduce(self, run_dir: RunDir) -> None:
@@ -134,6 +162,8 @@ class Run(ABC, Generic[C, P]):
         split = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "not split"
         lines = {"run": f"{trainer.run_name} in {run_dir.path}"}
         lines |= self.introduction(f"{ranks} policy ranks ({split})")
+        if self.checkpoint is not None:
+            lines["resumes"] = f"after step {self.checkpoint.state.global_step}, from {self.checkpoint.folder}"
         text = "\n".join(f"{label:<8}{line}" for label, line in lines.items())
         self._console.print(text, highlight=False, soft_wrap=True)
         if WORKING_COPIES in run_dir.path.parts:

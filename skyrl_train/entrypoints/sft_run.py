@@ -83,7 +83,7 @@ class SftRun(Run[SftConfig, PolicyProcesses]):
     async def launch(self, cluster: Cluster, logs: str) -> PolicyProcesses:
         trainer = self.config.trainer
         goal = cross_entropy_objective(trainer.policy.megatron_config.logprobs_chunk_size)
-        return await launch_policy(trainer, cluster, goal, self.num_steps, logs)
+        return await launch_policy(trainer, cluster, goal, self.num_steps, logs, self.saved)
 
     def build_loop(
         self, processes: PolicyProcesses, run_dir: RunDir, tracker: Tracker, at_end: ExitStack

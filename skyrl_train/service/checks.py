@@ -24,6 +24,11 @@ def check_service(config: Config, files: bool = True) -> None:
 
 
 def _problems(config: Config) -> Iterator[str]:
+    if config.trainer.resume_mode is not None:
+        yield (
+            f"trainer.resume_mode is {config.trainer.resume_mode}, and a service writes no checkpoints: set it to "
+            "null, and trainer.policy.model.path to the last save"
+        )
     scheduler = config.trainer.policy.optimizer_config.scheduler
     if scheduler != "constant_with_warmup":
         yield (

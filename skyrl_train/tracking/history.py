@@ -63,6 +63,8 @@ class History:
 def load_history(path: Path) -> History:
     """The metrics of a metrics.jsonl; lines of one step are merged, the later value of a name counts.
 
+    Where steps go back the run went on from a checkpoint: what it had written of later steps is not counted.
+
     Raises: ValueError if the file is missing or holds no step.
     """
     if not path.is_file():
@@ -70,7 +72,10 @@ def load_history(path: Path) -> History:
     rows: dict[int, dict[str, float]] = {}
     for row in read_json_lines(path):
         if STEP in row:
-            merged = rows.setdefault(int(row[STEP]), {})
+            step = int(row[STEP])
+            if any(other > step for other in rows):
+                rows = {other: values for other, values in rows.items() if other < step}
+            merged = rows.setdefault(step, {})
             merged |= {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
     if not rows:
         raise ValueError(f"{path} holds no step: the run ended before it wrote one")

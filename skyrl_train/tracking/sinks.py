@@ -17,13 +17,15 @@ from skyrl_train.tracking.console import ConsoleSink
 from skyrl_train.tracking.jsonl import JsonLinesWriter
 
 log = logging.getLogger(__name__)
+WANDB_ID = "wandb_run_id"
 
 
 class Sink(Protocol):
     """One destination of metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the metrics of one step; they have left this process when it returns. Steps never go back."""
+        """Takes the metrics of one step; they have left this process when it returns. Steps never go back in a process;
+        the first may be one that an earlier process has logged too, from whose checkpoint this one goes on."""
 
     def close(self) -> None:
         """Lets go of files and connections; called once."""
@@ -45,13 +47,16 @@ class JsonLinesSink:
 class TensorBoardSink:
     """TensorBoard event files. Uses tensorboard's own writer: torch's takes a second longer to import."""
 
-    def __init__(self, log_dir: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+    def __init__(self, log_dir: Path, steps_done: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(log_dir))
+        if steps_done:  # TensorBoard then forgets what earlier files say of later steps
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(step=steps_done + 1, wall_time=time.time(), session_log=start))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
@@ -65,10 +70,14 @@ class TensorBoardSink:
 class WandbSink:
     """Weights & Biases; without an API key (environment or netrc) and without WANDB_MODE it writes offline runs.
 
+    A run that goes on is the same run there too; wandb passes over steps that it was given before.
+
     Raises: ValueError if wandb is not installed; RuntimeError if it cannot start.
     """
 
-    def __init__(self, run_dir: Path, project_name: str, run_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, run_dir: Path, project_name: str, run_name: str, config: Mapping[str, Any], steps_done: int
+    ) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -76,6 +85,8 @@ class WandbSink:
                 "trainer.logger names wandb, which is not installed: `pip install wandb`, or leave it out of the list"
             ) from error
         self._wandb = wandb
+        id_file = run_dir / WANDB_ID
+        known = id_file.read_text().strip() if steps_done and id_file.exists() else None
         offline = "WANDB_MODE" not in os.environ and not has_wandb_key()
         if offline:
             log.warning("wandb has no API key: it writes an offline run to %s (`wandb sync` uploads it later)", run_dir)
@@ -86,6 +97,8 @@ class WandbSink:
                 dir=run_dir,
                 config=dict(config),
                 mode="offline" if offline else None,
+                id=known,
+                resume="allow" if known else None,
                 # wandb's capture of stdout would replace the console that the progress bar draws on.
                 settings=wandb.Settings(console="off", silent=True),
             )
@@ -93,6 +106,8 @@ class WandbSink:
             raise RuntimeError(
                 f"wandb could not start: {error}. Set WANDB_MODE=offline, or leave wandb out of trainer.logger"
             ) from error
+
+        id_file.write_text(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -154,17 +169,21 @@ def build_tracker(
     run_name: str,
     config: Mapping[str, Any],
     total_steps: int | None = None,
+    steps_done: int = 0,
 ) -> Tracker:
     """The tracker for `trainer.logger = names`; each sink writes below `run_dir`.
 
-    Args: config goes to Weights & Biases; total_steps is shown on the console, None where it is not known.
+    Args:
+        config goes to Weights & Biases.
+        total_steps is shown on the console, None where it is not known.
+        steps_done: of a run that goes on in this folder, before the first call of `log`.
     Raises: ValueError for an unknown name or a library that is not installed.
     """
     builders: dict[str, Callable[[], Sink]] = {
         "console": lambda: ConsoleSink(total_steps=total_steps),
         "jsonl": lambda: JsonLinesSink(run_dir / "metrics.jsonl"),
-        "tensorboard": lambda: TensorBoardSink(run_dir / "tensorboard"),
-        "wandb": lambda: WandbSink(run_dir, project_name, run_name, config),
+        "tensorboard": lambda: TensorBoardSink(run_dir / "tensorboard", steps_done),
+        "wandb": lambda: WandbSink(run_dir, project_name, run_name, config, steps_done),
     }
     for name in names:
         if name not in builders:

@@ -29,7 +29,7 @@ class Summary:
     """"finished", "interrupted", "failed", or "unfinished" where the run did not write its end."""
     num_steps: int
     wall_s: float
-    """From the run's start to its end, or to its last line of metrics."""
+    """From the run's first start to its end, or to its last line of metrics."""
     score_name: str
     """One of SCORES."""
     score: Series
@@ -57,13 +57,14 @@ def summarize(run_dir: Path, history: History) -> Summary:
     record = read_record(run_dir)
     times = history.series("trainer/unix_time_s").values or (0.0,)
     end = record.get("ended_unix_s", max(times))
+    first = record["earlier"][0] if record.get("earlier") else record
     score = history.first_of(list(SCORES)) or "reward/avg_raw_reward"
     status = record.get("status", "running")
     return Summary(
         run_name=record.get("run_name", run_dir.name),
         status="unfinished" if status == "running" else status,
         num_steps=history.num_steps,
-        wall_s=max(0.0, end - record.get("started_unix_s", min(times))),
+        wall_s=max(0.0, end - first.get("started_unix_s", min(times))),
         score_name=SCORES[score],
         score=history.series(score),
         changes=record.get("changes", {}),

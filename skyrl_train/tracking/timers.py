@@ -16,7 +16,7 @@ Span = tuple[float, float]
 STEP = "step"
 WORK_PHASES = ("generate", "fwd_logprobs_values_reward", "policy_train", "save_state", "sync_weights")
 """Phases in which the engines or the trainer's ranks work; the rest of a step is the driver's."""
-ASIDE_PHASES = ("eval", "save_hf_model")
+ASIDE_PHASES = ("eval", "save_hf_model", "save_checkpoints")
 """Phases that are no part of a training step even where they run inside its span."""
 
 

@@ -1,17 +1,23 @@
-"""The loop that reinforcement learning and supervised fine-tuning share: steps, evaluations, exports, metrics."""
+"""The loop that reinforcement learning and supervised fine-tuning share: steps, evaluations, exports, checkpoints."""
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.policy_group import PolicyGroup
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import Order
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
+from skyrl_train.trainer.run_state import Checkpoints, RunState, layout_of
 from skyrl_train.types import Metrics
+
+log = logging.getLogger(__name__)
 
 
 class Loop(ABC):
@@ -28,8 +34,11 @@ class Loop(ABC):
     ) -> None:
         self._trainer_config, self._order, self._policy = config, order, policy
         self._tracker, self._timers, self._num_steps = tracker, timers, num_steps
+        self._checkpoints = Checkpoints(config.ckpt_path, config.max_ckpts_to_keep)
         self._stop_requested = False
         self.global_step = 0
+        self._saved_step = 0
+        """Of the newest checkpoint, or of that from which the run goes on."""
 
     @abstractmethod
     async def step(self) -> Metrics:
@@ -48,6 +57,15 @@ class Loop(ABC):
         """Write a Hugging Face checkpoint of the model as it is."""
         await self._policy.save_hf(folder)
 
+    @abstractmethod
+    async def reach_policy(self) -> None:
+        """Have the policy's weights and optimizer on its devices, whatever is there."""
+
+    def go_on(self, state: RunState) -> None:
+        """`train` begins with the step after this state, in which the policy is already."""
+        self._order.go_on(state.order)
+        self.global_step = self._saved_step = state.global_step
+
     def stop(self) -> None:
         """End the run after the step in flight."""
         self._stop_requested = True
@@ -55,7 +73,7 @@ class Loop(ABC):
     async def train(self) -> None:
         """Run all steps. Step 0 of the metrics is the model as it came."""
         config = self._trainer_config
-        if config.eval_before_train and self.can_evaluate and not self._stop_requested:
+        if config.eval_before_train and self.can_evaluate and self.global_step == 0 and not self._stop_requested:
             self._tracker.log(0, await self._timed_evaluation() | {"trainer/epoch": 0.0})
         while self.global_step < self._num_steps and not self._stop_requested:
             self._timers.reset()
@@ -70,8 +88,41 @@ class Loop(ABC):
                     await self.save_hf(str(folder))
             if self._is_due(config.eval_interval, also_last=True) and self.can_evaluate:
                 metrics |= await self._timed_evaluation()
+            if config.ckpt_interval > 0 and self._is_due(config.ckpt_interval, also_last=True):
+                await self._save_checkpoint()
             metrics |= self._timers.metrics() | {"perf/driver_share": self._timers.driver_share()}
             self._tracker.log(self.global_step, metrics)
+        # Told to stop. In the last step that is too early: an evaluation and an export would never be made up for.
+        if config.ckpt_interval > 0 and self._saved_step < self.global_step < self._num_steps:
+            await self._save_checkpoint()
+
+    async def _save_checkpoint(self) -> None:
+        """What cannot be written (the disk is full) is an error in the log, and the run goes on.
+
+        Raises: RemoteFailed if a rank is lost, or the policy cannot have its devices.
+        """
+        with self._timers("save_checkpoints"):
+            await self.reach_policy()
+            state = RunState(
+                global_step=self.global_step,
+                policy_version=self._policy.num_steps,
+                order=self._order.state,
+                layout=layout_of(self._trainer_config),
+                saved_unix_s=time.time(),
+            )
+            folder = self._checkpoints.folder(self.global_step)
+            try:
+                self._checkpoints.begin(folder)
+                await self._policy.copy_state(str(folder))
+                self._checkpoints.finish(folder, state)
+                self._saved_step = self.global_step
+            except (OSError, RemoteFailed) as error:
+                if isinstance(error, RemoteFailed) and not await self._policy.is_idle():
+                    raise
+                log.error(
+                    "the checkpoint of step %d could not be written, the run goes on: %s", self.global_step, error
+                )
+                self._checkpoints.discard(folder)
 
     async def _timed_evaluation(self) -> Metrics:
         with self._timers("eval"):

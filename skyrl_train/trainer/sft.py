@@ -90,6 +90,9 @@ class SftTrainer(Loop):
             | training_performance(int(metrics["sft/num_tokens"]), totals, parts.timers)
         )
 
+    async def reach_policy(self) -> None:
+        """It never leaves its devices."""
+
     @property
     def can_evaluate(self) -> bool:
         return bool(self._parts.held_out)

@@ -61,6 +61,9 @@ class Trainer(Loop):
         await self._parts.learner.residency.for_saving()
         await super().save_hf(folder)
 
+    async def reach_policy(self) -> None:
+        await self._parts.learner.residency.for_training()
+
     async def step(self) -> Metrics:
         """Draw samples, update the policy on them, and move the new weights into the engines."""
         parts, timers, trainer = self._parts, self._parts.timers, self._config.trainer

@@ -87,6 +87,8 @@ def test_the_base_and_the_quickstart_pass():
             "http_endpoint_port is 65535: 2 engines would need ports above 65535, set it to at most 65534",
         ),
         (["generator.sampling_params.temperature=0"], "temperature is 0: .* set it above 0"),
+        (["trainer.resume_mode=from_path"], "resume_mode is from_path and resume_path null: name the folder of a"),
+        (["trainer.resume_path=x"], "trainer.resume_path is x and resume_mode null: set resume_mode to from_path"),
         (["trainer.prepare=quickstart"], "trainer.prepare is 'quickstart': write module:function, or null"),
         (["generator.max_input_length=100"], "max_input_length is 100, below trainer.max_prompt_length 512"),
         (

@@ -124,6 +124,8 @@ def test_a_run_on_two_ranks_trains_evaluates_exports_and_reports(made_world: Pat
         "trainer.eval_batch_size=48",
         "trainer.hf_save_interval=8",
         "trainer.policy.optimizer_config.lr=1e-3",
+        "trainer.ckpt_interval=5",
+        "trainer.max_ckpts_to_keep=2",
     ]
     with fine_tuning(made_world, "whole", *overrides) as job:
         assert job.wait() == 0, job.story()
@@ -146,6 +148,24 @@ def test_a_run_on_two_ranks_trains_evaluates_exports_and_reports(made_world: Pat
     assert record["status"] == "finished" and record["changes"]["data.too_long"] == "truncate"
     assert not [key for key in record["changes"] if key.startswith(("generator", "environment"))]
     assert exported_loss(made_world, job) == pytest.approx(metrics[-1]["sft/eval_loss"], abs=1e-5)
+    assert_goes_on_bit_for_bit(made_world, job, overrides)
+
+
+def assert_goes_on_bit_for_bit(world: Path, whole: Job, overrides: list[str]) -> None:
+    """From step 10 of 12, in a folder of its own."""
+    assert sorted(path.name for path in (whole.run_dir / "checkpoints").iterdir()) == [
+        "global_step_10",
+        "global_step_12",
+    ]
+    going_on = ["trainer.resume_mode=from_path", f"trainer.resume_path={whole.run_dir}/checkpoints/global_step_10"]
+    with fine_tuning(world, "resumed", *overrides, *going_on) as job:
+        assert job.wait() == 0, job.story()
+    assert [row["trainer/global_step"] for row in job.metrics] == [11, 12]
+    for mine, theirs in zip(job.metrics, whole.metrics[11:], strict=True):
+        same = [name for name in theirs if name.split("/")[0] in ("sft", "policy")]
+        assert [(name, mine[name]) for name in same] == [(name, theirs[name]) for name in same]
+    mine, theirs = (weights(one.run_dir / "exports/global_step_12") for one in (job, whole))
+    assert mine.keys() == theirs.keys() and not [name for name in mine if not torch.equal(mine[name], theirs[name])]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

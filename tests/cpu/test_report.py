@@ -121,6 +121,20 @@ def png_size(path: Path) -> tuple[int, int]:
     return width, height
 
 
+def test_steps_behind_which_a_run_went_back_are_not_counted(tmp_path: Path):
+    """Killed in step 8 with a checkpoint of step 5, and ended early."""
+    again = [{**row, "reward/avg_raw_reward": 7.0} for row in reward_rows(7)[5:]]
+    run = make_run(tmp_path / "run", [*reward_rows(8), *again], "interrupted")
+    series = load_history(run / "metrics.jsonl").series("reward/avg_raw_reward")
+    assert series.steps == (1, 2, 3, 4, 5, 6, 7) and series.values[4:] == (1.25, 7.0, 7.0)
+
+
+def test_the_time_of_a_run_that_went_on_is_counted_from_its_first_start(tmp_path: Path):
+    run = make_run(tmp_path / "run", reward_rows(3))
+    write_record(run, {**read_record(run), "earlier": [{"started_unix_s": START_S - 100}, {"started_unix_s": START_S}]})
+    assert summarize(run, load_history(run / "metrics.jsonl")).wall_s == 225.0
+
+
 def test_report_tells_name_score_steps_time_versions_and_changes_and_needs_no_other_file(tmp_path: Path):
     run = make_run(tmp_path / "run", run_rows(30))
     html_path, png_path = write_report(run)
@@ -188,10 +202,10 @@ def test_folder_without_run_json_is_reported_under_its_own_name(tmp_path: Path):
     assert tmp_path.name in " ".join(Page(html_path).texts)
 
 
-def test_lines_of_one_step_are_merged_and_steps_sorted(tmp_path: Path):
+def test_lines_of_one_step_are_merged(tmp_path: Path):
     lines = [
-        {"trainer/global_step": 2, "a": 1.0},
         {"trainer/global_step": 1, "a": 3.0},
+        {"trainer/global_step": 2, "a": 1.0},
         {"trainer/global_step": 2, "b": 2.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

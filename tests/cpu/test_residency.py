@@ -19,6 +19,8 @@ OVERRIDES = [
     "trainer.algorithm.use_kl_loss=true",
     "trainer.algorithm.kl_loss_coef=0.1",
     "trainer.hf_save_interval=1",
+    "trainer.ckpt_interval=1",
+    "trainer.max_ckpts_to_keep=-1",
     "trainer.eval_interval=1",
     "data.val_data=[rows.jsonl]",
     "trainer.verify_sync_every=10",
@@ -75,13 +77,48 @@ def alive(job: Job) -> set[str]:
     return {name for line in (job.run_dir / "alive").read_text().splitlines() for name in line.split()}
 
 
-def test_taking_turns_ends_at_the_same_weights(world: Path, dedicated: Job):
-    """By offloading; processes that end between turns are in test_lora_jobs.py and test_service.py."""
-    job = train(world, "offload", "trainer.placement.colocate_all=true", "trainer.placement.release=offload")
+@pytest.fixture(scope="module")
+def offloaded(world: Path, dedicated: Job) -> Job:
+    """After the other: two jobs at once would keep each other from answering."""
+    return train(world, "offload", "trainer.placement.colocate_all=true", "trainer.placement.release=offload")
+
+
+def assert_same_weights(job: Job, other: Job, step: int) -> None:
+    mine, theirs = weights(job, step), weights(other, step)
+    assert mine.keys() == theirs.keys() and mine
+    assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_ends_at_the_same_weights(world: Path, dedicated: Job, offloaded: Job):
+    """Of step 1 of the run that offloads, with trainers whose processes end between their turns."""
+    folder = offloaded.run_dir / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["global_step_1", "global_step_2"]
+    job = train(
+        world,
+        "resumed",
+        "trainer.resume_mode=from_path",
+        f"trainer.resume_path={folder}/global_step_1",
+        "trainer.placement.colocate_all=true",
+        "trainer.placement.release=exit",
+    )
+    assert f"resumes after step 1, from {folder.resolve()}/global_step_1" in job.output
+    assert [row["trainer/global_step"] for row in job.metrics] == [2]
+    assert_same_weights(job, dedicated, 2)
+    (mine,), theirs = job.metrics, dedicated.metrics[2]
+    same = [name for name in theirs if name.split("/")[0] in ("policy", "reward", "eval", "loss")]
+    assert [(name, mine[name]) for name in same] == [(name, theirs[name]) for name in same]
+    assert {path.name for path in (job.run_dir / "checkpoints/global_step_2").iterdir()} == {
+        "rank_0.pt",
+        "checkpoint.json",
+    }
+    assert alive(job) == {"engine-0"}, "trainers end between their turns"
+
+
+def test_taking_turns_ends_at_the_same_weights(world: Path, dedicated: Job, offloaded: Job):
+    """By offloading; processes that end between turns are above, in test_lora_jobs.py and test_service.py."""
+    job = offloaded
     for step in (1, 2):
-        mine, theirs = weights(job, step), weights(dedicated, step)
-        assert mine.keys() == theirs.keys()
-        assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
+        assert_same_weights(job, dedicated, step)
     before = load_file(world / "model/model.safetensors")
     assert all(not torch.equal(tensor, before[name]) for name, tensor in weights(job, 2).items())
     for mine, theirs in zip(job.metrics, dedicated.metrics, strict=True):

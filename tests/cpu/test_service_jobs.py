@@ -172,6 +172,8 @@ def test_a_checkpoint_goes_to_an_absolute_path():
         READER.save("models/a")
 
 
-def test_a_service_has_no_last_step_for_a_schedule_to_fall_to():
+def test_a_service_has_no_last_step_and_no_checkpoints():
     with pytest.raises(ConfigError, match="scheduler is linear, which falls towards the last step"):
         check_service(load_config(["trainer.policy.optimizer_config.scheduler=linear"]))
+    with pytest.raises(ConfigError, match="trainer.resume_mode is latest, and a service writes no checkpoints"):
+        check_service(load_config(["trainer.resume_mode=latest"]))

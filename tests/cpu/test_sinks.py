@@ -149,7 +149,7 @@ def test_line_cut_short_by_a_kill_is_left_out_with_a_warning(tmp_path: Path, cap
 
 
 def test_tensorboard_files_hold_every_metric_before_close(tmp_path: Path):
-    sink = TensorBoardSink(tmp_path)
+    sink = TensorBoardSink(tmp_path, steps_done=0)
     sink.log(1, {"reward/avg_raw_reward": 0.5})
     sink.log(2, {"reward/avg_raw_reward": 0.75, "policy/policy_kl": 0.25})
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -170,6 +170,17 @@ def test_tracker_writes_every_named_sink_below_the_run_folder(tmp_path: Path, ca
     assert "step 1/7" in capsys.readouterr().out
     assert len(read_json_lines(tmp_path / "metrics.jsonl")) == 1
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_tensorboard_forgets_the_steps_that_a_run_goes_back_behind(tmp_path: Path):
+    for steps_done, value in ((0, 1.0), (2, 2.0)):
+        tracker = build_tracker(["tensorboard"], tmp_path, "project", "run", {}, steps_done=steps_done)
+        for step in range(steps_done + 1, 5 - steps_done // 2):
+            tracker.log(step, {"reward/avg_raw_reward": value})
+        tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = [(one.step, one.value) for one in events.Scalars("reward/avg_raw_reward")]
+    assert found == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
 def test_every_sink_name_can_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -206,6 +217,17 @@ def test_wandb_without_a_key_writes_an_offline_run(tmp_path: Path, monkeypatch: 
     tracker.log(1, {"reward/avg_raw_reward": 0.5})
     tracker.close()
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_a_run_that_goes_on_is_the_same_run_at_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ids = []
+    for steps_done in (0, 3, 0):
+        tracker = build_tracker(["wandb"], tmp_path, "project", "run", {}, steps_done=steps_done)
+        ids.append((tmp_path / "wandb_run_id").read_text())
+        tracker.close()
+    assert ids[0] == ids[1] != ids[2]
 
 
 def test_console_block_shows_the_step_where_there_is_no_terminal():

@@ -27,7 +27,7 @@ def assert_clean_end(job: Job, status: str = "interrupted") -> None:
 
 
 def test_ctrl_c_finishes_the_step_in_flight_and_a_killed_driver_takes_its_processes_with_it(world: Path):
-    """Two starts of the same run; SIGTERM to the driver alone is in test_training_on_a_cluster.py."""
+    """Two starts of one run, which goes on; SIGTERM to the driver alone is in test_training_on_a_cluster.py."""
     with running(world, "trainer.run_name=twofold", *LONG) as job:
         job.wait_for_step(1)
         done = len(job.metrics)
@@ -38,13 +38,18 @@ def test_ctrl_c_finishes_the_step_in_flight_and_a_killed_driver_takes_its_proces
         assert len(job.metrics) > done, "the step in flight was not finished"
         assert_whole_steps(job)
         assert_clean_end(job)
-    with running(world, "trainer.run_name=twofold", *LONG) as job:
-        job.wait_for_step(1)
+    last = len(job.metrics)
+    assert [path.name for path in (job.run_dir / "checkpoints").iterdir()] == [f"global_step_{last}"]
+    with running(world, "trainer.run_name=twofold", *LONG, "trainer.resume_mode=latest") as job:
+        job.wait_for_step(last + 2)
         assert len(job.processes()) > 5
         job.process.kill()
         assert job.wait(10) == -signal.SIGKILL
         assert not (left := job.left_behind(patience_s=30)), left
-    assert (world / "runs/twofold.1/metrics.jsonl").exists()
+    assert [row["trainer/global_step"] for row in job.metrics] == list(range(1, len(job.metrics) + 1))
+    first = job.metrics[last]
+    assert first["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5, "the engine did not get the policy's weights"
+    assert first["trainer/epoch"] == last // 4, "32 rows, 8 of them in a step"
 
 
 def test_sigterm_to_the_whole_process_group_finishes_the_step_in_flight(world: Path):

@@ -184,13 +184,19 @@ COLOCATED = [
 
 @pytest.mark.gpus(1)
 def test_a_job_shares_one_gpu_in_each_mode_and_every_sync_is_proven(tmp_path: Path):
+    """The last one goes on from a checkpoint of the one before."""
     world, free_gib = write_world(tmp_path / "world"), {}
+    first = world / "runs/offload/checkpoints/global_step_1"
+    checkpoints = {
+        "offload": ["trainer.ckpt_interval=1", "trainer.max_ckpts_to_keep=-1"],
+        "exit": ["trainer.resume_mode=from_path", f"trainer.resume_path={first}", "trainer.ckpt_interval=-1"],
+    }
     for release in ("none", "offload", "exit"):
         overrides = [f"trainer.run_name={release}", f"trainer.placement.release={release}", "trainer.bf16=true"]
-        code, job = run_to_end(world, *COLOCATED, *overrides)
+        code, job = run_to_end(world, *COLOCATED, *overrides, *checkpoints.get(release, []))
         assert code == 0, job.story()
         steps = [row for row in job.metrics if "policy/grad_norm" in row]
-        assert [row["trainer/global_step"] for row in steps] == [1, 2, 3]
+        assert [row["trainer/global_step"] for row in steps] == ([2, 3] if release == "exit" else [1, 2, 3])
         assert all(row["policy/rollout_train_logprobs_abs_diff_mean"] < 0.05 for row in steps)
         assert all(row["memory/reference/engine_gib"] < row["memory/rollout/engine_gib"] for row in steps)
         held = [row.get("memory/rollout/policy_gib", 0) for row in steps]
