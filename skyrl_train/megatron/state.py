@@ -28,7 +28,7 @@ def state_file(folder: str | Path, rank: int) -> Path:
 
 
 def save_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> int:
-    """Write the file, which is there when it is whole; returns its bytes.
+    """Write the file, which is there when it is whole; returns its bytes. Raises: OSError, for example of a full disk.
 
     An older one goes first: nobody can return to it (a service writes into the folder that does not hold the last
     version's), and beside it the new one would take its place in memory or on the disk once more.
@@ -46,7 +46,13 @@ def save_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: Para
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
     unfinished = file.with_suffix(".tmp")
-    torch.save(state, unfinished)
+    try:
+        with unfinished.open("wb") as stream:
+            torch.save(state, stream)
+    except RuntimeError as error:  # of torch's writer, whatever the stream said before
+        if isinstance(cause := error.__context__, OSError):
+            raise OSError(cause.errno, cause.strerror, str(unfinished)) from error
+        raise
     unfinished.replace(file)
     return file.stat().st_size
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,12 +134,35 @@ def test_the_state_of_weights_in_another_order_is_refused(tmp_path: Path):
         load_state(file, [other], NO_OPTIMIZER, ranks, 3)
 
 
+class _FullDisk(io.RawIOBase):
+    """Takes a kilobyte."""
+
+    taken = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.taken += len(data)
+        if self.taken > 1024:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return len(data)
+
+
+def test_a_full_disk_is_said_to_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """torch's writer says that it is at an unexpected position."""
+    ranks = ParallelRanks(tp_rank=0, pp_rank=0, dp_rank=0, cp_rank=0, dp_size=1, is_last_stage=True)
+    monkeypatch.setattr(Path, "open", lambda path, mode: _FullDisk())
+    with pytest.raises(OSError, match=r"No space left on device: '.*rank_0.tmp'"):
+        save_state(tmp_path / "rank_0.pt", [_Frozen(trains_first=True)], NO_OPTIMIZER, ranks, 3)
+
+
 def test_an_older_state_makes_room_before_the_new_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ranks = ParallelRanks(tp_rank=0, pp_rank=0, dp_rank=0, cp_rank=0, dp_size=1, is_last_stage=True)
     file, save, found = tmp_path / "rank_0.pt", torch.save, []
 
-    def full(state: Any, target: Path) -> None:
-        found.append(sorted(one.name for one in tmp_path.iterdir()))
+    def full(state: Any, target: Any) -> None:
+        found.append(sorted(one.name for one in tmp_path.iterdir() if one.stat().st_size))
         save(state, target)
         if len(found) == 3:
             raise OSError("No space left on device")
