@@ -106,7 +106,15 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
 
     def finish(self, folder: Path, state: RunState) -> None:
-        """Make it a checkpoint, and let go of those that are too many and of what broke off. Raises: OSError."""
+        """Make it a checkpoint, and let go of those that are too many and of what broke off.
+
+        Raises: OSError, also if a rank wrote its file where this process does not see it.
+        """
+        ranks = range(state.layout["policy ranks"] or 0)
+        if missing := [rank for rank in ranks if not (folder / f"rank_{rank}.pt").exists()]:
+            raise OSError(
+                f"the files of ranks {missing} are not in {folder} here: trainer.ckpt_path must be one for all nodes"
+            )
         draft = folder / f".{RECORD}.draft"
         draft.write_text(json.dumps({"format": FORMAT, **asdict(state)}, indent=2) + "\n")
         draft.replace(folder / RECORD)

@@ -76,6 +76,15 @@ def test_without_its_record_a_folder_is_no_checkpoint(tmp_path: Path):
         load_checkpoint(folder)
 
 
+def test_files_that_the_driver_does_not_see_make_no_checkpoint(tmp_path: Path):
+    trainer = trainer_config(tmp_path, "trainer.placement.policy_num_gpus_per_node=3")
+    with pytest.raises(
+        OSError, match=r"files of ranks \[1, 2\] are not in .*: trainer.ckpt_path must be one folder for"
+    ):
+        save(trainer, 4, 1.0)
+    assert steps(trainer) == []
+
+
 def test_the_newest_stay_and_what_broke_off_goes(tmp_path: Path):
     trainer = trainer_config(tmp_path, "trainer.max_ckpts_to_keep=2")
     broken = save(trainer, 1, 1.0)
