@@ -14,7 +14,7 @@ from skyrl_train.algorithms.objective import Objective
 from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.shards import Shards
 from skyrl_train.cluster.weight_way import SyncResult, WeightWay
-from skyrl_train.cluster.worker_group import WorkerGroup
+from skyrl_train.cluster.worker_group import IDLE_S, WorkerGroup
 from skyrl_train.ranks import Moved, ParallelRanks, SavedState, UpdateReport
 from skyrl_train.types import Metrics, TrainBatch
 
@@ -92,13 +92,13 @@ class PolicyGroup:
 
     async def save_state(self, folder: str) -> list[Moved]:
         """Write what `restart` goes on with."""
-        moved = await self.copy_state(folder)
+        moved = await self._group.all("save_state", folder)
         self._state_folder, self.has_changed = folder, False
         return moved
 
     async def copy_state(self, folder: str) -> list[Moved]:
-        """Write the same for another run; `restart` goes on with what it had."""
-        return await self._group.all("save_state", folder)
+        """Write the same so that it outlives this run, also a loss of power; `restart` goes on with what it had."""
+        return await self._group.all("save_state", folder, durable=True)
 
     async def end(self) -> None:
         """End the processes; done when they and their memory are gone."""
@@ -127,9 +127,9 @@ class PolicyGroup:
         """What each rank holds, as `device.memory_in_use`; empty while it is ended."""
         return await self._group.memory()
 
-    async def is_idle(self) -> bool:
-        """Whether every rank answers: none is dead, or waits in a collective for one that failed."""
-        return await self._group.is_idle()
+    async def is_idle(self, timeout_s: float = IDLE_S) -> bool:
+        """Whether every rank answers by then: none is dead, or waits in a collective for one that failed."""
+        return await self._group.is_idle(timeout_s)
 
     @property
     def dp_size(self) -> int:

@@ -91,10 +91,10 @@ class WorkerGroup:
             return []
         return await self.calls.gather("tell its memory", [actor.memory.remote() for actor in self.actors])
 
-    async def is_idle(self) -> bool:
-        """Whether every rank answers. One that is at work, or waits in a collective, does not."""
+    async def is_idle(self, timeout_s: float = IDLE_S) -> bool:
+        """Whether every rank answers by then. One that is at work, or waits in a collective, does not."""
         try:
-            await self.calls.gather("answer", [actor.find_place.remote() for actor in self.actors], timeout_s=IDLE_S)
+            await self.calls.gather("answer", [actor.find_place.remote() for actor in self.actors], timeout_s=timeout_s)
         except RemoteFailed:
             return False
         return True

@@ -107,7 +107,11 @@ def run(command: Command[T], config: T, console: Console) -> int:
     try:
         one = _checked_input(command, config, console)
         command.check(config, one.num_train_rows, True)
-        run_dir = _run_dir(command, config, goes_on=_find_checkpoint(one))
+        goes_on = _find_checkpoint(one)
+        if one.is_done:
+            console.print("all steps are done; for more, raise trainer.epochs or trainer.max_training_steps")
+            return 0
+        run_dir = _run_dir(command, config, goes_on=goes_on)
         ended_by = asyncio.run(_until_signal(one, run_dir, console))
         status, code = ("finished", 0) if ended_by is None else ("interrupted", 128 + ended_by)
     except ConfigError as error:
@@ -195,7 +199,8 @@ def report_failure(error: Exception, run_dir: RunDir | None, console: Console) -
     if run_dir is not None:
         path, story = run_dir.logs / "driver.log", "".join(traceback.format_exception(error))
         try:
-            path.write_text(story)
+            with path.open("a") as file:
+                file.write(story)
             where = f"\nThe whole story is in {path}"
         except OSError as full:
             where = f"\n{path} could not be written ({full}), so the whole story stands here:\n{story}"

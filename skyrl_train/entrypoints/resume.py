@@ -4,11 +4,29 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TextIO
 
 from skyrl_train.config.training import TrainingConfig
-from skyrl_train.trainer.run_state import Checkpoint, Checkpoints, layout_of, load_checkpoint
+from skyrl_train.tracking.run_dir import lock_folder, read_record
+from skyrl_train.trainer.run_state import Checkpoint, Checkpoints, load_checkpoint, settings_of
 
 log = logging.getLogger(__name__)
+
+
+def lock_checkpoints(trainer: TrainingConfig) -> TextIO | None:
+    """Keep other runs from trainer.ckpt_path until the file is closed: they would remove each other's checkpoints.
+
+    None where nobody else can write: in the run's own folder, which has a lock, or where this run writes nothing.
+    Raises: ValueError if another run has it, or if it cannot be made.
+    """
+    path = Checkpoints(trainer.ckpt_path, trainer.max_ckpts_to_keep).path
+    if trainer.ckpt_interval < 0 or path.is_relative_to(_run_dir(trainer)):
+        return None
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        return lock_folder(path, "trainer.ckpt_path", "choose another folder")
+    except OSError as error:
+        raise ValueError(f"trainer.ckpt_path={path} cannot be made: {error}") from error
 
 
 def chosen_checkpoint(trainer: TrainingConfig, num_rows: int) -> Checkpoint | None:
@@ -30,17 +48,20 @@ def chosen_checkpoint(trainer: TrainingConfig, num_rows: int) -> Checkpoint | No
         _require_free(checkpoints, trainer)
     if chosen is not None:
         chosen.state.order.require(num_rows, trainer.seed)
-        _require_layout(chosen, trainer)
+        _require_settings(chosen, trainer)
     return chosen
 
 
 def goes_on_in_its_folder(trainer: TrainingConfig, chosen: Checkpoint | None) -> bool:
-    """Whether the folder of the run is that of the run which is gone on with."""
-    return chosen is not None and (trainer.resume_mode == "latest" or chosen.folder.is_relative_to(_run_dir(trainer)))
+    """Whether what lies in the folder of the run is the run which is gone on with."""
+    if chosen is None:
+        return False
+    path = _run_dir(trainer)
+    return chosen.folder.is_relative_to(path) or read_record(path).get("run_id") == chosen.state.run_id
 
 
 def _require_free(checkpoints: Checkpoints, trainer: TrainingConfig) -> None:
-    """Runs that share a folder would remove each other's checkpoints. One in the run's folder moves away with it."""
+    """Those in the run's own folder move away with it."""
     if trainer.ckpt_interval < 0 or checkpoints.path.is_relative_to(_run_dir(trainer)):
         return
     if found := checkpoints.all():
@@ -50,12 +71,12 @@ def _require_free(checkpoints: Checkpoints, trainer: TrainingConfig) -> None:
         )
 
 
-def _require_layout(chosen: Checkpoint, trainer: TrainingConfig) -> None:
-    written, mine = chosen.state.layout, layout_of(trainer)
-    if differing := [name for name, value in mine.items() if written.get(name) != value]:
+def _require_settings(chosen: Checkpoint, trainer: TrainingConfig) -> None:
+    written, mine = chosen.state.settings, settings_of(trainer)
+    if differing := [key for key in written | mine if written.get(key) != mine.get(key)]:
         raise ValueError(
-            f"the checkpoint {chosen.folder} was written by another layout: "
-            + ", ".join(f"{name} was {written.get(name)} and is {mine[name]}" for name in differing)
+            f"the checkpoint {chosen.folder} cannot be gone on with: "
+            + ", ".join(f"{key} was {written.get(key)} and is {mine.get(key)}" for key in differing)
             + ". Give the same, or start a new run from a Hugging Face export (trainer.hf_save_interval)"
         )
 

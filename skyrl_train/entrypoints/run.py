@@ -8,7 +8,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TextIO, TypeVar
 
 import yaml
 from rich.console import Console
@@ -18,7 +18,7 @@ from skyrl_train import adapter_file
 from skyrl_train.cluster.session import Cluster, connect
 from skyrl_train.config.program import to_yaml
 from skyrl_train.config.training import RunConfig
-from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_folder
+from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_folder, lock_checkpoints
 from skyrl_train.hub import local_folder
 from skyrl_train.ranks import SavedState
 from skyrl_train.tracking.run_dir import RunDir
@@ -59,6 +59,7 @@ class Run(ABC, Generic[C, P]):
         adapter_file.check(self.model_folder, config.trainer.policy.model.lora)
         self.tokenizer = self.get_tokenizer()
         self.checkpoint: Checkpoint | None = None
+        self._checkpoint_lock: TextIO | None = None
         self._loop: Loop | None = None
 
     @property
@@ -97,10 +98,17 @@ class Run(ABC, Generic[C, P]):
     def find_checkpoint(self) -> bool:
         """Look for what `trainer.resume_mode` asks for; returns whether the run goes on in the folder it was in.
 
-        Raises: ValueError for a checkpoint that cannot be gone on with.
+        Raises: ValueError for a checkpoint that cannot be gone on with, or a folder of checkpoints that is another's.
         """
+        self._checkpoint_lock = lock_checkpoints(self.config.trainer)
         self.checkpoint = chosen_checkpoint(self.config.trainer, self.num_train_rows)
         return goes_on_in_its_folder(self.config.trainer, self.checkpoint)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do after the checkpoint."""
+        state = None if self.checkpoint is None else self.checkpoint.state
+        return state is not None and state.global_step >= self.num_steps and not state.owes
 
     @property
     def saved(self) -> SavedState | None:
@@ -124,9 +132,6 @@ class Run(ABC, Generic[C, P]):
     async def run(self, run_dir: RunDir) -> None:
         """Start the processes, train, and stop them again, whatever happens."""
         self._introduce(run_dir)
-        if self.checkpoint is not None and self.checkpoint.state.global_step >= self.num_steps:
-            self._say("all steps are done; for more, raise trainer.epochs or trainer.max_training_steps")
-            return
         with connect() as cluster:
             self._say("local Ray is up" if cluster.is_local else f"joined the Ray cluster {cluster.address}")
             processes = await self.launch(cluster, str(run_dir.logs))
@@ -144,6 +149,7 @@ class Run(ABC, Generic[C, P]):
             tracker = self.get_tracker(run_dir, self.num_steps)
             at_end.callback(tracker.close)
             self._loop = self.build_loop(processes, run_dir, tracker, at_end)
+            self._loop.run_id = run_dir.run_id
             if self.checkpoint is not None:
                 self._loop.go_on(self.checkpoint.state)
             await self._loop.train()

@@ -242,13 +242,17 @@ class MegatronPolicy:
         """Give device memory back for good: the process will end."""
         self._memory.drop(*parts)
 
-    def save_state(self, folder: str) -> Moved:
-        """Write this rank's file, from which `load_state` goes on in another process of the same layout."""
+    def save_state(self, folder: str, *, durable: bool = False) -> Moved:
+        """Write this rank's file, from which `load_state` goes on in another process of the same layout.
+
+        Args: durable: it outlives a loss of power once this returns.
+        """
         self._memory.require("save_state", WEIGHTS, OPTIMIZER)
         self._memory.settle()
         started = time.perf_counter()
         file = state_file(folder, dist.get_rank())
-        num_bytes = save_state(file, self.model.modules, self._optimizer, self.ranks, self.policy_version)
+        state = (self.model.modules, self._optimizer, self.ranks, self.policy_version)
+        num_bytes = save_state(file, *state, durable=durable)
         return Moved(num_bytes, time.perf_counter() - started)
 
     def load_state(self, folder: str, policy_version: int) -> Moved:

@@ -6,6 +6,7 @@ under LoRA) are those of the checkpoint that the other process loads; of them na
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +28,15 @@ def state_file(folder: str | Path, rank: int) -> Path:
     return Path(folder, f"rank_{rank}.pt")
 
 
-def save_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> int:
+def save_state(
+    file: Path,
+    modules: list[nn.Module],
+    optimizer: Any,
+    ranks: ParallelRanks,
+    policy_version: int,
+    *,
+    durable: bool = False,
+) -> int:
     """Write the file, which is there when it is whole; returns its bytes. Raises: OSError, for example of a full disk.
 
     An older one goes first: nobody can return to it (a service writes into the folder that does not hold the last
@@ -49,6 +58,8 @@ def save_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: Para
     try:
         with unfinished.open("wb") as stream:
             torch.save(state, stream)
+            if durable:
+                os.fsync(stream.fileno())
     except RuntimeError as error:  # of torch's writer, whatever the stream said before
         if isinstance(cause := error.__context__, OSError):
             raise OSError(cause.errno, cause.strerror, str(unfinished)) from error
@@ -112,7 +123,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     parts = zip(optimizer.param_groups, saved["groups"], saved["parameters"], saved["state"], strict=True)
     for group, values, parameters, states in parts:
-        group.update(values)
+        group.update({key: value for key, value in values.items() if key == "step"})  # the rest is configuration
         for parameter, value, state in zip(group["params"], parameters, states, strict=True):
             parameter.copy_(value)
             mine = optimizer.state[parameter] if state else {}

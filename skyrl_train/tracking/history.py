@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from skyrl_train.tracking.jsonl import read_json_lines
 
@@ -63,20 +64,29 @@ class History:
 def load_history(path: Path) -> History:
     """The metrics of a metrics.jsonl; lines of one step are merged, the later value of a name counts.
 
-    Where steps go back the run went on from a checkpoint: what it had written of later steps is not counted.
 
     Raises: ValueError if the file is missing or holds no step.
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist: is this the folder of a run, with jsonl in trainer.logger?")
     rows: dict[int, dict[str, float]] = {}
-    for row in read_json_lines(path):
-        if STEP in row:
-            step = int(row[STEP])
-            if any(other > step for other in rows):
-                rows = {other: values for other, values in rows.items() if other < step}
-            merged = rows.setdefault(step, {})
-            merged |= {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+    for row in without_passed_steps([row for row in read_json_lines(path) if STEP in row], STEP):
+        merged = rows.setdefault(int(row[STEP]), {})
+        merged |= {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
     if not rows:
         raise ValueError(f"{path} holds no step: the run ended before it wrote one")
-    return History(dict(sorted(rows.items())))
+    return History(rows)
+
+
+def without_passed_steps(rows: Sequence[Mapping[str, Any]], step: str) -> list[Mapping[str, Any]]:
+    """Rows whose steps never go back: where they do the run went on from a checkpoint, and what it had written of later
+    steps is left out.
+
+    Args: step: name of the step in each row.
+    """
+    kept: list[Mapping[str, Any]] = []
+    for row in rows:
+        while kept and row[step] < kept[-1][step]:
+            kept.pop()
+        kept.append(row)
+    return kept

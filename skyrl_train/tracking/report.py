@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.tracking.history import load_history
+from skyrl_train.tracking.history import load_history, without_passed_steps
 from skyrl_train.tracking.jsonl import read_json_lines
 from skyrl_train.tracking.page import page
 from skyrl_train.tracking.summary import summarize
@@ -44,7 +44,7 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
 
 def chosen_samples(path: Path) -> Sequence[Mapping[str, Any]]:
     """At most NUM_SAMPLES transcripts, evenly from the first to the last; none where there is no file."""
-    samples = read_json_lines(path) if path.is_file() else []
+    samples = without_passed_steps(read_json_lines(path) if path.is_file() else [], "step")
     if len(samples) <= NUM_SAMPLES:
         return samples
     return [samples[round(index * (len(samples) - 1) / (NUM_SAMPLES - 1))] for index in range(NUM_SAMPLES)]

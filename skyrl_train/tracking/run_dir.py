@@ -17,6 +17,7 @@ import re
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -43,6 +44,11 @@ class RunDir:
     path: Path
     lock: TextIO
     """Open file with an exclusive lock; the system drops it when the process ends, however it ends."""
+
+    @property
+    def run_id(self) -> str:
+        """The same whenever the run goes on."""
+        return str(read_record(self.path).get("run_id", ""))
 
     @property
     def config(self) -> Path:
@@ -77,13 +83,13 @@ def create_run_dir(path: Path, run_name: str, config_yaml: str, changes: Mapping
     path = path.expanduser().resolve()
     try:
         move_earlier_run(path)
-        return _open(path, config_yaml, _first_record(run_name, changes))
+        return _open(path, config_yaml, _first_record(run_name, changes) | {"run_id": uuid.uuid4().hex})
     except OSError as error:
         raise ValueError(f"trainer.run_dir={path} cannot be made: {error}") from error
 
 
 def reopen_run_dir(path: Path, run_name: str, config_yaml: str, changes: Mapping[str, Any]) -> RunDir:
-    """As `create_run_dir`, for a run that goes on: an earlier run in `path` is this one, and its files stay.
+    """As `create_run_dir`, for a run that goes on: the run in `path` is this one, and its files stay.
 
     run.json lists the starts before under "earlier"; one that was killed has the status "running" and no end.
     """
@@ -91,9 +97,9 @@ def reopen_run_dir(path: Path, run_name: str, config_yaml: str, changes: Mapping
     record = _first_record(run_name, changes)
     try:
         _require_run(path)
-        if earlier := read_record(path):
-            ended = {key: earlier[key] for key in EARLIER if key in earlier}
-            record |= {"earlier": [*earlier.get("earlier", []), ended]}
+        earlier = read_record(path)
+        ended = {key: earlier[key] for key in EARLIER if key in earlier}
+        record |= {"run_id": earlier.get("run_id") or uuid.uuid4().hex, "earlier": [*earlier.get("earlier", []), ended]}
         return _open(path, config_yaml, record)
     except OSError as error:
         raise ValueError(f"trainer.run_dir={path} cannot be written: {error}") from error
@@ -101,7 +107,7 @@ def reopen_run_dir(path: Path, run_name: str, config_yaml: str, changes: Mapping
 
 def _open(path: Path, config_yaml: str, record: Mapping[str, Any]) -> RunDir:
     path.mkdir(parents=True, exist_ok=True)
-    run_dir = RunDir(path, lock=_locked(path))
+    run_dir = RunDir(path, lock=_lock(path))
     run_dir.logs.mkdir(exist_ok=True)
     run_dir.config.write_text(config_yaml, encoding="utf-8")
     write_record(path, record)
@@ -115,7 +121,7 @@ def move_earlier_run(path: Path) -> Path | None:
     """
     if not _require_run(path):
         return None
-    _locked(path).close()
+    _lock(path).close()
     pattern = re.compile(re.escape(path.name) + r"\.(\d+)")
     numbers = [int(match[1]) for other in path.parent.iterdir() if (match := pattern.fullmatch(other.name))]
     earlier = path.with_name(f"{path.name}.{max(numbers, default=0) + 1}")
@@ -184,9 +190,14 @@ def _first_record(run_name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _locked(path: Path) -> TextIO:
-    """The folder's lock file, locked and holding this process's id.
+def _lock(path: Path) -> TextIO:
+    return lock_folder(path, "trainer.run_dir", "choose another trainer.run_name")
 
+
+def lock_folder(path: Path, key: str, instead: str) -> TextIO:
+    """The folder's lock file, locked and holding this process's id; the system drops the lock when it is closed.
+
+    Args: key: of the configuration, which named the folder; instead: what else the user can do.
     Raises: ValueError if another process holds it.
     """
     lock = (path / ".lock").open("a+")
@@ -197,8 +208,7 @@ def _locked(path: Path) -> TextIO:
         owner = lock.read().strip() or "unknown"
         lock.close()
         raise ValueError(
-            f"trainer.run_dir={path} belongs to a run that is still going on (process {owner}); "
-            "choose another trainer.run_name, or end that run first"
+            f"{key}={path} belongs to a run that is still going on (process {owner}); {instead}, or end that run first"
         ) from None
     lock.truncate(0)
     lock.write(str(os.getpid()))

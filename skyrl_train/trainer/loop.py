@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import Order
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
-from skyrl_train.trainer.run_state import Checkpoints, RunState, layout_of
+from skyrl_train.trainer.run_state import Checkpoints, RunState, num_ranks, settings_of
 from skyrl_train.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,10 @@ class Loop(ABC):
         self._checkpoints = Checkpoints(config.ckpt_path, config.max_ckpts_to_keep)
         self._stop_requested = False
         self.global_step = 0
+        self.run_id = ""
+        """For checkpoints: that of run.json in the run's folder."""
+        self._owes = False
+        """Whether an export or evaluation of the last step was left out."""
         self._saved_step = 0
         """Of the newest checkpoint, or of that from which the run goes on."""
 
@@ -65,6 +69,7 @@ class Loop(ABC):
         """`train` begins with the step after this state, in which the policy is already."""
         self._order.go_on(state.order)
         self.global_step = self._saved_step = state.global_step
+        self._owes = state.owes
 
     def stop(self) -> None:
         """End the run after the step in flight."""
@@ -75,6 +80,10 @@ class Loop(ABC):
         config = self._trainer_config
         if config.eval_before_train and self.can_evaluate and self.global_step == 0 and not self._stop_requested:
             self._tracker.log(0, await self._timed_evaluation() | {"trainer/epoch": 0.0})
+        if self._owes:
+            self._timers.reset()
+            metrics = await self._export_and_evaluate()
+            self._tracker.log(self.global_step, metrics | self._timers.metrics())
         while self.global_step < self._num_steps and not self._stop_requested:
             self._timers.reset()
             epoch = self._order.epoch
@@ -82,55 +91,73 @@ class Loop(ABC):
                 metrics = await self.step()
             self.global_step += 1
             metrics |= {"trainer/epoch": float(epoch)}
-            if self._is_due(config.hf_save_interval, also_last=config.hf_save_interval > 0):
-                with self._timers("save_hf_model"):
-                    folder = Path(config.export_path).expanduser().resolve() / f"global_step_{self.global_step}"
-                    await self.save_hf(str(folder))
-            if self._is_due(config.eval_interval, also_last=True) and self.can_evaluate:
-                metrics |= await self._timed_evaluation()
+            metrics |= await self._export_and_evaluate()
             if config.ckpt_interval > 0 and self._is_due(config.ckpt_interval, also_last=True):
                 await self._save_checkpoint()
             metrics |= self._timers.metrics() | {"perf/driver_share": self._timers.driver_share()}
             self._tracker.log(self.global_step, metrics)
-        # Told to stop. In the last step that is too early: an evaluation and an export would never be made up for.
-        if config.ckpt_interval > 0 and self._saved_step < self.global_step < self._num_steps:
-            await self._save_checkpoint()
+        if self._stop_requested and config.ckpt_interval > 0 and self._saved_step < self.global_step:
+            try:
+                await self._save_checkpoint()
+            except RemoteFailed as error:  # whoever told the run to stop may have told its processes too
+                log.error("the checkpoint of step %d could not be written: %s", self.global_step, error)
+
+    async def _export_and_evaluate(self) -> Metrics:
+        """What is due after the step. A run that was told to stop makes up for it when it goes on: what stopped it will
+        soon kill it."""
+        config, metrics = self._trainer_config, Metrics()
+        due: list[Callable[[], Awaitable[Metrics]]] = []
+        if self._is_due(config.hf_save_interval, also_last=config.hf_save_interval > 0):
+            due.append(self._timed_export)
+        if self._is_due(config.eval_interval, also_last=True) and self.can_evaluate:
+            due.append(self._timed_evaluation)
+        self._owes = False
+        for work in due:
+            self._owes = self._stop_requested
+            if not self._owes:
+                metrics |= await work()
+        return metrics
+
+    async def _timed_export(self) -> Metrics:
+        with self._timers("save_hf_model"):
+            folder = Path(self._trainer_config.export_path).expanduser().resolve() / f"global_step_{self.global_step}"
+            await self.save_hf(str(folder))
+        return {}
+
+    async def _timed_evaluation(self) -> Metrics:
+        with self._timers("eval"):
+            return await self.evaluate()
 
     async def _save_checkpoint(self) -> None:
         """What cannot be written (the disk is full) is an error in the log, and the run goes on.
 
         Raises: RemoteFailed if a rank is lost, or the policy cannot have its devices.
         """
+        config, step = self._trainer_config, self.global_step
         with self._timers("save_checkpoints"):
             await self.reach_policy()
             state = RunState(
-                global_step=self.global_step,
+                global_step=step,
                 policy_version=self._policy.num_steps,
+                owes=self._owes,
                 order=self._order.state,
-                layout=layout_of(self._trainer_config),
-                saved_unix_s=time.time(),
+                num_ranks=num_ranks(config),
+                settings=settings_of(config),
+                run_id=self.run_id,
             )
-            folder = self._checkpoints.folder(self.global_step)
+            folder = self._checkpoints.folder(step)
             try:
                 self._checkpoints.begin(folder)
                 await self._policy.copy_state(str(folder))
                 self._checkpoints.finish(folder, state)
-                self._saved_step = self.global_step
+                self._saved_step = step
             except (OSError, RemoteFailed) as error:
-                if isinstance(error, RemoteFailed) and not await self._policy.is_idle():
+                # The ranks that did not fail may be writing still.
+                if isinstance(error, RemoteFailed) and not await self._policy.is_idle(config.timeout_s):
                     raise
-                log.error(
-                    "the checkpoint of step %d could not be written, the run goes on: %s", self.global_step, error
-                )
+                log.error("the checkpoint of step %d could not be written, the run goes on: %s", step, error)
                 self._checkpoints.discard(folder)
 
-    async def _timed_evaluation(self) -> Metrics:
-        with self._timers("eval"):
-            return await self.evaluate()
-
     def _is_due(self, interval: int, *, also_last: bool) -> bool:
-        # A run that was told to stop has no time for more than its step: what stopped it will soon kill it.
-        if self._stop_requested:
-            return False
         is_last = self.global_step == self._num_steps
         return (interval > 0 and self.global_step % interval == 0) or (also_last and is_last)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,16 @@ from typing import Any
 import pytest
 
 from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.config import load_config
 from skyrl_train.config.sft import load_sft_config
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import Order, OrderState
-from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_folder
+from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_folder, lock_checkpoints
+from skyrl_train.tracking.run_dir import write_record
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.loop import Loop
-from skyrl_train.trainer.run_state import RECORD, Checkpoints, RunState, layout_of, load_checkpoint
+from skyrl_train.trainer.run_state import RECORD, Checkpoints, RunState, load_checkpoint, settings_of
 from skyrl_train.types import Metrics
 
 NUM_ROWS = 10
@@ -37,16 +38,19 @@ def trainer_config(folder: Path, *overrides: str) -> TrainingConfig:
     ).trainer
 
 
-def save(trainer: TrainingConfig, global_step: int, saved_unix_s: float, **changes: Any) -> Path:
+def save(trainer: TrainingConfig, global_step: int, **changes: Any) -> Path:
     """A checkpoint as a run of `trainer` leaves it."""
     checkpoints = Checkpoints(trainer.ckpt_path, trainer.max_ckpts_to_keep)
     folder = checkpoints.folder(global_step)
     checkpoints.begin(folder)
     (folder / "rank_0.pt").write_text("state")
-    order = OrderState(epoch=0, position=2 * global_step, num_rows=NUM_ROWS, seed=3)
-    state = RunState(global_step, global_step, order, layout_of(trainer), saved_unix_s)
-    checkpoints.finish(folder, replace(state, **changes))
+    checkpoints.finish(folder, replace(state_of(trainer, global_step), **changes))
     return folder
+
+
+def state_of(trainer: TrainingConfig, global_step: int) -> RunState:
+    order = OrderState(epoch=0, position=2 * global_step, num_rows=NUM_ROWS, seed=3)
+    return RunState(global_step, global_step, False, order, 1, settings_of(trainer), "this run")
 
 
 def steps(trainer: TrainingConfig) -> list[int]:
@@ -55,59 +59,87 @@ def steps(trainer: TrainingConfig) -> list[int]:
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path):
     trainer = trainer_config(tmp_path)
-    folder = save(trainer, 4, 1.5)
+    folder = save(trainer, 4)
     read = load_checkpoint(folder)
-    assert read.state == RunState(4, 4, OrderState(0, 8, NUM_ROWS, 3), layout_of(trainer), 1.5)
+    assert read.state == state_of(trainer, 4) and read.number == 1
     assert (read.saved.folder, read.saved.policy_version) == (str(folder), 4)
 
 
-def test_without_its_record_a_folder_is_no_checkpoint(tmp_path: Path):
+@pytest.mark.parametrize(
+    "content", ["{", "[1]", '{"format": 1}', '{"format": 1, "state": {"order": 2}}', '{"format": 0}']
+)
+def test_what_this_program_did_not_write_is_no_checkpoint_and_disturbs_none(content: str, tmp_path: Path):
+    trainer = trainer_config(tmp_path, "trainer.max_ckpts_to_keep=1")
+    other = Path(trainer.ckpt_path) / "global_step_9"
+    other.mkdir(parents=True)
+    (other / RECORD).write_text(content)
+    with pytest.raises(ValueError, match="checkpoint.json cannot be read"):
+        load_checkpoint(other)
+    save(trainer, 10)
+    save(trainer, 11)
+    assert (other / RECORD).read_text() == content
+    (other / RECORD).unlink()
+    assert steps(trainer) == [11]
+
+
+def test_without_its_record_or_a_rank_a_folder_is_no_checkpoint(tmp_path: Path):
     trainer = trainer_config(tmp_path)
-    folder = save(trainer, 4, 1.0)
+    folder = save(trainer, 4)
+    with pytest.raises(
+        ValueError, match="is no whole checkpoint: it has no checkpoint.json; name one of global_step_4 in"
+    ):
+        load_checkpoint(folder.parent)
+    (folder / "rank_0.pt").rename(folder / "elsewhere")
+    with pytest.raises(ValueError, match="is not whole: it has no rank_0.pt"):
+        load_checkpoint(folder)
     (folder / RECORD).unlink()
     assert steps(trainer) == []
-    with pytest.raises(ValueError, match="is no whole checkpoint: it has no checkpoint.json"):
-        load_checkpoint(folder)
-    (folder / RECORD).write_text("{")
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_checkpoint(folder)
-    (folder / RECORD).write_text(json.dumps({"format": 0}))
-    with pytest.raises(ValueError, match="of another version of skyrl_train"):
+    with pytest.raises(ValueError, match="is no whole checkpoint: it has no checkpoint.json$"):
         load_checkpoint(folder)
 
 
 def test_files_that_the_driver_does_not_see_make_no_checkpoint(tmp_path: Path):
-    trainer = trainer_config(tmp_path, "trainer.placement.policy_num_gpus_per_node=3")
-    with pytest.raises(
-        OSError, match=r"files of ranks \[1, 2\] are not in .*: trainer.ckpt_path must be one folder for"
-    ):
-        save(trainer, 4, 1.0)
+    trainer = trainer_config(tmp_path)
+    with pytest.raises(OSError, match=r"has no rank_1.pt, rank_2.pt: trainer.ckpt_path must be one folder for all"):
+        save(trainer, 4, num_ranks=3)
     assert steps(trainer) == []
 
 
-def test_the_newest_stay_and_what_broke_off_goes(tmp_path: Path):
+def test_the_newest_stay_and_what_broke_off_makes_room(tmp_path: Path):
     trainer = trainer_config(tmp_path, "trainer.max_ckpts_to_keep=2")
-    broken = save(trainer, 1, 1.0)
+    broken = save(trainer, 1)
     (broken / RECORD).unlink()
     (broken / "rank_1.tmp").write_text("half")
+    Checkpoints(trainer.ckpt_path, 2).begin(Path(trainer.ckpt_path) / "global_step_2")
+    assert not broken.exists(), "before the next is written"
     for step in (2, 3, 4):
-        save(trainer, step, float(step))
-    unreadable = Path(trainer.ckpt_path) / "global_step_9"
-    unreadable.mkdir()
-    (unreadable / RECORD).write_text("{")
+        save(trainer, step)
     (Path(trainer.ckpt_path) / "global_step_3/notes.txt").write_text("mine")
-    save(trainer, 5, 5.0)
-    assert (unreadable / RECORD).exists()
-    (unreadable / RECORD).unlink()
-    assert steps(trainer) == [4, 5] and not broken.exists()
+    save(trainer, 5)
+    assert steps(trainer) == [4, 5]
     assert [path.name for path in (Path(trainer.ckpt_path) / "global_step_3").iterdir()] == ["notes.txt"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_cost_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    trainer = trainer_config(tmp_path, "trainer.max_ckpts_to_keep=1")
+    archived = save(trainer, 1).rename(tmp_path / "archived")
+    (Path(trainer.ckpt_path) / "global_step_1").symlink_to(archived)
+    save(trainer, 2)
+    assert load_checkpoint(archived), "what was linked is the user's"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rmdir", lambda path: (_ for _ in ()).throw(OSError("Device or resource busy")))
+        save(trainer, 3)
+    assert "global_step_2 could not be removed: Device or resource busy" in caplog.text
+    assert steps(trainer) == [1, 3]
 
 
 def test_a_run_goes_on_from_what_was_written_last_and_not_from_the_highest_step(tmp_path: Path):
     """As after going back to an earlier step."""
     trainer = trainer_config(tmp_path, "trainer.resume_mode=latest")
-    save(trainer, 8, 1.0)
-    save(trainer, 4, 2.0)
+    save(trainer, 8)
+    save(trainer, 4)
     chosen = chosen_checkpoint(trainer, NUM_ROWS)
     assert chosen is not None and chosen.state.global_step == 4
     assert goes_on_in_its_folder(trainer, chosen)
@@ -118,12 +150,22 @@ def test_without_a_checkpoint_latest_starts_anew(tmp_path: Path):
     assert chosen_checkpoint(trainer, NUM_ROWS) is None and not goes_on_in_its_folder(trainer, None)
 
 
-def test_a_checkpoint_from_elsewhere_starts_a_folder_and_one_of_the_run_stays_in_its(tmp_path: Path):
-    elsewhere = save(trainer_config(tmp_path / "other"), 4, 1.0)
-    own = save(trainer_config(tmp_path), 2, 1.0)
-    for folder, stays in ((elsewhere, False), (own, True)):
-        asked = ["trainer.resume_mode=from_path", f"trainer.resume_path={folder}"]
-        trainer = trainer_config(tmp_path, *asked)
+def test_a_run_stays_in_its_folder_and_in_no_other(tmp_path: Path):
+    """By the checkpoints in it, and by its number where these lie elsewhere."""
+    run_dir = tmp_path / "run"
+    elsewhere = save(trainer_config(tmp_path / "other"), 4)
+    own, shared = (
+        save(trainer_config(tmp_path), 2),
+        save(trainer_config(tmp_path, f"trainer.ckpt_path={tmp_path}/c"), 6),
+    )
+    for folder, run_id, stays in (
+        (elsewhere, "another", False),
+        (own, "another", True),
+        (shared, "another", False),
+        (shared, "this run", True),
+    ):
+        write_record(run_dir, {"run_id": run_id})
+        trainer = trainer_config(tmp_path, "trainer.resume_mode=from_path", f"trainer.resume_path={folder}")
         chosen = chosen_checkpoint(trainer, NUM_ROWS)
         assert chosen is not None and chosen.folder == folder
         assert goes_on_in_its_folder(trainer, chosen) is stays
@@ -132,36 +174,73 @@ def test_a_checkpoint_from_elsewhere_starts_a_folder_and_one_of_the_run_stays_in
 @pytest.mark.parametrize("mode", [None, "from_path"])
 def test_a_run_does_not_write_beside_the_checkpoints_of_another(mode: str | None, tmp_path: Path):
     shared = f"trainer.ckpt_path={tmp_path}/shared"
-    save(trainer_config(tmp_path, shared), 4, 1.0)
+    save(trainer_config(tmp_path, shared), 4)
     asked = []
     if mode is not None:
-        other = save(trainer_config(tmp_path / "other"), 2, 1.0)
+        other = save(trainer_config(tmp_path / "other"), 2)
         asked = [f"trainer.resume_mode={mode}", f"trainer.resume_path={other}"]
     with pytest.raises(ValueError, match="holds checkpoints, the last of step 4: go on from it with .*=latest, or"):
         chosen_checkpoint(trainer_config(tmp_path, shared, *asked), NUM_ROWS)
     chosen_checkpoint(trainer_config(tmp_path, shared, *asked, "trainer.ckpt_interval=-1"), NUM_ROWS)
 
 
+def test_two_runs_at_once_do_not_share_a_folder(tmp_path: Path):
+    shared = f"trainer.ckpt_path={tmp_path}/shared"
+    first, second = (trainer_config(tmp_path / name, shared, "trainer.resume_mode=latest") for name in ("a", "b"))
+    held = lock_checkpoints(first)
+    assert held is not None
+    with pytest.raises(
+        ValueError, match=r"trainer.ckpt_path=.*shared belongs to a run .*; choose another folder, or end"
+    ):
+        lock_checkpoints(second)
+    held.close()
+    assert lock_checkpoints(second) is not None
+    assert lock_checkpoints(trainer_config(tmp_path)) is None, "the run's own folder has a lock"
+    assert lock_checkpoints(trainer_config(tmp_path, shared, "trainer.ckpt_interval=-1")) is None
+
+
+PP = "trainer.policy.megatron_config.pipeline_model_parallel_size"
+LORA = "trainer.policy.model.lora"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "num_rows", "message"),
+    ("before", "overrides", "num_rows", "message"),
     [
-        ([], NUM_ROWS + 1, "is of 10 training rows .* and these are 11 rows .* Give the same data and seed"),
-        (["trainer.seed=4"], NUM_ROWS, "the order of trainer.seed=3, and these are 10 rows with trainer.seed=4"),
+        ([], [], NUM_ROWS + 1, "is of 10 training rows .* and these are 11 rows .* Give the same data and seed"),
+        ([], ["trainer.seed=4"], NUM_ROWS, "the order of trainer.seed=3, and these are 10 rows with trainer.seed=4"),
         (
-            ["trainer.placement.policy_num_gpus_per_node=2", "+pp=2"],
+            [],
+            ["trainer.placement.policy_num_gpus_per_node=2", f"{PP}=2"],
             NUM_ROWS,
-            "another layout: policy ranks was 1 and is 2, pipeline_model_parallel_size was 1 and is 2. Give the same",
+            f"cannot be gone on with: {PP} was 1 and is 2, .*policy_num_gpus_per_node was 1 and is 2. Give the same",
+        ),
+        ([], ["trainer.train_batch_size=5"], NUM_ROWS, "trainer.train_batch_size was 2 and is 5"),
+        ([], [f"{LORA}.rank=4"], NUM_ROWS, "lora.rank was 0 and is 4, .*model.path was None and is Qwen"),
+        (
+            [f"{LORA}.rank=4"],
+            [f"{LORA}.rank=4", f"{LORA}.alpha=64", "trainer.policy.model.path=other"],
+            NUM_ROWS,
+            "model.path was Qwen.* and is other, trainer.policy.model.lora.alpha was 16.* and is 64",
         ),
     ],
 )
-def test_a_checkpoint_of_other_rows_or_of_another_layout_is_refused_before_anything_starts(
-    overrides: list[str], num_rows: int, message: str, tmp_path: Path
+def test_a_checkpoint_of_another_kind_of_run_is_refused_before_anything_starts(
+    before: list[str], overrides: list[str], num_rows: int, message: str, tmp_path: Path
 ):
-    save(trainer_config(tmp_path), 4, 1.0)
-    pp = "trainer.policy.megatron_config.pipeline_model_parallel_size=2"
-    asked = [pp if one == "+pp=2" else one for one in overrides]
+    save(trainer_config(tmp_path, *before), 4)
     with pytest.raises(ValueError, match=message):
-        chosen_checkpoint(trainer_config(tmp_path, "trainer.resume_mode=latest", *asked), num_rows)
+        chosen_checkpoint(trainer_config(tmp_path, "trainer.resume_mode=latest", *overrides), num_rows)
+
+
+def test_what_a_checkpoint_does_not_depend_on_may_change(tmp_path: Path):
+    save(trainer_config(tmp_path), 4)
+    free = ["trainer.epochs=9", "trainer.policy.model.path=moved", "trainer.max_tokens_per_microbatch=8"]
+    assert chosen_checkpoint(trainer_config(tmp_path, "trainer.resume_mode=latest", *free), NUM_ROWS) is not None
+
+
+def test_steps_and_learning_rate_of_reinforcement_learning_depend_on_its_batches():
+    settings = settings_of(load_config([]).trainer)
+    assert {"trainer.policy_mini_batch_size", "trainer.update_epochs_per_batch"} <= settings.keys()
 
 
 class Policy:
@@ -178,17 +257,19 @@ class Policy:
             raise self.error
         Path(folder, "rank_0.tmp").rename(Path(folder, "rank_0.pt"))
 
-    async def is_idle(self) -> bool:
+    async def is_idle(self, timeout_s: float) -> bool:
+        assert timeout_s == 600, "the other ranks may be writing still"
         return self.answers
 
 
 class Counting(Loop):
     """A step takes a batch of rows."""
 
-    can_evaluate = False
+    can_evaluate = True
 
     def __init__(self, trainer: TrainingConfig, num_steps: int, stop_at: int | None = None) -> None:
         self.policy, self.batches, self.stop_at = Policy(), [], stop_at
+        self.evaluated: list[int] = []
         order = Order(range(NUM_ROWS), batch_size=trainer.train_batch_size, seed=trainer.seed)
         super().__init__(trainer, order, self.policy, Tracker([]), Timers(), num_steps)  # type: ignore[arg-type]
 
@@ -200,7 +281,8 @@ class Counting(Loop):
         return {}
 
     async def evaluate(self) -> Metrics:
-        raise AssertionError
+        self.evaluated.append(self.global_step)
+        return {}
 
     async def reach_policy(self) -> None:
         pass
@@ -217,11 +299,33 @@ def test_checkpoints_are_written_every_few_steps_and_after_the_last(tmp_path: Pa
 
 def test_a_run_that_is_told_to_stop_writes_one(tmp_path: Path):
     trainer = trainer_config(tmp_path, "trainer.ckpt_interval=3")
-    for stop_at in (3, 4, 7):
+    for stop_at in (3, 4):
         asyncio.run(Counting(trainer, 7, stop_at=stop_at).train())
-    assert sorted(steps(trainer)) == [3, 4, 6], (
-        "what the last step leaves to do is done when the run goes on from before"
-    )
+    assert sorted(steps(trainer)) == [3, 4]
+
+
+@pytest.mark.parametrize("stop_at", [4, 7])
+def test_an_evaluation_that_was_left_out_is_made_when_the_run_goes_on(stop_at: int, tmp_path: Path):
+    trainer = trainer_config(tmp_path, "trainer.ckpt_interval=3", "trainer.eval_interval=2")
+    stopped, resumed = Counting(trainer, 7, stop_at=stop_at), Counting(trainer, 7)
+    asyncio.run(stopped.train())
+    state = load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(stop_at)).state
+    assert state.owes
+    resumed.go_on(state)
+    asyncio.run(resumed.train())
+    assert stopped.evaluated + resumed.evaluated == [0, 2, 4, 6, 7]
+    assert not load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(7)).state.owes or stop_at == 7
+
+
+def test_processes_that_end_with_the_run_cost_it_a_checkpoint_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    loop = Counting(trainer_config(tmp_path, "trainer.ckpt_interval=3"), 7, stop_at=4)
+    loop.policy.error, loop.policy.answers = RemoteFailed("policy-0 died"), False
+    loop._saved_step, loop.global_step = 3, 3
+    loop.stop_at = 1
+    asyncio.run(loop.train())
+    assert loop.global_step == 4 and "the checkpoint of step 4 could not be written: policy-0 died" in caplog.text
 
 
 def test_a_run_that_goes_on_trains_on_the_rows_that_are_left_in_their_order(tmp_path: Path):
