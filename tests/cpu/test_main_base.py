@@ -129,7 +129,7 @@ def test_a_full_disk_does_not_hide_the_error_that_ended_the_run(capsys: pytest.C
         def __truediv__(self, name: str) -> FullDisk:
             return self
 
-        def write_text(self, text: str) -> None:
+        def open(self, mode: str) -> None:
             raise OSError("No space left on device")
 
     run_dir: Any = SimpleNamespace(logs=FullDisk())

@@ -106,7 +106,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("sync")
     config = config_of(write_tiny_model(folder / "model", num_hidden_layers=8))
 
-    async def start(self: PolicyGroup, kwargs: dict[str, Any]) -> None:
+    async def start(self: PolicyGroup, kwargs: dict[str, Any], saved: None) -> None:
         self._ranks = await self._group.build("planted_faults:FaultyPolicy", kwargs)
 
     goal = objective(config.trainer.algorithm, config.generator.sampling_params, 1024)
