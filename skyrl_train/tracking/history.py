@@ -64,7 +64,6 @@ class History:
 def load_history(path: Path) -> History:
     """The metrics of a metrics.jsonl; lines of one step are merged, the later value of a name counts.
 
-
     Raises: ValueError if the file is missing or holds no step.
     """
     if not path.is_file():
