@@ -143,7 +143,7 @@ def _colocation(config: Config) -> Iterator[str]:
             "take turns with the trainer, set one of them the other way"
         )
         return
-    ranks = place.policy_num_nodes * place.policy_num_gpus_per_node
+    ranks = place.num_policy_ranks
     engines, tp = generator.num_inference_engines, generator.inference_engine_tensor_parallel_size
     if ranks != engines * tp:
         yield (
@@ -162,7 +162,7 @@ def _colocation(config: Config) -> Iterator[str]:
 def _layouts(config: Config) -> Iterator[str]:
     placement = config.trainer.placement
     policy, ref = config.trainer.policy.megatron_config, config.trainer.ref.megatron_config
-    policy_ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    policy_ranks = placement.num_policy_ranks
     ref_ranks = placement.ref_num_nodes * placement.ref_num_gpus_per_node
     yield from layout_problems(policy, POLICY, policy_ranks, POLICY_RANKS)
     # The reference follows the policy unless its keys are given: what is wrong with both is said once.

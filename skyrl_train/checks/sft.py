@@ -33,7 +33,7 @@ def check_sft(config: SftConfig, num_train_rows: int | None, files: bool = True)
         *prepare_problems(trainer),
         *resume_problems(trainer),
         *_batches(config, num_train_rows),
-        *layout_problems(layout, POLICY, place.policy_num_nodes * place.policy_num_gpus_per_node, POLICY_RANKS),
+        *layout_problems(layout, POLICY, place.num_policy_ranks, POLICY_RANKS),
     ]
     if files:
         problems += data_file_problems(config.data)

@@ -41,7 +41,7 @@ def prepare_problems(trainer: TrainingConfig) -> Iterator[str]:
 
 
 def resume_problems(trainer: TrainingConfig) -> Iterator[str]:
-    """A checkpoint to go on from that is missing or would not be read."""
+    """A checkpoint to go on from that is not named, or that would not be read."""
     mode, path = trainer.resume_mode, trainer.resume_path
     if mode == "from_path" and path is None:
         yield "trainer.resume_mode is from_path and resume_path null: name the folder of a checkpoint (global_step_N)"

@@ -136,7 +136,7 @@ async def launch_policy(
     require_gpus_for_snapshots(trainer, cluster)
     place = trainer.placement
     placement = await Placement.reserve(
-        [Demand(POLICY, place.policy_num_nodes * place.policy_num_gpus_per_node, 1)],
+        [Demand(POLICY, place.num_policy_ranks, 1)],
         use_gpus=cluster.has_gpus,
         cpus_each=place.cpus_per_worker,
         strategy=place.strategy,
@@ -217,7 +217,7 @@ def _demands(config: Config) -> list[Demand]:
     trainer, generator = config.trainer, config.generator
     place = trainer.placement
     demands = [
-        Demand(POLICY, place.policy_num_nodes * place.policy_num_gpus_per_node, 1),
+        Demand(POLICY, place.num_policy_ranks, 1),
         Demand(ENGINES, generator.num_inference_engines, generator.inference_engine_tensor_parallel_size)
         if generator.run_engines_locally
         else Demand(ENGINES, len(generator.remote_inference_engine_urls), 0),

@@ -34,6 +34,10 @@ class PolicyPlacementConfig:
     timeout_s: AboveZero
     """Seconds that Ray has to find room."""
 
+    @property
+    def num_policy_ranks(self) -> int:
+        return self.policy_num_nodes * self.policy_num_gpus_per_node
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:

@@ -60,6 +60,7 @@ class Run(ABC, Generic[C, P]):
         self.tokenizer = self.get_tokenizer()
         self.checkpoint: Checkpoint | None = None
         self._checkpoint_lock: TextIO | None = None
+        """Held as long as this object lives."""
         self._loop: Loop | None = None
 
     @property
@@ -163,7 +164,7 @@ class Run(ABC, Generic[C, P]):
             "cp": layout.context_parallel_size,
             "ep": layout.expert_model_parallel_size,
         }
-        ranks = place.policy_num_nodes * place.policy_num_gpus_per_node
+        ranks = place.num_policy_ranks
         sizes["dp"] = ranks // (sizes["tp"] * sizes["pp"] * sizes["cp"])
         split = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "not split"
         lines = {"run": f"{trainer.run_name} in {run_dir.path}"}

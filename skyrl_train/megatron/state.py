@@ -112,9 +112,10 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The float32 copies of bfloat16 weights are parameters of the optimizer alone."""
+    """The float32 copies of bfloat16 weights are parameters of the optimizer alone. Of its groups the number of steps
+    is state (adam.py), all else configuration."""
     return {
-        "groups": [{k: v for k, v in group.items() if _is_plain(v)} for group in optimizer.param_groups],
+        "groups": [{k: v for k, v in group.items() if k == "step"} for group in optimizer.param_groups],
         "parameters": [[p.detach() for p in group["params"]] for group in optimizer.param_groups],
         "state": [[dict(optimizer.state.get(p, {})) for p in group["params"]] for group in optimizer.param_groups],
     }
@@ -123,7 +124,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     parts = zip(optimizer.param_groups, saved["groups"], saved["parameters"], saved["state"], strict=True)
     for group, values, parameters, states in parts:
-        group.update({key: value for key, value in values.items() if key == "step"})  # the rest is configuration
+        group.update(values)
         for parameter, value, state in zip(group["params"], parameters, states, strict=True):
             parameter.copy_(value)
             mine = optimizer.state[parameter] if state else {}
@@ -132,12 +133,6 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
                     mine[name].copy_(one)  # it may be a part of memory that others share, see storages.py
                 else:
                     mine[name] = one.to(parameter.device, copy=True) if isinstance(one, Tensor) else one
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(_is_plain(one) for one in value) and not any(isinstance(one, Tensor) for one in value)
-    return value is None or isinstance(value, int | float | str)
 
 
 def _random_states() -> dict[str, Any]:

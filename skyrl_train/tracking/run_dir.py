@@ -97,9 +97,13 @@ def reopen_run_dir(path: Path, run_name: str, config_yaml: str, changes: Mapping
     record = _first_record(run_name, changes)
     try:
         _require_run(path)
-        earlier = read_record(path)
-        ended = {key: earlier[key] for key in EARLIER if key in earlier}
-        record |= {"run_id": earlier.get("run_id") or uuid.uuid4().hex, "earlier": [*earlier.get("earlier", []), ended]}
+        record["run_id"] = uuid.uuid4().hex
+        if earlier := read_record(path):
+            ended = {key: earlier[key] for key in EARLIER if key in earlier}
+            record |= {
+                "run_id": earlier.get("run_id", record["run_id"]),
+                "earlier": [*earlier.get("earlier", []), ended],
+            }
         return _open(path, config_yaml, record)
     except OSError as error:
         raise ValueError(f"trainer.run_dir={path} cannot be written: {error}") from error

@@ -18,6 +18,7 @@ from skyrl_train.tracking.jsonl import JsonLinesWriter
 
 log = logging.getLogger(__name__)
 WANDB_ID = "wandb_run_id"
+"""File in the run's folder with the name that its run has at Weights & Biases."""
 
 
 class Sink(Protocol):

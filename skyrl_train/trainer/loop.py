@@ -14,7 +14,7 @@ from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import Order
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
-from skyrl_train.trainer.run_state import Checkpoints, RunState, num_ranks, settings_of
+from skyrl_train.trainer.run_state import Checkpoints, RunState, settings_of
 from skyrl_train.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Loop(ABC):
                 policy_version=self._policy.num_steps,
                 owes=self._owes,
                 order=self._order.state,
-                num_ranks=num_ranks(config),
+                num_ranks=config.placement.num_policy_ranks,
                 settings=settings_of(config),
                 run_id=self.run_id,
             )

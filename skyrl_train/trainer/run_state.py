@@ -35,6 +35,7 @@ class RunState:
     """Whether an export or evaluation of the step was left out, because the run was told to stop."""
     order: OrderState
     num_ranks: int
+    """Of the policy; each has a file."""
     settings: dict[str, Any]
     """`settings_of` the run."""
     run_id: str
@@ -56,11 +57,6 @@ class Checkpoint:
         return SavedState(str(self.folder), self.state.policy_version)
 
 
-def num_ranks(trainer: TrainingConfig) -> int:
-    """Of the policy."""
-    return trainer.placement.policy_num_nodes * trainer.placement.policy_num_gpus_per_node
-
-
 def settings_of(trainer: TrainingConfig) -> dict[str, Any]:
     """Key -> value of all that must be as it was when a run goes on: the files of the ranks depend on the layout, steps
     and the learning rate on the batches, and adapters on the model that they adapt."""
@@ -69,7 +65,7 @@ def settings_of(trainer: TrainingConfig) -> dict[str, Any]:
     keys = {f"{kind}_parallel_size": getattr(megatron, f"{kind}_parallel_size") for kind in sizes}
     settings: dict[str, Any] = {f"trainer.policy.megatron_config.{key}": value for key, value in keys.items()}
     settings |= {
-        "trainer.placement.policy_num_nodes * policy_num_gpus_per_node": num_ranks(trainer),
+        "trainer.placement.policy_num_nodes * policy_num_gpus_per_node": trainer.placement.num_policy_ranks,
         "trainer.bf16": trainer.bf16,
         "trainer.train_batch_size": trainer.train_batch_size,
         "trainer.policy.model.lora.rank": model.lora.rank,

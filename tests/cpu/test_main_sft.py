@@ -13,8 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from skyrl_train.config.sft import load_sft_config
+from skyrl_train.data.order import OrderState
 from skyrl_train.entrypoints import command, main_sft, run
 from skyrl_train.sft_quickstart import MODEL, write_untrained
+from skyrl_train.trainer.run_state import Checkpoints, RunState, settings_of
 from tests.cpu.jobs import Job, start_command
 
 ROWS = [
@@ -77,6 +80,11 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "data.max_length is 4096, more than the model's 512 positions: set it to at most 512",
         ),
         (["data.max_length=2"], "no row has at most data.max_length=2 tokens"),
+        (["trainer.resume_mode=lates"], "trainer.resume_mode is 'lates': did you mean latest?"),
+        (
+            ["trainer.resume_mode=from_path", "trainer.resume_path=gone"],
+            "gone is no whole checkpoint: it has no checkpoint.json",
+        ),
         (
             ["trainer.policy.megatron_config.pipeline_model_parallel_size=4"],
             "is 1 ranks, not a multiple of trainer.policy.megatron_config's tensor 1 x pipeline 4",
@@ -88,6 +96,20 @@ def test_what_cannot_work_is_one_message_with_key_place_and_cure(
     world: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
 ):
     assert expected in error(capsys, *arguments)
+
+
+def test_a_run_whose_steps_are_all_done_says_so_and_starts_nothing(world: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = [*RUN, *SMALL, "trainer.run_name=done", "trainer.max_training_steps=3", "trainer.resume_mode=latest"]
+    trainer = load_sft_config(arguments).trainer
+    checkpoints = Checkpoints(trainer.ckpt_path, 1)
+    checkpoints.begin(folder := checkpoints.folder(3))
+    (folder / "rank_0.pt").touch()
+    order = OrderState(epoch=0, position=48, num_rows=len(ROWS), seed=trainer.seed)
+    checkpoints.finish(folder, RunState(3, 3, False, order, 1, settings_of(trainer), "its id"))
+    before = sorted(path.name for path in (world / "runs/done").iterdir())
+    assert main_sft.main(arguments) == 0
+    assert "all steps are done; for more, raise trainer.epochs or trainer.max_training_steps" in capsys.readouterr().out
+    assert sorted(path.name for path in (world / "runs/done").iterdir()) == before
 
 
 def test_a_row_without_an_assistant_and_an_empty_file_are_named(world: Path, capsys: pytest.CaptureFixture[str]):

@@ -129,6 +129,12 @@ def test_steps_behind_which_a_run_went_back_are_not_counted(tmp_path: Path):
     assert series.steps == (1, 2, 3, 4, 5, 6, 7) and series.values[4:] == (1.25, 7.0, 7.0)
 
 
+def test_samples_behind_which_a_run_went_back_are_not_shown(tmp_path: Path):
+    rows = [{"step": step, "reward": reward} for step, reward in ((1, 0), (4, 0), (7, 0), (5, 1))]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["step"] for row in chosen_samples(tmp_path / "samples.jsonl")] == [1, 4, 5]
+
+
 def test_the_time_of_a_run_that_went_on_is_counted_from_its_first_start(tmp_path: Path):
     run = make_run(tmp_path / "run", reward_rows(3))
     write_record(run, {**read_record(run), "earlier": [{"started_unix_s": START_S - 100}, {"started_unix_s": START_S}]})

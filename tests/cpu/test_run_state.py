@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.cluster.engine_settings import all_engine_settings
 from skyrl_train.config import load_config
 from skyrl_train.config.sft import load_sft_config
 from skyrl_train.config.training import TrainingConfig
@@ -241,6 +242,17 @@ def test_what_a_checkpoint_does_not_depend_on_may_change(tmp_path: Path):
 def test_steps_and_learning_rate_of_reinforcement_learning_depend_on_its_batches():
     settings = settings_of(load_config([]).trainer)
     assert {"trainer.policy_mini_batch_size", "trainer.update_epochs_per_batch"} <= settings.keys()
+
+
+def test_engines_of_a_run_that_goes_on_draw_other_numbers():
+    config = load_config(["generator.num_inference_engines=2", "trainer.seed=2147483646"])
+
+    def seeds(policy_version: int) -> list[int]:
+        return [one.seed for one in all_engine_settings(config, 64, "shm", policy_version)]  # type: ignore[union-attr]
+
+    assert seeds(0) == [2147483646, 2147483647]
+    assert len({*seeds(0), *seeds(40), *seeds(80)}) == 6 and max(seeds(40) + seeds(80)) < 2**32
+    assert seeds(40) == seeds(40)
 
 
 class Policy:

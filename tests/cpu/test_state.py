@@ -17,6 +17,7 @@ from layouts import layout
 from test_memory import build, everything
 
 from skyrl_train.config.policy import LoraConfig
+from skyrl_train.megatron.adam import FusedAdam
 from skyrl_train.megatron.layout_check import Layout, Trial
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.state import load_state, save_state
@@ -132,6 +133,29 @@ def test_the_state_of_weights_in_another_order_is_refused(tmp_path: Path):
     other.last, other.first = one.last, one.first
     with pytest.raises(ValueError, match="holds the weights of another model or layout, or of other layers"):
         load_state(file, [other], NO_OPTIMIZER, ranks, 3)
+
+
+def test_adam_goes_on_with_its_moments_and_steps_and_with_the_settings_of_the_configuration(tmp_path: Path):
+    ranks = ParallelRanks(tp_rank=0, pp_rank=0, dp_rank=0, cp_rank=0, dp_size=1, is_last_stage=True)
+
+    def trained(beta: float, num_steps: int) -> tuple[_Frozen, FusedAdam, Any]:
+        module = _Frozen(trains_first=True)
+        adam = FusedAdam(list(module.parameters()), lr=0.1, betas=(beta, 0.9))
+        for _ in range(num_steps):
+            for parameter in module.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            adam.step()
+        return module, adam, SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)])
+
+    file = tmp_path / "rank_0.pt"
+    before, saved, optimizer = trained(0.5, num_steps=2)
+    save_state(file, [before], optimizer, ranks, 2)
+    after, loaded, optimizer = trained(0.8, num_steps=0)
+    load_state(file, [after], optimizer, ranks, 2)
+    (group,) = loaded.param_groups
+    assert (group["step"], group["betas"]) == (2, (0.8, 0.9))
+    for mine, theirs in zip(after.parameters(), before.parameters(), strict=True):
+        assert torch.equal(mine, theirs) and torch.equal(loaded.state[mine]["exp_avg"], saved.state[theirs]["exp_avg"])
 
 
 class _FullDisk(io.RawIOBase):
