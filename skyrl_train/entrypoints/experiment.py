@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 from rich.console import Console
 
+from skyrl_train.checks.equivalence import checked_models
 from skyrl_train.checks.model import longest_conversation
 from skyrl_train.cluster.engine_settings import served_model_name
 from skyrl_train.cluster.launch import Processes, launch
@@ -40,11 +41,12 @@ class Experiment(Run[Config, Processes]):
     started_line = "policy and engines are up"
 
     def __init__(self, config: Config, console: Console) -> None:
-        """Loads the tokenizer and the prompts.
+        """Checks the models, loads the tokenizer and the prompts.
 
         Raises: ValueError for a bad row, an unknown environment or a model that cannot be had.
         """
         super().__init__(config, console)
+        checked_models(config)
         self.train_prompts = self.get_train_prompts()
         self.val_prompts = self.get_val_prompts()
         for env_class in {prompt.env_class for prompt in (*self.train_prompts, *self.val_prompts)}:

@@ -12,9 +12,10 @@ from typing import Any, Generic, Protocol, TextIO, TypeVar
 
 import yaml
 from rich.console import Console
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from skyrl_train import adapter_file
+from skyrl_train.checks.equivalence import checked_config
 from skyrl_train.cluster.session import Cluster, connect
 from skyrl_train.config.program import to_yaml
 from skyrl_train.config.training import RunConfig
@@ -48,14 +49,15 @@ class Run(ABC, Generic[C, P]):
     """What the console says when all processes are up."""
 
     def __init__(self, config: C, console: Console) -> None:
-        """Loads the tokenizer.
+        """Checks the model and loads the tokenizer.
 
-        Raises: ValueError for a model that cannot be had, or an adapter that does not fit it.
+        Raises: ValueError for a model that cannot be had or would not be computed as Hugging Face computes it, or an
+            adapter that does not fit it.
         """
         self.config, self._console = config, console
         self._started = time.perf_counter()
         self.model_folder = local_folder(config.trainer.policy.model.path)
-        self.model_config = AutoConfig.from_pretrained(self.model_folder)
+        self.model_config = checked_config(self.model_folder, "trainer.policy.model.path")
         adapter_file.check(self.model_folder, config.trainer.policy.model.lora)
         self.tokenizer = self.get_tokenizer()
         self.checkpoint: Checkpoint | None = None

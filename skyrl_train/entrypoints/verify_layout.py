@@ -1,10 +1,12 @@
-"""Check that a parallel layout computes what one process computes, before thousands of GPU hours go into it.
+"""Check that a parallel layout computes what Hugging Face computes, before thousands of GPU hours go into it.
 
     python -m skyrl_train.entrypoints.verify_layout model=PATH tp=2 pp=2 [vpp= cp= ep= etp= dp= sp= json=FILE ...]
 
-One mini-batch of random tokens goes through the model at PATH under the asked layout and under one process, in
-processes of this machine (one GPU each, or CPU). The table says how far gradients, logprobs and metrics are apart.
-Exit code: 0 exact, 1 not exact, 2 the layout cannot work or a process of it failed.
+One mini-batch of random tokens goes through the model at PATH under the requested layout, under one process, and
+through Hugging Face's own model, in processes of this machine (one GPU each, or CPU). The tables show the differences
+of gradients, logprobs and metrics. Where one process cannot hold the model (against=...), Hugging Face is compared with
+the model made small only.
+Exit code: 0 exact, 1 not exact, 2 the model or layout cannot work, or a process of it failed.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from skyrl_train.megatron.layout_check import Trial
 
 SHOWN_TENSORS = 12
+HUGGING_FACE = "Hugging Face"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,19 +45,23 @@ def main(argv: Sequence[str]) -> int:
     try:
         request = read_request(argv)
         return verify(request, console)
-    # None must end as "not exact". RuntimeError: a rank that failed, with its traceback; OSError: no such model.
+    # None must end as "not exact". RuntimeError: a rank that failed, with its traceback; OSError: no such file.
     except (ValueError, RuntimeError, OSError) as error:
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
 
 
 def verify(request: Request, console: Console) -> int:
-    """Run both layouts, print the table; 0 if they agree, 1 if not."""
+    """Run both layouts and Hugging Face, print the tables; 0 if all agree, 1 if not."""
     # Here, so that a wrong command line is answered at once.
+    from skyrl_train.checks.equivalence import checked_config
+    from skyrl_train.hub import local_folder
+    from skyrl_train.megatron.hf_reference import comparable, run_hugging_face
     from skyrl_train.megatron.layout_check import Layout, run_layout
 
+    config = checked_config(local_folder(request.model), "model")
     torch.set_num_threads(1)  # the processes are forked from this one where there is no GPU
-    trial = _trial(request)
+    trial = _trial(request, config.vocab_size)
     whole, limit = int(trial.experience.cu_seqlens[-1]), request.micro_batch_tokens
 
     def run(layout: AskedLayout, max_tokens: int) -> Outcome:
@@ -65,12 +72,18 @@ def verify(request: Request, console: Console) -> int:
 
     reference = run(request.against, whole if request.against.world_size == 1 else limit)
     outcome = run(request.layout, limit)
-    difference = compare(outcome, reference)
-    broken = (BFLOAT16 if request.bf16 else FLOAT32).broken(difference)
+    differences = {request.against.name: compare(outcome, reference)}
+    if request.against.world_size == 1:
+        with console.status("one mini-batch through Hugging Face"):
+            hugging_face = run_hugging_face(trial, timeout_s=request.timeout_s)
+        differences[HUGGING_FACE] = compare(comparable(outcome, hugging_face), hugging_face)
+    bounds = BFLOAT16 if request.bf16 else FLOAT32
+    broken = [f"{sentence} from {name}" for name, each in differences.items() for sentence in bounds.broken(each)]
     if request.json_file is not None:
-        numbers = dataclasses.asdict(difference) | {"exact": not broken, "broken": broken}
-        request.json_file.write_text(json.dumps(numbers, indent=1))
-    console.print(_table(request, difference, outcome.metrics))
+        numbers = {name: dataclasses.asdict(each) for name, each in differences.items()}
+        request.json_file.write_text(json.dumps({"exact": not broken, "broken": broken} | numbers, indent=1))
+    for name, difference in differences.items():
+        console.print(_table(request, name, difference, outcome.metrics))
     if broken:
         console.print("[bold red]not exact:[/] " + "; ".join(broken), highlight=False, soft_wrap=True)
         return 1
@@ -78,8 +91,8 @@ def verify(request: Request, console: Console) -> int:
     return 0
 
 
-def _table(request: Request, difference: Difference, metrics: Metrics) -> Table:
-    table = Table("", "difference", title=f"{request.layout.name} against {request.against.name}")
+def _table(request: Request, name: str, difference: Difference, metrics: Metrics) -> Table:
+    table = Table("", "difference", title=f"{request.layout.name} against {name}")
     table.add_row(f"gradient, all {len(difference.tensors)} tensors", f"{difference.gradient:.1e}")
     worst = sorted(difference.tensors.items(), key=lambda item: -item[1])[:SHOWN_TENSORS]
     for name, error in worst:
@@ -93,14 +106,11 @@ def _table(request: Request, difference: Difference, metrics: Metrics) -> Table:
     return table
 
 
-def _trial(request: Request) -> Trial:
+def _trial(request: Request, vocabulary: int) -> Trial:
     """Random tokens with long and short responses, a clipped policy loss, KL and entropy terms."""
-    from transformers import AutoConfig
-
     from skyrl_train.megatron.layout_check import Trial
 
     generator = torch.Generator().manual_seed(0)
-    vocabulary = AutoConfig.from_pretrained(request.model).vocab_size
     shares = torch.rand(request.num_samples, generator=generator).square()
     lengths = (2 + shares * (request.max_length - 2)).long()
     total = int(lengths.sum())

@@ -23,6 +23,7 @@ from skyrl_train.checks.model import OWN_STAGES
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.megatron.families import corrections, family
 from skyrl_train.megatron.flops import matrix_weights
+from skyrl_train.megatron.padding import leave_padding_untrained
 from skyrl_train.megatron.stages import layers_of_stages, megatron_layout
 
 PINNED = {
@@ -62,7 +63,7 @@ def load_hf_config(path: str) -> PretrainedConfig:
     rope = getattr(config, "rope_parameters", None) or {}
     if not hasattr(config, "rope_theta"):
         config.rope_theta = rope.get("rope_theta", 10000.0)
-    if "partial_rotary_factor" in rope and not hasattr(config, "partial_rotary_factor"):
+    if "partial_rotary_factor" in rope:  # Glm4MoeConfig has another 0.5 beside it, which nothing reads
         config.partial_rotary_factor = rope["partial_rotary_factor"]
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
@@ -183,6 +184,7 @@ def _needless(name: str, num_layers: int) -> bool:
 def match_hugging_face(model: GPTModel, hf_config: PretrainedConfig) -> None:
     """Set in a built model what no field of Megatron's configuration says."""
     _correct_rope(model, hf_config)
+    leave_padding_untrained(model, hf_config)
     if model.config.multi_latent_attention:
         for layer in model.decoder.layers:
             for name in ("linear_q_up_proj", "linear_kv_up_proj"):
@@ -208,7 +210,9 @@ def _correct_rope(model: GPTModel, hf_config: PretrainedConfig) -> None:
     rotary.forward.cache_clear()
     if attention_factor == 1:
         return
-    model.config.yarn_rotary_scaling_factor = math.exp((attention_factor - 1) / 0.1)  # 0.16 reads it in each forward
+    # 0.16 computes it in each forward: 1 + 0.1 * mscale * log(scaling factor), over the same of mscale_all_dim.
+    model.config.yarn_rotary_scaling_factor = math.exp(10)
+    model.config.yarn_mscale, model.config.yarn_mscale_all_dim = attention_factor - 1, 0.0
     for layer in model.decoder.layers:  # 0.19 keeps it in the layer
         if hasattr(layer.self_attention, "_yarn_concentration_factor"):
             layer.self_attention._yarn_concentration_factor = attention_factor

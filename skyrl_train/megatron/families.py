@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from mbridge import AutoBridge
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from mbridge.core.safetensor_io import SafeTensorIO
-from mbridge.models import DeepseekV3Bridge, GLM4MoEBridge
+from mbridge.models import DeepseekV3Bridge, GLM4MoEBridge, Qwen2MoEBridge, Qwen3MoEBridge
 from transformers import PretrainedConfig
 
-from skyrl_train.config.errors import nearest
+from skyrl_train.hf.ledger import config_problems
 
 
 class DeepseekV3(DeepseekV3Bridge):
@@ -50,6 +49,25 @@ class DeepseekV3(DeepseekV3Bridge):
         return SafeTensorIO(self._get_actual_hf_path(weights_path))
 
 
+class _SoftmaxRouter(Bridge):
+    """A router with the order of softmax and choice from the start.
+
+    Megatron refuses one expert of a token in the order that mbridge sets first.
+    """
+
+    def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
+        kwargs["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob
+        return super()._build_base_config(text_config_key, **kwargs)
+
+
+class Qwen2Moe(_SoftmaxRouter, Qwen2MoEBridge):
+    """Qwen1.5 and Qwen2 with experts and a gated shared expert."""
+
+
+class Qwen3Moe(_SoftmaxRouter, Qwen3MoEBridge):
+    """Qwen3 with experts."""
+
+
 class Glm4Moe(GLM4MoEBridge):
     """GLM-4.5 and its heirs with grouped-query attention. Without MTP layers."""
 
@@ -79,7 +97,9 @@ def _leave_queries_without_latent_unnormed() -> None:
 
 
 FAMILIES: dict[str, type[Bridge]] = {
-    **{name: _MODEL_REGISTRY[name] for name in ("llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")},
+    **{name: _MODEL_REGISTRY[name] for name in ("llama", "mixtral", "qwen2", "qwen3")},
+    "qwen2_moe": Qwen2Moe,
+    "qwen3_moe": Qwen3Moe,
     # Llama's weights and names, as long as no sliding window cuts its attention.
     "mistral": _MODEL_REGISTRY["llama"],
     "deepseek_v3": DeepseekV3,
@@ -92,46 +112,14 @@ FAMILIES: dict[str, type[Bridge]] = {
 def family(hf_config: PretrainedConfig, path: str) -> type[Bridge]:
     """The bridge class of the model.
 
-    Raises: ValueError for a family or a variant that would not be computed as Hugging Face does.
+    Raises: ValueError for a family or a variant that would not be computed as Hugging Face does. The driver has
+        checked it before (checks/equivalence.py), the file's unknown fields too.
     """
     kind = hf_config.model_type
-    if kind not in FAMILIES:
-        listed = kind in AutoBridge.list_supported_models()
-        reason = "mbridge lists, but it is not compared with Hugging Face here" if listed else "mbridge cannot build"
-        near = nearest(kind, FAMILIES)
-        hint = f" (nearest: {near})" if near else ""
-        raise ValueError(f"{path} is a {kind!r} model, which {reason}; use one of {', '.join(sorted(FAMILIES))}{hint}")
-    problems = [sentence for holds, sentence in _variants(hf_config) if holds]
+    problems = config_problems(hf_config, {}) if kind in FAMILIES else ["its family is not built"]
     if problems:
         raise ValueError(f"{path} ({kind}) cannot be trained exactly: {'; '.join(problems)}")
     return FAMILIES[kind]
-
-
-def _variants(hf_config: PretrainedConfig) -> list[tuple[bool, str]]:
-    """(is it so, what is not built) for fields of a config.json that change the computation."""
-    layer_types = set(getattr(hf_config, "layer_types", None) or ["full_attention"])
-    window = getattr(hf_config, "sliding_window", None) is not None and hf_config.model_type in ("mistral", "mixtral")
-    sigmoid = hf_config.model_type in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
-    no_bias = hf_config.model_type not in ("qwen2", "qwen2_moe", "glm4_moe")
-    groups = getattr(hf_config, "n_group", None) or 1
-    group_size = (getattr(hf_config, "num_experts_per_tok", None) or 0) / (getattr(hf_config, "topk_group", None) or 1)
-    return [
-        (layer_types != {"full_attention"} or window, "its attention has a sliding window, which is not built"),
-        (no_bias and bool(getattr(hf_config, "attention_bias", False)), "its attention has biases (attention_bias)"),
-        (bool(getattr(hf_config, "mlp_bias", False)), "its MLP has biases (mlp_bias)"),
-        (
-            sigmoid and not hf_config.norm_topk_prob,
-            "norm_topk_prob is false, and Megatron always normalises sigmoid scores",
-        ),
-        (
-            groups > 1 and group_size != 2,
-            "num_experts_per_tok / topk_group is not 2, and Hugging Face always scores a group by its best 2 experts",
-        ),
-        (getattr(hf_config, "rope_interleave", True) is False, "rope_interleave is false"),
-        (getattr(hf_config, "hidden_act", "silu") != "silu", f"hidden_act is {getattr(hf_config, 'hidden_act', None)}"),
-        (bool(getattr(hf_config, "mlp_only_layers", None)), "mlp_only_layers is not empty"),
-        (getattr(hf_config, "decoder_sparse_step", 1) != 1, "decoder_sparse_step is not 1"),
-    ]
 
 
 def corrections(hf_config: PretrainedConfig) -> dict[str, Any]:
@@ -142,11 +130,8 @@ def corrections(hf_config: PretrainedConfig) -> dict[str, Any]:
     if kind == "qwen2_moe":
         return {
             "moe_shared_expert_gate": True,
-            "moe_router_pre_softmax": not hf_config.norm_topk_prob,
             "add_qkv_bias": getattr(hf_config, "qkv_bias", True),
         }
-    if kind == "qwen3_moe":
-        return {"moe_router_pre_softmax": not hf_config.norm_topk_prob}
     if kind in ("deepseek_v3", "glm4_moe_lite"):
         own = getattr(hf_config, "mlp_layer_types", None)
         layers = {"moe_layer_freq": [int(layer == "sparse") for layer in own]} if own else {}
@@ -171,8 +156,6 @@ def _latent_attention_rope(hf_config: PretrainedConfig) -> dict[str, Any]:
     if kind == "default":
         # Megatron scales the softmax by rotary_scaling_factor under plain rope, too.
         return {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    if kind != "yarn":
-        raise ValueError(f"rope_type is {kind!r}; with multi-latent attention only default and yarn are built")
     return {
         "rope_type": "yarn",
         "rotary_scaling_factor": rope["factor"],

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from skyrl_train.checks.equivalence import checked_models
 from skyrl_train.cluster.session import Cluster, attach, connect, worker_environment
 from skyrl_train.config import Config
 from skyrl_train.service.actor import ServiceActor, State
@@ -56,6 +57,7 @@ class TrainingService:
         Raises: ValueError if it cannot work or the name is taken; RemoteFailed if a process cannot start.
         """
         check_service(config)
+        checked_models(config)
         at_end = ExitStack()
         try:
             cluster = _joined() if ray.is_initialized() else at_end.enter_context(connect())

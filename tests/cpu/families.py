@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
-from skyrl_train.algorithms.kl import KL_ESTIMATORS
-from skyrl_train.algorithms.losses import LOSSES, LossSettings
+from skyrl_train.algorithms.losses import LossSettings
 from skyrl_train.algorithms.objective import Objective
-from skyrl_train.algorithms.reductions import loss_weights
 from skyrl_train.megatron.layout_check import Trial
-from skyrl_train.megatron.outcome import Outcome
 from skyrl_train.types import ExperienceBatch
 
 VOCABULARY = 131
@@ -159,107 +153,3 @@ def make_trial(path: Path, sample_lengths: list[int] | None = None, **changes: A
         max_generate_length=64,
     )
     return replace(trial, **changes)
-
-
-@dataclass(frozen=True)
-class HuggingFace:
-    """What Hugging Face's own model computes on a trial, sample by sample, nothing packed."""
-
-    outcome: Outcome
-    loss: float
-
-
-def _balance_terms(model: Any, logits: dict[str, list[Tensor]]) -> list[Tensor]:
-    """E * sum_e f_e * P_e of each router over all tokens, from its logits."""
-    config = model.config
-    terms = []
-    for parts in logits.values():
-        scores = torch.cat(parts).softmax(-1)
-        chosen = torch.zeros_like(scores).scatter_(1, scores.topk(config.num_experts_per_tok, dim=-1).indices, 1.0)
-        shares = chosen.sum(0) / chosen.sum()
-        terms.append(scores.shape[1] * (shares * scores.mean(0)).sum())
-    return terms
-
-
-def hugging_face(
-    trial: Trial,
-    aux_loss_coeff: float = 0.0,
-    *,
-    model: Any = None,
-    gradients_of: Callable[[Any], dict[str, Tensor]] | None = None,
-) -> HuggingFace:
-    """Loss and gradient by autograd through log_softmax; the metrics that follow from them.
-
-    Args: model and gradients_of: another model than the trial's, such as PEFT's, and its gradients by name.
-    """
-    model = model or transformers.AutoModelForCausalLM.from_pretrained(trial.model_path, dtype=torch.float32)
-    choices: dict[str, list[Tensor]] = {}
-    if aux_loss_coeff:
-        for name, module in model.named_modules():
-            if name.endswith("mlp.gate"):
-                choices[name] = []
-                module.register_forward_hook(lambda _, __, out, to=choices[name]: to.append(out[0]))
-    experience, objective = trial.experience, trial.objective
-    bounds = experience.cu_seqlens.tolist()
-    weights = loss_weights(
-        trial.reduction, experience.loss_mask, experience.cu_seqlens, experience.group_ids, trial.max_generate_length
-    )
-    parts: dict[str, list[Tensor]] = {"policy": [], "kl": [], "entropy": [], "logprobs": []}
-    for sample, (start, end) in enumerate(itertools.pairwise(bounds)):
-        tokens = experience.token_ids[start:end]
-        logits = model(tokens[None]).logits[0].float() / objective.temperature
-        distribution = logits.log_softmax(-1)[:-1]
-        drawn = distribution.gather(1, tokens[1:, None])[:, 0]
-        logprobs = torch.cat([torch.zeros(1), drawn])
-        entropy = torch.cat([torch.zeros(1), -(distribution.exp() * distribution).sum(-1)])
-        fixed = logprobs.detach()
-        advantages = experience.advantages[sample].expand(end - start)
-        terms, _ = LOSSES[objective.loss](
-            logprobs, fixed + trial.old_offsets[start:end], advantages, objective.settings
-        )
-        kl = KL_ESTIMATORS[objective.kl_estimator](logprobs, fixed + trial.ref_offsets[start:end])
-        share = weights[start:end]
-        parts["policy"].append((terms * share).sum())
-        parts["kl"].append((kl * share).sum())
-        parts["entropy"].append((entropy * share).sum())
-        parts["logprobs"].append(fixed)
-    policy, kl, entropy = (torch.stack(parts[name]).sum() for name in ("policy", "kl", "entropy"))
-    balance = aux_loss_coeff * torch.stack(_balance_terms(model, choices)).sum() if choices else torch.zeros(())
-    loss = policy + objective.kl_coef * kl - objective.entropy_coef * entropy + balance
-    loss.backward()
-    gradients = (gradients_of or named_gradients)(model)
-    norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
-    metrics = {
-        "policy/final_loss": loss.item(),
-        "policy/policy_loss": policy.item(),
-        "policy/kl_loss": kl.item(),
-        "policy/entropy_loss": -entropy.item(),
-        "policy/grad_norm": float(norm),
-    }
-    if choices:
-        metrics["policy/moe_aux_loss"] = balance.item()
-    return HuggingFace(Outcome(gradients, torch.cat(parts["logprobs"]), metrics), loss.item())
-
-
-def named_gradients(model: Any) -> dict[str, Tensor]:
-    """Gradients under the checkpoint's names: transformers fuses experts in memory, splits them when it saves."""
-    gradients = {}
-    mixtral = model.config.model_type == "mixtral"
-    for name, parameter in model.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if mixtral:
-            name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
-            name = name.replace(".mlp.experts.", ".block_sparse_moe.experts.")
-        stem, _, last = name.rpartition(".")
-        if last == "gate_up_proj" and gradient.dim() == 3:
-            for expert, both in enumerate(gradient):
-                gate, up = both.chunk(2)
-                names = ("w1", "w3") if mixtral else ("gate_proj", "up_proj")
-                gradients[f"{stem}.{expert}.{names[0]}.weight"] = gate
-                gradients[f"{stem}.{expert}.{names[1]}.weight"] = up
-        elif last == "down_proj" and gradient.dim() == 3:
-            for expert, down in enumerate(gradient):
-                gradients[f"{stem}.{expert}.{'w2' if mixtral else 'down_proj'}.weight"] = down
-        else:
-            gradients[name] = gradient
-    return gradients

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import hugging_face, make_trial, write_family
+from families import make_trial, write_family
 
 from skyrl_train.config import load_config
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.device import device
+from skyrl_train.megatron.hf_reference import comparable, hugging_face
 from skyrl_train.megatron.layout_check import Layout, Trial, run_layout, share_of
 from skyrl_train.megatron.model import Model, build_model
 from skyrl_train.megatron.outcome import FLOAT32, Difference, Outcome, compare
@@ -113,16 +114,10 @@ def assert_exact(difference: Difference) -> None:
     assert not FLOAT32.broken(difference), "; ".join(FLOAT32.broken(difference))
 
 
-def without_buffers(outcome: Outcome, metrics: Any) -> Outcome:
-    """Hugging Face has no gradient of buffers (the routers' bias), and its loop computes some of the metrics."""
-    gradients = {name: g for name, g in outcome.gradients.items() if not name.endswith("e_score_correction_bias")}
-    return Outcome(gradients, outcome.logprobs, {name: outcome.metrics[name] for name in metrics})
-
-
 def check(name: str, one: Layout) -> None:
     trial, hf, single = reference(name)
     outcome = run_layout(trial, one)
-    assert_exact(compare(without_buffers(outcome, hf.metrics), hf))
+    assert_exact(compare(comparable(outcome, hf), hf))
     assert_exact(compare(outcome, single))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, MOE, hugging_face, lengths, make_trial, write_family
+from families import FAMILIES, MOE, lengths, make_trial, write_family
 from layouts import (
     DENSE,
     EXPERT,
@@ -25,10 +25,10 @@ from layouts import (
     layout,
     model,
     reference,
-    without_buffers,
 )
 
 from skyrl_train.algorithms.reductions import REDUCTIONS
+from skyrl_train.megatron.hf_reference import comparable, hugging_face
 from skyrl_train.megatron.layout_check import run_layout
 from skyrl_train.megatron.outcome import FLOAT32, Outcome, compare
 
@@ -48,6 +48,32 @@ def families(names: list[str], table: Sizes) -> Any:
             marks = () if one in QUICK.get(name, ()) else pytest.mark.slow
             each.append(pytest.param(name, *sizes, marks=marks, id=f"{one}-{name}"))
     return pytest.mark.parametrize(("name", "processes", "sizes"), each)
+
+
+PARTIAL_ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "processes", "sizes"),
+    [
+        ("qwen3_tied", {"pad_token_id": 3}, 2, {"tp": 2, "sp": False}),
+        ("qwen3_tied", {"pad_token_id": 3}, 2, {"pp": 2}),
+        ("qwen3_tied", {"pad_token_id": 3}, 4, {"cp": 2, "tp": 2}),
+        ("qwen3", {"pad_token_id": 3}, 2, {"tp": 2}),
+        ("glm4_moe", PARTIAL_ROTARY, 4, {"cp": 2, "ep": 2}),
+        ("glm4_moe", PARTIAL_ROTARY, 2, {"tp": 2}),
+        ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}, 2, {"ep": 2}),
+        ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}, 2, {"tp": 2, "etp": 1}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
+)
+def test_variants_of_a_family_have_hugging_faces_gradient(
+    name: str, changes: dict[str, Any], processes: int, sizes: dict[str, Any], tmp_path: Path
+):
+    trial = make_trial(write_family(name, tmp_path, **changes))
+    trial.experience.token_ids[::9] = 3  # the padding token, where there is one
+    hf = hugging_face(trial).outcome
+    assert_exact(compare(comparable(run_layout(trial, layout(processes, sizes)), hf), hf))
 
 
 @families([name for name in FAMILIES if name not in MOE], DENSE | FOUR)
@@ -90,7 +116,7 @@ def test_gradient_is_unchanged_by_the_order_of_the_groups():
     )
     outcome = run_layout(moved, layout(2, {}))
     expected = Outcome(hf.gradients, hf.logprobs[tokens], hf.metrics)
-    assert_exact(compare(without_buffers(outcome, hf.metrics), expected))
+    assert_exact(compare(comparable(outcome, hf), expected))
 
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])
@@ -104,7 +130,7 @@ def test_every_reduction_is_that_of_the_whole_mini_batch(reduction: str):
     trial = replace(reference("qwen3_tied")[0], reduction=reduction)
     hf = hugging_face(trial).outcome
     outcome = run_layout(trial, layout(2, {}))
-    assert_exact(compare(without_buffers(outcome, hf.metrics), hf))
+    assert_exact(compare(comparable(outcome, hf), hf))
 
 
 @pytest.mark.parametrize("loss", ["dual_clip", "cispo", "cross_entropy"])
@@ -113,7 +139,7 @@ def test_every_loss_has_hugging_faces_gradient(loss: str):
     trial = replace(trial, objective=replace(trial.objective, loss=loss))
     hf = hugging_face(trial).outcome
     outcome = run_layout(trial, layout(2, {"cp": 2}))
-    assert_exact(compare(without_buffers(outcome, hf.metrics), hf))
+    assert_exact(compare(comparable(outcome, hf), hf))
 
 
 UNEVEN = [257, 2, 1, 3, 130, 2, 5, 64, 2, 17]
@@ -128,7 +154,7 @@ UNEVEN = [257, 2, 1, 3, 130, 2, 5, 64, 2, 17]
 def test_uneven_lengths_neither_deadlock_nor_change_the_gradient(processes: int, sizes: dict[str, Any]):
     trial = make_trial(model("qwen3_tied"), UNEVEN)
     hf = hugging_face(trial).outcome
-    assert_exact(compare(without_buffers(run_layout(trial, layout(processes, sizes)), hf.metrics), hf))
+    assert_exact(compare(comparable(run_layout(trial, layout(processes, sizes)), hf), hf))
 
 
 @pytest.mark.parametrize("sample_lengths", [[40], [40, 9, 30]], ids=["one rank has none", "one rank has one"])
@@ -142,7 +168,7 @@ def test_a_rank_with_one_sample_or_none_takes_part(
 ):
     trial = make_trial(model(name), sample_lengths)
     hf = hugging_face(trial).outcome
-    assert_exact(compare(without_buffers(run_layout(trial, layout(processes, sizes)), hf.metrics), hf))
+    assert_exact(compare(comparable(run_layout(trial, layout(processes, sizes)), hf), hf))
 
 
 def test_fully_masked_samples_change_nothing():
@@ -154,7 +180,7 @@ def test_fully_masked_samples_change_nothing():
     trial = replace(trial, experience=replace(trial.experience, loss_mask=mask))
     hf = hugging_face(trial).outcome
     for sizes in ({}, {"cp": 2}):
-        assert_exact(compare(without_buffers(run_layout(trial, layout(2, sizes)), hf.metrics), hf))
+        assert_exact(compare(comparable(run_layout(trial, layout(2, sizes)), hf), hf))
 
 
 def test_a_mini_batch_without_a_trained_token_has_a_gradient_of_zero():
@@ -183,7 +209,7 @@ def test_the_load_balancing_loss_is_that_of_the_whole_mini_batch(processes: int,
     hf = hugging_face(trial, aux_loss_coeff=0.5).outcome
     changes = {"moe_aux_loss_coeff": 0.5, "recompute_granularity": recompute, "recompute_modules": ("moe",)}
     outcome = run_layout(trial, layout(processes, sizes, **changes))
-    assert_exact(compare(without_buffers(outcome, hf.metrics), hf))
+    assert_exact(compare(comparable(outcome, hf), hf))
 
 
 def test_a_frozen_router_has_no_gradient_and_all_else_has_its_own():
@@ -214,7 +240,7 @@ def test_uneven_stages_have_hugging_faces_gradient(
 ):
     trial = make_trial(write_family(name, tmp_path, **changes))
     hf = hugging_face(trial).outcome
-    assert_exact(compare(without_buffers(run_layout(trial, layout(processes, sizes)), hf.metrics), hf))
+    assert_exact(compare(comparable(run_layout(trial, layout(processes, sizes)), hf), hf))
 
 
 def test_the_norm_of_many_gradients_does_not_depend_on_how_they_are_cut(tmp_path: Path):
@@ -224,7 +250,7 @@ def test_the_norm_of_many_gradients_does_not_depend_on_how_they_are_cut(tmp_path
     for processes, sizes in ((1, {}), (2, {}), (2, {"tp": 2})):
         outcome = run_layout(trial, layout(processes, sizes))
         assert outcome.metrics["policy/grad_norm"] == pytest.approx(norm(outcome), rel=2e-7)
-        assert_exact(compare(without_buffers(outcome, hf.metrics), hf))
+        assert_exact(compare(comparable(outcome, hf), hf))
 
 
 def norm(outcome: Outcome) -> float:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from adapters import Adapted, peft_gradients, peft_model, write_adapter
-from families import FAMILIES, MOE, hugging_face, make_trial
-from layouts import EXPERT, FOUR, assert_exact, cases, layout, model, without_buffers
+from families import FAMILIES, MOE, make_trial
+from layouts import EXPERT, FOUR, assert_exact, cases, layout, model
 
 from skyrl_train.config.policy import LoraConfig
 from skyrl_train.megatron import lora, lora_attach
+from skyrl_train.megatron.hf_reference import comparable, hugging_face
 from skyrl_train.megatron.layout_check import Trial, run_layout
 from skyrl_train.megatron.outcome import Outcome, compare
 
@@ -51,7 +52,7 @@ def with_adapter(family: str, **changes: Any) -> tuple[Trial, Outcome]:
 
 def check(family: str, one: Any, **changes: Any) -> None:
     trial, hf = with_adapter(family, **changes)
-    assert_exact(compare(without_buffers(run_layout(trial, one), hf.metrics), hf))
+    assert_exact(compare(comparable(run_layout(trial, one), hf), hf))
 
 
 def test_peft_computes_the_gradient_that_layouts_are_compared_with():

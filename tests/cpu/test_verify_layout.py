@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
 from families import write_family
 
 from skyrl_train.entrypoints.layout_request import read_request
 from skyrl_train.entrypoints.verify_layout import main
+from skyrl_train.megatron import bridge
 from skyrl_train.megatron import model as models
 
 
@@ -27,8 +30,33 @@ def test_an_exact_layout_is_called_exact(dense: Path, tmp_path: Path, capsys: py
     assert main([f"model={dense}", "tp=2", "samples=6", f"json={tmp_path / 'numbers.json'}"]) == 0
     printed = capsys.readouterr().out
     assert "TP2 against one process" in printed and "exact up to rounding" in printed
+    assert "TP2 against Hugging Face" in printed
     numbers = json.loads((tmp_path / "numbers.json").read_text())
-    assert numbers["exact"] and numbers["gradient"] < 5e-6 and len(numbers["tensors"]) == 46
+    assert numbers["exact"]
+    for difference in (numbers["one process"], numbers["Hugging Face"]):
+        assert difference["gradient"] < 5e-6 and len(difference["tensors"]) == 46
+
+
+def test_layouts_that_agree_with_each_other_and_not_with_hugging_face_are_not_exact(
+    dense: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    load = bridge.load_hf_config
+
+    def with_another_eps(path: str) -> Any:
+        config = load(path)
+        config.rms_norm_eps = 0.01
+        return config
+
+    monkeypatch.setattr(bridge, "load_hf_config", with_another_eps)
+    assert main([f"model={dense}", "samples=6"]) == 1
+    assert "from Hugging Face" in capsys.readouterr().out
+
+
+def test_an_unsupported_architecture_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    transformers.PhiConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path)
+    assert main([f"model={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert "model_type is 'phi'" in said and "Traceback" not in said
 
 
 def test_a_wrong_gradient_is_exit_code_1(
@@ -97,12 +125,9 @@ def test_data_parallelism_is_the_least_that_the_experts_need(experts: Path):
 def test_a_model_that_cannot_be_had_is_not_called_inexact(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def absent(*_: object, **__: object) -> None:
-        raise OSError("organisation/absent is not a local folder and is not a valid model identifier")
-
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", absent)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["model=organisation/absent", "tp=2"]) == 2
-    assert "not a valid model identifier" in capsys.readouterr().err
+    assert "neither a folder nor can it be downloaded" in capsys.readouterr().err
 
 
 def test_the_model_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

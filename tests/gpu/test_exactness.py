@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from families import hugging_face, make_trial
-from layouts import WHOLE, layout, model, without_buffers
+from families import make_trial
+from layouts import WHOLE, layout, model
 
+from skyrl_train.megatron.hf_reference import comparable, hugging_face
 from skyrl_train.megatron.layout_check import Trial, run_layout
 from skyrl_train.megatron.outcome import BFLOAT16, FLOAT32, Outcome, compare
 
@@ -65,7 +66,7 @@ def check(name: str, processes: int, sizes: dict[str, Any], *, bf16: bool, impl:
         # Rounding changes which experts some tokens choose, so only the same rounding can be compared with.
         difference = compare(outcome, one_process_in_half_precision(name))
     else:
-        difference = compare(without_buffers(outcome, hf.metrics), hf)
+        difference = compare(comparable(outcome, hf), hf)
     bounds = BFLOAT16 if bf16 else FLOAT32
     assert not bounds.broken(difference), "; ".join(bounds.broken(difference))
     print(f"gradient {difference.gradient:.1e}, worst {difference.worst_tensor[1]:.1e}")
@@ -115,4 +116,4 @@ def test_four_gpus_have_hugging_faces_gradient_in_float32(name: str, sizes: dict
 def test_recomputing_activations_leaves_the_gradient_as_it_is(granularity: str):
     trial, hf = hugging_faces("qwen3_tied")
     outcome = run_layout(trial, layout(1, {}, recompute_granularity=granularity, transformer_impl="torch"))
-    assert not FLOAT32.broken(compare(without_buffers(outcome, hf.metrics), hf))
+    assert not FLOAT32.broken(compare(comparable(outcome, hf), hf))

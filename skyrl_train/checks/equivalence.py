@@ -1,0 +1,163 @@
+"""Check before anything starts that a model is computed here as Hugging Face computes it.
+
+Two nets: the ledger refuses fields of config.json that are not built, by name and value; then the configuration, made
+small, runs through Hugging Face and through Megatron in a process of its own, whose result is cached. Neither reads the
+model's weights, except a tied head that the checkpoint has too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from transformers import AutoConfig, PretrainedConfig
+
+from skyrl_train.checkpoint import tensor_files
+from skyrl_train.config import Config
+from skyrl_train.config.errors import nearest
+from skyrl_train.hf.ledger import LEDGERS, config_problems
+from skyrl_train.hf.shrink import shrunk
+from skyrl_train.hub import local_folder
+
+log = logging.getLogger(__name__)
+
+MODULE = "skyrl_train.megatron.model_check"
+SOURCES = ("algorithms", "batching", "hf", "megatron")
+"""Folders of this package whose code the result depends on."""
+PACKAGES = ("torch", "transformers", "megatron-core", "mbridge")
+TIMEOUT_S = 600.0
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ROWS = 8192
+"""Rows of a tied head that are compared at a time."""
+
+
+def checked_config(folder: str, key: str) -> PretrainedConfig:
+    """The configuration of the model in `folder`, if it is computed here as Hugging Face computes it.
+
+    Takes about 15 s the first time that a configuration is seen on this machine, later a few milliseconds.
+
+    Args: key: name of the setting that gave the folder, for messages.
+    Raises: ValueError with everything that is not.
+    """
+    given = _given(folder, key)
+    config = _read(folder, key, given)
+    problems = [*config_problems(config, given), *_tied_head(config, folder)]
+    if not problems:
+        problems = _compare(config, folder)
+    if problems:
+        raise ValueError(
+            f"{key} is {folder}: this {config.model_type} model would not be computed as Hugging Face computes it: "
+            + "; ".join(problems)
+        )
+    return config
+
+
+def checked_models(config: Config) -> PretrainedConfig:
+    """The policy's configuration; the reference's model is checked too.
+
+    Raises: as `checked_config`, and ValueError for a model that cannot be downloaded.
+    """
+    trainer = config.trainer
+    if trainer.starts_reference and trainer.ref.model.path != trainer.policy.model.path:
+        checked_config(local_folder(trainer.ref.model.path), "trainer.ref.model.path")
+    return checked_config(local_folder(trainer.policy.model.path), "trainer.policy.model.path")
+
+
+def _given(folder: str, key: str) -> dict[str, Any]:
+    file = Path(folder, "config.json")
+    try:
+        given = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{key} is {folder}: its config.json cannot be read ({error})") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"{key} is {folder}: its config.json is not an object")
+    return given
+
+
+def _read(folder: str, key: str, given: Mapping[str, Any]) -> PretrainedConfig:
+    kind = given.get("model_type")
+    if not isinstance(kind, str) or kind not in LEDGERS:
+        near = nearest(str(kind), LEDGERS)
+        raise ValueError(
+            f"{key} is {folder}: model_type is {kind!r}, and the families that can be trained are "
+            f"{', '.join(sorted(LEDGERS))}" + (f" (nearest: {near})" if near else "")
+        )
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # transformers validates each field with errors of its own
+        raise ValueError(f"{key} is {folder}: transformers does not accept its config.json: {error}") from error
+
+
+def _tied_head(config: PretrainedConfig, folder: str) -> list[str]:
+    """Hugging Face uses a head that the file has beside a tied embedding, where the two differ."""
+    files = tensor_files(folder)
+    if not config.tie_word_embeddings or HEAD not in files or EMBEDDING not in files:
+        return []
+    with safe_open(files[HEAD], "pt") as heads, safe_open(files[EMBEDDING], "pt") as embeddings:
+        head, embedding = heads.get_slice(HEAD), embeddings.get_slice(EMBEDDING)
+        same = head.get_shape() == embedding.get_shape() and all(
+            head[start : start + ROWS].equal(embedding[start : start + ROWS])
+            for start in range(0, head.get_shape()[0], ROWS)
+        )
+    if same:
+        return []
+    return [
+        f"tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}. Set it to false in config.json to train "
+        f"both, or remove {HEAD} from the checkpoint"
+    ]
+
+
+def _compare(config: PretrainedConfig, folder: str) -> list[str]:
+    """What the comparison of the small model found; nothing where an earlier one found nothing."""
+    cached = _cache_file(config)
+    if cached.is_file():
+        return []
+    log.info("comparing the model's configuration, made small, with Hugging Face (once, about 15 s)")
+    started = time.monotonic()
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", MODULE, folder],
+            capture_output=True, text=True, env=environment, timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return [f"comparing it with Hugging Face took more than {TIMEOUT_S:.0f} s"]
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        return [f"it cannot be built: {lines[-1] if lines else f'exit code {done.returncode}'}"]
+    verdict = json.loads(done.stdout.splitlines()[-1])
+    if verdict["problems"]:
+        return [f"with random weights {problem}" for problem in verdict["problems"]]
+    _remember(cached, verdict | {"seconds": round(time.monotonic() - started, 1)})
+    return []
+
+
+def _cache_file(config: PretrainedConfig) -> Path:
+    """Where a passed comparison of this configuration, by this code and these libraries, is noted."""
+    digest = hashlib.sha256(json.dumps(shrunk(config).to_dict(), sort_keys=True, default=str).encode())
+    digest.update(repr([(name, importlib.metadata.version(name)) for name in PACKAGES]).encode())
+    root = Path(__file__).parents[1]
+    for source in sorted(file for name in SOURCES for file in (root / name).rglob("*.py")):
+        digest.update(source.read_bytes())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "skyrl_train" / "model_checks" / f"{digest.hexdigest()[:32]}.json"
+
+
+def _remember(file: Path, verdict: Mapping[str, Any]) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(verdict))
+        partial.replace(file)
+    except OSError as error:
+        log.warning("cannot cache the comparison with Hugging Face in %s (%s); it is repeated next time", file, error)
