@@ -49,17 +49,24 @@ def checked_config(folder: str, key: str) -> PretrainedConfig:
     Args: key: name of the setting that gave the folder, for messages.
     Raises: ValueError with everything that is not.
     """
-    given = _given(folder, key)
-    config = _read(folder, key, given)
-    problems = [*config_problems(config, given), *_tied_head(config, folder)]
-    if not problems:
-        problems = _compare(config, folder)
-    if problems:
+    config, problems = config_and_problems(folder, key)
+    problems += _tied_head(config, folder)
+    if problems := problems or _compare(config, folder):
         raise ValueError(
             f"{key} is {folder}: this {config.model_type} model would not be computed as Hugging Face computes it: "
             + "; ".join(problems)
         )
     return config
+
+
+def config_and_problems(folder: str, key: str) -> tuple[PretrainedConfig, list[str]]:
+    """The configuration of the model in `folder`, and what the ledger has against it.
+
+    Raises: ValueError for a file that cannot be read and for a family that cannot be trained.
+    """
+    given = _given(folder, key)
+    config = _read(folder, key, given)
+    return config, config_problems(config, given)
 
 
 def checked_models(config: Config) -> PretrainedConfig:
@@ -93,9 +100,12 @@ def _read(folder: str, key: str, given: Mapping[str, Any]) -> PretrainedConfig:
             f"{', '.join(sorted(LEDGERS))}" + (f" (nearest: {near})" if near else "")
         )
     try:
-        return AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # transformers validates each field with errors of its own
         raise ValueError(f"{key} is {folder}: transformers does not accept its config.json: {error}") from error
+    if config.model_type != kind:  # it reads a Mistral with windows in some layers as another family
+        raise ValueError(f"{key} is {folder}: transformers reads it as {config.model_type!r}, which is not built")
+    return config
 
 
 def _tied_head(config: PretrainedConfig, folder: str) -> list[str]:

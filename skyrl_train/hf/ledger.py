@@ -190,13 +190,8 @@ def config_problems(config: PretrainedConfig, given: Mapping[str, Any]) -> list[
         given: the same as config.json has it.
     """
     ledger = LEDGERS[config.model_type]
-    return [
-        *_architecture(given),
-        *_unknown(ledger, given),
-        *_values(ledger, config, given),
-        *_rope(ledger, config),
-        *_together(config),
-    ]
+    unknown = [*_architecture(given), *_unknown(ledger, given)]
+    return unknown or [*_values(ledger, config, given), *_rope(ledger, config), *_together(config)]
 
 
 def _short(value: Any) -> str:
@@ -263,6 +258,8 @@ def _together(config: PretrainedConfig) -> Iterator[str]:
     if experts is None:
         return
     chosen = config.num_experts_per_tok
+    if chosen > experts:
+        yield f"num_experts_per_tok is {chosen}, more than the {experts} experts"
     if chosen == 1 and getattr(config, "norm_topk_prob", True):
         yield "num_experts_per_tok is 1 with normalised weights: the only expert would always have the weight 1"
     groups, group_topk = getattr(config, "n_group", None) or 1, getattr(config, "topk_group", None) or 1

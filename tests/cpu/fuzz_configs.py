@@ -25,8 +25,7 @@ import torch
 import transformers
 from families import FAMILIES, SHAPE
 
-from skyrl_train.checks.equivalence import _given, _read
-from skyrl_train.hf.ledger import config_problems
+from skyrl_train.checks.equivalence import config_and_problems
 from skyrl_train.megatron.model_check import check_model
 
 NUMBERS = (0, 1, 2, 3, 4, 5, 6, 8, 16, 24, 64, -1)
@@ -134,11 +133,9 @@ def outcome(values: dict[str, Any]) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(values))
         try:
-            given = _given(folder, "model")
-            config = _read(folder, "model", given)
+            config, problems = config_and_problems(folder, "model")
         except ValueError as error:
             return "unreadable", str(error)
-        problems = config_problems(config, given)
         if problems:
             return "refused", "; ".join(problems)
         try:

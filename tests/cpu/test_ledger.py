@@ -12,8 +12,8 @@ import torch
 import transformers
 from families import EXPERTS, FAMILIES, SHAPE, YARN
 
-from skyrl_train.checks.equivalence import _given, _read
-from skyrl_train.hf.ledger import LEDGERS, NO_EFFECT, ONLY, USED, config_problems
+from skyrl_train.checks.equivalence import config_and_problems
+from skyrl_train.hf.ledger import LEDGERS, NO_EFFECT, ONLY, USED
 from skyrl_train.hf.shrink import shrunk
 from skyrl_train.megatron import families
 
@@ -30,8 +30,7 @@ def problems(folder: Path, **added: Any) -> str:
     """Of the configuration in `folder`, with fields added to its file as they are."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | added))
-    given = _given(str(folder), "model")
-    return "; ".join(config_problems(_read(str(folder), "model", given), given))
+    return "; ".join(config_and_problems(str(folder), "model")[1])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
