@@ -31,7 +31,13 @@ from skyrl_train.hub import local_folder
 
 log = logging.getLogger(__name__)
 
-MODULE = "skyrl_train.megatron.model_check"
+PROGRAM = """
+import sys
+from skyrl_train.imports import quick_imports
+with quick_imports(without=("wandb",)):  # Megatron would import it
+    from skyrl_train.megatron.model_check import main
+sys.exit(main(sys.argv[1:]))
+"""
 SOURCES = ("algorithms", "batching", "hf", "megatron")
 """Folders of this package whose code the result depends on."""
 PACKAGES = ("torch", "transformers", "megatron-core", "mbridge")
@@ -137,7 +143,7 @@ def _compare(config: PretrainedConfig, folder: str) -> list[str]:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", MODULE, folder],
+            [sys.executable, "-c", PROGRAM, folder],
             capture_output=True, text=True, env=environment, timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
