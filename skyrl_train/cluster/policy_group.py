@@ -15,6 +15,7 @@ from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.shards import Shards
 from skyrl_train.cluster.weight_way import SyncResult, WeightWay
 from skyrl_train.cluster.worker_group import IDLE_S, WorkerGroup
+from skyrl_train.file_sum import FileSum
 from skyrl_train.ranks import Moved, ParallelRanks, SavedState, UpdateReport
 from skyrl_train.types import Metrics, TrainBatch
 
@@ -96,9 +97,10 @@ class PolicyGroup:
         self._state_folder, self.has_changed = folder, False
         return moved
 
-    async def copy_state(self, folder: str) -> list[Moved]:
-        """Write the same so that it outlives this run, also a loss of power; `restart` goes on with what it had."""
-        return await self._group.all("save_state", folder, durable=True)
+    async def copy_state(self, folder: str) -> list[FileSum]:
+        """Write the same for a checkpoint, which survives this run and a loss of power; `restart` still uses what it
+        had. Returns size and digest of the file of each rank."""
+        return await self._group.all("copy_state", folder)
 
     async def end(self) -> None:
         """End the processes; done when they and their memory are gone."""

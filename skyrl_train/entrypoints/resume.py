@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, if any; found before anything is started."""
+"""The checkpoint from which a run resumes, if any; found and verified before anything is started."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def chosen_checkpoint(trainer: TrainingConfig, num_rows: int) -> Checkpoint | No
     checkpoints = Checkpoints(trainer.ckpt_path, trainer.max_ckpts_to_keep)
     chosen = None
     if trainer.resume_mode == "latest":
-        found = checkpoints.all()
-        chosen = found[-1] if found else None
+        chosen = checkpoints.newest_intact()
         if chosen is None:
             log.info("%s holds no checkpoint: the run starts from the model", checkpoints.path)
     elif trainer.resume_mode == "from_path":
         assert trainer.resume_path is not None, "checks/training.py asks for it"
         chosen = load_checkpoint(Path(trainer.resume_path).expanduser().resolve())
+        chosen.verify()
     if chosen is None or not chosen.folder.is_relative_to(checkpoints.path):
         _require_free(checkpoints, trainer)
     if chosen is not None:
@@ -64,10 +64,10 @@ def _require_free(checkpoints: Checkpoints, trainer: TrainingConfig) -> None:
     """Those in the run's own folder move away with it."""
     if trainer.ckpt_interval < 0 or checkpoints.path.is_relative_to(_run_dir(trainer)):
         return
-    if found := checkpoints.all():
+    if names := checkpoints.names():
         raise ValueError(
-            f"trainer.ckpt_path={checkpoints.path} holds checkpoints, the last of step {found[-1].state.global_step}: "
-            "go on from it with trainer.resume_mode=latest, or choose another folder"
+            f"trainer.ckpt_path is {checkpoints.path}: it holds checkpoints already ({', '.join(names)}). Resume with "
+            "trainer.resume_mode=latest, or choose another folder"
         )
 
 

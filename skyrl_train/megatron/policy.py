@@ -6,6 +6,8 @@ import functools
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from skyrl_train.algorithms.objective import Objective
 from skyrl_train.algorithms.reductions import weighted_sum
 from skyrl_train.config.policy import LoraConfig, MegatronConfig, OptimizerConfig, SyncedLoraConfig
 from skyrl_train.device import device, peak_flops, synchronize
+from skyrl_train.file_sum import FileSum
 from skyrl_train.hub import local_folder
 from skyrl_train.megatron.export import export, export_specs, save_hf
 from skyrl_train.megatron.finite_step import step_if_finite
@@ -34,10 +37,10 @@ from skyrl_train.megatron.parallel import join
 from skyrl_train.megatron.profiling import Tracer, span
 from skyrl_train.megatron.reference import batch_logprobs
 from skyrl_train.megatron.schedule import learning_rate
-from skyrl_train.megatron.state import load_state, save_state, state_file
+from skyrl_train.megatron.state import load_state, save_durable_state, save_state, state_file
 from skyrl_train.megatron.step import PassMetrics, forward_backward
 from skyrl_train.megatron.step_metrics import step_metrics
-from skyrl_train.ranks import OPTIMIZER, WEIGHTS, Moved, Rendezvous, UpdateReport
+from skyrl_train.ranks import OPTIMIZER, WEIGHTS, Moved, ParallelRanks, Rendezvous, UpdateReport
 from skyrl_train.types import TrainBatch
 from skyrl_train.weight_sync.bucket import TensorSpec
 
@@ -242,18 +245,20 @@ class MegatronPolicy:
         """Give device memory back for good: the process will end."""
         self._memory.drop(*parts)
 
-    def save_state(self, folder: str, *, durable: bool = False) -> Moved:
-        """Write this rank's file, from which `load_state` goes on in another process of the same layout.
+    def save_state(self, folder: str) -> Moved:
+        """Write this rank's file, from which `load_state` resumes in another process of the same layout."""
+        started = time.perf_counter()
+        return Moved(save_state(*self._state_to_save(folder)), time.perf_counter() - started)
 
-        Args: durable: it outlives a loss of power once this returns.
-        """
+    def copy_state(self, folder: str) -> FileSum:
+        """Write the same file so that it survives a loss of power once this returns, for a checkpoint."""
+        return save_durable_state(*self._state_to_save(folder))
+
+    def _state_to_save(self, folder: str) -> tuple[Path, list[torch.nn.Module], Any, ParallelRanks, int]:
         self._memory.require("save_state", WEIGHTS, OPTIMIZER)
         self._memory.settle()
-        started = time.perf_counter()
         file = state_file(folder, dist.get_rank())
-        state = (self.model.modules, self._optimizer, self.ranks, self.policy_version)
-        num_bytes = save_state(file, *state, durable=durable)
-        return Moved(num_bytes, time.perf_counter() - started)
+        return file, self.model.modules, self._optimizer, self.ranks, self.policy_version
 
     def load_state(self, folder: str, policy_version: int) -> Moved:
         """Raises: ValueError for the file of another version, rank, layout or model."""

@@ -6,11 +6,13 @@ under LoRA) are those of the checkpoint that the other process loads; of them na
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
 from skyrl_train.device import device_type
+from skyrl_train.file_sum import FileSum, SummingWriter
 from skyrl_train.megatron.memory import torch_optimizers
 from skyrl_train.ranks import ParallelRanks
 
@@ -28,22 +31,39 @@ def state_file(folder: str | Path, rank: int) -> Path:
     return Path(folder, f"rank_{rank}.pt")
 
 
-def save_state(
-    file: Path,
-    modules: list[nn.Module],
-    optimizer: Any,
-    ranks: ParallelRanks,
-    policy_version: int,
-    *,
-    durable: bool = False,
-) -> int:
-    """Write the file, which is there when it is whole; returns its bytes. Raises: OSError, for example of a full disk.
+def save_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> int:
+    """Write the file, which is there when it is complete; returns its bytes.
 
-    An older one goes first: nobody can return to it (a service writes into the folder that does not hold the last
-    version's), and beside it the new one would take its place in memory or on the disk once more.
-    Views of one storage are written once, so Megatron's flat buffers are written as they are.
+    Raises: OSError, for example of a full disk.
     """
-    state = {
+    state = _state(modules, optimizer, ranks, policy_version)
+    with _unfinished(file) as stream:
+        torch.save(state, stream)
+    return file.stat().st_size
+
+
+def save_durable_state(
+    file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int
+) -> FileSum:
+    """Like `save_state`, but the file survives a loss of power, and its size and digest are returned.
+
+    They are of the bytes that this process meant to write, hashed on their way: what the disk returns later is compared
+    with them.
+    """
+    state = _state(modules, optimizer, ranks, policy_version)
+    with _unfinished(file) as stream:
+        writer = SummingWriter(stream)
+        try:
+            torch.save(state, cast(IO[bytes], writer))
+        finally:
+            file_sum = writer.close()
+        os.fsync(stream.fileno())
+    return file_sum
+
+
+def _state(modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> dict[str, Any]:
+    """Views of one storage are written once, so Megatron's flat buffers are written without a copy."""
+    return {
         "format": FORMAT,
         "ranks": asdict(ranks),
         "policy_version": policy_version,
@@ -52,20 +72,26 @@ def save_state(
         "optimizer": [_optimizer_state(one) for one in torch_optimizers(optimizer)],
         "random": _random_states(),
     }
+
+
+@contextlib.contextmanager
+def _unfinished(file: Path) -> Iterator[BinaryIO]:
+    """A stream to a temporary name, which becomes `file` if nothing was raised.
+
+    An older one goes first: nobody can return to it (a service writes into the folder that does not hold the last
+    version's), and beside it the new one would take its place in memory or on the disk once more.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
     unfinished = file.with_suffix(".tmp")
     try:
         with unfinished.open("wb") as stream:
-            torch.save(state, stream)
-            if durable:
-                os.fsync(stream.fileno())
+            yield stream
     except RuntimeError as error:  # of torch's writer, whatever the stream said before
         if isinstance(cause := error.__context__, OSError):
             raise OSError(cause.errno, cause.strerror, str(unfinished)) from error
         raise
     unfinished.replace(file)
-    return file.stat().st_size
 
 
 @torch.no_grad()

@@ -148,8 +148,7 @@ class Loop(ABC):
             folder = self._checkpoints.folder(step)
             try:
                 self._checkpoints.begin(folder)
-                await self._policy.copy_state(str(folder))
-                self._checkpoints.finish(folder, state)
+                self._checkpoints.finish(folder, state, await self._policy.copy_state(str(folder)))
                 self._saved_step = step
             except (OSError, RemoteFailed) as error:
                 # The ranks that did not fail may be writing still.

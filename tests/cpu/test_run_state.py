@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,12 @@ from skyrl_train.config.sft import load_sft_config
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import Order, OrderState
 from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_folder, lock_checkpoints
+from skyrl_train.file_sum import FileSum, sum_of
 from skyrl_train.tracking.run_dir import write_record
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.loop import Loop
-from skyrl_train.trainer.run_state import RECORD, Checkpoints, RunState, load_checkpoint, settings_of
+from skyrl_train.trainer.run_state import DRAFT, RECORD, Checkpoints, RunState, load_checkpoint, settings_of
 from skyrl_train.types import Metrics
 
 NUM_ROWS = 10
@@ -45,7 +48,8 @@ def save(trainer: TrainingConfig, global_step: int, **changes: Any) -> Path:
     folder = checkpoints.folder(global_step)
     checkpoints.begin(folder)
     (folder / "rank_0.pt").write_text("state")
-    checkpoints.finish(folder, replace(state_of(trainer, global_step), **changes))
+    sums = [sum_of(folder / "rank_0.pt")]
+    checkpoints.finish(folder, replace(state_of(trainer, global_step), **changes), sums)
     return folder
 
 
@@ -87,29 +91,122 @@ def test_without_its_record_or_a_rank_a_folder_is_no_checkpoint(tmp_path: Path):
     trainer = trainer_config(tmp_path)
     folder = save(trainer, 4)
     with pytest.raises(
-        ValueError, match="is no whole checkpoint: it has no checkpoint.json; name one of global_step_4 in"
+        ValueError, match="is not a complete checkpoint: it has no checkpoint.json. Name one of global_step_4 in"
     ):
         load_checkpoint(folder.parent)
     (folder / "rank_0.pt").rename(folder / "elsewhere")
-    with pytest.raises(ValueError, match="is not whole: it has no rank_0.pt"):
+    with pytest.raises(ValueError, match="is damaged: rank_0.pt is missing"):
         load_checkpoint(folder)
     (folder / RECORD).unlink()
     assert steps(trainer) == []
-    with pytest.raises(ValueError, match="is no whole checkpoint: it has no checkpoint.json$"):
+    with pytest.raises(ValueError, match="is not a complete checkpoint: it has no checkpoint.json$"):
         load_checkpoint(folder)
+
+
+def flip(file: Path, position: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+def digit_of_the_step(folder: Path) -> int:
+    return (folder / RECORD).read_bytes().index(b'"global_step": ') + len('"global_step": ')
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped bit of a rank": (lambda folder: flip(folder / "rank_0.pt", 2), "rank_0.pt has other bytes than were"),
+    "a truncated rank": (lambda folder: (folder / "rank_0.pt").write_text("stat"), "has 4 bytes instead of 5"),
+    "a missing rank": (lambda folder: (folder / "rank_0.pt").unlink(), "rank_0.pt is missing"),
+    "another step in the record": (
+        lambda folder: flip(folder / RECORD, digit_of_the_step(folder)),
+        "was changed after",
+    ),
+    "a truncated record": (lambda folder: os.truncate(folder / RECORD, 40), "checkpoint.json cannot be read"),
+    "an empty record": (lambda folder: os.truncate(folder / RECORD, 0), "checkpoint.json cannot be read"),
+    "no text in the record": (lambda folder: (folder / RECORD).write_bytes(b"\xff\xfe"), "cannot be read"),
+    "a missing record": (lambda folder: (folder / RECORD).unlink(), "it has no checkpoint.json"),
+    "a format without digests": (
+        lambda folder: (folder / RECORD).write_text(
+            (folder / RECORD).read_text().replace('"format": 2', '"format": 1')
+        ),
+        "it has the format 1, and this version of skyrl_train reads 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_of_damaged_checkpoints_the_next_older_intact_one_is_used_and_said(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    do, message = DAMAGES[damage]
+    trainer = trainer_config(tmp_path, "trainer.resume_mode=latest")
+    folders = [save(trainer, step) for step in (2, 4, 6)]
+    do(folders[2])
+    chosen = chosen_checkpoint(trainer, NUM_ROWS)
+    assert chosen is not None and chosen.folder == folders[1]
+    assert message in caplog.text and str(folders[2]) in caplog.text
+    assert f"the newest intact checkpoint is {folders[1]}" in caplog.text
+    do(folders[1])
+    chosen = chosen_checkpoint(trainer, NUM_ROWS)
+    assert chosen is not None and chosen.folder == folders[0]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_without_an_intact_checkpoint_nothing_starts(damage: str, tmp_path: Path):
+    do, message = DAMAGES[damage]
+    trainer = trainer_config(tmp_path, "trainer.resume_mode=latest")
+    folder = save(trainer, 2)
+    do(folder)
+    with pytest.raises(
+        ValueError, match="none of its checkpoints is intact .*To start again from the model, move"
+    ) as e:
+        chosen_checkpoint(trainer, NUM_ROWS)
+    assert message in str(e.value)
+    named = trainer_config(tmp_path, "trainer.resume_mode=from_path", f"trainer.resume_path={folder}")
+    with pytest.raises(ValueError, match=message):
+        chosen_checkpoint(named, NUM_ROWS)
+
+
+def test_a_run_killed_while_it_wrote_its_first_checkpoint_starts_from_the_model(tmp_path: Path):
+    trainer = trainer_config(tmp_path, "trainer.resume_mode=latest")
+    checkpoints, folder = Checkpoints(trainer.ckpt_path, 1), Path(trainer.ckpt_path) / "global_step_2"
+    checkpoints.begin(folder)
+    (folder / "rank_0.pt").write_text("state")
+    assert chosen_checkpoint(trainer, NUM_ROWS) is None
+
+
+def test_an_old_checkpoint_stays_until_the_new_one_is_known_to_be_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = trainer_config(tmp_path, "trainer.max_ckpts_to_keep=1")
+    save(trainer, 2)
+    checkpoints, folder = Checkpoints(trainer.ckpt_path, 1), Path(trainer.ckpt_path) / "global_step_4"
+    checkpoints.begin(folder)
+    (folder / "rank_0.pt").write_text("sta")
+    with pytest.raises(OSError, match="rank_0.pt has 3 bytes instead of 5"):
+        checkpoints.finish(folder, state_of(trainer, 4), [FileSum(5, "")])
+    (folder / "rank_0.pt").write_text("state")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda draft, record: record.write_text("{"))
+        with pytest.raises(OSError, match="checkpoint.json cannot be read"):
+            checkpoints.finish(folder, state_of(trainer, 4), [sum_of(folder / "rank_0.pt")])
+    assert steps(trainer) == [2]
 
 
 def test_files_that_the_driver_does_not_see_make_no_checkpoint(tmp_path: Path):
     trainer = trainer_config(tmp_path)
-    with pytest.raises(OSError, match=r"has no rank_1.pt, rank_2.pt: trainer.ckpt_path must be one folder for all"):
-        save(trainer, 4, num_ranks=3)
+    checkpoints, folder = Checkpoints(trainer.ckpt_path, 1), Path(trainer.ckpt_path) / "global_step_4"
+    checkpoints.begin(folder)
+    sums = [FileSum(5, "")] * 2
+    with pytest.raises(OSError, match=r"rank_0.pt is missing; rank_1.pt is missing. trainer.ckpt_path must be one"):
+        checkpoints.finish(folder, state_of(trainer, 4), sums)
     assert steps(trainer) == []
 
 
 def test_the_newest_stay_and_what_broke_off_makes_room(tmp_path: Path):
     trainer = trainer_config(tmp_path, "trainer.max_ckpts_to_keep=2")
     broken = save(trainer, 1)
-    (broken / RECORD).unlink()
+    (broken / RECORD).rename(broken / DRAFT)
     (broken / "rank_1.tmp").write_text("half")
     Checkpoints(trainer.ckpt_path, 2).begin(Path(trainer.ckpt_path) / "global_step_2")
     assert not broken.exists(), "before the next is written"
@@ -180,7 +277,7 @@ def test_a_run_does_not_write_beside_the_checkpoints_of_another(mode: str | None
     if mode is not None:
         other = save(trainer_config(tmp_path / "other"), 2)
         asked = [f"trainer.resume_mode={mode}", f"trainer.resume_path={other}"]
-    with pytest.raises(ValueError, match="holds checkpoints, the last of step 4: go on from it with .*=latest, or"):
+    with pytest.raises(ValueError, match=r"holds checkpoints already \(global_step_4\). Resume with .*=latest, or"):
         chosen_checkpoint(trainer_config(tmp_path, shared, *asked), NUM_ROWS)
     chosen_checkpoint(trainer_config(tmp_path, shared, *asked, "trainer.ckpt_interval=-1"), NUM_ROWS)
 
@@ -263,11 +360,11 @@ class Policy:
         self.error: Exception | None = None
         self.answers = True
 
-    async def copy_state(self, folder: str) -> None:
+    async def copy_state(self, folder: str) -> list[FileSum]:
         Path(folder, "rank_0.tmp").write_text("half")
         if self.error is not None:
             raise self.error
-        Path(folder, "rank_0.tmp").rename(Path(folder, "rank_0.pt"))
+        return [sum_of(Path(folder, "rank_0.tmp").rename(Path(folder, "rank_0.pt")))]
 
     async def is_idle(self, timeout_s: float) -> bool:
         assert timeout_s == 600, "the other ranks may be writing still"

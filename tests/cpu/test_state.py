@@ -17,10 +17,11 @@ from layouts import layout
 from test_memory import build, everything
 
 from skyrl_train.config.policy import LoraConfig
+from skyrl_train.file_sum import sum_of
 from skyrl_train.megatron.adam import FusedAdam
 from skyrl_train.megatron.layout_check import Layout, Trial
 from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.state import load_state, save_state
+from skyrl_train.megatron.state import load_state, save_durable_state, save_state
 from skyrl_train.ranks import ParallelRanks, Rendezvous
 
 pytestmark = pytest.mark.slow
@@ -198,3 +199,13 @@ def test_an_older_state_makes_room_before_the_new_one_is_written(tmp_path: Path,
     with pytest.raises(OSError, match="No space left"):
         save_state(file, [_Frozen(trains_first=True)], NO_OPTIMIZER, ranks, 3)
     assert found == [[], [], []] and not file.exists(), "half a state never has the name of a whole one"
+
+
+def test_a_durable_state_comes_with_the_sum_of_its_file_and_loads_as_any_other(tmp_path: Path):
+    ranks = ParallelRanks(tp_rank=0, pp_rank=0, dp_rank=0, cp_rank=0, dp_size=1, is_last_stage=True)
+    file, module, loaded = tmp_path / "rank_0.pt", _Frozen(trains_first=True), _Frozen(trains_first=True)
+    torch.nn.init.ones_(module.last)
+    written = save_durable_state(file, [module], NO_OPTIMIZER, ranks, 3)
+    load_state(file, [loaded], NO_OPTIMIZER, ranks, 3)
+    assert torch.equal(loaded.last, module.last) and written == sum_of(file)
+    assert [path.name for path in tmp_path.iterdir()] == ["rank_0.pt"]
