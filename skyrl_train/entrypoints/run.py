@@ -22,7 +22,8 @@ from skyrl_train.config.training import RunConfig
 from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_folder, lock_checkpoints
 from skyrl_train.hub import local_folder
 from skyrl_train.ranks import SavedState
-from skyrl_train.tracking.run_dir import RunDir
+from skyrl_train.tracking.held_folder import HeldFolder
+from skyrl_train.tracking.run_dir import RECORD, RunDir
 from skyrl_train.tracking.sinks import Tracker, build_tracker
 from skyrl_train.trainer.loop import Loop
 from skyrl_train.trainer.run_state import Checkpoint
@@ -153,6 +154,8 @@ class Run(ABC, Generic[C, P]):
             at_end.callback(tracker.close)
             self._loop = self.build_loop(processes, run_dir, tracker, at_end)
             self._loop.run_id = run_dir.run_id
+            self._loop.run_folder = HeldFolder(run_dir.path, "trainer.run_dir", RECORD)
+            at_end.callback(self._loop.run_folder.close)
             if self.checkpoint is not None:
                 self._loop.go_on(self.checkpoint.state)
             await self._loop.train()

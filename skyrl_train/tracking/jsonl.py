@@ -17,16 +17,22 @@ class JsonLinesWriter:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
+        self._path, self._file = path, path.open("ab", buffering=0)
         self._unwritten = b""
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends `row`; numbers that JSON lacks (NaN, infinities) become null.
 
         Raises: OSError, e.g. for a full disk. The rest of the line is then written before the next one, so a disk that
-        has room again gets every line whole.
+        has room again gets every line whole. A file that was deleted is begun again, with a warning; it is an error if
+        its folder was deleted too.
         """
         self._unwritten += json.dumps(_without_nan(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        if not self._path.exists():
+            begun_again = self._path.open("ab", buffering=0)
+            self._file.close()
+            self._file = begun_again
+            log.warning("%s was deleted while the run writes it: its earlier lines are lost", self._path)
         while self._unwritten:
             written = self._file.write(self._unwritten)
             self._unwritten = self._unwritten[written or 0 :]

@@ -59,6 +59,9 @@ WITHIN_PHASES = (
 METRICS = (
     MetricName("trainer/global_step", "steps", "steps finished; 0 is the state before training"),
     MetricName("trainer/epoch", "passes", "pass over the training data, from 0"),
+    MetricName(
+        "trainer/export_failed", "", "1 where the export of the step could not be written; absent where none was due"
+    ),
     MetricName("trainer/unix_time_s", "s", "when the line was written (only in metrics.jsonl)"),
     MetricName("service/job", "jobs", "number of the job (only in a service)"),
     MetricName("service/policy_version", "version", "version that the engines serve after the job (only in a service)"),

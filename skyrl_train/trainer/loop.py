@@ -12,8 +12,10 @@ from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.policy_group import PolicyGroup
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import Order
+from skyrl_train.tracking.held_folder import HeldFolder
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
+from skyrl_train.trainer.problems import Problems, SkippedUpdates
 from skyrl_train.trainer.run_state import Checkpoints, RunState, settings_of
 from skyrl_train.types import Metrics
 
@@ -41,8 +43,13 @@ class Loop(ABC):
         """For checkpoints: that of run.json in the run's folder."""
         self._owes = False
         """Whether an export or evaluation of the last step was left out."""
+        self._export_failed = False
+        """Whether that of the last step did."""
         self._saved_step = 0
         """Of the newest checkpoint, or of that from which the run goes on."""
+        self.run_folder: HeldFolder | None = None
+        """The run's folder, which must stay where it is."""
+        self._problems, self._skipped = Problems(), SkippedUpdates()
 
     @abstractmethod
     async def step(self) -> Metrics:
@@ -57,9 +64,9 @@ class Loop(ABC):
     def can_evaluate(self) -> bool:
         """Whether there are held-out rows."""
 
-    async def save_hf(self, folder: str) -> None:
-        """Write a Hugging Face checkpoint of the model as it is."""
-        await self._policy.save_hf(folder)
+    @abstractmethod
+    async def reach_weights(self) -> None:
+        """Have the policy's weights where they can be exported from."""
 
     @abstractmethod
     async def reach_policy(self) -> None:
@@ -76,7 +83,10 @@ class Loop(ABC):
         self._stop_requested = True
 
     async def train(self) -> None:
-        """Run all steps. Step 0 of the metrics is the model as it came."""
+        """Run all steps. Step 0 of the metrics is the model before training.
+
+        Raises: RunIncomplete at the end of a run that was not stopped, if it could not do all that was asked.
+        """
         config = self._trainer_config
         if config.eval_before_train and self.can_evaluate and self.global_step == 0 and not self._stop_requested:
             self._tracker.log(0, await self._timed_evaluation() | {"trainer/epoch": 0.0})
@@ -84,23 +94,37 @@ class Loop(ABC):
             self._timers.reset()
             metrics = await self._export_and_evaluate()
             self._tracker.log(self.global_step, metrics | self._timers.metrics())
-        while self.global_step < self._num_steps and not self._stop_requested:
+        while self.global_step < self._num_steps and not self._ends_early:
             self._timers.reset()
             epoch = self._order.epoch
             with self._timers("step"):
                 metrics = await self.step()
             self.global_step += 1
+            self._skipped.count(metrics)
             metrics |= {"trainer/epoch": float(epoch)}
             metrics |= await self._export_and_evaluate()
             if config.ckpt_interval > 0 and self._is_due(config.ckpt_interval, also_last=True):
                 await self._save_checkpoint()
             metrics |= self._timers.metrics() | {"perf/driver_share": self._timers.driver_share()}
             self._tracker.log(self.global_step, metrics)
-        if self._stop_requested and config.ckpt_interval > 0 and self._saved_step < self.global_step:
+            self._note_folders()
+        if self._ends_early and config.ckpt_interval > 0 and self._saved_step < self.global_step:
             try:
                 await self._save_checkpoint()
             except RemoteFailed as error:  # whoever told the run to stop may have told its processes too
                 log.error("the checkpoint of step %d could not be written: %s", self.global_step, error)
+        self._problems.note(self._checkpoints.newest_problem)
+        self._problems.note(self._skipped.problem)
+        if not self._stop_requested:
+            self._problems.require_none()
+
+    @property
+    def _ends_early(self) -> bool:
+        return self._stop_requested or self._skipped.is_stuck
+
+    def _note_folders(self) -> None:
+        self._problems.note(self._checkpoints.problem)
+        self._problems.note(None if self.run_folder is None else self.run_folder.problem)
 
     async def _export_and_evaluate(self) -> Metrics:
         """What is due after the step. A run that was told to stop makes up for it when it goes on: what stopped it will
@@ -111,18 +135,30 @@ class Loop(ABC):
             due.append(self._timed_export)
         if self._is_due(config.eval_interval, also_last=True) and self.can_evaluate:
             due.append(self._timed_evaluation)
-        self._owes = False
+        self._owes = self._export_failed = False
         for work in due:
             self._owes = self._stop_requested
             if not self._owes:
                 metrics |= await work()
+        self._owes |= self._export_failed
         return metrics
 
     async def _timed_export(self) -> Metrics:
+        """Write a Hugging Face checkpoint. One that cannot be written costs nothing but itself, and is due again at the
+        next interval or when a checkpoint of this step is resumed; without the last one the run is incomplete.
+
+        Raises: RemoteFailed if a rank is dead, or the policy cannot have its devices.
+        """
+        folder = Path(self._trainer_config.export_path).expanduser().resolve() / f"global_step_{self.global_step}"
         with self._timers("save_hf_model"):
-            folder = Path(self._trainer_config.export_path).expanduser().resolve() / f"global_step_{self.global_step}"
-            await self.save_hf(str(folder))
-        return {}
+            await self.reach_weights()
+            try:
+                await self._policy.save_hf(str(folder))
+            except (OSError, RemoteFailed) as error:
+                await self._require_idle(error)
+                self._report_unwritten(f"the export of step {self.global_step}", error)
+                self._export_failed = True
+        return {"trainer/export_failed": float(self._export_failed)}
 
     async def _timed_evaluation(self) -> Metrics:
         with self._timers("eval"):
@@ -134,6 +170,10 @@ class Loop(ABC):
         Raises: RemoteFailed if a rank is lost, or the policy cannot have its devices.
         """
         config, step = self._trainer_config, self.global_step
+        if self._skipped.is_all:
+            log.warning("no checkpoint of step %d is written: no update has changed the weights yet", step)
+            return
+        self._note_folders()  # the folders of the checkpoint are made anew where they were deleted
         with self._timers("save_checkpoints"):
             await self.reach_policy()
             state = RunState(
@@ -151,11 +191,21 @@ class Loop(ABC):
                 self._checkpoints.finish(folder, state, await self._policy.copy_state(str(folder)))
                 self._saved_step = step
             except (OSError, RemoteFailed) as error:
-                # The ranks that did not fail may be writing still.
-                if isinstance(error, RemoteFailed) and not await self._policy.is_idle(config.timeout_s):
-                    raise
-                log.error("the checkpoint of step %d could not be written, the run goes on: %s", step, error)
+                await self._require_idle(error)
+                self._report_unwritten(f"the checkpoint of step {step}", error)
                 self._checkpoints.discard(folder)
+
+    async def _require_idle(self, error: Exception) -> None:
+        """Raises: the error, unless the ranks can train on: those that did not fail may be writing still."""
+        if isinstance(error, RemoteFailed) and not await self._policy.is_idle(self._trainer_config.timeout_s):
+            raise error
+
+    def _report_unwritten(self, what: str, error: Exception) -> None:
+        """The next one may succeed; after the last step there is none."""
+        if self.global_step < self._num_steps:
+            log.error("%s could not be written, the run continues: %s", what, error)
+        else:
+            self._problems.note(f"{what}, the last one, could not be written: {error}")
 
     def _is_due(self, interval: int, *, also_last: bool) -> bool:
         is_last = self.global_step == self._num_steps

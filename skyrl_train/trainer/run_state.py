@@ -26,6 +26,7 @@ from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import OrderState
 from skyrl_train.file_sum import FileSum, problems_of, size_problems
 from skyrl_train.ranks import SavedState
+from skyrl_train.tracking.held_folder import HeldFolder
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +140,21 @@ class Checkpoints:
         """Args: max_to_keep: -1 means all."""
         self.path = Path(path).expanduser().resolve()
         self._max_to_keep = max_to_keep
+        self._held: HeldFolder | None = None
+        self._newest: Path | None = None
+        """Folder of the checkpoint that this object wrote last."""
+
+    @property
+    def problem(self) -> str | None:
+        """What happened to the folder since the first checkpoint of this object was begun, as a sentence."""
+        return None if self._held is None else self._held.problem
+
+    @property
+    def newest_problem(self) -> str | None:
+        """Whether the checkpoint that was written last is there no longer, as a sentence."""
+        if self._newest is None or (self._newest / RECORD).exists():
+            return None
+        return f"the newest checkpoint, {self._newest}, was deleted while the run used its folder"
 
     def all(self) -> list[Checkpoint]:
         """Those that `load_checkpoint` can read, in the order in which they were written."""
@@ -186,6 +202,8 @@ class Checkpoints:
             folder.unlink()
         _remove(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        if self._held is None or self.problem is not None:
+            self._held = HeldFolder(self.path, "trainer.ckpt_path")
         (folder / DRAFT).touch()
 
     def finish(self, folder: Path, state: RunState, sums: Sequence[FileSum]) -> None:
@@ -206,6 +224,7 @@ class Checkpoints:
             load_checkpoint(folder)
         except ValueError as error:
             raise OSError(str(error)) from error
+        self._newest = folder
         if self._max_to_keep > 0:
             for other in others[: max(0, len(others) + 1 - self._max_to_keep)]:
                 self.discard(other.folder)

@@ -93,6 +93,9 @@ class SftTrainer(Loop):
     async def reach_policy(self) -> None:
         """It never leaves its devices."""
 
+    async def reach_weights(self) -> None:
+        """They never leave their devices."""
+
     @property
     def can_evaluate(self) -> bool:
         return bool(self._parts.held_out)

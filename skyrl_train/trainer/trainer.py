@@ -57,9 +57,8 @@ class Trainer(Loop):
         metrics, _ = await self._parts.evaluation.run()
         return metrics
 
-    async def save_hf(self, folder: str) -> None:
+    async def reach_weights(self) -> None:
         await self._parts.learner.residency.for_saving()
-        await super().save_hf(folder)
 
     async def reach_policy(self) -> None:
         await self._parts.learner.residency.for_training()

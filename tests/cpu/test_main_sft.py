@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from skyrl_train.config.sft import load_sft_config
 from skyrl_train.data.order import OrderState
 from skyrl_train.entrypoints import command, main_sft, run
+from skyrl_train.file_sum import sum_of
 from skyrl_train.sft_quickstart import MODEL, write_untrained
 from skyrl_train.trainer.run_state import Checkpoints, RunState, settings_of
 from tests.cpu.jobs import Job, start_command
@@ -83,7 +84,7 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["trainer.resume_mode=lates"], "trainer.resume_mode is 'lates': did you mean latest?"),
         (
             ["trainer.resume_mode=from_path", "trainer.resume_path=gone"],
-            "gone is no whole checkpoint: it has no checkpoint.json",
+            "gone is not a complete checkpoint: it has no checkpoint.json",
         ),
         (
             ["trainer.policy.megatron_config.pipeline_model_parallel_size=4"],
@@ -105,7 +106,9 @@ def test_a_run_whose_steps_are_all_done_says_so_and_starts_nothing(world: Path, 
     checkpoints.begin(folder := checkpoints.folder(3))
     (folder / "rank_0.pt").touch()
     order = OrderState(epoch=0, position=48, num_rows=len(ROWS), seed=trainer.seed)
-    checkpoints.finish(folder, RunState(3, 3, False, order, 1, settings_of(trainer), "its id"))
+    checkpoints.finish(
+        folder, RunState(3, 3, False, order, 1, settings_of(trainer), "its id"), [sum_of(folder / "rank_0.pt")]
+    )
     before = sorted(path.name for path in (world / "runs/done").iterdir())
     assert main_sft.main(arguments) == 0
     assert "all steps are done; for more, raise trainer.epochs or trainer.max_training_steps" in capsys.readouterr().out

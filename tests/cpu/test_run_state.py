@@ -23,6 +23,7 @@ from skyrl_train.tracking.run_dir import write_record
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.loop import Loop
+from skyrl_train.trainer.problems import RunIncomplete
 from skyrl_train.trainer.run_state import DRAFT, RECORD, Checkpoints, RunState, load_checkpoint, settings_of
 from skyrl_train.types import Metrics
 
@@ -359,6 +360,13 @@ class Policy:
         self.num_steps = 0
         self.error: Exception | None = None
         self.answers = True
+        self.export_errors: dict[int, Exception] = {}
+        self.exported: list[str] = []
+
+    async def save_hf(self, folder: str) -> None:
+        if self.num_steps in self.export_errors:
+            raise self.export_errors[self.num_steps]
+        self.exported.append(Path(folder).name)
 
     async def copy_state(self, folder: str) -> list[FileSum]:
         Path(folder, "rank_0.tmp").write_text("half")
@@ -375,10 +383,12 @@ class Counting(Loop):
     """A step takes a batch of rows."""
 
     can_evaluate = True
+    metrics: Metrics = {}  # noqa: RUF012
 
     def __init__(self, trainer: TrainingConfig, num_steps: int, stop_at: int | None = None) -> None:
         self.policy, self.batches, self.stop_at = Policy(), [], stop_at
         self.evaluated: list[int] = []
+        self.after_step: Callable[[], object] | None = None
         order = Order(range(NUM_ROWS), batch_size=trainer.train_batch_size, seed=trainer.seed)
         super().__init__(trainer, order, self.policy, Tracker([]), Timers(), num_steps)  # type: ignore[arg-type]
 
@@ -387,13 +397,18 @@ class Counting(Loop):
         self.policy.num_steps += 1
         if len(self.batches) == self.stop_at:
             self.stop()
-        return {}
+        if self.after_step is not None:
+            self.after_step()
+        return dict(self.metrics)
 
     async def evaluate(self) -> Metrics:
         self.evaluated.append(self.global_step)
         return {}
 
     async def reach_policy(self) -> None:
+        pass
+
+    async def reach_weights(self) -> None:
         pass
 
 
@@ -454,10 +469,18 @@ def test_a_checkpoint_that_cannot_be_written_costs_nothing_but_itself(tmp_path: 
     loop = Counting(trainer, 3)
     asyncio.run(loop.train())
     loop.policy.error, loop._num_steps = RemoteFailed("policy-0: No space left on device"), 4
-    asyncio.run(loop.train())
-    assert "the checkpoint of step 4 could not be written, the run goes on: policy-0: No space left" in caplog.text
+    with pytest.raises(
+        RunIncomplete, match="the checkpoint of step 4, the last one, could not be written: policy-0: No"
+    ):
+        asyncio.run(loop.train())
     assert steps(trainer) == [1, 2, 3] and not Checkpoints(trainer.ckpt_path, -1).folder(4).exists()
-    loop.policy.answers, loop._num_steps = False, 5
+    loop = Counting(trainer_config(tmp_path / "other", "trainer.ckpt_interval=1"), 2)
+    loop.policy.error = RemoteFailed("policy-0: No space left on device")
+    loop.after_step = lambda: setattr(loop.policy, "error", loop.policy.error if loop.policy.num_steps == 1 else None)
+    asyncio.run(loop.train())
+    assert "the checkpoint of step 1 could not be written, the run continues: policy-0: No space left" in caplog.text
+    loop.policy.error, loop.policy.answers, loop._num_steps = RemoteFailed("policy-0 died"), False, 5
+    loop.after_step = None
     with pytest.raises(RemoteFailed):
         asyncio.run(loop.train())
 
@@ -465,5 +488,6 @@ def test_a_checkpoint_that_cannot_be_written_costs_nothing_but_itself(tmp_path: 
 def test_a_folder_that_cannot_be_made_costs_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "file").write_text("")
     loop = Counting(trainer_config(tmp_path, "trainer.ckpt_interval=1", f"trainer.ckpt_path={tmp_path}/file/x"), 2)
-    asyncio.run(loop.train())
-    assert loop.global_step == 2 and caplog.text.count("could not be written, the run goes on") == 2
+    with pytest.raises(RunIncomplete, match="the checkpoint of step 2, the last one, could not be written"):
+        asyncio.run(loop.train())
+    assert loop.global_step == 2 and "step 1 could not be written, the run continues" in caplog.text
