@@ -10,18 +10,20 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from skyrl_train.checkpoint import INDEX
+from skyrl_train.file_sum import FileSum, sum_of
 from skyrl_train.megatron.model import Model
 from skyrl_train.megatron.shards import gather_parts, join_parts
 from skyrl_train.weight_sync.bucket import TensorSpec
@@ -156,10 +158,12 @@ def is_stage_owner() -> bool:
     )
 
 
-def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: tensor.detach()) -> None:
+def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: tensor.detach()) -> dict[str, FileSum]:
     """Write a Hugging Face checkpoint: one safetensors file per pipeline stage, the index, configuration and tokenizer.
 
-    A collective over all ranks. Files appear under their final names only when they are whole.
+    A collective over all ranks. The weights are read again and compared with the tensors, bit by bit.
+
+    Returns: on every rank, size and digest of each file of weights.
     Raises: ValueError on every rank if one cannot write, most often before anything is exported; no rank is left
         waiting.
     """
@@ -175,24 +179,26 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
     for name, tensor in export(model, model.dtype, read):
         if owner:
             tensors[name] = tensor.contiguous().cpu()
+    sums: dict[str, FileSum] = {}
 
     def write_weights() -> None:
         if owner:
-            save_file(tensors, target / f"{file}.tmp", metadata={"format": "pt"})
-            (target / f"{file}.tmp").rename(target / file)
+            save_file(tensors, target / file, metadata={"format": "pt"})
+            sums[file] = sum_of(target / file, durable=True)
+            require_tensors(target / file, tensors)
 
     write_together(target, write_weights)
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    written: list[tuple[str, dict[str, int]]] = [("", {})] * dist.get_world_size()
-    dist.all_gather_object(written, (file, sizes) if owner else ("", {}))
+    written: list[tuple[dict[str, FileSum], dict[str, int]]] = [({}, {})] * dist.get_world_size()
+    dist.all_gather_object(written, (sums, sizes if owner else {}))
 
     def write_the_rest() -> None:
         if dist.get_rank() != 0:
             return
-        weight_map = {name: file for file, sizes in written for name in sizes}
+        weight_map = {name: file for of_rank, sizes in written for file in of_rank for name in sizes}
         total = sum(sum(sizes.values()) for _, sizes in written)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        (target / INDEX).write_text(json.dumps(index, indent=1))
         # Not the bridge's copy, which holds the fields that mbridge looks for.
         config = AutoConfig.from_pretrained(source)
         config.dtype = model.dtype
@@ -200,6 +206,23 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
         _copy_tokenizer(model.bridge._get_actual_hf_path(source), target)
 
     write_together(target, write_the_rest)
+    return {file: one for of_rank, _ in written for file, one in of_rank.items()}
+
+
+def require_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Compare a safetensors file with what was written. Raises: OSError if a byte differs."""
+    with safe_open(file, "pt") as stored:
+        names = set(stored.keys())
+        for name, tensor in tensors.items():
+            if name not in names or not _same_bytes(stored.get_tensor(name), tensor):
+                raise OSError(f"{file} was written and does not hold the {name} that was written")
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether dtype, shape and every bit agree, also of NaN."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def check_writable(folder: Path) -> None:

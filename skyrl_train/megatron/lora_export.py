@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from skyrl_train import adapter
-from skyrl_train.megatron.export import Read, check_writable, is_stage_owner, write_together
+from skyrl_train.megatron.export import Read, check_writable, is_stage_owner, require_tensors, write_together
 from skyrl_train.megatron.lora import Lora, base_weights
 from skyrl_train.weight_sync.bucket import TensorSpec
 
@@ -73,5 +73,6 @@ def save_adapter(lora: Lora, target: str, folder: str, base_model: str) -> None:
         if stages is not None:
             whole = {name: tensor for stage in stages for name, tensor in stage.items()}
             adapter.save(target, whole, folder, base_model, lora.config)
+            require_tensors(Path(target) / adapter.TENSORS_FILE, whole)
 
     write_together(target, write)

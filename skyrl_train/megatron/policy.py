@@ -22,6 +22,7 @@ from skyrl_train.device import device, peak_flops, synchronize
 from skyrl_train.file_sum import FileSum
 from skyrl_train.hub import local_folder
 from skyrl_train.megatron.export import export, export_specs, save_hf
+from skyrl_train.megatron.export_folder import export_folder
 from skyrl_train.megatron.finite_step import step_if_finite
 from skyrl_train.megatron.flops import model_cost
 from skyrl_train.megatron.gather import to_every_stage, to_first_stage
@@ -221,14 +222,18 @@ class MegatronPolicy:
         return to_first_stage(self.export_specs(dtype), self.export(dtype))
 
     def save_hf(self, folder: str) -> None:
-        """Write the weights as a Hugging Face checkpoint; with adapters folded in, and these in `folder/adapter`."""
+        """Write the weights as a Hugging Face checkpoint; with adapters folded in, and these in `folder/adapter`.
+
+        The folder gets its name when all of it is complete and verified. Raises: ValueError if it cannot be written.
+        """
         self._memory.require("save_hf", WEIGHTS)
         lora = self.model.lora
-        if lora is None:
-            save_hf(self.model, self._model_path, folder)
-            return
-        save_hf(self.model, self._model_path, folder, merged(lora))
-        save_adapter(lora, f"{folder}/adapter", local_folder(self._model_path), self._model_path)
+        with export_folder(folder) as (unfinished, sums):
+            if lora is None:
+                sums |= save_hf(self.model, self._model_path, unfinished)
+            else:
+                sums |= save_hf(self.model, self._model_path, unfinished, merged(lora))
+                save_adapter(lora, f"{unfinished}/adapter", local_folder(self._model_path), self._model_path)
 
     def offload(self, *parts: str) -> Moved:
         """Give device memory back: "weights", "optimizer" (with the gradients), or all; see megatron/memory.py.

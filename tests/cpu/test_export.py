@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from itertools import product
@@ -16,10 +17,13 @@ import transformers
 from families import FAMILIES, write_family
 from layouts import layout
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from skyrl_train.config.policy import MegatronConfig
-from skyrl_train.megatron.export import export, export_specs, save_hf
+from skyrl_train.file_sum import FileSum
+from skyrl_train.megatron.export import export, export_specs, require_tensors, save_hf
+from skyrl_train.megatron.export_folder import SUMS, export_folder
 from skyrl_train.megatron.gather import to_every_stage, to_first_stage
 from skyrl_train.megatron.layout_check import OPTIMIZER
 from skyrl_train.megatron.local_ranks import run_on_ranks
@@ -206,14 +210,14 @@ def _save_where_it_cannot(rendezvous: Rendezvous, arguments: tuple[str, Megatron
         with pytest.raises(ValueError) as error:
             save_hf(model, path, folder)
         told.append(str(error.value))
-    Path(target, "model-00002-of-00002.safetensors.tmp").rmdir() if rendezvous.rank == 1 else None
+    Path(target, "model-00002-of-00002.safetensors").rmdir() if rendezvous.rank == 1 else None
     save_hf(model, path, target)
     return told
 
 
 def test_all_ranks_hear_of_one_that_cannot_write_and_the_next_export_works(tmp_path: Path):
     source, target = write_family("qwen3_tied", tmp_path / "source"), tmp_path / "saved"
-    (target / "model-00002-of-00002.safetensors.tmp").mkdir(parents=True)  # in the way of the second stage's file
+    (target / "model-00002-of-00002.safetensors").mkdir(parents=True)  # in the way of the second stage's file
     arguments = (str(source), layout(2, {"pp": 2}).megatron, str(target))
     told = run_on_ranks(_save_where_it_cannot, arguments, 2, timeout_s=60)
     assert told[0] == told[1]
@@ -239,3 +243,55 @@ def test_a_parameter_in_the_place_of_another_is_what_is_exported(tmp_path: Path)
     arguments = (str(write_family("qwen3_tied", tmp_path)), layout(1, {}).megatron)
     ((before, after),) = run_on_ranks(_export_after_a_replacement, arguments, 1, timeout_s=60)
     assert torch.equal(after, before + 1)
+
+
+def test_a_file_of_an_export_is_compared_with_the_tensors_bit_by_bit(tmp_path: Path):
+    tensors = {"a": torch.tensor([1.0, float("nan"), -0.0]), "b": torch.arange(4), "c": torch.ones(())}
+    save_file(tensors, file := tmp_path / "model.safetensors")
+    require_tensors(file, tensors)
+    for name, other in (
+        ("a", tensors["a"] + 0.0),
+        ("b", tensors["b"].int()),
+        ("c", torch.ones(1)),
+        ("d", torch.ones(1)),
+    ):
+        with pytest.raises(OSError, match=f"does not hold the {name} that was written"):
+            require_tensors(file, tensors | {name: other})
+
+
+def _save_whole_folders(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, str, str]) -> list[str]:
+    """A new folder, one that is there, then each of them where the second stage cannot write."""
+    path, megatron, new, there = arguments
+    join(rendezvous, megatron, seed=1)
+    model = build_model(path, megatron, torch.float32, trainable=False)
+    for folder in (new, there):
+        with export_folder(folder) as (unfinished, sums):
+            sums |= save_hf(model, path, unfinished)
+            assert not Path(folder, "config.json").exists()
+    told = []
+    for folder in (f"{new}_again", there):
+        with pytest.raises(ValueError) as error, export_folder(folder) as (unfinished, sums):
+            in_the_way = Path(unfinished, "model-00002-of-00002.safetensors")
+            in_the_way.mkdir(parents=True) if rendezvous.rank == 1 else None
+            sums |= save_hf(model, path, unfinished)
+        told.append(str(error.value))
+    unseen = pytest.raises(ValueError, match="model-9.safetensors is missing. The folder of an export must be one")
+    with unseen, export_folder(f"{new}_unseen") as (unfinished, sums):
+        sums |= save_hf(model, path, unfinished) | {"model-9.safetensors": FileSum(1, "")}
+    return told
+
+
+def test_an_export_has_its_name_when_it_is_complete_and_lists_its_digests(tmp_path: Path):
+    source, new, there = write_family("qwen3_tied", tmp_path / "source"), tmp_path / "new", tmp_path / "there"
+    there.mkdir()
+    (there / "notes.txt").write_text("mine")
+    arguments = (str(source), layout(2, {"pp": 2}).megatron, str(new), str(there))
+    told = run_on_ranks(_save_whole_folders, arguments, 2, timeout_s=60)
+    assert all("cannot be written" in message for message in told[0])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "source", "there"], "no half folder is left"
+    assert (there / "notes.txt").read_text() == "mine" and not (there / ".unfinished").exists()
+    for folder in (new, there):
+        assert tensors_of(folder).keys() == tensors_of(source).keys()
+        listed = dict(reversed(line.split("  ")) for line in (folder / SUMS).read_text().splitlines())
+        files = {path.name for path in folder.iterdir()} - {SUMS, "notes.txt"}
+        assert listed == {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files}
