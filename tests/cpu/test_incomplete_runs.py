@@ -7,13 +7,17 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_run_state import Counting, steps, trainer_config
 
 from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.config.sft import load_sft_config
+from skyrl_train.entrypoints.run import Run
 from skyrl_train.tracking.held_folder import HeldFolder
 from skyrl_train.tracking.jsonl import JsonLinesWriter
+from skyrl_train.tracking.run_dir import create_run_dir
 from skyrl_train.trainer.problems import END_AFTER, RunIncomplete, SkippedUpdates
 from skyrl_train.trainer.run_state import Checkpoints, load_checkpoint
 from skyrl_train.types import Metrics
@@ -174,3 +178,31 @@ def test_json_lines_that_were_deleted_are_begun_again(tmp_path: Path, caplog: py
     folder.mkdir()
     writer.write({"a": 4})
     assert (folder / "rows.jsonl").read_text() == '{"a": 3}\n{"a": 4}\n'
+
+
+class _Run(Run):
+    """One whose loop is given."""
+
+    num_train_rows = 10
+
+    def __init__(self, trainer_overrides: list[str], loop: Counting) -> None:
+        self.config, self.checkpoint, self._given = load_sft_config(trainer_overrides), None, loop
+
+    async def launch(self, cluster: Any, logs: str) -> Any:
+        raise NotImplementedError
+
+    def introduction(self, layout: str) -> dict[str, str]:
+        raise NotImplementedError
+
+    def build_loop(self, *parts: Any) -> Counting:
+        return self._given
+
+
+def test_a_program_fails_when_its_run_folder_is_deleted(tmp_path: Path):
+    run_dir = create_run_dir(tmp_path / "run", "run", "", {})
+    loop = Counting(trainer_config(tmp_path, f"trainer.ckpt_path={tmp_path}/checkpoints"), 2)
+    loop.after_step = lambda: loop.policy.num_steps == 1 and shutil.rmtree(run_dir.path)
+    one = _Run([f"trainer.run_dir={tmp_path}/run", "trainer.logger=[jsonl]"], loop)
+    with pytest.raises(RunIncomplete, match="trainer.run_dir is .*: the folder was deleted"):
+        asyncio.run(one._train(run_dir, None))
+    run_dir.finish("failed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import uuid
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from skyrl_train.config.sft import load_sft_config
 from skyrl_train.data.order import OrderState
@@ -229,3 +230,48 @@ def test_ctrl_c_finishes_the_step_in_flight_and_leaves_nothing_running(made_worl
         assert "stopping after this step" in job.output and "Traceback" not in job.output
         assert json.loads((job.run_dir / "run.json").read_text())["status"] == "interrupted"
         assert not (left := job.left_behind()), left
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_model_that_cannot_be_trained_and_an_export_that_cannot_be_written_end_the_run_with_an_error(
+    made_world: Path, tmp_path: Path
+):
+    shutil.copytree(made_world / MODEL, tmp_path / "broken")
+    (file,) = (tmp_path / "broken").glob("*.safetensors")
+    tensors = load_file(file)
+    next(tensor for name, tensor in tensors.items() if name.endswith("q_proj.weight")).fill_(float("nan"))
+    save_file(tensors, file, metadata={"format": "pt"})
+    (tmp_path / "file").touch()
+    overrides = [
+        f"trainer.policy.model.path={tmp_path}/broken",
+        f"trainer.export_path={tmp_path}/file/exports",
+        "trainer.hf_save_interval=1",
+        "trainer.max_training_steps=3",
+    ]
+    with fine_tuning(made_world, "broken", *overrides) as job:
+        assert job.wait() == 1, job.story()
+    assert "the export of step 1 could not be written, the run continues: policy-0 failed to save hf" in job.output
+    (message,) = (line for line in job.output.splitlines() if line.startswith("error: "))
+    assert "the export of step 3, the last one, could not be written: policy-0 failed to save hf" in message
+    assert "the model was not trained: the updates of all 3 steps were skipped" in message
+    assert not list((job.run_dir / "checkpoints").glob("*"))
+    assert json.loads((job.run_dir / "run.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_run_with_a_damaged_checkpoint_resumes_from_the_one_before(made_world: Path):
+    overrides = ["trainer.ckpt_interval=1", "trainer.max_ckpts_to_keep=2", "trainer.hf_save_interval=-1"]
+    with fine_tuning(made_world, "damaged", *overrides, "trainer.max_training_steps=2") as job:
+        assert job.wait() == 0, job.story()
+    newest = job.run_dir / "checkpoints/global_step_2/rank_0.pt"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    resuming = ["trainer.max_training_steps=3", "trainer.resume_mode=latest"]
+    with fine_tuning(made_world, "damaged", *overrides, *resuming) as job:
+        assert job.wait() == 0, job.story()
+    assert "global_step_2 is damaged: rank_0.pt has other bytes than were written" in job.output
+    assert "resumes after step 1, from" in job.output
+    assert [row["trainer/global_step"] for row in job.metrics] == [1, 2, 2, 3]
