@@ -59,7 +59,10 @@ class SummingWriter:
 
 
 def sum_of(file: Path, *, durable: bool = False) -> FileSum:
-    """Read the whole file. Args: durable: first have the disk store it. Raises: OSError."""
+    """Size and digest of a file, which is read to its end.
+
+    Args: durable: first have the disk store it. Raises: OSError.
+    """
     with file.open("rb") as stream:
         if durable:
             os.fsync(stream.fileno())

@@ -11,7 +11,7 @@ GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 class HeldFolder:
-    """One folder as it was when this object was made."""
+    """A folder, compared with the one that had its path when this object was created."""
 
     def __init__(self, path: Path, key: str, mark: str = "") -> None:
         """Args: key: of the configuration, for the message; mark: file that must stay in the folder.

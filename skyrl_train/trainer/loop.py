@@ -44,7 +44,7 @@ class Loop(ABC):
         self._owes = False
         """Whether an export or evaluation of the last step was left out."""
         self._export_failed = False
-        """Whether that of the last step did."""
+        """Whether the export of the last step could not be written."""
         self._saved_step = 0
         """Of the newest checkpoint, or of that from which the run goes on."""
         self.run_folder: HeldFolder | None = None
@@ -173,7 +173,7 @@ class Loop(ABC):
         if self._skipped.is_all:
             log.warning("no checkpoint of step %d is written: no update has changed the weights yet", step)
             return
-        self._note_folders()  # the folders of the checkpoint are made anew where they were deleted
+        self._note_folders()  # before deleted folders are created again for the checkpoint
         with self._timers("save_checkpoints"):
             await self.reach_policy()
             state = RunState(

@@ -202,7 +202,10 @@ class Checkpoints:
             folder.unlink()
         _remove(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        if self._held is None or self.problem is not None:
+        if self._held is not None and self.problem is not None:
+            self._held.close()
+            self._held = None
+        if self._held is None:
             self._held = HeldFolder(self.path, "trainer.ckpt_path")
         (folder / DRAFT).touch()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,12 +175,13 @@ class _FullDisk(io.RawIOBase):
         return len(data)
 
 
-def test_a_full_disk_is_said_to_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("save", [save_state, save_durable_state])
+def test_a_full_disk_is_said_to_be_full(save: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """torch's writer says that it is at an unexpected position."""
     ranks = ParallelRanks(tp_rank=0, pp_rank=0, dp_rank=0, cp_rank=0, dp_size=1, is_last_stage=True)
     monkeypatch.setattr(Path, "open", lambda path, mode: _FullDisk())
     with pytest.raises(OSError, match=r"No space left on device: '.*rank_0.tmp'"):
-        save_state(tmp_path / "rank_0.pt", [_Frozen(trains_first=True)], NO_OPTIMIZER, ranks, 3)
+        save(tmp_path / "rank_0.pt", [_Frozen(trains_first=True)], NO_OPTIMIZER, ranks, 3)
 
 
 def test_an_older_state_makes_room_before_the_new_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
