@@ -36,6 +36,15 @@ GIVEN = (
     "data_parallel_size",
 )
 """What training and weight syncs rest on: an engine is one vLLM core, with one worker per tensor-parallel rank."""
+OTHER_DISTRIBUTION = {
+    "generation_config": "requests over HTTP would take sampling parameters from a file",
+    "override_generation_config": "requests over HTTP would be sampled with these parameters unless they set their own",
+    "hf_overrides": "the trainer would not compute with these values; write them into the model's config.json",
+    "hf_config_path": "the trainer would compute with another configuration; write it into the model's folder",
+    "logits_processors": "the trainer has no such processor",
+    "watermark_config": "the trainer computes the distribution without a watermark",
+}
+"""Arguments with which an engine samples from another distribution than the one that the trainer computes."""
 
 
 def engine_argument_problems(generator: GeneratorConfig) -> Iterator[str]:
@@ -46,6 +55,13 @@ def engine_argument_problems(generator: GeneratorConfig) -> Iterator[str]:
             yield f"{given}: leave it out and set {OWN_KEYS[name]}"
         elif name in GIVEN:
             yield f"{given}: leave it out, training relies on the value that the engines are given"
+        elif name in OTHER_DISTRIBUTION:
+            yield (
+                f"{given}: training samples must come from the distribution that the trainer computes, and "
+                f"{OTHER_DISTRIBUTION[name]}. Remove {name}"
+            )
+        elif name == "speculative_config" and (value or {}).get("rejection_sample_method") == "synthetic":
+            yield f"{given}: synthetic acceptance keeps tokens that the model did not sample. Use the method standard"
 
 
 def remote_engine_problems(config: Config) -> Iterator[str]:

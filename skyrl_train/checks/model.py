@@ -131,9 +131,7 @@ def _engine(shape: dict[str, Any], config: Config) -> Iterator[str]:
             "attention heads"
         )
     positions = shape.get("max_position_embeddings")
-    if positions is None or "hf_overrides" in generator.engine_init_kwargs:
-        return
-    if (longest := longest_conversation(generator)) > positions:
+    if positions is not None and (longest := longest_conversation(generator)) > positions:
         yield (
             f"generator.max_input_length {generator.max_input_length} + max_generate_length is {longest} tokens, "
             f"more than the model's {positions} positions: lower one of them"

@@ -14,6 +14,7 @@ from skyrl_train.checks.engines import endpoint_problems, engine_argument_proble
 from skyrl_train.checks.lora import lora_problems, lora_reference_problems, lora_sync_problems
 from skyrl_train.checks.model import longest_conversation, model_problems
 from skyrl_train.checks.profiler import restart_problems
+from skyrl_train.checks.sampling import training_sampling_problems
 from skyrl_train.checks.training import (
     POLICY,
     POLICY_RANKS,
@@ -44,6 +45,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         *resume_problems(config.trainer),
         *_batches(config, num_train_prompts),
         *_algorithm(config),
+        *training_sampling_problems(config.generator.sampling_params),
         *_lengths(config),
         *remote_engine_problems(config),
         *engine_argument_problems(config.generator),
@@ -94,11 +96,6 @@ def _batches(config: Config, num_train_prompts: int | None) -> Iterator[str]:
 
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm = config.trainer.algorithm
-    if config.generator.sampling_params.temperature == 0:
-        yield (
-            "generator.sampling_params.temperature is 0: training learns from differing samples, set it above 0 "
-            "(evaluation has eval_sampling_params)"
-        )
     if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
         yield "trainer.algorithm.use_kl_loss and use_kl_in_reward are both true: set one of them to false"
     samples = config.generator.n_samples_per_prompt

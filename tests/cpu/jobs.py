@@ -93,6 +93,21 @@ class Deadly(Digits):
         return super().step(action)
 """
 
+MAIN = "skyrl_train.entrypoints.main_base"
+GREEDY_MAIN = "greedy"
+"""Main program that allows greedy training samples, which are equal in every placement and after every resume. A run
+refuses them: what the engine says of them is not the policy's distribution."""
+GREEDY = f"""\
+import sys
+from skyrl_train.checks import sampling
+from {MAIN} import main
+
+if __name__ == "__main__":
+    sampling.NEUTRAL.clear()
+    sys.exit(main(sys.argv[1:]))
+"""
+GREEDILY = ("generator.sampling_params.top_k=1",)
+
 
 def write_world(folder: Path, num_rows: int = 32) -> Path:
     """Model, data, experiment and environments of a tiny run."""
@@ -103,6 +118,7 @@ def write_world(folder: Path, num_rows: int = 32) -> Path:
     (folder / "configs/experiment").mkdir(parents=True)
     (folder / "configs/experiment/tiny.yaml").write_text(EXPERIMENT)
     (folder / "rewards.py").write_text(REWARDS)
+    (folder / f"{GREEDY_MAIN}.py").write_text(GREEDY)
     return folder
 
 
@@ -188,11 +204,17 @@ class Job:
         self.process.wait(10)
 
 
-def start(folder: Path, *overrides: str, experiment: str = "tiny", environment: dict[str, str] | None = None) -> Job:
+def start(
+    folder: Path,
+    *overrides: str,
+    experiment: str = "tiny",
+    environment: dict[str, str] | None = None,
+    main: str = MAIN,
+) -> Job:
     """Start a job; `run_name` comes from the overrides."""
     mark = uuid.uuid4().hex
     run_name = next((o.split("=", 1)[1] for o in overrides if o.startswith("trainer.run_name=")), "tiny")
-    command = [sys.executable, "-m", "skyrl_train.entrypoints.main_base", f"+experiment={experiment}", *overrides]
+    command = [sys.executable, "-m", main, f"+experiment={experiment}", *overrides]
     return start_command(command, folder, run_name, mark, environment or {})
 
 
@@ -211,19 +233,25 @@ def start_command(command: Sequence[str], folder: Path, run_name: str, mark: str
 
 @contextmanager
 def running(
-    folder: Path, *overrides: str, experiment: str = "tiny", environment: dict[str, str] | None = None
+    folder: Path,
+    *overrides: str,
+    experiment: str = "tiny",
+    environment: dict[str, str] | None = None,
+    main: str = MAIN,
 ) -> Iterator[Job]:
     """A job that is killed with everything it started if the test ends before it."""
-    job = start(folder, *overrides, experiment=experiment, environment=environment)
+    job = start(folder, *overrides, experiment=experiment, environment=environment, main=main)
     try:
         yield job
     finally:
         job.kill()
 
 
-def run_to_end(folder: Path, *overrides: str, environment: dict[str, str] | None = None) -> tuple[int, Job]:
+def run_to_end(
+    folder: Path, *overrides: str, environment: dict[str, str] | None = None, main: str = MAIN
+) -> tuple[int, Job]:
     """Run a job and see that it leaves nothing behind."""
-    with running(folder, *overrides, environment=environment) as job:
+    with running(folder, *overrides, environment=environment, main=main) as job:
         code = job.wait()
         assert not (left := job.left_behind()), left
         return code, job

@@ -87,6 +87,27 @@ def test_the_base_and_the_quickstart_pass():
             "http_endpoint_port is 65535: 2 engines would need ports above 65535, set it to at most 65534",
         ),
         (["generator.sampling_params.temperature=0"], "temperature is 0: .* set it above 0"),
+        (
+            ["generator.sampling_params.top_p=0.9"],
+            r"sampling_params.top_p is 0.9: the engine would .* Set it to 1.0 \(",
+        ),
+        (["generator.sampling_params.top_k=20"], r"sampling_params.top_k is 20: .* Set it to -1 \(evaluation may"),
+        (["generator.sampling_params.min_p=0.1"], r"sampling_params.min_p is 0.1: .* Set it to 0.0 \("),
+        *[
+            ([f"generator.engine_init_kwargs.{name}={value}"], f"{name} is .*from the distribution .* Remove {name}$")
+            for name, value in {
+                "generation_config": "auto",
+                "override_generation_config": "{top_k: 1}",
+                "hf_overrides": "{rope_theta: 5}",
+                "hf_config_path": "other",
+                "logits_processors": "[mine:Mine]",
+                "watermark_config": "{}",
+            }.items()
+        ],
+        (
+            ["generator.engine_init_kwargs.speculative_config={rejection_sample_method: synthetic}"],
+            "synthetic acceptance keeps tokens that the model did not sample. Use the method standard",
+        ),
         (["trainer.resume_mode=from_path"], "resume_mode is from_path and resume_path null: name the folder of a"),
         (["trainer.resume_path=x"], "trainer.resume_path is x and resume_mode null: set resume_mode to from_path"),
         (["trainer.prepare=quickstart"], "trainer.prepare is 'quickstart': write module:function, or null"),
@@ -143,6 +164,12 @@ def test_the_base_and_the_quickstart_pass():
 def test_values_that_do_not_fit_are_one_sentence_with_the_cure(overrides: list[str], expected: str):
     (problem,) = problems(*overrides)
     assert re.search(expected, problem), problem
+
+
+def test_evaluation_may_truncate_and_speculate_exactly():
+    eval_params = "generator.eval_sampling_params={temperature: 0.6, top_p: 0.9, top_k: 20, min_p: 0.1}"
+    drafts = "generator.engine_init_kwargs.speculative_config={method: ngram, num_speculative_tokens: 2}"
+    assert problems(eval_params, drafts) == ()
 
 
 def test_remote_engines_pass_with_servers_and_the_key_of_a_variable(monkeypatch: pytest.MonkeyPatch):

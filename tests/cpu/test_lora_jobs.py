@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.cpu.adapters import peft_model, read_adapter
-from tests.cpu.jobs import Job, run_to_end, start_command, write_world
+from tests.cpu.jobs import GREEDILY, GREEDY_MAIN, Job, run_to_end, start_command, write_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LORA = [
@@ -48,7 +48,7 @@ TRAINING = [
     "environment.env_class=noting:Notes",
     "data.val_data=[rows.jsonl]",
     "generator.enable_http_endpoint=true",
-    "generator.sampling_params.top_k=1",
+    *GREEDILY,
     "trainer.policy_mini_batch_size=8",
     "trainer.algorithm.advantage_estimator=reinforce++",
     "trainer.algorithm.use_kl_loss=true",
@@ -133,7 +133,7 @@ def train(world: Path, name: str, *overrides: str) -> Run:
         port = one.getsockname()[1]
     environment = {"RUN_DIR": str(world / "runs" / name), "PORT": str(port)}
     settings = [f"trainer.run_name={name}", f"generator.http_endpoint_port={port}", *TRAINING, *overrides]
-    code, job = run_to_end(world, *settings, environment=environment)
+    code, job = run_to_end(world, *settings, environment=environment, main=GREEDY_MAIN)
     assert code == 0, job.story()
     return Run(job, [json.loads(line) for line in (job.run_dir / "notes").read_text().splitlines()])
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.cpu.jobs import Job, run_to_end, write_world
+from tests.cpu.jobs import GREEDILY, GREEDY_MAIN, Job, run_to_end, write_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 # Samples are drawn greedily: what is drawn otherwise depends on which requests meet in a batch of the engine.
 OVERRIDES = [
     "environment.env_class=watching:Watches",
-    "generator.sampling_params.top_k=1",
+    *GREEDILY,
     "trainer.algorithm.advantage_estimator=reinforce++",
     "trainer.algorithm.use_kl_loss=true",
     "trainer.algorithm.kl_loss_coef=0.1",
@@ -57,7 +57,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(world: Path, name: str, *overrides: str) -> Job:
     environment = {"RUN_DIR": str(world / "runs" / name)}
-    code, job = run_to_end(world, f"trainer.run_name={name}", *OVERRIDES, *overrides, environment=environment)
+    settings = [f"trainer.run_name={name}", *OVERRIDES, *overrides]
+    code, job = run_to_end(world, *settings, environment=environment, main=GREEDY_MAIN)
     assert code == 0, job.story()
     return job
 
