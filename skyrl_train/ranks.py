@@ -9,6 +9,8 @@ import random
 import socket
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from skyrl_train.types import Metrics
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
@@ -51,6 +53,18 @@ class ParallelRanks:
 
 
 @dataclass(frozen=True, slots=True)
+class LogprobLimit:
+    """Bound on the engines' error, beyond which the ranks refuse an update before its first optimizer step."""
+
+    nats: float
+    """Largest mean |engine - trainer| logprob difference of the compared tokens."""
+    is_compared: Tensor
+    """[B] bool, by index in the ExperienceBatch: every token of the sample was sampled from the current weights."""
+    of_kept: bool
+    """Compare the kept old logprobs; False compares those of the first forward pass, before any weight changes."""
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateReport:
     """One rank's account of an update."""
 
@@ -65,6 +79,24 @@ class UpdateReport:
     """Floating-point operations of the model in this rank's data-parallel shard, forward and backward."""
     peak_flops: float | None
     """FLOP/s that the rank's device can do at most; None where it is not known."""
+    logprob_difference: float | None = None
+    """Mean |engine - trainer| of the compared tokens of all ranks; None without a LogprobLimit or compared tokens."""
+    is_refused: bool = False
+    """The difference is beyond the limit (or not a number), and nothing was changed."""
+
+
+def refused(difference: float | None) -> UpdateReport:
+    """The account of an update that was not made."""
+    return UpdateReport(
+        metrics={},
+        seconds=0.0,
+        busy_seconds=0.0,
+        schedule_seconds=0.0,
+        train_flops=0.0,
+        peak_flops=None,
+        logprob_difference=difference,
+        is_refused=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

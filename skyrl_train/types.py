@@ -20,6 +20,8 @@ from torch import Tensor
 
 Message = dict[str, str]
 Metrics = dict[str, float]
+UNKNOWN_VERSION = -1
+"""Policy version of a sample whose tokens or logprobs cannot be attributed to one."""
 VersionSpans = tuple[tuple[int, int], ...]
 """(policy version, number of tokens that it drew), in the order of the tokens."""
 
@@ -96,7 +98,7 @@ class Sample:
     """Of the last generation; "env_error" where the environment failed."""
     turns: int
     policy_version: int
-    """Lowest version that wrote a token of it."""
+    """Lowest version that wrote a token of it, or UNKNOWN_VERSION."""
     env_metrics: dict[str, Any] = field(default_factory=dict)
     transcript: list[Message] = field(default_factory=list)
 

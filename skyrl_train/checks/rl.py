@@ -45,6 +45,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         *resume_problems(config.trainer),
         *_batches(config, num_train_prompts),
         *_algorithm(config),
+        *_logprob_difference(config),
         *training_sampling_problems(config.generator.sampling_params),
         *_lengths(config),
         *remote_engine_problems(config),
@@ -104,6 +105,12 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"generator.n_samples_per_prompt is {samples}: {algorithm.advantage_estimator} compares the samples of a "
             "prompt with each other, set it to at least 2"
         )
+
+
+def _logprob_difference(config: Config) -> Iterator[str]:
+    limits, key = config.trainer.logprob_difference, "trainer.logprob_difference"
+    if limits.warn is not None and limits.fail is not None and limits.fail < limits.warn:
+        yield f"{key}.fail is {limits.fail:g}: it is below {key}.warn {limits.warn:g}. Set it to at least that value"
 
 
 def _lengths(config: Config) -> Iterator[str]:

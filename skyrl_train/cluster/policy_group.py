@@ -16,7 +16,7 @@ from skyrl_train.cluster.shards import Shards
 from skyrl_train.cluster.weight_way import SyncResult, WeightWay
 from skyrl_train.cluster.worker_group import IDLE_S, WorkerGroup
 from skyrl_train.file_sum import FileSum
-from skyrl_train.ranks import Moved, ParallelRanks, SavedState, UpdateReport
+from skyrl_train.ranks import LogprobLimit, Moved, ParallelRanks, SavedState, UpdateReport
 from skyrl_train.types import Metrics, TrainBatch
 
 
@@ -29,6 +29,16 @@ class UpdateTotals:
     mfu: float | None
     """Model FLOPs of the update over what the devices could have done in its time; None where their peak is not
     known."""
+    logprob_difference: float | None = None
+    """Mean |engine - trainer| of the compared tokens, before the update; None where none were compared."""
+
+
+class UpdateRefused(RuntimeError):
+    """The samples' logprobs are beyond the limit. No weight, optimizer state or version has changed."""
+
+    def __init__(self, difference: float) -> None:
+        super().__init__(f"the logprobs of engine and trainer differ by {difference:.3g} nats in mean")
+        self.difference = difference
 
 
 class PolicyGroup:
@@ -169,14 +179,29 @@ class PolicyGroup:
         return sum(result for place, result in zip(self._ranks, results, strict=True) if place.reports)
 
     async def update(
-        self, shards: Shards, ref_logprobs: Sequence[Any] | None, epochs: int, objective: Objective | None = None
+        self,
+        shards: Shards,
+        ref_logprobs: Sequence[Any] | None,
+        epochs: int,
+        objective: Objective | None = None,
+        limit: LogprobLimit | None = None,
     ) -> tuple[Metrics, UpdateTotals]:
-        """One optimizer step per mini-batch and epoch on all ranks, of the given objective or else the policy's own."""
+        """One optimizer step per mini-batch and epoch on all ranks, of the given objective or else the policy's own.
+
+        Raises: UpdateRefused beyond the limit; the ranks are then as before.
+        """
         refs = [None] * self.dp_size if ref_logprobs is None else ref_logprobs
-        args = [(s, r, epochs, objective) for s, r in zip(self._of_rank(shards.refs), self._of_rank(refs), strict=True)]
-        self.has_changed = True
+        given = zip(self._of_rank(shards.refs), self._of_rank(refs), strict=True)
+        args = [(s, r, epochs, objective, limit) for s, r in given]
+        had_changed, self.has_changed = self.has_changed, True
         self.num_updates += 1
         reports: list[UpdateReport] = await self._group.each("update", args)
+        difference = reports[0].logprob_difference
+        if reports[0].is_refused:
+            assert difference is not None
+            self.has_changed = had_changed
+            self.num_updates -= 1
+            raise UpdateRefused(difference)
         steps = epochs * len(shards.batches[0].mini_batches)
         self.num_steps += steps
         self.policy_version = max(self.policy_version, self._last_given) + steps
@@ -187,7 +212,7 @@ class PolicyGroup:
         seconds = max(report.seconds for report in reports)
         peaks = [report.peak_flops for report in reports]
         mfu = None if None in peaks else flops / (seconds * sum(peak for peak in peaks if peak is not None))
-        return metrics, UpdateTotals(bubble=max(0.0, bubble), mfu=mfu)
+        return metrics, UpdateTotals(max(0.0, bubble), mfu, difference)
 
     async def connect_engines(self, engines: EngineGroup, backend: str, bucket_bytes: int, timeout_s: float) -> None:
         """Open the way for weights; `send_weights` does it for processes that are started later. Args: as WeightWay."""

@@ -93,6 +93,16 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogprobDifferenceConfig:
+    """Bounds on the mean |engine - trainer| logprob difference of a step's samples, before the update."""
+
+    warn: AboveZero | None
+    """Nats above which a step warns, once in a run; null: what rounding of the dtype makes (docs/exactness.md)."""
+    fail: AboveZero | None
+    """Nats above which the run ends before the step is trained; null: 10 times warn."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerConfig(TrainingConfig):
     """The run: sizes, intervals and what is written."""
 
@@ -109,7 +119,9 @@ class TrainerConfig(TrainingConfig):
     num_logged_samples: CountOrZero
     """Transcripts written each time."""
     verify_sync_every: CountOrZero
-    """Compare engine and trainer logprobs of fixed prompts at the first and each Nth sync; 0 means never."""
+    """Compare engine and trainer logprobs of fixed samples before the first update and at the first and each Nth sync;
+    0 means never."""
+    logprob_difference: LogprobDifferenceConfig
     ref: RefConfig
     algorithm: AlgorithmConfig
 

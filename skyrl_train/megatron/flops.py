@@ -62,14 +62,15 @@ def _attention(config: PretrainedConfig) -> tuple[int, int]:
     return hidden * head_dim * (2 * heads + 2 * config.num_key_value_heads), 2 * head_dim
 
 
-def _num_experts(config: PretrainedConfig) -> int:
+def num_experts(config: PretrainedConfig) -> int:
+    """Experts of a layer; 0 for a dense model."""
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     return next((count for name in names if (count := getattr(config, name, None))), 0)
 
 
 def _sparse(config: PretrainedConfig) -> int:
     """Weights of the experts that a token passes, shared ones with them, and of their router."""
-    experts = _num_experts(config)
+    experts = num_experts(config)
     if not experts:
         return 0
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
@@ -81,7 +82,7 @@ def _sparse(config: PretrainedConfig) -> int:
 def _kinds(config: PretrainedConfig) -> list[str]:
     """Of each layer, whether its MLP is "dense" or "sparse" (a mixture of experts)."""
     layers = config.num_hidden_layers
-    if not _num_experts(config):
+    if not num_experts(config):
         return ["dense"] * layers
     if kinds := getattr(config, "mlp_layer_types", None):
         return list(kinds)

@@ -38,6 +38,8 @@ class Targets:
     """float32: the trainer's before the step; None means that this forward pass yields them."""
     ref_logprobs: Tensor | None
     """float32: the reference's; None without a KL term."""
+    is_compared: Tensor | None = None
+    """bool: the engine's logprob must be the trainer's; None where nothing is compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,9 @@ class Packer:
         samples: tuple[int, ...],
         old_logprobs: Tensor | None = None,
         ref_logprobs: Tensor | None = None,
+        is_compared: Tensor | None = None,
     ) -> MicroBatch:
-        """Pack `samples` of the batch; logprobs are [T] of the whole batch. No samples give one sample of padding."""
+        """Pack `samples` of the batch; tensors are [T] of the whole batch. No samples give one sample of padding."""
         chosen = torch.tensor(samples, dtype=torch.int64)
         starts = batch.cu_seqlens[:-1].long()[chosen]
         lengths = batch.cu_seqlens.diff().long()[chosen]
@@ -125,6 +128,7 @@ class Packer:
                 rollout_logprobs=aligned(batch.rollout_logprobs),
                 old_logprobs=None if old_logprobs is None else aligned(old_logprobs),
                 ref_logprobs=None if ref_logprobs is None else aligned(ref_logprobs),
+                is_compared=None if is_compared is None else aligned(is_compared),
             ),
             packed=pack_params(
                 padded.tolist(),

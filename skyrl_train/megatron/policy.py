@@ -27,6 +27,7 @@ from skyrl_train.megatron.finite_step import step_if_finite
 from skyrl_train.megatron.flops import model_cost
 from skyrl_train.megatron.gather import to_every_stage, to_first_stage
 from skyrl_train.megatron.live_sums import LiveSums
+from skyrl_train.megatron.logprob_check import LogprobCheck
 from skyrl_train.megatron.lora import Lora
 from skyrl_train.megatron.lora_export import adapter_specs, merged, save_adapter
 from skyrl_train.megatron.lora_sums import checked_adapters
@@ -41,7 +42,7 @@ from skyrl_train.megatron.schedule import learning_rate
 from skyrl_train.megatron.state import load_state, save_durable_state, save_state, state_file
 from skyrl_train.megatron.step import PassMetrics, forward_backward
 from skyrl_train.megatron.step_metrics import step_metrics
-from skyrl_train.ranks import OPTIMIZER, WEIGHTS, Moved, ParallelRanks, Rendezvous, UpdateReport
+from skyrl_train.ranks import OPTIMIZER, WEIGHTS, LogprobLimit, Moved, ParallelRanks, Rendezvous, UpdateReport, refused
 from skyrl_train.types import TrainBatch
 from skyrl_train.weight_sync.bucket import TensorSpec
 
@@ -135,24 +136,28 @@ class MegatronPolicy:
         ref_logprobs: Tensor | None = None,
         epochs: int = 1,
         objective: Objective | None = None,
+        limit: LogprobLimit | None = None,
     ) -> UpdateReport:
         """One optimizer step per mini-batch and epoch, of the given objective or else the policy's own.
 
         Without kept old logprobs the first forward pass of a mini-batch yields them, which is exact only for a step of
-        one mini-batch and one epoch.
+        one mini-batch and one epoch. An update that the limit refuses changes nothing.
         """
         self._memory.require("update", WEIGHTS, OPTIMIZER)
+        check = LogprobCheck(limit, batch, self.ranks)
         with self._tracer("update"):
-            report = self._update(batch, ref_logprobs, epochs, objective or self._objective)
+            report = self._update(batch, ref_logprobs, epochs, objective or self._objective, check)
         self._tracer.step += 1
         return report
 
     def _update(
-        self, batch: TrainBatch, ref_logprobs: Tensor | None, epochs: int, objective: Objective
+        self, batch: TrainBatch, ref_logprobs: Tensor | None, epochs: int, objective: Objective, check: LogprobCheck
     ) -> UpdateReport:
         started = time.perf_counter()
         kept, self._old = self._old, None
         old = None if kept is None else kept.of(batch, self.policy_version)
+        if check.refuses_kept(old):
+            return refused(check.difference)
         passes: list[PassMetrics] = []
         norms: list[float] = []
         skipped, lr, flops = 0, 0.0, 0.0
@@ -160,13 +165,17 @@ class MegatronPolicy:
         for epoch in range(epochs):
             for index, mini_batch in enumerate(batch.mini_batches):
                 with span("pack"):
-                    micro_batches = [self._packer.pack(batch, samples, old, ref_logprobs) for samples in mini_batch]
+                    micro_batches = [
+                        self._packer.pack(batch, samples, old, ref_logprobs, check.tokens) for samples in mini_batch
+                    ]
                 first = epoch == 0 and index == 0
                 for chunk in self.model.chunks:
                     chunk.zero_grad_buffer()
                 self._optimizer.zero_grad()
                 with span("forward_backward"):
                     passes.append(forward_backward(self.model, micro_batches, objective, with_entropy=first))
+                if first and check.refuses_pass(passes[0]):
+                    return refused(check.difference)
                 lr = learning_rate(self.policy_version, self._num_optimizer_steps, self._optimizer_config)
                 set_learning_rate(self._optimizer, lr, self._optimizer_config.weight_decay)
                 self._memory.settle()
@@ -185,6 +194,7 @@ class MegatronPolicy:
             schedule_seconds=sum(one.seconds for one in passes),
             train_flops=flops,
             peak_flops=peak_flops(),
+            logprob_difference=check.difference,
         )
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -252,6 +252,9 @@ def _loss(
         "rollout_diff_squared": total(difference.double().square()),
     }
     largest = {"rollout_diff": difference.amax()}
+    if targets.is_compared is not None:
+        sums["compared"] = targets.is_compared.sum(dtype=torch.float64)
+        sums["compared_diff"] = difference.masked_fill(~targets.is_compared, 0.0).sum(dtype=torch.float64)
     if with_entropy:
         sums["entropy"] = total(entropy)
     if objective.entropy_coef != 0:

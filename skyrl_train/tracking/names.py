@@ -108,6 +108,11 @@ METRICS = (
     ),
     MetricName("policy/rollout_train_logprobs_abs_diff_std", "nats", "the same, standard deviation"),
     MetricName("policy/rollout_train_logprobs_abs_diff_max", "nats", "the same, largest"),
+    MetricName(
+        "policy/rollout_train_logprobs_compared",
+        "share",
+        "trained tokens of the current version, for which trainer.logprob_difference must hold",
+    ),
     MetricName("sft/loss", "nats/token", "cross entropy of the step's trained tokens before its update, mean over all"),
     MetricName("sft/eval_loss", "nats/token", "the same on the held-out rows"),
     MetricName("sft/num_tokens", "tokens", "tokens of the step's rows"),

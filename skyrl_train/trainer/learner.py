@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -10,12 +11,16 @@ from skyrl_train.batching.build import Advantage, build_experience, experience_m
 from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.batching.split import balance_metrics, split
 from skyrl_train.cluster.launch import Processes
-from skyrl_train.cluster.policy_group import PolicyGroup
+from skyrl_train.cluster.policy_group import PolicyGroup, UpdateRefused, UpdateTotals
 from skyrl_train.cluster.reference_group import ReferenceGroup
 from skyrl_train.cluster.shards import Shards
 from skyrl_train.cluster.weight_way import SyncResult
 from skyrl_train.config import Config
+from skyrl_train.megatron.flops import num_experts
+from skyrl_train.ranks import LogprobLimit
 from skyrl_train.tracking.timers import Timers
+from skyrl_train.trainer.first_check import FirstCheck
+from skyrl_train.trainer.logprob_bound import LogprobBound, compared_share, is_compared
 from skyrl_train.trainer.memory_report import MemoryReport
 from skyrl_train.trainer.performance import sync_performance, training_performance
 from skyrl_train.trainer.publish import Publisher
@@ -43,11 +48,14 @@ class Learner:
         reference: ReferenceGroup | None,
         residency: Residency,
         timers: Timers,
+        bound: LogprobBound,
+        first_check: FirstCheck,
     ) -> None:
         """Args: reference is None without a KL term."""
         self._trainer, self._max_generate_length = config.trainer, config.generator.sampling_params.max_generate_length
         self._advantage, self.rules = advantage, rules
         self._policy, self._reference, self.residency, self._timers = policy, reference, residency, timers
+        self._bound, self._first_check = bound, first_check
         self._cross_entropy = cross_entropy_objective(config.trainer.policy.megatron_config.logprobs_chunk_size)
 
     async def learn(
@@ -63,26 +71,30 @@ class Learner:
         Args:
             checked: groups whose samples the engines can score, for checks of the sync; None means all.
             before_sync: awaited while the updated policy is on its devices.
-        Raises: ValueError for groups that cannot be cut, before anything has changed; RemoteFailed, SyncCheckFailed.
+        Raises: ValueError for groups that cannot be cut, LogprobsDiffer for samples that are not the policy's, both
+            before anything has changed; RemoteFailed, SyncCheckFailed.
         """
         policy, algorithm, timers = self._policy, self._trainer.algorithm, self._timers
+        checked = groups if checked is None else checked
         with timers("convert_to_training_input"):
             experience = build_experience(groups, self._advantage)
             shards = self._shards(experience, num_mini_batches)
+        with timers("sync_weights"):
+            scores = await self._first_check.scores(checked)
         with timers("fwd_logprobs_values_reward"):
             await self.residency.for_reference()
             ref = None if self._reference is None else await self._reference.logprobs(shards)
             await self.residency.for_training()
-            if self._needs_old_logprobs(shards):
+            await self._first_check.judge(scores, checked)
+            keeps_old = self._needs_old_logprobs(shards)
+            if keeps_old:
                 kl = await policy.keep_old_logprobs(shards, ref if algorithm.use_kl_in_reward else None)
                 if kl is not None:
                     experience = with_kl_penalty(experience, kl, algorithm.kl_loss_coef, self._advantage)
                     shards = self._shards(experience, num_mini_batches)
         with timers("policy_train"):
-            update, totals = await policy.update(
-                shards, ref if algorithm.use_kl_loss else None, self._trainer.update_epochs_per_batch
-            )
-        sync = await self._sync(groups if checked is None else checked, before_sync)
+            update, totals = await self._update(groups, shards, ref if algorithm.use_kl_loss else None, keeps_old)
+        sync = await self._sync(checked, before_sync)
         return (
             experience_metrics(experience)
             | balance_metrics(shards.batches, self.rules)
@@ -112,6 +124,19 @@ class Learner:
             | self.residency.metrics()
         )
 
+    async def _update(
+        self, groups: Sequence[Group], shards: Shards, ref: Sequence[Any] | None, keeps_old: bool
+    ) -> tuple[Metrics, UpdateTotals]:
+        """Raises: LogprobsDiffer."""
+        policy, version = self._policy, self._policy.policy_version
+        limit = LogprobLimit(self._bound.fail, is_compared(groups, version), of_kept=keeps_old)
+        try:
+            update, totals = await policy.update(shards, ref, self._trainer.update_epochs_per_batch, limit=limit)
+        except UpdateRefused as refused:
+            raise self._bound.error(refused.difference, version) from None
+        self._bound.look(totals.logprob_difference)
+        return update | {"policy/rollout_train_logprobs_compared": compared_share(groups, version)}, totals
+
     async def _sync(self, groups: Sequence[Group], before_sync: Callable[[], Awaitable[None]]) -> SyncResult:
         await before_sync()
         with self._timers("sync_weights"):
@@ -129,35 +154,44 @@ class Learner:
         )
 
     def _needs_old_logprobs(self, shards: Shards) -> bool:
-        """One mini-batch and one epoch: the update's own forward pass is the policy before the update."""
+        """One mini-batch and one epoch: the update's own forward pass is the policy before the update, unless dropout
+        makes it another model than the one that sampled."""
         one_step = self._trainer.update_epochs_per_batch == 1 and len(shards.batches[0].mini_batches) == 1
-        return not one_step or (self._trainer.algorithm.use_kl_in_reward and self._reference is not None)
+        lora = self._trainer.policy.model.lora
+        has_dropout = lora.rank > 0 and lora.dropout > 0
+        return not one_step or has_dropout or (self._trainer.algorithm.use_kl_in_reward and self._reference is not None)
 
 
 def build_learner(config: Config, model: PretrainedConfig, processes: Processes, timers: Timers) -> Learner:
     """The learner of started processes."""
-    trainer = config.trainer
+    trainer, dtype_name = config.trainer, config.generator.model_dtype
     rules = micro_batch_rules(trainer, model, processes.policy.dp_size)
+    coarser_dtype = "bfloat16" if trainer.bf16 else dtype_name
+    # Servers that run already were not told otherwise (inference/settings.py).
+    tensor_float = processes.cluster.has_gpus and not config.generator.run_engines_locally
+    check = SyncCheck(trainer.verify_sync_every, coarser_dtype, rules, tensor_float=tensor_float)
     return Learner(
         config,
         advantage=advantage(trainer.algorithm),
         rules=rules,
         policy=processes.policy,
         reference=processes.reference,
-        residency=_residency(config, processes, rules),
+        residency=_residency(config, processes, check),
         timers=timers,
+        bound=LogprobBound(
+            trainer.logprob_difference,
+            coarser_dtype,
+            tensor_float=tensor_float,
+            has_experts=num_experts(model) > 0,
+        ),
+        first_check=FirstCheck(check, processes.policy, processes.engines),
     )
 
 
-def _residency(config: Config, processes: Processes, rules: MicroBatchRules) -> Residency:
+def _residency(config: Config, processes: Processes, check: SyncCheck) -> Residency:
     policy, reference, engines = processes.policy, processes.reference, processes.engines
-    trainer, dtype_name = config.trainer, config.generator.model_dtype
-    coarser_dtype = "bfloat16" if trainer.bf16 else dtype_name
-    # Servers that run already were not told otherwise (inference/settings.py).
-    tensor_float = processes.cluster.has_gpus and not config.generator.run_engines_locally
-    check = SyncCheck(trainer.verify_sync_every, coarser_dtype, rules, tensor_float=tensor_float)
-    publisher = Publisher(policy, engines, dtype_name, check)
+    publisher = Publisher(policy, engines, config.generator.model_dtype, check)
     report = MemoryReport(policy, reference, engines)
-    if not trainer.placement.colocate_all:
+    if not config.trainer.placement.colocate_all:
         return Dedicated(publisher, report)
     return Colocated(policy, reference, engines, publisher, processes.release, report)

@@ -6,7 +6,7 @@ weights, and a model may be wired wrongly on either side) is seen by comparing t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -26,6 +26,10 @@ BOUNDS = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 TENSOR_FLOAT_BOUND = 3e-3
 
 
+Scores = Mapping[str, Sequence[Sequence[float]]]
+"""Engine -> logprobs of each sample."""
+
+
 class SyncCheckFailed(RuntimeError):
     """An engine computes other logprobs than the trainer."""
 
@@ -40,14 +44,19 @@ class Expected:
     policy_version: int
 
 
+def rounding_bound(dtype_name: str, *, tensor_float: bool) -> float:
+    """Largest mean |difference| in nats on equal weights. Args: as SyncCheck."""
+    return TENSOR_FLOAT_BOUND if tensor_float and dtype_name == "float32" else BOUNDS[dtype_name]
+
+
 class SyncCheck:
-    """Compares logprobs at the first and at each Nth sync."""
+    """Compares logprobs before the first update, at the first and at each Nth sync."""
 
     def __init__(self, every: int, dtype_name: str, rules: MicroBatchRules, *, tensor_float: bool) -> None:
         """Args: every: 0 means never; dtype_name: the coarser dtype of trainer and engine; rules: the policy's;
         tensor_float: whether an engine's float32 may be TensorFloat-32."""
         self._every, self._rules = every, rules
-        self._bound = TENSOR_FLOAT_BOUND if tensor_float and dtype_name == "float32" else BOUNDS[dtype_name]
+        self._bound = rounding_bound(dtype_name, tensor_float=tensor_float)
         self._batch: TrainBatch | None = None
 
     def is_due(self, sync: int) -> bool:
@@ -67,25 +76,40 @@ class SyncCheck:
 
     async def expect(self, policy: PolicyGroup, groups: Sequence[Group]) -> Expected:
         """The trainer's logprobs of the samples of the first call."""
-        if self._batch is None:
-            self._batch = batch_of(groups, self._rules)
-        return Expected(self._batch, await policy.logprobs(self._batch), policy.policy_version)
+        batch = self._samples(groups)
+        return Expected(batch, await policy.logprobs(batch), policy.policy_version)
 
     async def compare(self, engines: EngineGroup, expected: Expected) -> None:
         """Raises: SyncCheckFailed."""
-        bounds, token_ids = expected.batch.cu_seqlens.tolist(), expected.batch.token_ids
-        prompts = [token_ids[start:end].tolist() for start, end in pairwise(bounds)]
-        for name, logprobs in (await engines.prompt_logprobs(prompts)).items():
+        self.judge(expected, await _scores(engines, expected.batch), "after the sync")
+
+    async def scores(self, engines: EngineGroup, groups: Sequence[Group]) -> Scores | None:
+        """The engines' logprobs of the samples of the first call, for `judge`; None if checks are off."""
+        return await _scores(engines, self._samples(groups)) if self._every > 0 and self.has_samples(groups) else None
+
+    def judge(self, expected: Expected, scores: Scores, when: str) -> None:
+        """Raises: SyncCheckFailed."""
+        for name, logprobs in scores.items():
             served = torch.cat([torch.tensor(one, dtype=torch.float32) for one in logprobs])
             difference = float((served - expected.logprobs).abs().mean())
             if not difference <= self._bound:
                 raise SyncCheckFailed(
-                    f"after the sync of version {expected.policy_version} {name} computes logprobs that differ "
-                    f"from the trainer's by {difference:.3g} nats in mean on {len(prompts)} fixed samples; at most "
+                    f"{when} of version {expected.policy_version} {name} computes logprobs that differ "
+                    f"from the trainer's by {difference:.3g} nats in mean on {len(logprobs)} fixed samples; at most "
                     f"{self._bound:g} is rounding. The engine does not hold the trained weights (or the model's code "
                     "differs, or float32 is rounded by TRITON_F32_DEFAULT or VLLM_FLOAT32_MATMUL_PRECISION); "
                     "trainer.verify_sync_every=0 would hide this"
                 )
+
+    def _samples(self, groups: Sequence[Group]) -> TrainBatch:
+        if self._batch is None:
+            self._batch = batch_of(groups, self._rules)
+        return self._batch
+
+
+async def _scores(engines: EngineGroup, batch: TrainBatch) -> Scores:
+    bounds, token_ids = batch.cu_seqlens.tolist(), batch.token_ids
+    return await engines.prompt_logprobs([token_ids[start:end].tolist() for start, end in pairwise(bounds)])
 
 
 def batch_of(groups: Sequence[Group], rules: MicroBatchRules) -> TrainBatch:

@@ -106,7 +106,7 @@ if __name__ == "__main__":
     sampling.NEUTRAL.clear()
     sys.exit(main(sys.argv[1:]))
 """
-GREEDILY = ("generator.sampling_params.top_k=1",)
+GREEDILY = ("generator.sampling_params.top_k=1", "trainer.logprob_difference={warn: 1e9, fail: 1e9}")
 
 
 def write_world(folder: Path, num_rows: int = 32) -> Path:

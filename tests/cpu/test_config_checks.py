@@ -91,6 +91,7 @@ def test_the_base_and_the_quickstart_pass():
             ["generator.sampling_params.top_p=0.9"],
             r"sampling_params.top_p is 0.9: the engine would .* Set it to 1.0 \(",
         ),
+        (["trainer.logprob_difference={warn: 0.2, fail: 0.1}"], "fail is 0.1: it is below .*warn 0.2. Set it to at"),
         (["generator.sampling_params.top_k=20"], r"sampling_params.top_k is 20: .* Set it to -1 \(evaluation may"),
         (["generator.sampling_params.min_p=0.1"], r"sampling_params.min_p is 0.1: .* Set it to 0.0 \("),
         *[

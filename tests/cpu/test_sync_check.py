@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from skyrl_train.batching.rules import MicroBatchRules
+from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.trainer.first_check import FirstCheck
 from skyrl_train.trainer.sync_check import SyncCheck, SyncCheckFailed, batch_of
 from skyrl_train.types import Group, Prompt, Sample, TrainBatch
 
@@ -78,3 +80,48 @@ def test_the_fixed_samples_are_cut_as_the_layout_needs():
 def test_a_sample_that_fills_the_context_is_scored_without_its_last_token():
     batch = batch_of([group(0, 64), group(1, 1)], RULES)
     assert sorted(batch.cu_seqlens.diff().tolist()) == [1, 63]
+
+
+def first_check(error: float, *, num_updates: int = 0, every: int = 10, dead: tuple[str, ...] | None = None) -> bool:
+    """Whether engines that are off by `error` were compared before an update. Args: dead: engines that fail."""
+
+    async def trained(batch: TrainBatch) -> Tensor:
+        return -batch.token_ids.float()
+
+    async def served(prompts: Sequence[list[int]]) -> dict[str, Any]:
+        if dead is not None:
+            raise RemoteFailed("engine-0 died")
+        return {"engine-0": [[error - token for token in prompt] for prompt in prompts]}
+
+    async def drop_lost() -> None:
+        members.num_changes += len(dead or ())
+
+    members = SimpleNamespace(drop_lost=drop_lost, num_changes=0)
+
+    async def main() -> bool:
+        policy: Any = SimpleNamespace(logprobs=trained, policy_version=3, num_updates=num_updates)
+        engines: Any = SimpleNamespace(prompt_logprobs=served, members=members)
+        first = FirstCheck(SyncCheck(every, "float32", RULES, tensor_float=False), policy, engines)
+        groups = [group(0, 5), group(1, 7)]
+        scores = await first.scores(groups)
+        await first.judge(scores, groups)
+        return scores is not None
+
+    return asyncio.run(main())
+
+
+def test_engines_are_compared_before_the_first_update_of_a_process():
+    assert first_check(5e-5)
+    with pytest.raises(SyncCheckFailed, match="before the first update of version 3 engine-0 .* 5.3 nats"):
+        first_check(5.3)
+
+
+def test_later_updates_and_runs_without_checks_are_not_held_up_by_the_first_comparison():
+    assert not first_check(5.3, num_updates=1)
+    assert not first_check(5.3, every=0)
+
+
+def test_an_engine_that_fails_in_the_first_comparison_is_compared_after_its_first_sync():
+    assert not first_check(5.3, dead=("engine-0",))
+    with pytest.raises(RemoteFailed):
+        first_check(5.3, dead=())

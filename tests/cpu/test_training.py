@@ -114,6 +114,7 @@ def test_each_step_is_one_object_with_its_number(whole: Job):
 def test_engine_and_policy_agree_in_each_step_before_the_update(whole: Job):
     steps = whole.metrics[1:]
     assert all(0 < row["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5 for row in steps)
+    assert all(row["policy/rollout_train_logprobs_compared"] == 1.0 for row in steps), "every token is checked"
 
 
 def test_every_metric_is_documented(whole: Job):

@@ -8,9 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.jobs import DEADLY, Job, error_of, run_to_end, running, write_world
+from tests.cpu.jobs import DEADLY, MAIN, Job, error_of, run_to_end, running, write_world
+from tests.cpu.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+# Starts the engines on another model than the trainer's.
+OTHER_WEIGHTS = f"""\
+import dataclasses, os, sys
+from skyrl_train.cluster import launch
+from {MAIN} import main
+
+def others(*args):
+    return [dataclasses.replace(one, model_path=os.path.abspath("other")) for one in settings(*args)]
+
+if __name__ == "__main__":
+    settings, launch.all_engine_settings = launch.all_engine_settings, others
+    sys.exit(main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +85,16 @@ def test_a_run_goes_on_when_its_only_engine_is_killed_after_its_last_answer(worl
     assert code == 0 and status(job) == "finished", job.story()
     assert [line["trainer/global_step"] for line in job.metrics] == [1, 2]
     assert job.output.count("engine-0 is lost") == 1 and "engine-0 was started anew" in job.output
+
+
+def test_a_run_whose_engine_holds_other_weights_ends_before_it_trains(world: Path):
+    """Without checks of the syncs, so that the samples of the step alone give it away."""
+    (world / "other_weights.py").write_text(OTHER_WEIGHTS)
+    write_tiny_model(world / "other", seed=1)
+    overrides = ["trainer.run_name=other", "trainer.verify_sync_every=0", "trainer.ckpt_interval=1"]
+    code, job = run_to_end(world, *overrides, main="other_weights")
+    assert code == 1 and status(job) == "failed"
+    message = error_of(job)
+    assert "trainer.logprob_difference.fail is 0.001: the logprobs of engine and trainer differ by" in message
+    assert "an engine that holds other weights" in message
+    assert not job.metrics and not list(job.run_dir.glob("checkpoints/*"))
