@@ -1,5 +1,5 @@
 """What stands between the clients of the HTTP endpoint and vLLM's application: the key, the wait while the engine is
-paused, and the versions of the weights that made an answer.
+paused, and the versions of the weights and the sampling parameters that made an answer.
 
 Plain ASGI, so that it holds for every route, and free of vLLM.
 """
@@ -38,6 +38,8 @@ class Answer:
         """Choice of the answer -> its spans, of those that have ended."""
         self.told = False
         """The client has been told all of them."""
+        self.sampling_params: dict[str, float | bool] | None = None
+        """In force for its requests to the engine."""
 
     def add_request(self, num_choices: int) -> int:
         """Number of the first choice of the answer's next request to the engine; a list of prompts makes several."""
@@ -50,8 +52,15 @@ class Answer:
         """Every version that drew a token of it, ascending."""
         return sorted({version for spans in self.choices.values() for version, _ in spans})
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What holds for the whole answer."""
+        sampling = {} if self.sampling_params is None else {"sampling_params": self.sampling_params}
+        return {"policy_versions": self.policy_versions} | sampling
+
     def describe(self, body: dict[str, Any], *, whole: bool) -> None:
-        """Add `policy_versions` to the body, and `version_spans` to each of its choices that has ended.
+        """Add `policy_versions` and `sampling_params` to the body, and `version_spans` to each of its choices that has
+        ended.
 
         Args: whole means that the body has all choices. If they are then not as many as the engine was asked for, they
             were put together from several requests (beam search), and have no spans of their own.
@@ -62,7 +71,7 @@ class Answer:
                 spans = self.choices.get(choice.get("index"))
                 if spans is not None and choice.get("finish_reason") is not None:
                     choice["version_spans"] = [list(span) for span in spans]
-        body["policy_versions"] = self.policy_versions
+        body |= self.facts
         self.told = whole or len(self.choices) == self._num_choices
 
 
@@ -138,7 +147,7 @@ class _Writer:
         if ends:
             out += self._body
             if self._answer.choices and not self._answer.told:
-                last = _dumped({"policy_versions": self._answer.policy_versions})
+                last = _dumped(self._answer.facts)
                 out += b"event: policy_versions\ndata: " + last + b"\n\n"
         if out or ends:
             await self._send({"type": "http.response.body", "body": out, "more_body": not ends})

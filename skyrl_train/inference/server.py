@@ -1,7 +1,7 @@
 """vLLM's OpenAI-compatible HTTP API around a running engine, in the engine's own process and event loop.
 
 The model is served as `NAME` and `NAME@VERSION`; the second name moves with every weight sync. What each answer says of
-the versions that made it is added in `answers.py`.
+the versions and sampling parameters that made it is added in `answers.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from skyrl_train.inference import vllm_versions
 from skyrl_train.inference.answers import Answer, App, NamedVersions, NeedsKey, WaitsWhilePaused, current_answer
+from skyrl_train.inference.sampling_facts import sampling_facts
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.inference.versions import VersionTracker
 
@@ -128,6 +129,7 @@ class VersionedClient:
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **arguments: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         answer = current_answer.get() or Answer()
+        answer.sampling_params = sampling_facts(sampling_params)
         return self._generate(
             answer, answer.add_request(sampling_params.n), prompt, sampling_params, request_id, arguments
         )

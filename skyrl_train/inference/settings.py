@@ -149,6 +149,8 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
         "max_num_batched_tokens": max(settings.max_num_batched_tokens, settings.max_model_len),
         "max_num_seqs": settings.max_num_seqs,
         "logprobs_mode": "processed_logprobs",
+        # Else requests over HTTP take top_k, repetition_penalty and others from the model's generation_config.json.
+        "generation_config": "vllm",
         "weight_transfer_config": {"backend": "skyrl"},
         "worker_extension_cls": EXTENSION,
         "scheduler_cls": SCHEDULER,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from skyrl_train.inference.answers import App, NamedVersions, NeedsKey, WaitsWhilePaused, current_answer
+from skyrl_train.inference.answers import Answer, App, NamedVersions, NeedsKey, WaitsWhilePaused, current_answer
+from skyrl_train.inference.sampling_facts import sampling_facts
 
 Told = list[dict[str, Any]]
 
@@ -112,6 +114,38 @@ def test_a_stream_without_choices_names_the_versions_in_an_event_of_its_own():
 def test_other_answers_pass_as_they_are(spans: dict[int, Any], kind: str):
     told = asked(answering(spans, [b'{"tokens":', b"[1]}"], kind))
     assert body(told) == b'{"tokens":[1]}' and header(told, b"x-policy-versions") is None
+
+
+def test_an_answer_says_with_what_it_was_sampled():
+    params = SimpleNamespace(
+        temperature=0.7,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.1,
+        min_tokens=0,
+        logit_bias={5: 1.0},
+        bad_words=[],
+    )
+    facts = sampling_facts(params)
+    assert facts == {
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.1,
+        "logit_bias": True,
+    }
+    answer = Answer()
+    answer.add_request(1)
+    answer.choices, answer.sampling_params = {0: ((3, 2),)}, facts
+    body: dict[str, Any] = {"choices": [choice(0, "stop")]}
+    answer.describe(body, whole=True)
+    assert body["sampling_params"] == facts and body["policy_versions"] == [3]
 
 
 async def says_hello(scope: Any, receive: Any, send: Any) -> None:

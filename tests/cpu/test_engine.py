@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import signal
 import threading
 import time
@@ -62,6 +63,8 @@ class World:
 
     def __init__(self, folder: Path, kind: str, **settings: Any) -> None:
         self.folders = [write_checkpoint(folder / str(seed), kind, seed) for seed in (1, 2)]
+        for path in self.folders:
+            add_sampling_defaults(path)
         self.models = [load_model(path) for path in self.folders]
         defaults: dict[str, Any] = {
             "model_path": str(self.folders[0]),
@@ -116,6 +119,13 @@ class World:
 
     def expected(self, which: int) -> list[list[int]]:
         return [greedy(self.models[which], prompt)[0] for prompt in PROMPTS]
+
+
+def add_sampling_defaults(folder: Path) -> None:
+    """Sampling defaults like those that publishers ship, with which every token is the likeliest; none may be taken."""
+    path = folder / "generation_config.json"
+    values = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(values | {"do_sample": True, "top_k": 1, "repetition_penalty": 1.5, "temperature": 0.1}))
 
 
 def write_checkpoint(folder: Path, kind: str, seed: int) -> Path:

@@ -144,6 +144,36 @@ async def working(world: World, *awaitables: Any, num: int | None = None) -> lis
 KINDS = ("completions", "streamed completions", "chat", "streamed chat")
 
 
+def test_requests_take_no_sampling_defaults_from_the_models_folder_and_say_what_was_applied(world: World):
+    """Its generation_config.json says top_k=1: every answer would be the same token."""
+
+    async def main() -> tuple[dict[str, Any], dict[str, Any]]:
+        body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 1, "n": 30, "seed": 7, "return_token_ids": True}
+        async with client(world.url) as http:  # type: ignore[attr-defined]
+            plain = await http.post("/v1/completions", json=body)
+            shaped = await http.post("/v1/completions", json=body | {"top_p": 0.5, "logit_bias": {"5": 1}, "n": 1})
+        return plain.json(), shaped.json()
+
+    plain, shaped = run(main())
+    assert len({tuple(choice["token_ids"]) for choice in plain["choices"]}) > 5
+    neutral = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
+    assert plain["sampling_params"] == neutral
+    assert shaped["sampling_params"] == neutral | {"top_p": 0.5, "logit_bias": True}
+
+
+def test_direct_requests_take_no_sampling_defaults_from_the_models_folder(world: World):
+    found = run(world.generate([PROMPTS[0]] * 30, SamplingParams(max_generate_length=1, temperature=1.0)))
+    assert len({tuple(generation.token_ids) for generation in found}) > 5
+
+
 def test_a_stream_of_requests_during_ten_syncs_fails_none_and_names_the_version_of_every_token(world: World):
     versions = Versions(world)
 
