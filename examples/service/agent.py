@@ -55,6 +55,7 @@ def sample(prompt: str, answer: dict[str, Any]) -> dict[str, Any]:
         "messages": conversation(prompt, text),
         "reward": REWARDS.get(text, 0.0),
         "policy_versions": answer["policy_versions"],
+        "sampling_params": answer["sampling_params"],
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from skyrl_train.types import Example, Group, Message
 
@@ -14,6 +15,8 @@ class ChatSample:
 
     messages: list[Message]
     reward: float
+    sampling_params: dict[str, Any] | None = None
+    """Those of the engine's answer; where given, a sample of another distribution than the trained one is refused."""
     policy_versions: list[int] | None = None
     """As the engine's answer names them; where given, a job is refused unless they are the version that is trained."""
 
@@ -28,7 +31,9 @@ class TokenSample:
     """[L] 1 where the policy wrote the token."""
     reward: float
     logprobs: list[float] | None = None
-    """[L] the engine's, read where loss_mask is 1; only compared with the trainer's own, for the metrics."""
+    """[L] the engine's, read where loss_mask is 1; only compared with the trainer's own."""
+    sampling_params: dict[str, Any] | None = None
+    """Those of the engine's answer; where given, a sample of another distribution than the trained one is refused."""
     policy_versions: list[int] | None = None
     """As the engine's answer names them; where given, a job is refused unless they are the version that is trained."""
 

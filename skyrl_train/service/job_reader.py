@@ -14,8 +14,9 @@ from skyrl_train.config.errors import nearest
 from skyrl_train.data.chat import ChatTemplate, check_messages
 from skyrl_train.data.conversation import Conversations
 from skyrl_train.data.sft import ExampleReader, check_tokens
+from skyrl_train.service.distribution import check_sampling
 from skyrl_train.service.job import ChatSample, SaveJob, SftJob, TokenSample, TrainJob
-from skyrl_train.types import Example, Group, Prompt, Sample
+from skyrl_train.types import UNKNOWN_VERSION, Example, Group, Prompt, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,6 +34,7 @@ class JobReader:
         self._vocab_size, self._max_tokens = vocab_size, max_tokens
         self._mini_batch_size = config.trainer.policy_mini_batch_size
         self._estimator = config.trainer.algorithm.advantage_estimator
+        self._temperature = config.generator.sampling_params.temperature
         self._conversations: Conversations | None = None
 
     def train(self, groups: object) -> TrainJob:
@@ -90,6 +92,7 @@ class JobReader:
 
     def _sample(self, given: ChatSample | TokenSample) -> Sample:
         reward = _number(given.reward, "reward")
+        check_sampling(given.sampling_params, self._temperature)
         logprobs: list[float] | None = None
         if isinstance(given, ChatSample):
             ids, mask = self._of_chat(given.messages)
@@ -109,7 +112,7 @@ class JobReader:
             reward=reward,
             stop_reason="stop",
             turns=starts,
-            policy_version=0,
+            policy_version=UNKNOWN_VERSION if logprobs is None else min(_versions(given), default=UNKNOWN_VERSION),
         )
 
     def _of_chat(self, messages: object) -> tuple[list[int], list[bool]]:

@@ -42,12 +42,14 @@ def status_of(service: TrainingService, model: str) -> int:
 def drawn_tokens(service: TrainingService) -> list[dict[str, Any]]:
     """A group of the engine's own tokens and logprobs."""
     answer = ask(service, service.model_name, n=4, return_token_ids=True, logprobs=0)
+    made_by = {name: answer[name] for name in ("policy_versions", "sampling_params")}
     group = []
     for index, choice in enumerate(answer["choices"]):
         asked, drawn = choice["prompt_token_ids"], choice["token_ids"]
         logprobs = [0.0] * len(asked) + choice["logprobs"]["token_logprobs"]
         mask = [0] * len(asked) + [1] * len(drawn)
-        group.append({"token_ids": asked + drawn, "loss_mask": mask, "logprobs": logprobs, "reward": index / 4})
+        tokens = {"token_ids": asked + drawn, "loss_mask": mask, "logprobs": logprobs}
+        group.append(tokens | made_by | {"reward": index / 4})
     return group
 
 
@@ -92,7 +94,17 @@ async def refused(service: TrainingService) -> None:
 
 async def trained(service: TrainingService) -> None:
     version = service.policy_version
-    of_tokens = await service.train([drawn_tokens(service)])
+    group = drawn_tokens(service)
+    others = [one | {"logprobs": [value - 1.0 for value in one["logprobs"]]} for one in group]
+    try:
+        await service.train([others])
+    except JobFailed as error:
+        assert "differ by 1 nats" in str(error), error
+        assert f"nothing was changed, version {version} goes on" in str(error), error
+    else:
+        raise AssertionError("logprobs of another model were trained on")
+    of_tokens = await service.train([group])
+    assert of_tokens["policy/rollout_train_logprobs_compared"] == 1.0
     # The engine's logprobs of its own tokens are the trainer's: nothing was mixed up on the way.
     assert 0 < of_tokens["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-4, of_tokens
     assert of_tokens["service/policy_version"] == version + 1 and served(service, version + 1)

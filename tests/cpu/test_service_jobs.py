@@ -13,6 +13,7 @@ from skyrl_train.service.checks import check_service
 from skyrl_train.service.client import listed
 from skyrl_train.service.job import ChatSample, TokenSample
 from skyrl_train.service.job_reader import JobReader
+from skyrl_train.types import UNKNOWN_VERSION
 from tests.cpu.tiny import chatml_tokenizer
 
 TOKENIZER = chatml_tokenizer()
@@ -30,6 +31,16 @@ def tokens(**changes: Any) -> dict[str, Any]:
 
 
 GROUP = [tokens(), tokens(reward=0.0)]
+SAMPLED = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""What an engine's answer says where the whole distribution was sampled."""
 
 
 def test_messages_become_the_tokens_of_the_chat_template_with_the_loss_on_the_assistant():
@@ -90,6 +101,13 @@ def test_versions_that_drew_samples_are_kept_with_the_first_place_of_each():
     assert job.drawn_by == {3: "group 0, sample 0", 4: "group 0, sample 1"}
 
 
+def test_only_logprobs_of_a_known_version_are_compared_with_the_trainers():
+    known = tokens(logprobs=[0.0, -1.0, -1.0], policy_versions=[3], sampling_params=SAMPLED)
+    no_version, no_logprobs = tokens(logprobs=[0.0, -1.0, -1.0]), tokens(policy_versions=[3])
+    (group,) = READER.train([[known, no_version, no_logprobs]]).groups
+    assert [sample.policy_version for sample in group.samples] == [3, UNKNOWN_VERSION, UNKNOWN_VERSION]
+
+
 def test_groups_and_rows_may_come_from_generators():
     groups = listed(((tokens(reward=reward) for reward in (0.0, 1.0)) for _ in range(2)), 2)
     assert [len(group.samples) for group in READER.train(groups).groups] == [2, 2]
@@ -136,6 +154,24 @@ def test_groups_are_cut_into_the_configured_mini_batches():
         ([[ChatSample(messages=ASKED, reward=1.0), tokens()]], "no message has the role assistant"),
         ([[tokens(policy_versions=["7"]), tokens()]], "policy_versions holds '7': they must be whole numbers"),
         ([[tokens(policy_versions=7), tokens()]], "policy_versions must be a list of at least one number, got int 7"),
+        (
+            [[tokens(sampling_params={"temperature": 0.7}), tokens()]],
+            "group 0, sample 0: sampling_params.temperature is 0.7: the service trains at 1 (generator.sampling_",
+        ),
+        (
+            [[tokens(sampling_params=SAMPLED | {"top_k": 20}), tokens()]],
+            "sampling_params.top_k is 20: the sample is not from the distribution that is trained, over all tokens. ",
+        ),
+        ([[chat("2", 1.0) | {"sampling_params": {"top_p": 0.9}}, tokens()]], "over all tokens. Set it to 1"),
+        (
+            [[tokens(sampling_params={"repetition_penalty": 1.1}), tokens()]],
+            "sampling_params.repetition_penalty is 1.1",
+        ),
+        (
+            [[tokens(sampling_params={"logit_bias": True}), tokens()]],
+            "over all tokens. Remove it from the request",
+        ),
+        ([[tokens(sampling_params="greedy"), tokens()]], "sampling_params must be a dict, as in the engine's answer"),
         ([[{"messages": "hi", "reward": 1}, tokens()]], "expected a list of chat messages, got str 'hi'"),
     ],
 )
