@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 
 from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.files import dotted_keys
+from skyrl_train.config.redaction import BY_NAME
 from skyrl_train.config.schema import field_types, is_free_form, key_types, unknown_key
 
 
@@ -20,8 +21,10 @@ def parse(text: str) -> Override:
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"cannot read {text!r} on the command line, expected key=value: {reason}") from None
+        shown, reason = BY_NAME.argument(text), str(error).splitlines()[0]
+        if shown != text:  # the reason quotes a part of the secret
+            reason = "put the value into quotes inside the shell's, as in \"key='a,b c'\""
+        raise ConfigError(f"cannot read {shown!r} on the command line, expected key=value: {reason}") from None
 
 
 def is_searchpath(override: Override) -> bool:
@@ -46,7 +49,7 @@ def _below_free_form(path: str, kinds: dict[str, Any]) -> bool:
 
 def problem(override: Override, schema: type, folders: Sequence[Path]) -> str | None:
     """What is wrong with one override, as a sentence, or None."""
-    key, text = override.key_or_group, str(override.input_line)
+    key, text = override.key_or_group, BY_NAME.argument(str(override.input_line))
     kinds = key_types(schema)
     if override.is_sweep_override():
         return f"{text}: sweeps are not supported, start one run per value"

@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 from skyrl_train.config import compose
 from skyrl_train.config.command_line import read_command_line
 from skyrl_train.config.files import shipped_folder
-from skyrl_train.config.schema import build, is_secret, key_types
-from skyrl_train.config.values import MASK
+from skyrl_train.config.redaction import Secrets, secrets_of
+from skyrl_train.config.schema import build
 
 T = TypeVar("T")
 
@@ -75,14 +75,11 @@ class Program(Generic[T]):
 
 
 def to_yaml(config: Any) -> str:
-    """Every value written out, in the order of the dataclasses; `--config-file` reads it again. Secrets are masked."""
-    secrets = {key for key, kind in key_types(type(config)).items() if is_secret(kind)}
+    """Every value, in the order of the dataclasses, with secrets masked; `--config-file` reads it again."""
+    values = dataclasses.asdict(config)
+    return yaml.safe_dump(secrets_of(values).plain(values), sort_keys=False, allow_unicode=True)
 
-    def plain(value: Any, key: str = "") -> Any:
-        if key in secrets and value is not None:
-            return MASK
-        if isinstance(value, dict):
-            return {name: plain(item, f"{key}.{name}" if key else name) for name, item in value.items()}
-        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
-    return yaml.safe_dump(plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True)
+def secrets_in(config: Any) -> Secrets:
+    """The secrets of a program's configuration and of its environment."""
+    return secrets_of(dataclasses.asdict(config))

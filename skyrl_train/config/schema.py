@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from skyrl_train.config.errors import ConfigError
-from skyrl_train.config.values import MASK, Secret
+from skyrl_train.config.redaction import BY_NAME, MASK
 
 T = TypeVar("T")
 
@@ -54,11 +54,6 @@ def rules(kind: Any) -> list[Any]:
     """Every such object within a type."""
     own = [] if _rule(kind) is None else [_rule(kind)]
     return own + [rule for part in typing.get_args(kind) for rule in rules(part)]
-
-
-def is_secret(kind: Any) -> bool:
-    """Whether the value of such a key must not be shown."""
-    return any(isinstance(rule, Secret) for rule in rules(kind))
 
 
 def type_name(kind: Any) -> str:
@@ -139,8 +134,9 @@ def _section(kind: type, value: Any, path: str, schema: type, report: Callable[[
 def _value(kind: Any, value: Any, path: str, schema: type, report: Callable[[str, str], None]) -> Any:
     if dataclasses.is_dataclass(kind):
         return _section(typing.cast(type, kind), value, path, schema, report)
-    shown = MASK if is_secret(kind) else value
+    shown = BY_NAME.plain(value, path)
     try:
+        _require_given(value)
         return _plain(kind, value)
     except ValueError as error:
         report(path, f"{path} is {shown!r}: {error}")
@@ -151,6 +147,15 @@ def _value(kind: Any, value: Any, path: str, schema: type, report: Callable[[str
             hint = f"; a text that looks like a number needs quotes: \"'{shown}'\" on the command line"
         report(path, f"{path} is {shown!r} ({_given(value)}), expected {type_name(kind)}{hint}")
         return None
+
+
+def _require_given(value: Any) -> None:
+    """Raises: ValueError (the end of a sentence) for a mask that a written configuration has in place of a secret."""
+    if isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _require_given(item)
+    elif isinstance(value, str) and (value == MASK or f"://{MASK}@" in value):
+        raise ValueError("this is written in place of a secret. Give the value again, or null where it may be null")
 
 
 def _given(value: Any) -> str:

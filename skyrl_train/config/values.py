@@ -97,13 +97,9 @@ class Secret:
 
     def problem(self, value: str) -> str | None:
         """As in Bounds."""
-        if value == MASK:
-            return "that is written out in place of the value, which has to be given again"
         return None if value.strip() else "it must not be empty"
 
 
-MASK = "***"
-"""What is written out for a Secret."""
 Text = Annotated[str, NotEmpty()]
 FolderText = Annotated[str, FolderName()]
 SecretText = Annotated[str, Secret()]

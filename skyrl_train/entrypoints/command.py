@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from skyrl_train.config.errors import ConfigError
-from skyrl_train.config.program import Program, to_yaml
+from skyrl_train.config.program import Program, secrets_in, to_yaml
+from skyrl_train.config.redaction import BY_NAME, Secrets, hidden_in_logs, secrets_of
 from skyrl_train.config.training import RunConfig
 from skyrl_train.imports import quick_imports
 
@@ -102,6 +103,12 @@ def prepare(command: Command[T], config: T) -> None:
 
 def run(command: Command[T], config: T, console: Console) -> int:
     """Train with a configuration that was checked."""
+    secrets = secrets_in(config)
+    with hidden_in_logs(secrets):
+        return _run(command, config, console, secrets)
+
+
+def _run(command: Command[T], config: T, console: Console, secrets: Secrets) -> int:
     run_dir: RunDir | None = None
     status, code = "failed", 1
     try:
@@ -111,16 +118,16 @@ def run(command: Command[T], config: T, console: Console) -> int:
         if one.is_done:
             console.print("all steps are done; for more, raise trainer.epochs or trainer.max_training_steps")
             return 0
-        run_dir = _run_dir(command, config, goes_on=goes_on)
-        ended_by = asyncio.run(_until_signal(one, run_dir, console))
+        run_dir = _run_dir(command, config, secrets, goes_on=goes_on)
+        ended_by = asyncio.run(_until_signal(one, run_dir, console, secrets))
         status, code = ("finished", 0) if ended_by is None else ("interrupted", 128 + ended_by)
     except ConfigError as error:
-        print_error(str(error), console)
+        print_error(str(error), console, secrets)
         code = 2
     except KeyboardInterrupt as interrupt:
         status, code = "interrupted", _exit_code(interrupt)
     except Exception as error:
-        report_failure(error, run_dir, console)
+        report_failure(error, run_dir, console, secrets)
     finally:
         if run_dir is not None:
             run_dir.finish(status)
@@ -147,7 +154,7 @@ def _find_checkpoint(one: Run) -> bool:
         raise ConfigError([str(error)]) from error
 
 
-def _run_dir(command: Command[T], config: T, *, goes_on: bool) -> RunDir:
+def _run_dir(command: Command[T], config: T, secrets: Secrets, *, goes_on: bool) -> RunDir:
     """Raises: ConfigError for a folder that cannot be one of a run."""
     from skyrl_train.tracking.changes import changed_values
     from skyrl_train.tracking.run_dir import create_run_dir, reopen_run_dir
@@ -155,12 +162,12 @@ def _run_dir(command: Command[T], config: T, *, goes_on: bool) -> RunDir:
     make = reopen_run_dir if goes_on else create_run_dir
     changes = changed_values(to_yaml(config), command.program.base_yaml())
     try:
-        return make(Path(config.trainer.run_dir), config.trainer.run_name, to_yaml(config), changes)
+        return make(Path(config.trainer.run_dir), config.trainer.run_name, to_yaml(config), changes, secrets)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
 
 
-async def _until_signal(one: Run, run_dir: RunDir, console: Console) -> int | None:
+async def _until_signal(one: Run, run_dir: RunDir, console: Console, secrets: Secrets) -> int | None:
     """Run it; the first SIGINT or SIGTERM ends it after the step in flight, the second at once.
 
     Returns: the signal that ended the run, or None. A step that fails after the signal (a service manager ends all
@@ -189,15 +196,16 @@ async def _until_signal(one: Run, run_dir: RunDir, console: Console) -> int | No
     except Exception as error:
         if not received:
             raise
-        console.print(f"the step in flight is lost: {error}", style="yellow", markup=False, soft_wrap=True)
+        reason = secrets.text(str(error))
+        console.print(f"the step in flight is lost: {reason}", style="yellow", markup=False, soft_wrap=True)
     return received[0] if received else None
 
 
-def report_failure(error: Exception, run_dir: RunDir | None, console: Console) -> None:
+def report_failure(error: Exception, run_dir: RunDir | None, console: Console, secrets: Secrets = BY_NAME) -> None:
     """One message; the stack goes into the run's folder, where there is one."""
     where = ""
     if run_dir is not None:
-        path, story = run_dir.logs / "driver.log", "".join(traceback.format_exception(error))
+        path, story = run_dir.logs / "driver.log", secrets.text("".join(traceback.format_exception(error)))
         try:
             with path.open("a") as file:
                 file.write(story)
@@ -205,11 +213,13 @@ def report_failure(error: Exception, run_dir: RunDir | None, console: Console) -
         except OSError as full:
             where = f"\n{path} could not be written ({full}), so the whole story stands here:\n{story}"
     kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
-    print_error(f"{kind}{error}{where}", console)
+    print_error(f"{kind}{error}{where}", console, secrets)
 
 
-def print_error(message: str, console: Console) -> None:
-    console.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+def print_error(message: str, console: Console, secrets: Secrets | None = None) -> None:
+    """Print a message with its secrets masked. Args: secrets: those of the environment where none are given."""
+    shown = (secrets or secrets_of({})).text(message)
+    console.print(f"[bold red]error:[/] {escape(shown)}", highlight=False, soft_wrap=True)
 
 
 def _write_report(run_dir: RunDir, console: Console) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from rich.console import Console
 
 from skyrl_train.config import Config
+from skyrl_train.config.program import secrets_in
 from skyrl_train.config.rl import RL
 from skyrl_train.entrypoints.command import Command, guarded, prepare, print_error, report_failure
 from skyrl_train.service.checks import check_service
@@ -53,7 +54,7 @@ def _serve(argv: Sequence[str], console: Console) -> int:
     try:
         service = TrainingService.start(config, config.trainer.run_name)
     except Exception as error:
-        report_failure(error, None, console)
+        report_failure(error, None, console, secrets_in(config))
         return 2 if isinstance(error, ValueError) else 1
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)

@@ -22,6 +22,7 @@ from skyrl_train.cluster.process import log_to
 from skyrl_train.cluster.release import remove_states, states_folder
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config, to_yaml
+from skyrl_train.config.program import secrets_in
 from skyrl_train.config.rl import RL
 from skyrl_train.hub import local_folder
 from skyrl_train.service.feed import Feed
@@ -120,6 +121,7 @@ class ServiceActor:
             config.trainer.run_name,
             config_yaml,
             changed_values(config_yaml, RL.base_yaml()),
+            secrets_in(config),
         )
         log_to(str(self._run_dir.logs / "service.log"))
         try:

@@ -24,12 +24,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
-from skyrl_train.config.values import MASK
+from skyrl_train.config.redaction import BY_NAME, Secrets
 
 log = logging.getLogger(__name__)
 
-SECRET = re.compile(r"(http_api_key\s*[=:]\s*)(?!\$\{|null\b)[^,}\s]+")
-"""A key on a command line; one that is taken from elsewhere (`${oc.env:NAME}`) is none."""
 RECORD = "run.json"
 """The mark of a run's folder."""
 EARLIER = ("status", "started_unix_s", "ended_unix_s", "host", "command")
@@ -74,27 +72,32 @@ class RunDir:
         self.lock.close()
 
 
-def create_run_dir(path: Path, run_name: str, config_yaml: str, changes: Mapping[str, Any]) -> RunDir:
+def create_run_dir(
+    path: Path, run_name: str, config_yaml: str, changes: Mapping[str, Any], secrets: Secrets = BY_NAME
+) -> RunDir:
     """Makes `path` with config.yaml, run.json and logs/, after renaming an earlier run that lies there.
 
-    Args: changes holds the dotted keys in which the configuration differs from the base (`changed_values`).
+    Args: changes holds the dotted keys in which the configuration differs from the base (`changed_values`), masked as
+        config_yaml is; secrets are masked in the command line.
     Raises: ValueError if another process runs in the folder, if it is not a run's folder, or if it cannot be made.
     """
     path = path.expanduser().resolve()
     try:
         move_earlier_run(path)
-        return _open(path, config_yaml, _first_record(run_name, changes) | {"run_id": uuid.uuid4().hex})
+        return _open(path, config_yaml, _first_record(run_name, changes, secrets) | {"run_id": uuid.uuid4().hex})
     except OSError as error:
         raise ValueError(f"trainer.run_dir={path} cannot be made: {error}") from error
 
 
-def reopen_run_dir(path: Path, run_name: str, config_yaml: str, changes: Mapping[str, Any]) -> RunDir:
+def reopen_run_dir(
+    path: Path, run_name: str, config_yaml: str, changes: Mapping[str, Any], secrets: Secrets = BY_NAME
+) -> RunDir:
     """As `create_run_dir`, for a run that goes on: the run in `path` is this one, and its files stay.
 
     run.json lists the starts before under "earlier"; one that was killed has the status "running" and no end.
     """
     path = path.expanduser().resolve()
-    record = _first_record(run_name, changes)
+    record = _first_record(run_name, changes, secrets)
     try:
         _require_run(path)
         record["run_id"] = uuid.uuid4().hex
@@ -113,7 +116,8 @@ def _open(path: Path, config_yaml: str, record: Mapping[str, Any]) -> RunDir:
     path.mkdir(parents=True, exist_ok=True)
     run_dir = RunDir(path, lock=_lock(path))
     run_dir.logs.mkdir(exist_ok=True)
-    run_dir.config.write_text(config_yaml, encoding="utf-8")
+    run_dir.logs.chmod(0o700)  # libraries write what they like there
+    _write_private(run_dir.config, config_yaml)
     write_record(path, record)
     return run_dir
 
@@ -162,13 +166,16 @@ def read_record(path: Path) -> dict[str, Any]:
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Replaces run.json at once, so that a reader never sees half of it."""
     draft = path / f".{RECORD}.draft"
-    draft.write_text(json.dumps(record, indent=2, default=str) + "\n")
+    _write_private(draft, json.dumps(record, indent=2, default=str) + "\n")
     draft.replace(path / RECORD)
 
 
-def without_secret(argument: str) -> str:
-    """An argument as it may be written down: without the key of an HTTP endpoint."""
-    return SECRET.sub(rf"\1{MASK}", argument)
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        os.fchmod(descriptor, 0o600)  # an older file keeps its mode otherwise
+        file.write(text)
 
 
 def versions() -> dict[str, str]:
@@ -182,13 +189,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _first_record(run_name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+def _first_record(run_name: str, changes: Mapping[str, Any], secrets: Secrets) -> dict[str, Any]:
     return {
         "run_name": run_name,
         "status": "running",
         "started_unix_s": time.time(),
         "host": socket.gethostname(),
-        "command": [without_secret(argument) for argument in sys.argv],
+        "command": [secrets.argument(argument) for argument in sys.argv],
         "versions": versions(),
         "changes": dict(changes),
     }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import logging
 import netrc
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlparse
@@ -92,17 +94,18 @@ class WandbSink:
         if offline:
             log.warning("wandb has no API key: it writes an offline run to %s (`wandb sync` uploads it later)", run_dir)
         try:
-            self._run = wandb.init(
-                project=project_name,
-                name=run_name,
-                dir=run_dir,
-                config=dict(config),
-                mode="offline" if offline else None,
-                id=known,
-                resume="allow" if known else None,
-                # wandb's capture of stdout would replace the console that the progress bar draws on.
-                settings=wandb.Settings(console="off", silent=True),
-            )
+            with _no_arguments():
+                self._run = wandb.init(
+                    project=project_name,
+                    name=run_name,
+                    dir=run_dir,
+                    config=dict(config),
+                    mode="offline" if offline else None,
+                    id=known,
+                    resume="allow" if known else None,
+                    # wandb's capture of stdout would replace the console that the progress bar draws on.
+                    settings=wandb.Settings(console="off", silent=True),
+                )
         except Exception as error:
             raise RuntimeError(
                 f"wandb could not start: {error}. Set WANDB_MODE=offline, or leave wandb out of trainer.logger"
@@ -116,6 +119,17 @@ class WandbSink:
     def close(self) -> None:
         self._run.finish()
         self._wandb.teardown()  # ends wandb's service process, which finish() leaves running
+
+
+@contextlib.contextmanager
+def _no_arguments() -> Iterator[None]:
+    """Hide the command line from wandb (0.31), which uploads it and may find secrets in it."""
+    arguments = sys.argv
+    sys.argv = arguments[:1]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 def has_wandb_key() -> bool:
@@ -175,7 +189,7 @@ def build_tracker(
     """The tracker for `trainer.logger = names`; each sink writes below `run_dir`.
 
     Args:
-        config goes to Weights & Biases.
+        config goes to Weights & Biases; its secrets are masked already (`to_yaml`).
         total_steps is shown on the console, None where it is not known.
         steps_done: of a run that goes on in this folder, before the first call of `log`.
     Raises: ValueError for an unknown name or a library that is not installed.

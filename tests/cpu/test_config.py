@@ -278,7 +278,7 @@ def test_a_secret_is_read_and_never_written_out(project: Path, monkeypatch: pyte
     assert "xyzzy" not in repr(config) and "xyzzy" not in to_yaml(config)
     (project / "config.yaml").write_text(to_yaml(config))
     assert message(["--config-file", "config.yaml"]).startswith(
-        "generator.http_api_key is '***': that is written out in place of the value"
+        "generator.http_api_key is '***': this is written in place of a secret. Give the value again"
     )
     assert main_config(["--config-file", "config.yaml", "generator.http_api_key=null"]) == load_config([])
     assert "12345" not in message(["generator.http_api_key=12345"])

@@ -12,7 +12,7 @@ import yaml
 from skyrl_train.config import load_config, to_yaml
 from skyrl_train.config.rl import RL
 from skyrl_train.tracking.changes import changed_values
-from skyrl_train.tracking.run_dir import RunDir, create_run_dir, read_record, reopen_run_dir, versions, without_secret
+from skyrl_train.tracking.run_dir import RunDir, create_run_dir, read_record, reopen_run_dir, versions
 
 BASE_YAML = """
 trainer:
@@ -195,17 +195,3 @@ def test_base_config_changes_nothing_and_one_override_is_one_change():
         "trainer.run_name": "mine",
         "trainer.bf16": False,
     }
-
-
-@pytest.mark.parametrize(
-    ("argument", "written"),
-    [
-        ("generator.http_api_key=xyzzy", "generator.http_api_key=***"),
-        ("generator={http_api_key: xyzzy, max_turns: 2}", "generator={http_api_key: ***, max_turns: 2}"),
-        ("generator.http_api_key=${oc.env:MY_KEY}", "generator.http_api_key=${oc.env:MY_KEY}"),
-        ("generator.http_api_key=null", "generator.http_api_key=null"),
-        ("trainer.seed=3", "trainer.seed=3"),
-    ],
-)
-def test_a_key_on_the_command_line_is_not_recorded(argument: str, written: str):
-    assert without_secret(argument) == written

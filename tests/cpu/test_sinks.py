@@ -351,3 +351,13 @@ def test_times_and_throughputs_have_units():
     assert [fmt.seconds(s) for s in (0.0354, 1.84, 24.12, 1250)] == ["35 ms", "1.84 s", "24.1 s", "1,250 s"]
     assert [fmt.duration(s) for s in (24, 125, 11220)] == ["24 s", "2 min 05 s", "3 h 07 min"]
     assert [fmt.compact(v) for v in (8123, 12345, 123456, 4.56e6)] == ["8,123", "12.3k", "123.5k", "4.56M"]
+
+
+def test_wandb_is_not_given_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(sys, "argv", ["program", "generator.http_api_key=the-secret"])
+    build_tracker(["wandb"], tmp_path, "project", "run", {}).close()
+    assert sys.argv[1:] == ["generator.http_api_key=the-secret"]
+    written = [file for file in (tmp_path / "wandb").rglob("*") if file.is_file()]
+    assert written and not any(b"the-secret" in file.read_bytes() for file in written)
