@@ -214,7 +214,6 @@ def measure_steps(folder: Path, args: argparse.Namespace, scratch: Path) -> dict
         f"{megatron}.expert_model_parallel_size={args.ep}",
         f"{megatron}.recompute_granularity={args.recompute or 'null'}",
         f"generator.num_inference_engines={args.engines}",
-        "generator.enforce_eager=false",
         f"generator.max_num_seqs={args.prompts * args.samples_per_prompt}",
         f"generator.n_samples_per_prompt={args.samples_per_prompt}",
         f"generator.sampling_params.max_generate_length={args.new_tokens}",

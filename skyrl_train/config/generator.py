@@ -54,8 +54,8 @@ class GeneratorConfig:
     """Ranks of each engine."""
     model_dtype: Annotated[str, OneOf(("bfloat16", "float16", "float32"))]
     """dtype of the engines' weights: bfloat16, float16 or float32."""
-    enforce_eager: bool
-    """No CUDA graphs and no compilation."""
+    enforce_eager: bool | None
+    """No CUDA graphs and no compilation; null means CUDA graphs on GPUs and eager mode without a GPU."""
     enable_prefix_caching: bool
     """Samples of one prompt share its computation."""
     gpu_memory_utilization: ShareAboveZero | None

@@ -50,13 +50,15 @@ class Engine:
         settings = with_memory_share(settings, device_type())
         self._settings = settings
         import_vllm(settings)
+        arguments = engine_arguments(settings, device_type())
+        print(f"enforce_eager: {arguments['enforce_eager']}", flush=True)
         from skyrl_train.inference.requests import Requests
         from skyrl_train.inference.versions import VersionTracker
         from skyrl_train.inference.vllm_versions import build_async_llm
 
         # Held by Core alone, in no local name: an import above leaves a traceback behind, and with it this frame.
         with first_in_children("skyrl_train.inference.core_start"):
-            self._core = Core(build_async_llm(engine_arguments(settings, device_type())), settings.sync_timeout_s)
+            self._core = Core(build_async_llm(arguments), settings.sync_timeout_s)
         adapter = None
         if settings.lora is not None:
             from skyrl_train.inference.adapter_slots import EveryRequest

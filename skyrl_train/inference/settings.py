@@ -5,6 +5,7 @@ Imports no vLLM: settings are made in other processes, and the environment must 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,8 @@ from typing import Any, Literal
 from skyrl_train.adapter import SLOT_RANKS, linear_shapes, slot_problem, targets
 from skyrl_train.config.policy import LoraConfig
 from skyrl_train.config.values import is_loopback
+
+log = logging.getLogger(__name__)
 
 PauseMode = Literal["keep", "wait", "abort"]
 EXTENSION = "skyrl_train.inference.transfer.SyncExtension"
@@ -71,7 +74,8 @@ class EngineSettings:
     """Most tokens of prompt and response together."""
     seed: int = 0
     tensor_parallel_size: int = 1
-    enforce_eager: bool = True
+    enforce_eager: bool | None = None
+    """None means CUDA graphs on a GPU, and eager mode without one."""
     enable_prefix_caching: bool = True
     gpu_memory_utilization: float | None = None
     """None means what is free on its devices when it starts, but for the margin."""
@@ -144,7 +148,7 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
         "max_model_len": settings.max_model_len,
         "seed": settings.seed,
         "tensor_parallel_size": settings.tensor_parallel_size,
-        "enforce_eager": settings.enforce_eager,
+        "enforce_eager": is_eager(settings, device_type),
         "enable_prefix_caching": settings.enable_prefix_caching,
         "max_num_batched_tokens": max(settings.max_num_batched_tokens, settings.max_model_len),
         "max_num_seqs": settings.max_num_seqs,
@@ -169,6 +173,11 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
     if settings.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
     return arguments | settings.engine_init_kwargs
+
+
+def is_eager(settings: EngineSettings, device_type: str) -> bool:
+    """Whether the engine runs without CUDA graphs and without compilation."""
+    return device_type == "cpu" if settings.enforce_eager is None else settings.enforce_eager
 
 
 def still_running(timeout_s: float, requests: Sequence[str] = ()) -> TimeoutError:
@@ -225,13 +234,37 @@ def engine_environment(settings: EngineSettings, device_type: str) -> dict[str, 
             # "auto" pins cores, on which engines and trainers then collide.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
-        if settings.enforce_eager:
+        if is_eager(settings, device_type):
             # vLLM compiles a function of the sampler (8 s) on the first request with logprobs, eager mode or not.
             environment["TORCHDYNAMO_DISABLE"] = "1"
     return environment
 
 
+CLOSED = {
+    # Opens /collective_rpc, /pause, /sleep and the weight updates of vLLM's own to every client.
+    "VLLM_SERVER_DEV_MODE": "0",
+    # Messages to the core may then be pickles, which run code.
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+    # Clients may then load adapters from any path of this node.
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0",
+    "VLLM_LORA_RESOLVER_CACHE_DIR": None,
+    # A second key beside generator.http_api_key.
+    "VLLM_API_KEY": None,
+    # These write requests, answers or every call of a function into logs and files.
+    "VLLM_DEBUG_LOG_API_SERVER_RESPONSE": "0",
+    "VLLM_DEBUG_DUMP_PATH": None,
+    "VLLM_TRACE_FUNCTION": "0",
+}
+"""vLLM's variables that open more than this program offers -> the value that closes it; None removes the variable."""
+
+
 def set_environment(settings: EngineSettings, device_type: str) -> None:
-    """What the user has set already stays."""
+    """Set `engine_environment` where the user has set nothing, and CLOSED whatever an engine inherits."""
     for name, value in engine_environment(settings, device_type).items():
         os.environ.setdefault(name, value)
+    for name, closed in CLOSED.items():
+        if os.environ.get(name, closed) != closed:
+            log.warning("%s is set: engines of this program ignore it", name)
+        os.environ.pop(name, None)
+        if closed is not None:
+            os.environ[name] = closed

@@ -43,9 +43,13 @@ class Told:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     http = HttpSettings("127.0.0.1", port=0)
-    for world in live_world(tmp_path_factory.mktemp("served"), "tied", http=http, max_model_len=LONG + 50):
-        world.url = run(world.engine.start_server())  # type: ignore[attr-defined]
-        yield world
+    with pytest.MonkeyPatch.context() as patch:
+        # As a user's shell may have it.
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")
+        patch.setenv("VLLM_API_KEY", "another-key")
+        for world in live_world(tmp_path_factory.mktemp("served"), "tied", http=http, max_model_len=LONG + 50):
+            world.url = run(world.engine.start_server())  # type: ignore[attr-defined]
+            yield world
 
 
 def client(url: str, **headers: str) -> httpx.AsyncClient:
@@ -349,6 +353,15 @@ def another_server(world: World, **http: Any) -> Any:
     engine = world.engine
     settings = replace(engine._settings, http=HttpSettings(**{"host": "127.0.0.1", "port": 0} | http))
     return HttpServer(settings, engine._core.llm, engine._versions, engine._until_running)
+
+
+@pytest.mark.parametrize("path", ["/collective_rpc", "/pause", "/sleep", "/reset_prefix_cache", "/update_weights"])
+def test_calls_that_control_an_engine_are_not_served_whatever_it_inherits(world: World, path: str):
+    async def play() -> int:
+        async with client(world.url) as http:  # type: ignore[attr-defined]
+            return (await http.post(path, json={})).status_code
+
+    assert run(play()) == 404
 
 
 def test_the_key_is_asked_for(world: World):
