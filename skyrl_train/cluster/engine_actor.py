@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from skyrl_train.hub import local_folder
 from skyrl_train.inference.engine import Engine, import_vllm
 from skyrl_train.inference.remote import RemoteEngine
 from skyrl_train.inference.root_cause import root_cause
+from skyrl_train.inference.scratch import scratch
 from skyrl_train.inference.settings import EngineSettings, RemoteEngineSettings
 
 GONE_S = 10.0
@@ -34,12 +36,14 @@ class Started:
     node_id: str
     pids: tuple[tuple[int, float], ...]
     """(process id, time of its creation) of its processes; no other process has both."""
+    scratch: str | None = None
+    """Folder with the temporary files of its processes."""
 
 
-def _started(num_workers: int, url: str | None = None) -> Started:
+def _started(num_workers: int, url: str | None = None, folder: str | None = None) -> Started:
     this = psutil.Process()
     pids = tuple((process.pid, process.create_time()) for process in (this, *this.children(recursive=True)))
-    return Started(num_workers, url, ray.get_runtime_context().get_node_id(), pids)
+    return Started(num_workers, url, ray.get_runtime_context().get_node_id(), pids, folder)
 
 
 class EngineActor(Engine):
@@ -76,7 +80,8 @@ class EngineActor(Engine):
         num_workers = (await self.ready())["num_workers"]
         if waits_for_weights:
             await self.pause()
-        return _started(num_workers, None if http is None else await self.start_server())
+        url = None if http is None else await self.start_server()
+        return _started(num_workers, url, str(scratch().path))
 
 
 class RemoteEngineActor(RemoteEngine):
@@ -95,8 +100,10 @@ class RemoteEngineActor(RemoteEngine):
         return _started((await self.ready())["num_workers"])
 
 
-def kill_processes(pids: tuple[tuple[int, float], ...]) -> None:
-    """Kill what is left of them. A stopped process obeys nothing else, and Ray's own way is to ask.
+def kill_processes(pids: tuple[tuple[int, float], ...], folder: str | None = None) -> None:
+    """Kill what is left of them, and remove their temporary folder.
+
+    A stopped process obeys nothing else, and Ray only asks it.
 
     One of them, multiprocessing's resource tracker, ends when the others have, and removes what they leave in /dev/shm.
     """
@@ -110,6 +117,8 @@ def kill_processes(pids: tuple[tuple[int, float], ...]) -> None:
     _kill(others)
     _, stuck = psutil.wait_procs(trackers, TRACKER_S)
     _kill(stuck)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _kill(processes: list[psutil.Process]) -> None:
@@ -122,8 +131,8 @@ def _kill(processes: list[psutil.Process]) -> None:
 async def kill_on_node(engine: Started) -> None:
     """`kill_processes` on the engine's node. Raises: RayError if that is another, and lost."""
     if engine.node_id == ray.get_runtime_context().get_node_id():  # a task would start a process of 2 s for it
-        await asyncio.to_thread(kill_processes, engine.pids)
+        await asyncio.to_thread(kill_processes, engine.pids, engine.scratch)
         return
     strategy = NodeAffinitySchedulingStrategy(engine.node_id, soft=False)
     task = ray.remote(kill_processes).options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
-    await asyncio.wrap_future(task.remote(engine.pids).future())
+    await asyncio.wrap_future(task.remote(engine.pids, engine.scratch).future())

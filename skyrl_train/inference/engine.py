@@ -21,6 +21,7 @@ from skyrl_train.device import device_type
 from skyrl_train.imports import first_in_children, quick_imports
 from skyrl_train.inference.core import Core, EngineDeadError
 from skyrl_train.inference.memory_share import with_memory_share
+from skyrl_train.inference.scratch import scratch
 from skyrl_train.inference.settings import EngineSettings, PauseMode, engine_arguments, set_environment, still_running
 from skyrl_train.inference.sync_report import SyncReport
 from skyrl_train.inference.weights import Weights
@@ -50,6 +51,14 @@ class Engine:
         settings = with_memory_share(settings, device_type())
         self._settings = settings
         import_vllm(settings)
+        scratch().enter()
+        try:
+            self._start(settings)
+        except BaseException:
+            scratch().leave()
+            raise
+
+    def _start(self, settings: EngineSettings) -> None:
         arguments = engine_arguments(settings, device_type())
         print(f"enforce_eager: {arguments['enforce_eager']}", flush=True)
         from skyrl_train.inference.requests import Requests
@@ -295,6 +304,7 @@ class Engine:
 
             # In a list: a thread may keep its arguments for a while after its answer has come.
             await asyncio.to_thread(lambda: shut_down(held.pop(), self._settings.tensor_parallel_size))
+            scratch().leave()
 
     async def _until_running(self) -> None:
         """Raises: TimeoutError if a pause takes longer than a call may; EngineDeadError."""

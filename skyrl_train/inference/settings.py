@@ -5,8 +5,10 @@ Imports no vLLM: settings are made in other processes, and the environment must 
 
 from __future__ import annotations
 
+import getpass
 import logging
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -225,6 +227,9 @@ def engine_environment(settings: EngineSettings, device_type: str) -> dict[str, 
     if device_type == "cuda" and settings.model_dtype == "float32":
         # vLLM's attention leaves the precision of its products to Triton, whose own default is TensorFloat-32.
         environment["TRITON_F32_DEFAULT"] = "ieee"
+    if not is_eager(settings, device_type):
+        # torch's own place, which would go with the engine's temporary folder.
+        environment["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
     if Path(settings.model_path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     if device_type == "cpu":
