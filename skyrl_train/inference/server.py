@@ -19,7 +19,15 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from skyrl_train.inference import vllm_versions
-from skyrl_train.inference.answers import Answer, App, NamedVersions, NeedsKey, WaitsWhilePaused, current_answer
+from skyrl_train.inference.answers import (
+    Answer,
+    App,
+    BoundedBody,
+    NamedVersions,
+    NeedsKey,
+    WaitsWhilePaused,
+    current_answer,
+)
 from skyrl_train.inference.sampling_facts import sampling_facts
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.inference.versions import VersionTracker
@@ -97,6 +105,7 @@ class HttpServer:
 
     def _guarded(self, app: App) -> App:
         served: App = WaitsWhilePaused(NamedVersions(app), self._wait)
+        served = BoundedBody(served, self._settings.max_model_len)
         return served if self._http.api_key is None else NeedsKey(served, self._http.api_key)
 
     def move_to(self, policy_version: int) -> None:

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.inference.answers import Answer, App, NamedVersions, NeedsKey, WaitsWhilePaused, current_answer
+from skyrl_train.inference.answers import (
+    MOST_DROPPED_BYTES,
+    Answer,
+    App,
+    BoundedBody,
+    NamedVersions,
+    NeedsKey,
+    WaitsWhilePaused,
+    current_answer,
+)
 from skyrl_train.inference.sampling_facts import sampling_facts
 
 Told = list[dict[str, Any]]
@@ -196,3 +205,54 @@ def test_who_waits_for_too_long_or_for_a_dead_engine_is_told(error: Exception, k
     told = asked(waiting(wait))
     assert told[0]["status"] == 503 and json.loads(body(told))["error"]["type"] == kind
     assert (header(told, b"retry-after") is not None) == isinstance(error, TimeoutError)
+
+
+def posted(parts: list[bytes], headers: dict[str, str], max_model_len: int = 8192) -> tuple[Told, list[bytes], int]:
+    """What a client gets that posts its body in parts, what the application read of it, and the parts left unread."""
+    left, read, told = list(parts), [], []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    async def send(message: Any) -> None:
+        told.append(dict(message))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        read.append((await receive())["body"])
+        await says_hello(scope, receive, send)
+
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": pairs}
+    asyncio.run(BoundedBody(app, max_model_len)(scope, receive, send))
+    return told, read, len(left)
+
+
+LIMIT = 8192 * 64
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-length": str(LIMIT)}])
+def test_a_body_of_the_greatest_length_reaches_the_application_in_one_part(headers: dict[str, str]):
+    told, read, _ = posted([b"x"] * 100 + [b"y" * (LIMIT - 100)], headers)
+    assert told[0]["status"] == 200 and read == [b"x" * 100 + b"y" * (LIMIT - 100)]
+
+
+def test_a_model_of_few_tokens_still_takes_long_definitions_of_tools():
+    assert posted([b"x" * (256 << 10)], {}, max_model_len=16)[0][0]["status"] == 200
+    assert posted([b"x" * (256 << 10), b"x"], {}, max_model_len=16)[0][0]["status"] == 413
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-length": str(LIMIT + 1)}, {"content-length": "1"}])
+def test_a_longer_body_is_refused_before_anything_parses_it(headers: dict[str, str]):
+    told, read, left = posted([b"x" * LIMIT, b"x", b"x"], headers)
+    error = json.loads(body(told))["error"]
+    assert told[0]["status"] == error["code"] == 413 and error["type"] == "RequestTooLarge"
+    assert f"more than {LIMIT} bytes, and the model takes at most 8192 tokens. Send shorter" in error["message"]
+    assert read == [] and left == 0, "the rest is read, so that the client reads the answer"
+
+
+def test_a_body_without_end_is_not_read_to_its_end():
+    part = bytes(8 << 20)
+    told, read, left = posted([part] * 100, {})
+    assert told[0]["status"] == 413 and read == [] and left == 100 - MOST_DROPPED_BYTES // len(part) - 1
+    told, read, left = posted([part] * 100, {"content-length": str(100 * len(part))})
+    assert told[0]["status"] == 413 and read == [] and left == 100

@@ -364,6 +364,16 @@ def test_calls_that_control_an_engine_are_not_served_whatever_it_inherits(world:
     assert run(play()) == 404
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/v1/chat/completions"])
+def test_a_body_longer_than_any_the_model_takes_is_refused(world: World, path: str):
+    async def play() -> httpx.Response:
+        async with client(world.url) as http:  # type: ignore[attr-defined]
+            return await http.post(path, json={"model": "tiny", "prompt": "1" * (1 << 20)})
+
+    refused = run(play())
+    assert refused.status_code == 413 and refused.json()["error"]["type"] == "RequestTooLarge"
+
+
 def test_the_key_is_asked_for(world: World):
     async def main() -> list[int]:
         server = another_server(world, host="0.0.0.0", api_key="secret", advertised_host="127.0.0.1")
