@@ -194,6 +194,7 @@ def measure_steps(folder: Path, args: argparse.Namespace, scratch: Path) -> dict
     megatron = "trainer.policy.megatron_config"
     overrides = [
         f"data.train_data=[{data}]",
+        "environment.env_class=digit_share:DigitShare",
         "data.val_data=[]",
         f"trainer.policy.model.path={folder}",
         f"trainer.max_training_steps={total}",

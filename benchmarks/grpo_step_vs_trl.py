@@ -77,6 +77,7 @@ def run_ours(folder: Path, model: Path, data: Path, layout: tuple[int, int, int]
             "+experiment=quickstart",
             "trainer.prepare=null",
             f"data.train_data=[{data}]",
+            "environment.env_class=digit_share:DigitShare",
             "data.val_data=[]",
             f"trainer.policy.model.path={model}",
             f"trainer.max_training_steps={steps}",

@@ -147,6 +147,8 @@ class EnvironmentConfig:
 
     env_class: Text
     """For rows without an env_class: a name of skyrl-gym's registry or `module:Class`."""
+    allowed_env_classes: tuple[Text, ...]
+    """`module:Class` names that rows may import besides env_class; rows may always name skyrl-gym's registry."""
     step_timeout_s: AboveZero
     """Seconds that one env.init, env.step or env.close has."""
     skyrl_gym: SkyrlGymConfig

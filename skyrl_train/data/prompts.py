@@ -27,17 +27,19 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_length: int,
     default_env_class: str,
+    allowed_env_classes: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any],
 ) -> LoadedPrompts:
     """The rows of all sources in order, without those whose prompt is too long.
 
     Args: sources as in `read_rows`. A row's uid is its index over all sources, dropped rows counted, so it does not
-        depend on max_prompt_length.
+        depend on max_prompt_length. allowed_env_classes: `module:Class` names that rows may have besides the default;
+        a data set must not choose what code is imported.
     Raises: ValueError naming the source and the row if a source is missing or unreadable or a row is malformed;
         ValueError if no row is left.
     """
     prompts = [
-        _prompt(row, where, uid=str(index), default_env_class=default_env_class)
+        _prompt(row, where, str(index), default_env_class, allowed_env_classes)
         for index, (where, row) in enumerate(read_rows(sources))
     ]
     lengths = ChatTemplate(tokenizer, chat_template_kwargs).prompt_lengths([prompt.messages for prompt in prompts])
@@ -51,7 +53,7 @@ def load_prompts(
     return LoadedPrompts(prompts=kept, num_dropped=len(prompts) - len(kept))
 
 
-def _prompt(row: dict[str, Any], where: str, *, uid: str, default_env_class: str) -> Prompt:
+def _prompt(row: dict[str, Any], where: str, uid: str, default_env_class: str, allowed: Sequence[str]) -> Prompt:
     if row.get("prompt") is None:
         raise ValueError(f"{where}: no `prompt`; the columns are {', '.join(map(str, row)) or 'none'}")
     try:
@@ -64,10 +66,16 @@ def _prompt(row: dict[str, Any], where: str, *, uid: str, default_env_class: str
         value = row.get(column)
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{where}: `{column}` must be a {kind.__name__}, got {type(value).__name__} {value!r}")
+    env_class = row.get("env_class") or default_env_class
+    if ":" in env_class and env_class != default_env_class and env_class not in allowed:
+        raise ValueError(
+            f"{where}: `env_class` is {env_class!r}: rows may import only what the configuration names. Add it to "
+            "environment.allowed_env_classes, or set environment.env_class to it"
+        )
     return Prompt(
         uid=uid,
         messages=messages,
-        env_class=row.get("env_class") or default_env_class,
+        env_class=env_class,
         extras={key: value for key, value in row.items() if key not in ("prompt", "env_class")},
         data_source=row.get("data_source") or "unknown",
     )

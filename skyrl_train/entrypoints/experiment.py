@@ -64,6 +64,7 @@ class Experiment(Run[Config, Processes]):
             tokenizer=self.tokenizer,
             max_prompt_length=self.config.trainer.max_prompt_length,
             default_env_class=self.config.environment.env_class,
+            allowed_env_classes=self.config.environment.allowed_env_classes,
             chat_template_kwargs=self.config.generator.chat_template_kwargs,
         )
         if loaded.num_dropped:

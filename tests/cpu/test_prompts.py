@@ -24,12 +24,13 @@ def write_jsonl(path, rows):
     return str(path)
 
 
-def load(*sources, tokenizer=None, max_prompt_length=100, **options):
+def load(*sources, tokenizer=None, max_prompt_length=100, env_class="gsm8k", allowed=(), **options):
     return load_prompts(
         sources,
         tokenizer=tokenizer or tiny_tokenizer(),
         max_prompt_length=max_prompt_length,
-        default_env_class="gsm8k",
+        default_env_class=env_class,
+        allowed_env_classes=allowed,
         chat_template_kwargs=options,
     )
 
@@ -206,3 +207,13 @@ def test_epoch_is_that_of_the_next_batch():
 def test_batch_larger_than_the_data_set_is_refused():
     with pytest.raises(ValueError, match="train_batch_size=11 must be between 1 and .*10"):
         Order(prompts(10), batch_size=11, seed=1)
+
+
+def test_a_row_cannot_choose_code_that_the_configuration_does_not_name(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [row("1"), row("2", env_class="os:system")])
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl.*2.*`env_class` is 'os:system': rows may import only what the conf"
+    ):
+        load(source)
+    assert load(source, env_class="os:system").prompts[0].env_class == "os:system"
+    assert load(source, allowed=["other:Env", "os:system"]).prompts[1].env_class == "os:system"
