@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from skyrl_train.config import Config
 from skyrl_train.config.generator import GeneratorConfig
@@ -46,6 +47,8 @@ OTHER_DISTRIBUTION = {
 }
 """Arguments with which an engine samples from another distribution than the one that the trainer computes."""
 
+REMOTE_CODE = ("trust_remote_code", "auto_map", "code_revision")
+
 
 def engine_argument_problems(generator: GeneratorConfig) -> Iterator[str]:
     """Arguments that would set aside what the trainer counts on."""
@@ -62,6 +65,23 @@ def engine_argument_problems(generator: GeneratorConfig) -> Iterator[str]:
             )
         elif name == "speculative_config" and (value or {}).get("rejection_sample_method") == "synthetic":
             yield f"{given}: synthetic acceptance keeps tokens that the model did not sample. Use the method standard"
+        for path in _paths_of_remote_code(value, f"generator.engine_init_kwargs.{name}"):
+            yield (
+                f"{path} is set: models and tokenizers that need Python code from their own folder are not supported, "
+                "and such code is never run. Remove it, and use a model that transformers has itself"
+            )
+
+
+def _paths_of_remote_code(value: Any, path: str) -> Iterator[str]:
+    """Keys, at any depth, by which transformers and vLLM import code from a model's folder or from the hub."""
+    if path.rpartition(".")[2] in REMOTE_CODE:
+        yield path
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _paths_of_remote_code(item, f"{path}.{name}")
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _paths_of_remote_code(item, path)
 
 
 def remote_engine_problems(config: Config) -> Iterator[str]:

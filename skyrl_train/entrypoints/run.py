@@ -84,7 +84,7 @@ class Run(ABC, Generic[C, P]):
         """Label -> line about model, data and steps, for the head of the console."""
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        return AutoTokenizer.from_pretrained(self.model_folder)
+        return AutoTokenizer.from_pretrained(self.model_folder, trust_remote_code=False)
 
     def get_tracker(self, run_dir: RunDir, num_steps: int) -> Tracker:
         trainer = self.config.trainer

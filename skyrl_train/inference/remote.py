@@ -255,7 +255,9 @@ class RemoteEngine:
         """Raises: ServerUnsuitableError if the server's vocabulary is not the policy's."""
         from transformers import AutoTokenizer
 
-        expected = AutoTokenizer.from_pretrained(self._settings.model_path).encode(PROBE_TEXT, add_special_tokens=False)
+        expected = AutoTokenizer.from_pretrained(self._settings.model_path, trust_remote_code=False).encode(
+            PROBE_TEXT, add_special_tokens=False
+        )
         body = {"prompt": PROBE_TEXT, "add_special_tokens": False}
         try:
             found = (await self._control.post("/tokenize", body, PROBE_S))["tokens"]

@@ -59,7 +59,7 @@ LATENT_NORM_EPS = 1e-6
 
 def load_hf_config(path: str) -> PretrainedConfig:
     """The model's configuration with the fields mbridge reads under their old names."""
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     rope = getattr(config, "rope_parameters", None) or {}
     if not hasattr(config, "rope_theta"):
         config.rope_theta = rope.get("rope_theta", 10000.0)

@@ -200,7 +200,7 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (target / INDEX).write_text(json.dumps(index, indent=1))
         # Not the bridge's copy, which holds the fields that mbridge looks for.
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         config.dtype = model.dtype
         config.save_pretrained(target)
         _copy_tokenizer(model.bridge._get_actual_hf_path(source), target)

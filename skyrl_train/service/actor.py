@@ -133,9 +133,9 @@ class ServiceActor:
     async def _start(self) -> None:
         config, trainer = self._config, self._config.trainer
         folder = local_folder(trainer.policy.model.path)
-        model = AutoConfig.from_pretrained(folder)
+        model = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         adapter_file.check(folder, trainer.policy.model.lora)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         positions = model.max_position_embeddings
         self._reader = JobReader(config, tokenizer, model.vocab_size, positions)
         goal = objective(
