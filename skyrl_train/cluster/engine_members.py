@@ -10,6 +10,7 @@ from typing import Any
 from skyrl_train.cluster.background import Background
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.engine_place import EnginePlace
+from skyrl_train.inference.settings import RemoteEngineSettings
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,13 @@ class EngineMembers:
     def num_workers(self) -> int:
         """Of the engines that are up."""
         return sum(place.num_workers for place in self.up)
+
+    @property
+    def nodes(self) -> set[str] | None:
+        """Nodes of the engines that are up; None where they are servers, which may be outside of the cluster."""
+        if any(isinstance(place.settings, RemoteEngineSettings) for place in self.up):
+            return None
+        return {place.started.node_id for place in self.up if place.started is not None}
 
     @property
     def shared_ranks(self) -> set[int]:

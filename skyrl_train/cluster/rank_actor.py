@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import ray
@@ -16,6 +16,7 @@ from skyrl_train.device import memory_in_use
 from skyrl_train.imports import quick_imports
 from skyrl_train.inference.stock_nccl import StockNcclSender
 from skyrl_train.ranks import Rendezvous, free_port
+from skyrl_train.stores import LOOPBACK
 from skyrl_train.weight_sync.control import ControlMessage
 from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.send_report import SendReport
@@ -65,11 +66,19 @@ class RankActor:
         return None, self.call(method, *args)
 
     def open_sender(
-        self, engines: Mapping[str, Any], backend: str, bucket_bytes: int, num_workers: int, timeout_s: float, name: str
+        self,
+        engines: Mapping[str, Any],
+        backend: str,
+        bucket_bytes: int,
+        num_workers: int,
+        timeout_s: float,
+        name: str,
+        nodes: Collection[str] | None = None,
     ) -> ControlMessage:
         """Make this rank a sender of weights and return what the engines (name -> actor) must be told.
 
-        Args: engines: to whom this rank posts its messages; num_workers: of all engines; name: of the sender.
+        Args: engines: to whom this rank posts its messages; num_workers: of all engines; name: of the sender;
+            nodes: of the engines, None where they may be anywhere.
         """
         from skyrl_train.device import device
         from skyrl_train.weight_sync.channel_kinds import send_channel
@@ -82,10 +91,12 @@ class RankActor:
             calls = {engine_name: engine.update_weights.remote(message) for engine_name, engine in engines.items()}
             return PostedCalls("take in the weights", calls, timeout_s)
 
+        is_alone = nodes is not None and set(nodes) <= {ray.get_runtime_context().get_node_id()}
+        address = LOOPBACK if is_alone else host()
         if backend == "vllm_nccl":
-            self._sender = StockNcclSender(bucket_bytes, post, num_workers, device(), timeout_s, host())
+            self._sender = StockNcclSender(bucket_bytes, post, num_workers, device(), timeout_s, address)
         else:
-            channel = send_channel(backend, num_workers, device(), timeout_s, host())
+            channel = send_channel(backend, num_workers, device(), timeout_s, address)
             self._sender = Sender(channel, bucket_bytes, post)
         return self._sender.init_info | {"sender": name, "timeout_s": timeout_s}
 

@@ -79,7 +79,8 @@ class WeightWay:
             await self._connect_beside_engines(way, num_changes)
         else:
             for rank in self._senders:
-                info = await self._group.one(rank, "open_sender", members.actors, *way, self._group.calls.names[rank])
+                name = self._group.calls.names[rank]
+                info = await self._group.one(rank, "open_sender", members.actors, *way, name, members.nodes)
                 await self._meet(info, [rank], num_changes)
         self._connected_at = num_changes
 

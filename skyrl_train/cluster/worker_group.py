@@ -14,6 +14,7 @@ from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.process import wait_ended_on_nodes
 from skyrl_train.cluster.rank_actor import RankActor
 from skyrl_train.ranks import Rendezvous
+from skyrl_train.stores import LOOPBACK
 
 CLOSE_S = 5
 """Patience with processes that may hang in a collective."""
@@ -106,7 +107,8 @@ class WorkerGroup:
     async def build(self, entry_point: str, kwargs: dict[str, Any]) -> list[Any]:
         """Make `module:Class` on every rank; returns each rank's place in the layout."""
         address, port = await self.one(0, "find_meeting_place")
-        await self._find_places()
+        if len({node for node, _, _ in await self._find_places()}) == 1:
+            address = LOOPBACK
         meetings = [Rendezvous(rank, self.size, address, port, self.calls.timeout_s) for rank in range(self.size)]
         return await self.calls.gather(
             "start",

@@ -12,6 +12,7 @@ from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.device import allocate_in_pages, device_type, distributed_backend
 from skyrl_train.megatron.groups import few_groups, options_of_default_group
 from skyrl_train.ranks import ParallelRanks, Rendezvous
+from skyrl_train.stores import join_store
 
 
 def join(rendezvous: Rendezvous, config: MegatronConfig, seed: int) -> ParallelRanks:
@@ -29,7 +30,7 @@ def join(rendezvous: Rendezvous, config: MegatronConfig, seed: int) -> ParallelR
     timeout = datetime.timedelta(seconds=rendezvous.timeout_s)
     dist.init_process_group(
         distributed_backend(),
-        init_method=f"tcp://{rendezvous.address}:{rendezvous.port}",
+        store=join_store(rendezvous),
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
         timeout=timeout,

@@ -11,12 +11,12 @@ import contextlib
 import socket
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from skyrl_train.stores import serve_store
 from skyrl_train.weight_sync.broadcast_group import BroadcastGroup
 from skyrl_train.weight_sync.control import Check, ControlMessage
 from skyrl_train.weight_sync.errors import WeightSyncError
@@ -41,9 +41,7 @@ class BroadcastSendChannel:
         self._world_size = 1 + num_receivers
         self._device, self._timeout_s = device, timeout_s
         self._host = host or socket.gethostbyname(socket.gethostname())
-        self._store = dist.TCPStore(
-            self._host, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-        )
+        self._store = serve_store(self._host, 0, timeout_s)
         self._group: BroadcastGroup | None = None
         self._buffers: list[Tensor | None] = [None] * BUFFERS
         self._works: list[dist.Work | None] = [None] * BUFFERS

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2] / "skyrl_train"
 # A folder or module imports only what stands before it; the modules of one row may import each other.
 ROWS = """
     config
-    types ranks hub hf checkpoint device nvml imports file_sum
+    types ranks hub hf checkpoint device nvml imports file_sum stores
     adapter adapter_file
     tracking
     algorithms

@@ -1,0 +1,43 @@
+"""Stores in which processes meet, each listening on one address: torch's own listen on every network of the host."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from skyrl_train.ranks import Rendezvous
+
+LOOPBACK = "127.0.0.1"
+
+
+def serve_store(host: str, port: int, timeout_s: float, world_size: int | None = None) -> dist.TCPStore:
+    """A store that listens on this address of the machine alone.
+
+    Args: port: 0 means any that is free; world_size: processes, with this one, to wait for; None waits for none.
+    Raises: OSError if the port is taken or the address is none of this machine's.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen()
+        found: int = listening.getsockname()[1]
+        return dist.TCPStore(
+            host,
+            found,
+            world_size,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=world_size is not None,
+            master_listen_fd=listening.detach(),  # the store closes it
+        )
+
+
+def join_store(rendezvous: Rendezvous) -> dist.Store:
+    """The store of a worker group; rank 0 serves it, and the others wait for it until the deadline."""
+    if rendezvous.rank == 0:
+        return serve_store(rendezvous.address, rendezvous.port, rendezvous.timeout_s, rendezvous.world_size)
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    return dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.world_size, is_master=False, timeout=timeout)

@@ -1,0 +1,61 @@
+"""Stores of process groups listen where they are needed and nowhere else."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from skyrl_train.config import load_config
+from skyrl_train.megatron.local_ranks import run_on_ranks
+from skyrl_train.megatron.parallel import join
+from skyrl_train.ranks import Rendezvous, free_port
+from skyrl_train.stores import join_store, serve_store
+from skyrl_train.weight_sync.broadcast import BroadcastSendChannel
+
+
+def listening() -> set[tuple[str, int]]:
+    """Address and port of each socket at which this process listens."""
+    found = psutil.Process().net_connections(kind="tcp")
+    return {(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
+
+
+def test_a_store_listens_on_its_address_alone():
+    before = listening()
+    store = serve_store("127.0.0.1", 0, timeout_s=10)
+    assert listening() - before == {("127.0.0.1", store.port)}
+
+
+def test_a_sender_of_weights_listens_on_its_address_alone():
+    before = listening()
+    channel = BroadcastSendChannel(1, torch.device("cpu"), 10, "127.0.0.1")
+    assert listening() - before == {("127.0.0.1", channel.init_info["port"])}
+    channel.close()
+
+
+def test_a_port_that_is_taken_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        serve_store("127.0.0.1", taken.getsockname()[1], timeout_s=10)
+
+
+def test_the_store_of_one_rank_waits_for_nobody():
+    join_store(Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=free_port(), timeout_s=10)).set("a", "b")
+
+
+def join_and_look(rendezvous: Rendezvous, config: Any) -> tuple[set[tuple[str, int]], float]:
+    join(rendezvous, config, seed=0)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return listening(), total.item()
+
+
+@pytest.mark.slow
+def test_ranks_open_nothing_on_all_networks_of_their_host():
+    results = run_on_ranks(join_and_look, load_config().trainer.policy.megatron_config, 2, timeout_s=60)
+    assert [total for _, total in results] == [2.0, 2.0]
+    assert not {address for found, _ in results for address, _ in found} & {"0.0.0.0", "::"}
+    assert any(address == "127.0.0.1" for address, _ in results[0][0])
