@@ -11,7 +11,6 @@ import re
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from mbridge.core.bridge import Bridge
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -23,6 +22,7 @@ from skyrl_train.checks.model import OWN_STAGES
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.megatron.families import corrections, family
 from skyrl_train.megatron.flops import matrix_weights
+from skyrl_train.megatron.gather_plain import gather_json
 from skyrl_train.megatron.padding import leave_padding_untrained
 from skyrl_train.megatron.stages import layers_of_stages, megatron_layout
 
@@ -164,9 +164,7 @@ def check_all_weights_are_read(bridge: Bridge, modules: list[GPTModel], folder: 
         parallel_state.get_expert_model_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
     ):
-        parts: list[set[str]] = [set() for _ in range(group.size())]
-        dist.all_gather_object(parts, read, group=group)
-        read = set().union(*parts)
+        read = set().union(*gather_json(sorted(read), group))
     layers = bridge.hf_config.num_hidden_layers
     ignored = sorted(name for name in tensor_files(folder).keys() - read if not _needless(name, layers))
     if ignored:

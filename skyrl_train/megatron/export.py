@@ -11,7 +11,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from transformers import AutoConfig
 
 from skyrl_train.checkpoint import INDEX
 from skyrl_train.file_sum import FileSum, sum_of
+from skyrl_train.megatron.gather_plain import gather_json
 from skyrl_train.megatron.model import Model
 from skyrl_train.megatron.shards import gather_parts, join_parts
 from skyrl_train.weight_sync.bucket import TensorSpec
@@ -189,8 +190,11 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
 
     write_together(target, write_weights)
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-    written: list[tuple[dict[str, FileSum], dict[str, int]]] = [({}, {})] * dist.get_world_size()
-    dist.all_gather_object(written, (sums, sizes if owner else {}))
+    plain = {name: asdict(one) for name, one in sums.items()}
+    written = [
+        ({name: FileSum(**one) for name, one in of_rank.items()}, sizes)
+        for of_rank, sizes in gather_json((plain, sizes if owner else {}))
+    ]
 
     def write_the_rest() -> None:
         if dist.get_rank() != 0:
@@ -238,9 +242,7 @@ def write_together(folder: str | Path, write: Callable[[], None]) -> None:
         write()
     except (OSError, SafetensorError) as error:
         problem = f"the checkpoint cannot be written into {folder}: {error}"
-    problems = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    if told := next(filter(None, problems), ""):
+    if told := next(filter(None, gather_json(problem)), ""):
         raise ValueError(told)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from skyrl_train.device import device
 from skyrl_train.megatron.export import is_stage_owner
+from skyrl_train.megatron.gather_plain import gather_json
 from skyrl_train.weight_sync.bucket import TensorSpec
 
 NamedTensors = Iterator[tuple[str, Tensor]]
@@ -46,9 +47,8 @@ def to_every_stage(specs: Sequence[TensorSpec], named_tensors: NamedTensors) -> 
 
 
 def _specs_of_stages(specs: Sequence[TensorSpec], group: dist.ProcessGroup) -> list[list[TensorSpec]]:
-    of_stage: list[list[TensorSpec]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(of_stage, list(specs), group=group)
-    return of_stage
+    messages = gather_json([spec.to_message() for spec in specs], group)
+    return [[TensorSpec.from_message(message) for message in stage] for stage in messages]
 
 
 class _Export:

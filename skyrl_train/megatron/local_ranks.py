@@ -56,6 +56,7 @@ def run_on_ranks(
             for process in processes:
                 process.kill()
                 process.join()
+        # Objects of any kind, which processes of this one have just written into a folder of its own.
         return [torch.load(_result(folder, rank), weights_only=False) for rank in range(world_size)]
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from mbridge.core.bridge import Bridge
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -15,6 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from skyrl_train.adapter import initial_factors, linear_shapes, targets
 from skyrl_train.adapter_file import AdapterFile
 from skyrl_train.config.policy import LoraConfig
+from skyrl_train.megatron.gather_plain import gather_json
 from skyrl_train.megatron.lora import Adapter, Lora, Site, base_weights
 from skyrl_train.megatron.lora_dropout import seed_dropout
 
@@ -129,8 +129,7 @@ def _check_all_are_held(held: list[set[str]], chosen: set[str]) -> None:
         parallel_state.get_expert_model_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
     ):
-        parts: list[Any] = [None] * group.size()
-        dist.all_gather_object(parts, (found, is_bare), group=group)
+        parts = gather_json((sorted(found), is_bare), group)
         found, is_bare = set().union(*(names for names, _ in parts)), any(bare for _, bare in parts)
     if missing := sorted(chosen - found):
         raise ValueError(f"trainer.policy.model.lora.target_modules names {missing[0]}, which Megatron does not hold")

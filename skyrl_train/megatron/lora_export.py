@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import safetensors.torch
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
 from skyrl_train import adapter
 from skyrl_train.megatron.export import Read, check_writable, is_stage_owner, require_tensors, write_together
+from skyrl_train.megatron.gather_plain import gather_bytes
 from skyrl_train.megatron.lora import Lora, base_weights
 from skyrl_train.weight_sync.bucket import TensorSpec
 
@@ -62,16 +63,18 @@ def save_adapter(lora: Lora, target: str, folder: str, base_model: str) -> None:
     owner = is_stage_owner()
     writes = owner and parallel_state.get_pipeline_model_parallel_rank() == 0
     write_together(target, lambda: check_writable(Path(target)) if writes else None)
-    tensors = {name: tensor.cpu().clone() for name, tensor in export_adapter(lora) if owner}
-    stages: list[dict[str, Tensor]] | None = None
+    tensors = {
+        name: tensor.cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in export_adapter(lora)
+        if owner
+    }
+    stages: list[bytes] = []
     if owner:
-        group = parallel_state.get_pipeline_model_parallel_group()
-        stages = [{}] * group.size() if writes else None
-        dist.gather_object(tensors, stages, dst=dist.get_global_rank(group, 0), group=group)
+        stages = gather_bytes(safetensors.torch.save(tensors), parallel_state.get_pipeline_model_parallel_group())
 
     def write() -> None:
-        if stages is not None:
-            whole = {name: tensor for stage in stages for name, tensor in stage.items()}
+        if writes:
+            whole = {name: tensor for stage in stages for name, tensor in safetensors.torch.load(stage).items()}
             adapter.save(target, whole, folder, base_model, lora.config)
             require_tensors(Path(target) / adapter.TENSORS_FILE, whole)
 
