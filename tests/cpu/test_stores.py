@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from skyrl_train.config import load_config
+from skyrl_train.inference.settings import RemoteEngineSettings
 from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.parallel import join
 from skyrl_train.ranks import Rendezvous, free_port
 from skyrl_train.stores import join_store, serve_store
 from skyrl_train.weight_sync.broadcast import BroadcastSendChannel
+from tests.cpu.fake_actors import FakeEngine, FakeRank, engine_group, policy_group
 
 
 def listening() -> set[tuple[str, int]]:
@@ -44,6 +47,30 @@ def test_a_port_that_is_taken_is_an_error():
 
 def test_the_store_of_one_rank_waits_for_nobody():
     join_store(Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=free_port(), timeout_s=10)).set("a", "b")
+
+
+@pytest.mark.parametrize(("other", "address"), [("node", "127.0.0.1"), ("another node", "host")])
+def test_ranks_of_one_node_meet_on_loopback_and_others_at_the_nodes_address(
+    monkeypatch: pytest.MonkeyPatch, other: str, address: str
+):
+    ranks = [FakeRank(), FakeRank()]
+    ranks[1].answers["find_place"] = (other, 8, "")
+    met: list[Rendezvous] = []
+    place = ranks[0].answers["build"]
+    for rank in ranks:
+        rank.answers["build"] = lambda entry_point, meeting, kwargs: met.append(meeting) or place
+    asyncio.run(policy_group(monkeypatch, *ranks))
+    assert {meeting.address for meeting in met} == {address}
+
+
+def test_senders_know_the_nodes_of_the_runs_own_engines_and_of_no_others(monkeypatch: pytest.MonkeyPatch):
+    async def nodes() -> list[set[str] | None]:
+        members = engine_group(monkeypatch, FakeEngine(), FakeEngine()).members
+        own = members.nodes
+        members.places[1].settings = RemoteEngineSettings("url", None, "model", "float32", 64, "broadcast")
+        return [own, members.nodes]
+
+    assert asyncio.run(nodes()) == [{"node"}, None]
 
 
 def join_and_look(rendezvous: Rendezvous, config: Any) -> tuple[set[tuple[str, int]], float]:
