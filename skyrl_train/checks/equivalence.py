@@ -106,7 +106,7 @@ def _read(folder: str, key: str, given: Mapping[str, Any]) -> PretrainedConfig:
             f"{', '.join(sorted(LEDGERS))}" + (f" (nearest: {near})" if near else "")
         )
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers validates each field with errors of its own
         raise ValueError(f"{key} is {folder}: transformers does not accept its config.json: {error}") from error
     if config.model_type != kind:  # it reads a Mistral with windows in some layers as another family

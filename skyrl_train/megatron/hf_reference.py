@@ -45,7 +45,7 @@ def _load(trial: Trial) -> Any:
     from transformers import AutoModelForCausalLM  # its model classes take seconds
 
     dtype = torch.bfloat16 if trial.bf16 else torch.float32
-    return AutoModelForCausalLM.from_pretrained(trial.model_path, dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(trial.model_path, dtype=dtype, trust_remote_code=False)
 
 
 def hugging_face(

@@ -13,7 +13,6 @@ import json
 import sys
 import tempfile
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, set_seed
@@ -128,8 +127,8 @@ def _mini_batch(config: PretrainedConfig, folder: str) -> Trial:
 
 def main(argv: list[str]) -> int:
     torch.set_num_threads(1)  # the Megatron process is forked from this one
-    verdict: dict[str, Any] = dataclasses.asdict(check_model(AutoConfig.from_pretrained(argv[0])))
-    print(json.dumps(verdict))
+    config = AutoConfig.from_pretrained(argv[0], trust_remote_code=False)
+    print(json.dumps(dataclasses.asdict(check_model(config))))
     return 0
 
 
