@@ -67,13 +67,14 @@ def hugging_face(
                 choices[name] = []
                 module.register_forward_hook(lambda _, __, out, to=choices[name]: to.append(out[0]))
     experience, objective = trial.experience, trial.objective
+    place = next(model.parameters()).device
     bounds = experience.cu_seqlens.tolist()
     weights = loss_weights(
         trial.reduction, experience.loss_mask, experience.cu_seqlens, experience.group_ids, trial.max_generate_length
     )
     parts: dict[str, list[Tensor]] = {"policy": [], "kl": [], "entropy": [], "logprobs": []}
     for sample, (start, end) in enumerate(itertools.pairwise(bounds)):
-        tokens = experience.token_ids[start:end].to(model.device)
+        tokens = experience.token_ids[start:end].to(place)
         logits = model(tokens[None]).logits[0].float() / objective.temperature
         distribution = logits.log_softmax(-1)[:-1]
         sampled = distribution.gather(1, tokens[1:, None])[:, 0].cpu()
