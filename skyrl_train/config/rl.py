@@ -62,7 +62,7 @@ class AlgorithmConfig:
     """Name in algorithms/advantages.py."""
     grpo_norm_by_std: bool
     """Divide group-relative advantages by the group's standard deviation."""
-    policy_loss_type: Annotated[str, OneOf(table=("losses", "LOSSES"))]
+    policy_loss_type: Annotated[str, OneOf(table=("losses", "LOSSES"), read_by_ranks=True)]
     """Name in algorithms/losses.py."""
     eps_clip_low: Share
     """The probability ratio is clipped at 1 - eps_clip_low."""
@@ -77,7 +77,7 @@ class AlgorithmConfig:
     """Add the KL divergence from the reference to the loss."""
     use_kl_in_reward: bool
     """Take the KL divergence from the reference off the reward."""
-    kl_estimator_type: Annotated[str, OneOf(table=("kl", "KL_ESTIMATORS"))]
+    kl_estimator_type: Annotated[str, OneOf(table=("kl", "KL_ESTIMATORS"), read_by_ranks=True)]
     """Name in algorithms/kl.py."""
     kl_loss_coef: NotNegative
     """Weight of the KL term, in the loss or in the reward."""

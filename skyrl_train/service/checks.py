@@ -8,6 +8,7 @@ from skyrl_train.checks.lora import lora_problems
 from skyrl_train.checks.model import model_problems
 from skyrl_train.checks.rl import check
 from skyrl_train.config import Config, ConfigError
+from skyrl_train.config.values import names_of_this_process
 
 
 def check_service(config: Config, files: bool = True) -> None:
@@ -29,6 +30,16 @@ def _problems(config: Config) -> Iterator[str]:
             f"trainer.resume_mode is {config.trainer.resume_mode}, and a service writes no checkpoints: set it to "
             "null, and trainer.policy.model.path to the last save"
         )
+    algorithm = config.trainer.algorithm
+    for key, name, table in (
+        ("advantage_estimator", algorithm.advantage_estimator, ("advantages", "ADVANTAGES")),
+        ("loss_reduction", algorithm.loss_reduction, ("reductions", "REDUCTIONS")),
+    ):
+        if name in names_of_this_process(*table):
+            yield (
+                f"trainer.algorithm.{key} is {name}: this program has put it into {table[1]}, and a service is another "
+                "process, which a custom entry cannot reach yet. Choose one of skyrl_train itself"
+            )
     scheduler = config.trainer.policy.optimizer_config.scheduler
     if scheduler != "constant_with_warmup":
         yield (

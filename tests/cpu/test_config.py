@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from skyrl_train.config import Config, ConfigError, config_dir, from_hydra, load_config, main_config, to_yaml
 from skyrl_train.config.schema import key_types, rules
 from skyrl_train.config.sft import SFT, SftConfig, load_sft_config
-from skyrl_train.config.values import _names_in_source, table_names
+from skyrl_train.config.values import names_in_source, table_names
 
 TABLES = {rule.table for kind in key_types(Config).values() for rule in rules(kind) if getattr(rule, "table", None)}
 
@@ -220,11 +220,34 @@ def test_a_value_out_of_range_or_an_unknown_name_says_what_is_allowed(override: 
 
 
 def test_names_of_algorithms_are_those_of_their_tables_imported_or_not():
-    from_source = {(module, table): _names_in_source(module, table) for module, table in TABLES}
+    from_source = {(module, table): names_in_source(module, table) for module, table in TABLES}
     assert len(from_source) == 4
     for (module, table), names in from_source.items():
         assert names == tuple(getattr(importlib.import_module(f"skyrl_train.algorithms.{module}"), table))
         assert table_names(module, table) == names
+
+
+@pytest.mark.parametrize(
+    ("module", "table", "key"),
+    [("losses", "LOSSES", "policy_loss_type"), ("kl", "KL_ESTIMATORS", "kl_estimator_type")],
+)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_entry_that_only_this_program_has_is_refused_where_the_ranks_look_it_up(
+    module: str, table: str, key: str, replaced: bool, monkeypatch: pytest.MonkeyPatch
+):
+    entries = getattr(importlib.import_module(f"skyrl_train.algorithms.{module}"), table)
+    name = next(iter(entries)) if replaced else "mine"
+    monkeypatch.setitem(entries, name, lambda *args: None)
+    text = message([f"trainer.algorithm.{key}={name}"])
+    assert f"trainer.algorithm.{key} is {name}" in text.replace("'", "")
+    assert "custom entry cannot reach yet. It must be one of" in text
+
+
+def test_an_advantage_that_a_program_adds_can_be_named_because_the_driver_computes_it(monkeypatch: pytest.MonkeyPatch):
+    advantages = importlib.import_module("skyrl_train.algorithms.advantages")
+    monkeypatch.setitem(advantages.ADVANTAGES, "mine", lambda *args, norm_by_std: args[0])
+    config = main_config(["trainer.algorithm.advantage_estimator=mine"])
+    assert config.trainer.algorithm.advantage_estimator == "mine"
 
 
 def test_an_unknown_experiment_names_the_ones_there_are(project: Path):
