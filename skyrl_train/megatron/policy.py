@@ -33,7 +33,7 @@ from skyrl_train.megatron.lora_export import adapter_specs, merged, save_adapter
 from skyrl_train.megatron.lora_sums import checked_adapters
 from skyrl_train.megatron.memory import DeviceMemory
 from skyrl_train.megatron.model import build_model, build_optimizer, dtype_of, set_learning_rate
-from skyrl_train.megatron.old_logprobs import OldLogprobs
+from skyrl_train.megatron.old_logprobs import OldLogprobs, old_logprobs
 from skyrl_train.megatron.packing import Packer
 from skyrl_train.megatron.parallel import join
 from skyrl_train.megatron.profiling import Tracer, span
@@ -109,7 +109,7 @@ class MegatronPolicy:
         goal = self._objective
         with self._tracer("old_logprobs"):
             logprobs = batch_logprobs(self.model, self._packer, batch, goal.temperature, goal.logprobs_chunk_size)
-        self._old = None if logprobs is None else OldLogprobs(batch, self.policy_version, logprobs)
+        self._old = OldLogprobs(batch, self.policy_version, logprobs)
         if logprobs is None or ref_logprobs is None or not self.ranks.reports:
             return None
         kl = KL_ESTIMATORS[self._objective.kl_estimator](logprobs, ref_logprobs) * batch.loss_mask
@@ -140,8 +140,10 @@ class MegatronPolicy:
     ) -> UpdateReport:
         """One optimizer step per mini-batch and epoch, of the given objective or else the policy's own.
 
-        Without kept old logprobs the first forward pass of a mini-batch yields them, which is exact only for a step of
-        one mini-batch and one epoch. An update that the limit refuses changes nothing.
+        Where that is one step, its own forward pass yields the old logprobs; otherwise `keep_old_logprobs` must have
+        computed them. An update that the limit refuses changes nothing.
+
+        Raises: RuntimeError where old logprobs are missing, or are of other samples or weights.
         """
         self._memory.require("update", WEIGHTS, OPTIMIZER)
         check = LogprobCheck(limit, batch, self.ranks)
@@ -155,7 +157,7 @@ class MegatronPolicy:
     ) -> UpdateReport:
         started = time.perf_counter()
         kept, self._old = self._old, None
-        old = None if kept is None else kept.of(batch, self.policy_version)
+        old = old_logprobs(kept, batch, self.policy_version, epochs * len(batch.mini_batches))
         if check.refuses_kept(old):
             return refused(check.difference)
         passes: list[PassMetrics] = []

@@ -238,6 +238,7 @@ def _loss(
         return (values.detach() * mask).sum(dtype=torch.float64)
 
     current = logprobs.detach()
+    # Without old logprobs this is the only step of the update (old_logprobs.py), so the current ones are the old ones.
     old = targets.old_logprobs if targets.old_logprobs is not None else current
     terms, clipped = LOSSES[objective.loss](logprobs, old, targets.advantages, objective.settings)
     policy_loss = weighted_sum(terms, weights)

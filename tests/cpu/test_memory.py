@@ -86,6 +86,7 @@ def _offload_between_updates(rendezvous: Rendezvous, arguments: tuple[Trial, Lay
     if moves:  # before there is any Adam state
         policy.offload()
         policy.reload()
+    policy.keep_old_logprobs(batch)
     policy.update(batch)
     before, num_bytes = everything(policy), storage_bytes(policy)
     if moves:
@@ -194,6 +195,7 @@ def test_using_what_is_offloaded_is_an_error_that_says_so(dense: Path):
 def _run_out_while_coming_back(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> list[Any]:
     trial, one = arguments
     policy, batch = build(rendezvous, trial, one, bf16=True)
+    policy.keep_old_logprobs(batch)
     policy.update(batch)
     policy.offload()
     policy.reload()  # what is gathered is one storage by now

@@ -47,6 +47,9 @@ def _train(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str,
         prepare = part.prepare_grads
         part.prepare_grads = lambda prepare=prepare: (prepared.append(1), prepare())[1]
     batch = share_of(trial, one, policy.ranks, num_mini_batches=2)
+    policy.keep_old_logprobs(replace(batch, token_ids=batch.token_ids.roll(1)))  # a job that fails before its update
+    with pytest.raises(RuntimeError, match="an update of 4 optimizer steps needs the old logprobs of its samples"):
+        policy.update(batch, epochs=2)
     policy.keep_old_logprobs(batch)
     report = policy.update(batch, epochs=2)
     head = [

@@ -40,6 +40,7 @@ def _updates(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, bool, int, 
     if folder is not None and not saves:
         policy.load_state(str(folder), 2)
     for _ in range(num_updates):
+        policy.keep_old_logprobs(batch)
         policy.update(batch)
     moved = None
     if folder is not None and saves:

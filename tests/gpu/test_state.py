@@ -26,6 +26,7 @@ def _goes_on(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, Path, bool]
     trial, one, folder, saves = arguments
     policy, batch = build(rendezvous, trial, one, bf16=True)
     if saves:
+        policy.keep_old_logprobs(batch)
         policy.update(batch)
         policy.offload()
         policy.reload()
@@ -34,6 +35,7 @@ def _goes_on(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, Path, bool]
         policy.load_state(str(folder), 2)
     drawn = torch.rand(3, device="cuda").cpu()
     before = _on_host(everything(policy))
+    policy.keep_old_logprobs(batch)
     policy.update(batch)
     return before, _on_host(everything(policy)), drawn
 

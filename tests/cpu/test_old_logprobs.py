@@ -1,0 +1,52 @@
+"""An update of several optimizer steps compares with logprobs that were kept for it, or raises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from skyrl_train.megatron.old_logprobs import OldLogprobs, old_logprobs
+from skyrl_train.types import TrainBatch
+
+BATCH = TrainBatch(
+    token_ids=torch.tensor([3, 4, 5]),
+    cu_seqlens=torch.tensor([0, 3], dtype=torch.int32),
+    loss_mask=torch.tensor([False, True, True]),
+    loss_weights=torch.tensor([0.0, 0.5, 0.5]),
+    rollout_logprobs=torch.zeros(3),
+    advantages=torch.ones(1),
+    sample_ids=torch.zeros(1, dtype=torch.int64),
+    mini_batches=(((0,),),),
+)
+VALUES = torch.tensor([0.0, -1.0, -2.0])
+KEPT = OldLogprobs(BATCH, 7, VALUES)
+OTHER = replace(BATCH, token_ids=torch.tensor([3, 4, 6]))
+CUT_OTHERWISE = replace(BATCH, cu_seqlens=torch.tensor([0, 1, 3], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("num_optimizer_steps", [1, 2])
+def test_kept_logprobs_of_these_samples_and_weights_are_compared_with(num_optimizer_steps: int):
+    with_a_kl_penalty = replace(BATCH, advantages=torch.zeros(1))
+    assert old_logprobs(KEPT, with_a_kl_penalty, 7, num_optimizer_steps) is VALUES
+
+
+@pytest.mark.parametrize(
+    ("kept", "batch", "version", "found"),
+    [
+        (None, BATCH, 7, "none are kept"),
+        (KEPT, OTHER, 7, "of other samples or of version 7"),
+        (KEPT, CUT_OTHERWISE, 7, "of other samples or of version 7"),
+        (KEPT, BATCH, 8, "of other samples or of version 7"),
+        (OldLogprobs(BATCH, 7, None), OTHER, 7, "of other samples"),
+    ],
+)
+def test_several_steps_without_their_old_logprobs_raise_and_one_step_needs_none(kept, batch, version, found):
+    with pytest.raises(RuntimeError, match=f"an update of 4 optimizer steps needs the old logprobs .*{found}"):
+        old_logprobs(kept, batch, version, 4)
+    assert old_logprobs(kept, batch, version, 1) is None
+
+
+def test_a_stage_without_the_output_layer_keeps_none_and_raises_for_nothing():
+    assert old_logprobs(OldLogprobs(BATCH, 7, None), BATCH, 7, 4) is None
