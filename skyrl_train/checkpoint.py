@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+COPY_AGAIN = "copy or download the checkpoint again"
 NUM_SAMPLED = 16
 """Tensors of which the fingerprint reads the first row."""
 
@@ -21,34 +24,65 @@ def tensor_files(folder: str) -> dict[str, Path]:
     As the index says; without one `model.safetensors`, or else all files. Others are left out: some repositories
     (Mistral's) keep the same weights a second time, in `consolidated.safetensors` under names of their own.
 
-    Raises: ValueError if a file of the index is missing.
+    Raises: ValueError if the index cannot be read or names a file that is missing, or a file is not complete.
     """
     root = Path(folder)
     if (root / INDEX).is_file():
-        files = {name: root / file for name, file in json.loads((root / INDEX).read_text())["weight_map"].items()}
+        files = {name: root / file for name, file in _weight_map(root / INDEX).items()}
         if missing := sorted({file.name for file in files.values() if not file.is_file()}):
             raise ValueError(
-                f"{folder} lacks {len(missing)} files that its {INDEX} names, the first is {missing[0]}: copy or "
-                "download the checkpoint again"
+                f"{folder} lacks {len(missing)} files that its {INDEX} names, the first is {missing[0]}: {COPY_AGAIN}"
             )
         return files
     found = [root / SINGLE] if (root / SINGLE).is_file() else sorted(root.glob("*.safetensors"))
     files = {}
     for file in found:
-        with safe_open(file, "pt") as tensors:
+        with opened(file) as tensors:
             files |= dict.fromkeys(tensors.keys(), file)
     return files
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        files = json.loads(index.read_text())["weight_map"]
+        if all(isinstance(file, str) for file in files.values()):
+            return files
+        raise ValueError("weight_map names something that is not a file")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{index} is not an index of tensors ({type(error).__name__}: {error}): {COPY_AGAIN}"
+        ) from error
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """The tensors of a safetensors file. Raises: ValueError if it is cut short, damaged or of another format."""
+    try:
+        tensors = safe_open(file, "pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a complete safetensors file ({error}): {COPY_AGAIN}") from error
+    with tensors as readable:
+        yield readable
+
+
 def tensor_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Raises: ValueError if the folder has no safetensors files."""
+    """Raises: ValueError if there are no safetensors files, or one is missing, damaged or not as the index says."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file, names in _by_file(tensor_files(folder)):
-        with safe_open(file, "pt") as tensors:
+        with opened(file) as tensors:
+            held = set(tensors.keys())
+            if absent := [name for name in names if name not in held]:
+                raise ValueError(
+                    f"{file} lacks {len(absent)} tensors that {INDEX} says are in it, the first is {absent[0]}: "
+                    f"{COPY_AGAIN}"
+                )
             for name in names:
                 shapes[name] = tuple(tensors.get_slice(name).get_shape())
     if not shapes:
-        raise ValueError(f"{folder} has no .safetensors files, which say the names and shapes of the layers")
+        raise ValueError(
+            f"{folder} has no .safetensors files, which say the names and shapes of the layers: save the model with "
+            "save_pretrained, which writes them"
+        )
     return shapes
 
 
@@ -60,7 +94,7 @@ def fingerprint(folder: str) -> str:
     rows: dict[str, bytes] = {}
     for file, held in _by_file(tensor_files(folder)):
         if sampled := chosen.intersection(held):
-            with safe_open(file, "pt") as tensors:
+            with opened(file) as tensors:
                 for name in sampled:
                     row = tensors.get_slice(name)[:1].to(torch.bfloat16).contiguous()
                     rows[name] = row.view(torch.uint8).numpy().tobytes()

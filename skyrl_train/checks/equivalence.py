@@ -23,11 +23,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from skyrl_train.checkpoint import tensor_files
-from skyrl_train.config import Config
 from skyrl_train.config.errors import nearest
 from skyrl_train.hf.ledger import LEDGERS, config_problems
 from skyrl_train.hf.shrink import shrunk
-from skyrl_train.hub import local_folder
 
 log = logging.getLogger(__name__)
 
@@ -50,19 +48,40 @@ ROWS = 8192
 def checked_config(folder: str, key: str) -> PretrainedConfig:
     """The configuration of the model in `folder`, if it is computed here as Hugging Face computes it.
 
-    Takes about 15 s the first time that a configuration is seen on this machine, later a few milliseconds.
-
     Args: key: name of the setting that gave the folder, for messages.
     Raises: ValueError with everything that is not.
     """
+    config = known_config(folder, key)
+    compare_with_hugging_face(config, folder, key)
+    return config
+
+
+def known_config(folder: str, key: str) -> PretrainedConfig:
+    """The configuration of the model in `folder`, if every field of it is known and built.
+
+    Raises: ValueError with everything that is not, and for a tied head that the checkpoint has with other values.
+    """
     config, problems = config_and_problems(folder, key)
-    problems += _tied_head(config, folder)
-    if problems := problems or _compare(config, folder):
+    _require_none([*problems, *_tied_head(config, folder)], config, folder, key)
+    return config
+
+
+def compare_with_hugging_face(config: PretrainedConfig, folder: str, key: str) -> None:
+    """Run the configuration, made small, through Hugging Face and through Megatron.
+
+    Takes about 15 s the first time that a small configuration is seen on this machine, later a few milliseconds.
+
+    Raises: ValueError if the two differ, or one of them cannot be built.
+    """
+    _require_none(_compare(config, folder), config, folder, key)
+
+
+def _require_none(problems: list[str], config: PretrainedConfig, folder: str, key: str) -> None:
+    if problems:
         raise ValueError(
             f"{key} is {folder}: this {config.model_type} model would not be computed as Hugging Face computes it: "
             + "; ".join(problems)
         )
-    return config
 
 
 def config_and_problems(folder: str, key: str) -> tuple[PretrainedConfig, list[str]]:
@@ -73,17 +92,6 @@ def config_and_problems(folder: str, key: str) -> tuple[PretrainedConfig, list[s
     given = _given(folder, key)
     config = _read(folder, key, given)
     return config, config_problems(config, given)
-
-
-def checked_models(config: Config) -> PretrainedConfig:
-    """The policy's configuration; the reference's model is checked too.
-
-    Raises: as `checked_config`, and ValueError for a model that cannot be downloaded.
-    """
-    trainer = config.trainer
-    if trainer.starts_reference and trainer.ref.model.path != trainer.policy.model.path:
-        checked_config(local_folder(trainer.ref.model.path), "trainer.ref.model.path")
-    return checked_config(local_folder(trainer.policy.model.path), "trainer.policy.model.path")
 
 
 def _given(folder: str, key: str) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 from rich.console import Console
 
-from skyrl_train.checks.equivalence import checked_models
 from skyrl_train.checks.model import longest_conversation
+from skyrl_train.checks.reference import check_reference
 from skyrl_train.cluster.engine_settings import served_model_name
 from skyrl_train.cluster.launch import Processes, launch
 from skyrl_train.cluster.session import Cluster
@@ -46,7 +46,7 @@ class Experiment(Run[Config, Processes]):
         Raises: ValueError for a bad row, an unknown environment or a model that cannot be had.
         """
         super().__init__(config, console)
-        checked_models(config)
+        check_reference(config.trainer, self.tokenizer)
         self.train_prompts = self.get_train_prompts()
         self.val_prompts = self.get_val_prompts()
         for env_class in {prompt.env_class for prompt in (*self.train_prompts, *self.val_prompts)}:

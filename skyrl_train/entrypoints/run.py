@@ -12,15 +12,15 @@ from typing import Any, Generic, Protocol, TextIO, TypeVar
 
 import yaml
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train import adapter_file
-from skyrl_train.checks.equivalence import checked_config
+from skyrl_train.checks.model_folder import checked_folder
+from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
 from skyrl_train.cluster.session import Cluster, connect
 from skyrl_train.config.program import to_yaml
 from skyrl_train.config.training import RunConfig
 from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_folder, lock_checkpoints
-from skyrl_train.hub import local_folder
 from skyrl_train.ranks import SavedState
 from skyrl_train.tracking.held_folder import HeldFolder
 from skyrl_train.tracking.run_dir import RECORD, RunDir
@@ -52,15 +52,16 @@ class Run(ABC, Generic[C, P]):
     def __init__(self, config: C, console: Console) -> None:
         """Checks the model and loads the tokenizer.
 
-        Raises: ValueError for a model that cannot be had or would not be computed as Hugging Face computes it, or an
-            adapter that does not fit it.
+        Raises: ValueError for a model that cannot be had or would not be computed as Hugging Face computes it, weights or
+            a tokenizer that are missing or not its own, or an adapter that does not fit it.
         """
         self.config, self._console = config, console
         self._started = time.perf_counter()
-        self.model_folder = local_folder(config.trainer.policy.model.path)
-        self.model_config = checked_config(self.model_folder, "trainer.policy.model.path")
+        path = config.trainer.policy.model.path
+        self.model_folder, self.model_config = checked_folder("trainer.policy.model.path", path)
         adapter_file.check(self.model_folder, config.trainer.policy.model.lora)
         self.tokenizer = self.get_tokenizer()
+        check_tokenizer(self.tokenizer, self.model_config.vocab_size, path)
         self.checkpoint: Checkpoint | None = None
         self._checkpoint_lock: TextIO | None = None
         """Held as long as this object lives."""
@@ -84,7 +85,7 @@ class Run(ABC, Generic[C, P]):
         """Label -> line about model, data and steps, for the head of the console."""
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        return AutoTokenizer.from_pretrained(self.model_folder, trust_remote_code=False)
+        return load_tokenizer(self.model_folder)
 
     def get_tracker(self, run_dir: RunDir, num_steps: int) -> Tracker:
         trainer = self.config.trainer

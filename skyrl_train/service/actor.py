@@ -12,9 +12,8 @@ from typing import Any
 
 import ray
 import yaml
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import PretrainedConfig
 
-from skyrl_train import adapter_file
 from skyrl_train.checks.model import longest_conversation
 from skyrl_train.cluster.engine_settings import served_model_name
 from skyrl_train.cluster.launch import launch
@@ -24,11 +23,11 @@ from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config, to_yaml
 from skyrl_train.config.program import secrets_in
 from skyrl_train.config.rl import RL
-from skyrl_train.hub import local_folder
 from skyrl_train.service.feed import Feed
 from skyrl_train.service.job import Job, SftJob, TrainJob
 from skyrl_train.service.job_reader import JobReader
 from skyrl_train.service.learning import Learning
+from skyrl_train.service.model import checked_model
 from skyrl_train.service.queue import JobQueue, ServiceBroken
 from skyrl_train.service.watch import watch
 from skyrl_train.tracking.changes import changed_values
@@ -132,10 +131,7 @@ class ServiceActor:
 
     async def _start(self) -> None:
         config, trainer = self._config, self._config.trainer
-        folder = local_folder(trainer.policy.model.path)
-        model = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        adapter_file.check(folder, trainer.policy.model.lora)
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        model, tokenizer = checked_model(config)
         positions = model.max_position_embeddings
         self._reader = JobReader(config, tokenizer, model.vocab_size, positions)
         goal = objective(

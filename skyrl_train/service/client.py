@@ -8,18 +8,19 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyrl_train.checks.equivalence import checked_models
 from skyrl_train.cluster.session import Cluster, attach, connect, worker_environment
 from skyrl_train.config import Config
 from skyrl_train.service.actor import ServiceActor, State
 from skyrl_train.service.checks import check_service
 from skyrl_train.service.job import ChatSample, TokenSample
+from skyrl_train.service.model import checked_model
 from skyrl_train.service.queue import ServiceBroken
 from skyrl_train.types import Metrics
 
@@ -57,7 +58,8 @@ class TrainingService:
         Raises: ValueError if it cannot work or the name is taken; RemoteFailed if a process cannot start.
         """
         check_service(config)
-        checked_models(config)
+        if Path(config.trainer.policy.model.path).expanduser().is_dir():
+            checked_model(config)  # a hub name is downloaded by the service's process on its own node, which checks it
         at_end = ExitStack()
         try:
             cluster = _joined() if ray.is_initialized() else at_end.enter_context(connect())

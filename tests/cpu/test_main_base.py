@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +69,50 @@ def test_a_missing_model_is_named(world: Path, capsys: pytest.CaptureFixture[str
 def test_a_hub_model_that_cannot_be_had_is_named(world: Path, capsys: pytest.CaptureFixture[str]):
     message = error(capsys, "trainer.policy.model.path=nobody/no-such-model")
     assert "nobody/no-such-model" in message and "hub" in message
+
+
+@pytest.fixture
+def broken(world: Path, tmp_path: Path) -> Path:
+    """A copy of the model, to be damaged."""
+    return Path(shutil.copytree(world / "model", tmp_path / "broken"))
+
+
+def cut_the_weights(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def say_another_width(model: Path) -> None:
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**values, "intermediate_size": 80}))
+
+
+def lose_the_tokenizer(model: Path) -> None:
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (cut_the_weights, "model.safetensors is not a complete safetensors file"),
+        (say_another_width, "tensors have other shapes than its config.json says"),
+        (lose_the_tokenizer, "has no tokenizer"),
+    ],
+)
+def test_a_damaged_model_is_refused_before_anything_starts(
+    world: Path, capsys: pytest.CaptureFixture[str], broken: Path, damage: Callable[[Path], None], problem: str
+):
+    damage(broken)
+    assert problem in error(capsys, f"trainer.policy.model.path={broken}", f"trainer.ref.model.path={broken}")
+
+
+def test_a_damaged_reference_is_refused_before_anything_starts(
+    world: Path, capsys: pytest.CaptureFixture[str], broken: Path
+):
+    cut_the_weights(broken)
+    message = error(capsys, f"trainer.ref.model.path={broken}", "trainer.algorithm.use_kl_loss=true")
+    assert f"trainer.ref.model.path is {broken}: " in message and "not a complete safetensors file" in message
 
 
 @pytest.mark.parametrize(

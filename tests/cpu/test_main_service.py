@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import ray
 
 from skyrl_train.entrypoints.main_service import main
 from skyrl_train.service import TrainingService
@@ -49,6 +50,13 @@ def starting(monkeypatch: pytest.MonkeyPatch, start: Callable[..., object]) -> N
 def test_a_configuration_that_cannot_work_is_refused_before_anything_is_prepared(capsys: pytest.CaptureFixture[str]):
     assert run("trainer.policy.optimizer_config.scheduler=linear") == 2
     assert not prepared and "scheduler is linear, which falls towards" in capsys.readouterr().out
+
+
+def test_a_model_with_a_damaged_file_is_refused_before_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "model/model.safetensors").write_bytes(b"torn")
+    assert run() == 2
+    assert "model.safetensors is not a complete safetensors file" in capsys.readouterr().out
+    assert not ray.is_initialized()
 
 
 @pytest.mark.parametrize(
