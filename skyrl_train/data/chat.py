@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from skyrl_train.data.encoded_text import EncodedText
+from skyrl_train.data.text import TextLimit, TooLong, check_text, shortened
 from skyrl_train.types import Message
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # with what follows ("0" + "7"), then the next one is tried.
 _ANCHORS = ("zqxj0", "zqxj)", "zqxj")
 _CACHED_RENDERINGS = 4096
-_TOKENISED_TOGETHER = 1024
 
 _Key = tuple[tuple[tuple[str, str], ...], ...]
 
@@ -29,35 +29,38 @@ def check_messages(messages: object) -> list[Message]:
     """Returns `messages` as it is if it is a list of chat messages.
 
     Raises: ValueError saying what is wrong: not a list, a message without role or content, an unknown role, a content
-        that is not text.
+        that is not text or cannot be encoded.
     """
     if not isinstance(messages, list):
-        raise ValueError(f"expected a list of chat messages, got {type(messages).__name__} {_short(messages)}")
+        raise ValueError(f"expected a list of chat messages, got {type(messages).__name__} {shortened(messages)}")
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ValueError(f"message {index} must be a dict with `role` and `content`, got {_short(message)}")
+            raise ValueError(f"message {index} must be a dict with `role` and `content`, got {shortened(message)}")
         if message["role"] not in ROLES:
-            raise ValueError(f"message {index} has role {_short(message['role'])}; roles are {', '.join(ROLES)}")
+            raise ValueError(f"message {index} has role {shortened(message['role'])}; roles are {', '.join(ROLES)}")
         for key, value in message.items():
-            if not isinstance(value, str):
-                raise ValueError(f"`{key}` of message {index} must be text, got {type(value).__name__} {_short(value)}")
+            check_text(key, f"a field's name in message {index}")
+            check_text(value, f"`{key}` of message {index}")
     return messages
 
 
 class ChatTemplate:
     """Renders prompts and environment replies; remembers what it rendered, as the samples of a prompt ask the same.
 
-    Args: kwargs are the variables handed to the template (`generator.chat_template_kwargs`).
+    Args: kwargs are the variables handed to the template (`generator.chat_template_kwargs`); a text beyond the limit is
+        not tokenised, the methods raise TooLong.
     Raises: ValueError if the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], limit: TextLimit | None = None
+    ) -> None:
         if not tokenizer.chat_template:
             raise ValueError(
                 f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template; "
                 "put a chat_template.jinja into the model folder or take an instruction-tuned model"
             )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._limit = tokenizer, limit
         self._kwargs = dict(kwargs)
         self._cached_prompt = lru_cache(_CACHED_RENDERINGS)(self._render_prompt)
         self._cached_reply = lru_cache(_CACHED_RENDERINGS)(self._render_reply)
@@ -69,16 +72,9 @@ class ChatTemplate:
         """
         return list(self._cached_prompt(_key(messages)))
 
-    def prompt_lengths(self, conversations: Sequence[Sequence[Message]]) -> list[int]:
-        """len(prompt_ids(c)) of each conversation, tokenised together (faster, nothing is remembered).
-
-        Raises: ValueError if the template refuses one of them.
-        """
-        lengths = []
-        for start in range(0, len(conversations), _TOKENISED_TOGETHER):
-            texts = [self.render(messages) for messages in conversations[start : start + _TOKENISED_TOGETHER]]
-            lengths += [len(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
-        return lengths
+    def num_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each of the texts that `render` made, tokenised together (faster, nothing is remembered)."""
+        return [len(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
 
     def reply_ids(self, written: Sequence[int], observations: Sequence[Message]) -> list[int]:
         """[L] token ids between the policy's turn `written` and its next one: what the template puts after an
@@ -103,7 +99,7 @@ class ChatTemplate:
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._kwargs
             )
         except Exception as error:  # Jinja raises its own errors and whatever the template's expressions raise
-            raise ValueError(f"the chat template refused {_short(messages)}: {error}") from error
+            raise ValueError(f"the chat template refused {shortened(messages)}: {error}") from error
 
     @property
     def marks_assistant(self) -> bool:
@@ -123,23 +119,32 @@ class ChatTemplate:
                 **self._tokenizer.special_tokens_map,
                 **self._kwargs,
             )
+            self._check_length(text)
             encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        except TooLong:
+            raise
         except Exception as error:  # as in `render`; a tokenizer without offsets raises NotImplementedError
-            raise ValueError(f"the chat template refused {_short(messages)}: {error}") from error
+            raise ValueError(f"the chat template refused {shortened(messages)}: {error}") from error
         mask = [any(start < last and first < end for first, last in spans) for start, end in encoded["offset_mapping"]]
         return encoded["input_ids"], mask
 
     def encode(self, text: str) -> tuple[int, ...]:
         """[L] token ids of a text that the template rendered."""
+        self._check_length(text)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_once(self, text: str) -> EncodedText:
         """The same of a text of which beginnings will be asked for."""
+        self._check_length(text)
         return EncodedText(self._tokenizer, text)
 
     def is_white_space(self, token_id: int) -> bool:
         """Whether a token is nothing but white space."""
         return not str(self._tokenizer.decode([token_id])).strip()
+
+    def _check_length(self, text: str) -> None:
+        if self._limit is not None:
+            self._limit.check(text)
 
     def _render_prompt(self, key: _Key) -> tuple[int, ...]:
         return self.encode(self.render([dict(items) for items in key]))
@@ -178,8 +183,3 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 def _key(messages: Sequence[Message]) -> _Key:
     return tuple([tuple(message.items()) for message in messages])
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.data.chat import ChatTemplate, check_messages
-from skyrl_train.data.rows import read_rows, without_empty_fields
+from skyrl_train.data.rows import columns, read_rows, without_empty_fields
+from skyrl_train.data.text import MIN_CHARACTERS, TextLimit, TooLong, shortened
 from skyrl_train.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+TOKENISED_TOGETHER = 256
+"""Prompts; a tokenizer works on them in parallel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +43,12 @@ def load_prompts(
     Raises: ValueError naming the source and the row if a source is missing or unreadable or a row is malformed;
         ValueError if no row is left.
     """
-    prompts = [
-        _prompt(row, where, str(index), default_env_class, allowed_env_classes)
-        for index, (where, row) in enumerate(read_rows(sources))
-    ]
-    lengths = ChatTemplate(tokenizer, chat_template_kwargs).prompt_lengths([prompt.messages for prompt in prompts])
+    places, prompts = [], []
+    for index, (where, row) in enumerate(read_rows(sources)):
+        places.append(where)
+        prompts.append(_prompt(row, where, str(index), default_env_class, allowed_env_classes))
+    limit = TextLimit.of(tokenizer, max_prompt_length)
+    lengths = _lengths(prompts, places, ChatTemplate(tokenizer, chat_template_kwargs), limit)
     kept = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= max_prompt_length]
     if not kept:
         shortest = f"the shortest prompt has {min(lengths)}" if lengths else "there are no rows"
@@ -53,9 +59,42 @@ def load_prompts(
     return LoadedPrompts(prompts=kept, num_dropped=len(prompts) - len(kept))
 
 
+def _lengths(prompts: Sequence[Prompt], places: Sequence[str], chat: ChatTemplate, limit: TextLimit) -> list[int]:
+    """Tokens of each prompt; of one that is too long to be tokenised, at least so many.
+
+    Raises: ValueError naming source and row if the template refuses a prompt or makes no token of it.
+    """
+    lengths = [0] * len(prompts)
+    together: dict[int, str] = {}
+
+    def tokenise() -> None:
+        if not together:
+            return
+        for index, length in zip(together, chat.num_tokens([*together.values()]), strict=True):
+            lengths[index] = length
+        together.clear()
+
+    for index, (prompt, where) in enumerate(zip(prompts, places, strict=True)):
+        try:
+            text = chat.render(prompt.messages)
+            limit.check(text)
+        except TooLong as error:
+            lengths[index] = error.num_tokens
+            continue
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        if len(together) == TOKENISED_TOGETHER or sum(map(len, together.values())) + len(text) > MIN_CHARACTERS:
+            tokenise()
+        together[index] = text
+    tokenise()
+    if 0 in lengths:
+        raise ValueError(f"{places[lengths.index(0)]}: `prompt` is empty: the chat template makes no token of it")
+    return lengths
+
+
 def _prompt(row: dict[str, Any], where: str, uid: str, default_env_class: str, allowed: Sequence[str]) -> Prompt:
     if row.get("prompt") is None:
-        raise ValueError(f"{where}: no `prompt`; the columns are {', '.join(map(str, row)) or 'none'}")
+        raise ValueError(f"{where}: no `prompt`; the columns are {columns(row)}")
     try:
         messages = check_messages(without_empty_fields(row["prompt"]))
     except ValueError as error:
@@ -65,7 +104,8 @@ def _prompt(row: dict[str, Any], where: str, uid: str, default_env_class: str, a
     for column, kind in (("env_class", str), ("data_source", str), ("reward_spec", dict)):
         value = row.get(column)
         if value is not None and not isinstance(value, kind):
-            raise ValueError(f"{where}: `{column}` must be a {kind.__name__}, got {type(value).__name__} {value!r}")
+            got = f"{type(value).__name__} {shortened(value)}"
+            raise ValueError(f"{where}: `{column}` must be a {kind.__name__}, got {got}")
     env_class = row.get("env_class") or default_env_class
     if ":" in env_class and env_class != default_env_class and env_class not in allowed:
         raise ValueError(

@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 
 from skyrl_train.checks.training import DATA_FILE, HUB_SPLIT
+from skyrl_train.data.text import shortened
 
 LocatedRow = tuple[str, dict[str, Any]]
 """Where the row stands (for errors) and its columns."""
@@ -42,6 +43,11 @@ def without_empty_fields(messages: Any) -> Any:
     ]
 
 
+def columns(row: dict[str, Any]) -> str:
+    """The names of a row's columns, for an error."""
+    return shortened(list(map(str, row)))[1:-1].replace("'", "") or "none"
+
+
 def _source_rows(source: str) -> Iterator[tuple[str, Any]]:
     if file := DATA_FILE.search(source):
         path = _existing(source)
@@ -60,24 +66,56 @@ def _source_rows(source: str) -> Iterator[tuple[str, Any]]:
 def _json_lines(source: str, path: str) -> Iterator[tuple[str, Any]]:
     # As text, not with the json reader of `datasets`: that one turns a string that looks like a date into a datetime,
     # fills absent keys with None, and its errors do not name the line (datasets 5.2).
-    for number, row in enumerate(_load("text", source, data_files=path), start=1):
+    for number, row in enumerate(_load_text(source, path, "line"), start=1):
         if row["text"].strip():
-            yield f"{source}, line {number}", _parse(row["text"], f"{source}, line {number}")
+            where = f"{source}, line {number}"
+            yield where, _encodable(_parse(row["text"], where), where, row["text"])
 
 
 def _json_file(source: str, path: str) -> Iterator[tuple[str, Any]]:
-    text = "\n".join(row["text"] for row in _load("text", source, data_files=path, sample_by="document"))
+    text = "\n".join(row["text"] for row in _load_text(source, path, "document"))
     if not text.lstrip().startswith("["):  # many writers call JSON lines .json
         return _json_lines(source, path)
-    return ((f"{source}, row {i}", row) for i, row in enumerate(_parse(text, source)))
+    located = ((f"{source}, row {i}", row) for i, row in enumerate(_parse(text, source)))
+    return ((where, _encodable(row, where, text)) for where, row in located)
 
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, character {error.colno}" if "\n" in text else f"character {error.colno}"
         raise ValueError(f"{where}: not valid JSON: {error.msg} ({at})") from error
+    except (ValueError, RecursionError) as error:  # a key twice, a number of too many digits; too many brackets
+        raise ValueError(f"{where}: not usable JSON: {error}") from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {shortened(twice)} is given more than once in one object")
+    return values
+
+
+def _encodable(row: Any, where: str, written: str) -> Any:
+    """Return the row if all its text can be encoded: JSON can spell half of a surrogate pair, parquet cannot.
+
+    Args: written: the JSON that it was read from. Raises: ValueError naming the text.
+    """
+    if "\\u" not in written:
+        return row
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: the text {shortened(error.object[max(0, error.start - 20) : error.end])} ends with half of a "
+            "surrogate pair, which cannot be encoded. Remove it, or write the character that was meant"
+        ) from error
+    except RecursionError as error:
+        raise ValueError(f"{where}: the row has too many brackets inside each other") from error
+    return row
 
 
 def _existing(source: str) -> str:
@@ -91,6 +129,19 @@ def _existing(source: str) -> str:
         if path.stat().st_size == 0:
             raise ValueError(f"data file {source} is empty")
     return str(path)
+
+
+def _load_text(source: str, path: str, unit: str) -> list[dict[str, Any]]:
+    """The lines of a file, or all of it. Raises: ValueError naming the line that is not UTF-8."""
+    try:
+        return _load("text", source, data_files=path, sample_by=unit)
+    except ValueError as error:
+        # datasets wraps it, and its position counts from the start of a chunk of the file.
+        if not isinstance(error.__cause__, Exception) or "UnicodeDecodeError" not in str(error):
+            raise
+        lines = _load("text", source, data_files=path, encoding_errors="replace")
+        number = next(number for number, line in enumerate(lines, start=1) if "\ufffd" in line["text"])
+        raise ValueError(f"{source}, line {number}: its bytes are not UTF-8. Save the file as UTF-8") from error
 
 
 def _load(name: str, source: str, *, split: str = "train", **options: Any) -> list[dict[str, Any]]:

@@ -10,7 +10,8 @@ import torch
 
 from skyrl_train.data.chat import ChatTemplate, check_messages
 from skyrl_train.data.conversation import Conversations
-from skyrl_train.data.rows import read_rows, without_empty_fields
+from skyrl_train.data.rows import columns, read_rows, without_empty_fields
+from skyrl_train.data.text import TextLimit, TooLong, check_text
 from skyrl_train.types import Example, Message
 
 if TYPE_CHECKING:
@@ -48,19 +49,23 @@ def load_examples(
 ) -> LoadedExamples:
     """The rows of all sources in order; those of more than `max_length` tokens are dropped or cut.
 
-    A row that was cut until no trained token was left counts as dropped.
+    A row that was cut until no trained token was left counts as dropped, and so does one with so many characters that
+    it is not tokenised (data/text.py).
 
     Args: sources as in `read_rows`; vocab_size is the model's; assistant_turns: "all" or "last".
     Raises: ValueError naming source and row if a source is missing or unreadable or a row is malformed or trains
         nothing; ValueError if no row is left.
     """
-    reader = ExampleReader(tokenizer, assistant_turns, chat_template_kwargs)
+    reader = ExampleReader(tokenizer, assistant_turns, chat_template_kwargs, max_length)
     examples: list[Example] = []
     lengths: list[int] = []
     num_truncated = num_ended = 0
     for where, row in read_rows(sources):
         try:
             ids, mask = reader.checked_tokens(row, vocab_size)
+        except TooLong as error:  # also where the beginning would do: of such a row it is not known without the rest
+            lengths.append(error.num_tokens)
+            continue
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         lengths.append(len(ids))
@@ -92,8 +97,12 @@ def _why_none_is_left(lengths: list[int], max_length: int, truncate: bool) -> st
 class ExampleReader:
     """Rows of any format -> tokens. A tokenizer without chat template is no error until a conversation comes."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: str, chat_template_kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, turns: str, chat_template_kwargs: Mapping[str, Any], max_tokens: int
+    ) -> None:
+        """Args: turns: "all" or "last"; max_tokens: texts that must have more raise TooLong."""
         self._tokenizer, self._turns, self._kwargs = tokenizer, turns, chat_template_kwargs
+        self._limit = TextLimit.of(tokenizer, max_tokens)
         self._conversations: dict[str, Conversations] = {}
 
     def checked_tokens(self, row: dict[str, Any], vocab_size: int) -> Tokens:
@@ -110,7 +119,7 @@ class ExampleReader:
             return _given_tokens(row)
         if row.get("prompt") is not None and row.get("response") is not None:
             return self._prompt_and_response(row["prompt"], row["response"])
-        raise ValueError(f"a row needs {FORMATS}; its columns are {', '.join(map(str, row)) or 'none'}")
+        raise ValueError(f"a row needs {FORMATS}; its columns are {columns(row)}")
 
     def _conversation(self, value: Any, column: str, turns: str) -> Tokens:
         try:
@@ -118,18 +127,18 @@ class ExampleReader:
         except ValueError as error:
             raise ValueError(f"bad `{column}`: {error}") from error
         if turns not in self._conversations:
-            chat = ChatTemplate(self._tokenizer, self._kwargs)
+            chat = ChatTemplate(self._tokenizer, self._kwargs, self._limit)
             self._conversations[turns] = Conversations(chat, self._tokenizer.eos_token_id, turns)
         return self._conversations[turns].tokens(messages)
 
     def _prompt_and_response(self, prompt: Any, response: Any) -> Tokens:
         """Only the response is trained. A prompt of messages goes through the chat template; a text stands as it is,
         and the end-of-sequence token follows the response."""
-        if not isinstance(response, str):
-            raise ValueError(f"`response` must be text, got {type(response).__name__}")
+        check_text(response, "`response`")
         if not isinstance(prompt, str):
             answer = {"role": "assistant", "content": response}
             return self._conversation([*prompt, answer] if isinstance(prompt, list) else prompt, "prompt", "last")
+        self._limit.check(check_text(prompt, "`prompt`") + response)
         eos = self._tokenizer.eos_token_id
         if eos is None:
             raise ValueError(
@@ -152,7 +161,7 @@ def _given_tokens(row: dict[str, Any]) -> Tokens:
         raise ValueError(f"`input_ids` has {len(ids)} entries and `{name}` {len(given)}: they must be equally many")
     if name == "loss_mask":
         if wrong := [value for value in given if value not in (0, 1)]:
-            raise ValueError(f"`loss_mask` holds {wrong[0]!r}: 1 marks a token that is trained, 0 one that is not")
+            raise ValueError(f"`loss_mask` holds {wrong[0]}: 1 marks a token that is trained, 0 one that is not")
         return ids, [bool(value) for value in given]
     for index, (token, label) in enumerate(zip(ids, given, strict=True)):
         if label not in (token, IGNORED):
@@ -169,6 +178,8 @@ def _numbers(row: dict[str, Any], column: str) -> list[int] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
         raise ValueError(f"`{column}` must be a list of whole numbers")
+    if column != "loss_mask" and any(isinstance(item, bool) for item in value):
+        raise ValueError(f"`{column}` must be a list of whole numbers, not of true and false")
     return value
 
 

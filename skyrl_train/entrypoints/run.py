@@ -52,8 +52,8 @@ class Run(ABC, Generic[C, P]):
     def __init__(self, config: C, console: Console) -> None:
         """Checks the model and loads the tokenizer.
 
-        Raises: ValueError for a model that cannot be had or would not be computed as Hugging Face computes it, weights or
-            a tokenizer that are missing or not its own, or an adapter that does not fit it.
+        Raises: ValueError for a model that cannot be had or would not be computed as Hugging Face computes it, weights
+            or a tokenizer that are missing or not its own, or an adapter that does not fit it.
         """
         self.config, self._console = config, console
         self._started = time.perf_counter()

@@ -14,6 +14,7 @@ from skyrl_train.config.errors import nearest
 from skyrl_train.data.chat import ChatTemplate, check_messages
 from skyrl_train.data.conversation import Conversations
 from skyrl_train.data.sft import ExampleReader, check_tokens
+from skyrl_train.data.text import TextLimit, shortened
 from skyrl_train.service.distribution import check_sampling
 from skyrl_train.service.job import ChatSample, SaveJob, SftJob, TokenSample, TrainJob
 from skyrl_train.types import UNKNOWN_VERSION, Example, Group, Prompt, Sample
@@ -58,7 +59,7 @@ class JobReader:
 
     def sft(self, rows: object) -> SftJob:
         """Rows as in docs/sft.md."""
-        reader = ExampleReader(self._tokenizer, "all", self._kwargs)
+        reader = ExampleReader(self._tokenizer, "all", self._kwargs, self._max_tokens)
         return SftJob(
             tuple(self._example(reader, number, row) for number, row in enumerate(_filled(rows, "rows", "row")))
         )
@@ -117,7 +118,7 @@ class JobReader:
 
     def _of_chat(self, messages: object) -> tuple[list[int], list[bool]]:
         if self._conversations is None:
-            chat = ChatTemplate(self._tokenizer, self._kwargs)
+            chat = ChatTemplate(self._tokenizer, self._kwargs, TextLimit.of(self._tokenizer, self._max_tokens))
             self._conversations = Conversations(chat, self._tokenizer.eos_token_id, "all")
         return self._conversations.tokens(check_messages(messages))
 
@@ -151,7 +152,7 @@ def typed_sample(given: object) -> ChatSample | TokenSample:
         if key not in names:
             near = nearest(str(key), names)
             hint = f"did you mean {near}?" if near else f"there are {', '.join(names)}"
-            raise ValueError(f"{key!r} is no field of a {kind.__name__}; {hint}")
+            raise ValueError(f"{shortened(key)} is no field of a {kind.__name__}; {hint}")
     if missing := [name for name in required if name not in given]:
         either = "" if kind is ChatSample else " (or messages and reward)"
         raise ValueError(f"{', '.join(missing)} is missing: a sample has {', '.join(required)}{either}")
@@ -167,7 +168,7 @@ def _of_tokens(given: TokenSample) -> tuple[list[int], list[bool], list[float] |
             raise ValueError(f"token_ids has {len(ids)} entries and {name} {len(values)}: they must be equally many")
     _refuse_but_whole(ids, "token_ids")
     if wrong := [one for one in mask if one not in (0, 1)]:
-        raise ValueError(f"loss_mask holds {wrong[0]!r}: 1 marks a token that the policy wrote, 0 another")
+        raise ValueError(f"loss_mask holds {shortened(wrong[0])}: 1 marks a token that the policy wrote, 0 another")
     trained = [bool(one) for one in mask]
     if logprobs is None:
         return ids, trained, None
@@ -185,7 +186,7 @@ def _versions(given: ChatSample | TokenSample) -> list[int]:
 
 def _refuse_but_whole(values: list[Any], name: str) -> None:
     if wrong := [one for one in values if isinstance(one, bool) or not isinstance(one, int)]:
-        raise ValueError(f"{name} holds {wrong[0]!r}: they must be whole numbers")
+        raise ValueError(f"{name} holds {shortened(wrong[0])}: they must be whole numbers")
 
 
 def _list(value: Any, name: str) -> list[Any]:
@@ -212,5 +213,4 @@ def _filled(value: object, name: str, of: str) -> list[Any]:
 
 
 def _short(value: object) -> str:
-    text = f"{type(value).__name__} {value!r}"
-    return text if len(text) <= 80 else text[:77] + "..."
+    return f"{type(value).__name__} {shortened(value)}"

@@ -102,11 +102,10 @@ def test_anchor_that_merges_with_what_follows_is_not_used():
     assert reply == [vocabulary["7"]]
 
 
-def test_lengths_of_many_prompts_are_those_of_each():
+def test_numbers_of_tokens_of_many_texts_are_those_of_each():
     chat = ChatTemplate(tokenizer_with(CHATML), {})
     conversations = [[{"role": "user", "content": "x" * (n % 40)}] for n in range(2100)]
-    assert chat.prompt_lengths(conversations) == [len(chat.prompt_ids(c)) for c in conversations]
-    assert chat.prompt_lengths([]) == []
+    assert chat.num_tokens([*map(chat.render, conversations)]) == [len(chat.prompt_ids(c)) for c in conversations]
 
 
 def test_prompt_ids_are_the_callers_own():

@@ -4,6 +4,7 @@ import json
 import datasets
 import pytest
 from tiny import chatml_tokenizer, tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.data.order import Order
 from skyrl_train.data.prompts import load_prompts
@@ -133,6 +134,80 @@ def test_malformed_row_is_an_error_that_names_file_line_and_problem(tmp_path, ba
     source = write_jsonl(tmp_path / "rows.jsonl", [row(), bad])
     with pytest.raises(ValueError, match=f"rows.jsonl, line 2: .*{problem}"):
         load(source)
+
+
+@pytest.fixture
+def only_short_texts_are_tokenised(monkeypatch):
+    """60 MB in a tokenizer took 21.7 GB of memory and did not end."""
+    tokenise = PreTrainedTokenizerFast.__call__
+
+    def checked(self, text, *args, **kwargs):
+        assert max(map(len, [text] if isinstance(text, str) else text)) <= 1_000_000
+        return tokenise(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", checked)
+
+
+def test_a_row_of_60_mb_is_dropped_without_being_tokenised(tmp_path, only_short_texts_are_tokenised):
+    loaded = load(write_jsonl(tmp_path / "a.jsonl", [row("1" * 60_000_000), row("1+2=")]))
+    assert [p.uid for p in loaded.prompts] == ["1"] and loaded.num_dropped == 1
+
+
+def test_prompts_that_are_not_tokenised_count_as_too_long(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [row("1" * 1_200_000), row("1+2=")])
+    with pytest.raises(ValueError, match=r"max_prompt_length=2 tokens .the shortest prompt has 4"):
+        load(source, max_prompt_length=2)
+
+
+def test_a_prompt_that_may_have_few_enough_tokens_is_tokenised_however_long(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["1" * 30_000])
+    assert len(load(write_jsonl(tmp_path / "a.jsonl", [row("1" * 1_200_000)]), tokenizer=tokenizer).prompts) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (json.dumps(row("ok\ud800")), r"the text .*ends with half of a surrogate pair"),
+        (json.dumps(row(extra_info={"author": "\udfff"})), r"the text .*ends with half of a surrogate pair"),
+        (json.dumps(row(**{"\ud83d": 1})), r"the text .*ends with half of a surrogate pair"),
+        (json.dumps(row("")), "`prompt` is empty: the chat template makes no token of it"),
+        (json.dumps(row("")).replace("user", "system"), "`prompt` is empty"),
+        ('{"prompt": [], "prompt": [{"role": "user", "content": "1"}]}', "key 'prompt' is given more than once"),
+        ('{"prompt": [{"role": "user", "content": "1", "content": "2"}]}', "key 'content' is given more than once"),
+        ('{"prompt": ' + "[" * 100_000, "not usable JSON: maximum recursion depth"),
+        ('{"prompt": ' + "9" * 5_000 + "}", "not usable JSON: Exceeds the limit"),
+        ('{"prompt": NaN}', "expected a list of chat messages, got float nan"),
+        ('{"prompt": ' + "[" * 500 + "]" * 500 + "}", "message 0 must be a dict .*, got \\["),
+        (json.dumps(row(reward_spec="x" * 10_000)), "must be a dict, got str 'x{10,60}"),
+    ],
+    ids=lambda value: value[:60],
+)
+def test_a_line_that_no_prompt_can_be_made_of_is_named(tmp_path, line, problem):
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(row())}\n{line}\n")
+    with pytest.raises(ValueError, match=f"a.jsonl, line 2: .*{problem}") as caught:
+        load(str(tmp_path / "a.jsonl"))
+    assert len(str(caught.value)) < 500
+
+
+def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json.dumps(row()).encode() + b'\n{"prompt": "\xff"}\n')
+    with pytest.raises(ValueError, match="a.jsonl, line 2: its bytes are not UTF-8"):
+        load(str(tmp_path / "a.jsonl"))
+
+
+def test_a_pair_of_surrogates_is_a_character(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(row("\N{GRINNING FACE}")) + "\n")
+    assert "\\ud83d" in (tmp_path / "a.jsonl").read_text()
+    assert load(str(tmp_path / "a.jsonl")).prompts[0].messages[0]["content"] == "\N{GRINNING FACE}"
+
+
+def test_a_row_that_the_chat_template_refuses_is_named(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}1"
+    bad = {"prompt": [{"role": "tool", "content": "1"}]}
+    with pytest.raises(ValueError, match="a.jsonl, line 2: the chat template refused .*: no tools"):
+        load(write_jsonl(tmp_path / "a.jsonl", [row(), bad]), tokenizer=tokenizer)
 
 
 def test_malformed_parquet_row_is_an_error_that_names_its_index(tmp_path):

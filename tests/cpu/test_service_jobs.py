@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from skyrl_train.algorithms.advantages import ADVANTAGES
 from skyrl_train.config import ConfigError, load_config
 from skyrl_train.service.checks import check_service
 from skyrl_train.service.client import listed
@@ -129,8 +131,8 @@ def test_groups_are_cut_into_the_configured_mini_batches():
         ([GROUP] * 3, "a job of 3 groups cannot be cut into mini-batches of trainer.policy_mini_batch_size=2"),
         (5, "groups must be a list of at least one group, got int 5"),
         ([5], "group 0 must be a list of at least one sample, got int 5"),
-        (tokens(), "groups must be a list of at least one group, got dict {'token_ids'"),
-        ([tokens()], "group 0 must be a list of at least one sample, got dict {'token_ids'"),
+        (tokens(), "groups must be a list of at least one group, got dict {'loss_mask': [0, 1, 1]"),
+        ([tokens()], "group 0 must be a list of at least one sample, got dict {'loss_mask': [0, 1, 1]"),
         (iter([TokenSample(**tokens())]), "group 0 must be a list of at least one sample, got TokenSample"),
         ([[tokens(), 5]], "group 0, sample 1: expected a dict, ChatSample or TokenSample, got int 5"),
         ([[tokens(rewards=1), tokens()]], "group 0, sample 0: 'rewards' is no field of a TokenSample; did you mean"),
@@ -184,6 +186,34 @@ def test_groups_that_cannot_be_trained_on_are_refused_with_place_and_reason(grou
 def test_rows_are_those_of_fine_tuning():
     (example,) = READER.sft([{"input_ids": [5, 6, 7], "labels": [-100, 6, -100]}]).examples
     assert example.token_ids.tolist() == [5, 6, 7] and example.loss_mask.tolist() == [False, True, False]
+
+
+NESTED: Any = functools.reduce(lambda inside, _: [inside], range(100_000), "x")
+
+
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        (chat("2\ud800", 1.0), "`content` of message 1 has '.ud800' at character 1, half of a surrogate pair"),
+        (chat("2" * 1_000_001, 1.0), "it has 1,000,0.. characters, which are more than 40 tokens"),
+        (chat(NESTED, 1.0), "`content` of message 1 must be text, got list"),
+        (chat("2", NESTED), "reward is list .*it must be a finite number"),
+        (tokens(token_ids=[5, NESTED, 7]), "token_ids holds .*: they must be whole numbers"),
+        (tokens(loss_mask=[0, NESTED, 1]), "loss_mask holds .*: 1 marks a token"),
+        (tokens(token_ids=[5, 6, 10**30]), "is outside the model's vocabulary of 66"),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
+)
+def test_text_that_cannot_be_used_and_values_of_any_depth_are_named(sample: Any, expected: str):
+    with pytest.raises(ValueError, match=f"group 0, sample 1: .*{expected}") as caught:
+        READER.train([[tokens(), sample]])
+    assert len(str(caught.value)) < 300
+
+
+def test_a_service_refuses_an_advantage_that_only_the_callers_program_has(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(ADVANTAGES, "mine", lambda *args, norm_by_std: args[0])
+    with pytest.raises(ConfigError, match="advantage_estimator is mine: this program has put it into ADVANTAGES"):
+        check_service(load_config(["trainer.algorithm.advantage_estimator=mine"]), files=False)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from skyrl_train.batching.build import examples_as_experience
 from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.data.conversation import Conversations
-from skyrl_train.data.sft import LoadedExamples, load_examples
+from skyrl_train.data.sft import ExampleReader, LoadedExamples, load_examples
 from skyrl_train.sft_quickstart import CHAT_TEMPLATE as MARKED
 from skyrl_train.trainer.sft import train_batches
 from skyrl_train.types import Example
@@ -215,6 +215,50 @@ def test_a_bad_row_names_its_file_and_line_and_the_fault(tmp_path: Path, row: An
     path = rows(tmp_path, {"messages": TURNS}, row)
     with pytest.raises(ValueError, match=rf"rows.jsonl, line 2: .*{expected}"):
         load(path)
+
+
+LONG = "1" * 1_000_001
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [*TURNS, {"role": "user", "content": LONG}, {"role": "assistant", "content": "2"}]},
+        {"messages": [*TURNS[:-1], {"role": "assistant", "content": LONG}]},
+        {"prompt": LONG, "response": "2"},
+        {"prompt": "1+1=", "response": LONG},
+    ],
+    ids=["asked", "answered", "prompt", "response"],
+)
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+def test_a_row_of_too_many_characters_is_dropped_without_being_tokenised(
+    row: Any, truncate: bool, template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tokenise = PreTrainedTokenizerFast._encode_plus
+
+    def checked(self: Any, text: Any, *args: Any, **kwargs: Any) -> Any:
+        assert len(text) < len(LONG)
+        return tokenise(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", checked)
+    path = rows(tmp_path, {"messages": TURNS}, row)
+    loaded = load(path, with_template(chatml_tokenizer(), template), truncate=truncate)
+    assert (len(loaded.examples), loaded.num_dropped, loaded.num_truncated) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels"])
+def test_true_and_false_are_no_tokens(tmp_path: Path, column: str):
+    row = {"input_ids": [0, 1], "labels": [0, 1], column: [False, True]}
+    with pytest.raises(ValueError, match=f"line 1: `{column}` must be a list of whole numbers, not of true and false"):
+        load(rows(tmp_path, row))
+
+
+@pytest.mark.parametrize("column", ["prompt", "response"])
+def test_half_of_a_surrogate_pair_is_named(column: str):
+    row = {"prompt": "1+1=", "response": "2", column: "ab\ud800"}
+    with pytest.raises(ValueError, match=f"`{column}` has '.ud800' at character 2, half of a surrogate pair"):
+        ExampleReader(chatml_tokenizer(), "all", {}, 100).tokens(row)
 
 
 def test_a_conversation_without_a_chat_template_says_what_to_do(tmp_path: Path):
