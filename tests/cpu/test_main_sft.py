@@ -116,6 +116,15 @@ def test_a_run_whose_steps_are_all_done_says_so_and_starts_nothing(world: Path, 
     assert sorted(path.name for path in (world / "runs/done").iterdir()) == before
 
 
+def test_a_model_with_a_cut_file_is_refused_before_anything_starts(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    broken = Path(shutil.copytree(world / MODEL, tmp_path / "broken"))
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "model.safetensors is not a complete" in error(capsys, f"trainer.policy.model.path={broken}")
+
+
 def test_a_row_without_an_assistant_and_an_empty_file_are_named(world: Path, capsys: pytest.CaptureFixture[str]):
     (world / "bad.jsonl").write_text(json.dumps(ROWS[0]) + '\n{"messages": [{"role": "user", "content": "1"}]}\n')
     assert "bad.jsonl, line 2: no message has the role assistant" in error(capsys, "data.train_data=[bad.jsonl]")
