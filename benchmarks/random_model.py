@@ -72,8 +72,7 @@ def model_config(shape: str, num_layers: int | None = None, max_positions: int =
         max_position_embeddings=max_positions,
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
         dtype="bfloat16",
-        # An id that no row of the model has: it is never drawn, so every response has the length that was asked for.
-        eos_token_id=fields["vocab_size"],
+        eos_token_id=None,
         bos_token_id=None,
         pad_token_id=None,
     )
@@ -140,7 +139,7 @@ def _as_saved(name: str, size: tuple[int, ...]) -> list[tuple[str, tuple[int, ..
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A token for every id ("w17" is 17), words parted by spaces; the end-of-text token comes after the last id."""
+    """A token for every id ("w17" is 17), words parted by spaces, and no end-of-text token: no response ends early."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -149,11 +148,10 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     words.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words,
-        eos_token="<never>",
         chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",
         model_max_length=40_960,
     )
-    assert tokenizer.eos_token_id == vocab_size
+    assert tokenizer.eos_token_id is None
     tokenizer.save_pretrained(folder)
 
 

@@ -2,7 +2,7 @@
 
 Two nets: the ledger refuses fields of config.json that are not built, by name and value; then the configuration, made
 small, runs through Hugging Face and through Megatron in a process of its own, whose result is cached. Neither reads the
-model's weights, except a tied head that the checkpoint has too.
+model's weights.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-from skyrl_train.checkpoint import tensor_files
 from skyrl_train.config.errors import nearest
 from skyrl_train.hf.ledger import LEDGERS, config_problems
 from skyrl_train.hf.shrink import shrunk
@@ -40,9 +38,6 @@ SOURCES = ("algorithms", "batching", "hf", "megatron")
 """Folders of this package whose code the result depends on."""
 PACKAGES = ("torch", "transformers", "megatron-core", "mbridge")
 TIMEOUT_S = 600.0
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-ROWS = 8192
-"""Rows of a tied head that are compared at a time."""
 
 
 def checked_config(folder: str, key: str) -> PretrainedConfig:
@@ -59,10 +54,10 @@ def checked_config(folder: str, key: str) -> PretrainedConfig:
 def known_config(folder: str, key: str) -> PretrainedConfig:
     """The configuration of the model in `folder`, if every field of it is known and built.
 
-    Raises: ValueError with everything that is not, and for a tied head that the checkpoint has with other values.
+    Raises: ValueError with everything that is not.
     """
     config, problems = config_and_problems(folder, key)
-    _require_none([*problems, *_tied_head(config, folder)], config, folder, key)
+    _require_none(problems, config, folder, key)
     return config
 
 
@@ -120,25 +115,6 @@ def _read(folder: str, key: str, given: Mapping[str, Any]) -> PretrainedConfig:
     if config.model_type != kind:  # it reads a Mistral with windows in some layers as another family
         raise ValueError(f"{key} is {folder}: transformers reads it as {config.model_type!r}, which is not built")
     return config
-
-
-def _tied_head(config: PretrainedConfig, folder: str) -> list[str]:
-    """Hugging Face uses a head that the file has beside a tied embedding, where the two differ."""
-    files = tensor_files(folder)
-    if not config.tie_word_embeddings or HEAD not in files or EMBEDDING not in files:
-        return []
-    with safe_open(files[HEAD], "pt") as heads, safe_open(files[EMBEDDING], "pt") as embeddings:
-        head, embedding = heads.get_slice(HEAD), embeddings.get_slice(EMBEDDING)
-        same = head.get_shape() == embedding.get_shape() and all(
-            head[start : start + ROWS].equal(embedding[start : start + ROWS])
-            for start in range(0, head.get_shape()[0], ROWS)
-        )
-    if same:
-        return []
-    return [
-        f"tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}. Set it to false in config.json to train "
-        f"both, or remove {HEAD} from the checkpoint"
-    ]
 
 
 def _compare(config: PretrainedConfig, folder: str) -> list[str]:

@@ -29,7 +29,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     if not any(Path(folder, name).is_file() for name in VOCABULARIES):
         raise ValueError(f"{folder} has no tokenizer, which is one of {', '.join(VOCABULARIES)}. {CURE}")
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever JSON, the tokenizers library and the tokenizer's class raise
         files = sorted(file.name for file in Path(folder).glob("*token*")) or list(VOCABULARIES[:1])
         reason = " ".join(str(error).split()).rstrip(".")

@@ -9,12 +9,16 @@ import re
 from collections.abc import Iterator, Mapping
 
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from skyrl_train.checkpoint import tensor_shapes
+from skyrl_train.checkpoint import tensor_files, tensor_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ROWS = 8192
+"""Rows of a tied head that are compared at a time."""
 NUM_SHOWN = 3
 """Tensors that an error names."""
 CURE = "Download or copy the checkpoint again, with the config.json that it was saved with"
@@ -35,8 +39,28 @@ def check_weights(config: PretrainedConfig, key: str, path: str, folder: str) ->
         raise ValueError(
             f"{key} is {path}: transformers cannot build the model of its config.json: {_line(error)}. {CURE}"
         ) from error
-    if problems := [*weight_problems(config, expected, found)]:
+    problems = [*weight_problems(config, expected, found)]
+    if problems := problems or tied_head_problems(config, folder):
         raise ValueError(f"{key} is {path}: {'; '.join(problems)}. {CURE}")
+
+
+def tied_head_problems(config: PretrainedConfig, folder: str) -> list[str]:
+    """Hugging Face uses a head that the file has beside a tied embedding, where the two differ."""
+    files = tensor_files(folder)
+    if not config.tie_word_embeddings or HEAD not in files or EMBEDDING not in files:
+        return []
+    with safe_open(files[HEAD], "pt") as heads, safe_open(files[EMBEDDING], "pt") as embeddings:
+        head, embedding = heads.get_slice(HEAD), embeddings.get_slice(EMBEDDING)
+        same = head.get_shape() == embedding.get_shape() and all(
+            head[start : start + ROWS].equal(embedding[start : start + ROWS])
+            for start in range(0, head.get_shape()[0], ROWS)
+        )
+    if same:
+        return []
+    return [
+        f"tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}. Set it to false in config.json to train "
+        f"both, or remove {HEAD} from the checkpoint"
+    ]
 
 
 def shapes_of(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
@@ -45,7 +69,7 @@ def shapes_of(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     45,000 tensors of DeepSeek-V3 take a second.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     tensors = revert_weight_conversion(model, model.state_dict())
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
@@ -57,7 +81,7 @@ def weight_problems(config: PretrainedConfig, expected: Shapes, found: Shapes) -
         shown = [f"{name} is {list(found[name])}, not {list(expected[name])}" for name in wrong[:NUM_SHOWN]]
         yield f"{len(wrong)} of its tensors have other shapes than its config.json says: {_and_more(shown, len(wrong))}"
     tied = getattr(config, "tie_word_embeddings", False)
-    missing = [name for name in expected if name not in found and not (tied and name == "lm_head.weight")]
+    missing = [name for name in expected if name not in found and not (tied and name == HEAD)]
     if missing:
         yield f"{len(missing)} tensors that its config.json asks for are missing: {_and_more(missing, len(missing))}"
     unknown = sorted(name for name in found if name not in expected and not _is_needless(name, config))

@@ -54,12 +54,11 @@ def main(argv: Sequence[str]) -> int:
 def verify(request: Request, console: Console) -> int:
     """Run both layouts and Hugging Face, print the tables; 0 if all agree, 1 if not."""
     # Here, so that a wrong command line is answered at once.
-    from skyrl_train.checks.equivalence import checked_config
-    from skyrl_train.hub import local_folder
+    from skyrl_train.checks.model_folder import checked_folder
     from skyrl_train.megatron.hf_reference import comparable, run_hugging_face
     from skyrl_train.megatron.layout_check import Layout, run_layout
 
-    config = checked_config(local_folder(request.model), "model")
+    _, config = checked_folder("model", request.model)
     torch.set_num_threads(1)  # the processes are forked from this one where there is no GPU
     trial = _trial(request, config.vocab_size)
     whole, limit = int(trial.experience.cu_seqlens[-1]), request.micro_batch_tokens

@@ -38,7 +38,7 @@ def run_hugging_face(trial: Trial, *, timeout_s: float = 120.0) -> Outcome:
 
 
 def _in_process(rendezvous: Rendezvous, trial: Trial) -> Outcome:
-    return hugging_face(trial, model=_load(trial).to(device())).outcome
+    return hugging_face(trial, model=_load(trial).to(device()), place=device()).outcome
 
 
 def _load(trial: Trial) -> Any:
@@ -54,10 +54,12 @@ def hugging_face(
     *,
     model: Any = None,
     gradients_of: Callable[[Any], dict[str, Tensor]] | None = None,
+    place: torch.device | None = None,
 ) -> HuggingFace:
     """Loss and gradient by autograd through log_softmax, in the trial's dtype; the metrics that follow from them.
 
-    Args: model and gradients_of: another model than the trial's, such as PEFT's, and its gradients by name.
+    Args: model and gradients_of: another model than the trial's, such as PEFT's, and its gradients by name; place: the
+        model's device, the CPU if not given.
     """
     model = model or _load(trial)
     choices: dict[str, list[Tensor]] = {}
@@ -67,7 +69,6 @@ def hugging_face(
                 choices[name] = []
                 module.register_forward_hook(lambda _, __, out, to=choices[name]: to.append(out[0]))
     experience, objective = trial.experience, trial.objective
-    place = next(model.parameters()).device
     bounds = experience.cu_seqlens.tolist()
     weights = loss_weights(
         trial.reduction, experience.loss_mask, experience.cu_seqlens, experience.group_ids, trial.max_generate_length

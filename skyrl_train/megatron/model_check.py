@@ -73,7 +73,7 @@ def _compare(config: PretrainedConfig, seed: int) -> Verdict:
 def _write_weights(config: PretrainedConfig, folder: str, seed: int) -> None:
     """Random weights under which everything in the model matters: scores, gates and logits of size 1."""
     set_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name:

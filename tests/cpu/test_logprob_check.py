@@ -47,7 +47,8 @@ def _update(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, list[Case]])
     for case in cases:
         batch = share_of(trial, one, policy.ranks, num_mini_batches=case.num_mini_batches)
         policy.keep_old_logprobs(batch)
-        values = torch.zeros(len(batch.token_ids)) if policy._old is None else policy._old.values
+        kept = None if policy._old is None else policy._old.values
+        values = torch.zeros(len(batch.token_ids)) if kept is None else kept
         policy._old = policy._old if case.of_kept else None
         stale = torch.repeat_interleave(batch.sample_ids == STALE, batch.cu_seqlens.diff().long())
         sampled = torch.where(stale, values - 5.0, values + case.error)

@@ -94,8 +94,12 @@ def test_a_tied_head_may_be_left_out_or_written_and_another_may_not_be_missing(m
     assert "1 tensors that its config.json asks for are missing: lm_head.weight" in refusal(model)
     change_config(model, tie_word_embeddings=True)
     check(model)
-    change_weights(model, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(64, 128)}))
+    change_weights(
+        model, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    )
     check(model)
+    change_weights(model, lambda tensors: tensors["lm_head.weight"][-1, -1:].add_(1))
+    assert "lm_head.weight differs from model.embed_tokens.weight" in refusal(model)
     change_weights(model, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(65, 128)}))
     assert "lm_head.weight is [65, 128], not [64, 128]" in refusal(model)
 
