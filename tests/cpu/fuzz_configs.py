@@ -148,7 +148,8 @@ def outcome(values: dict[str, Any]) -> tuple[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after this time")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable()
@@ -158,6 +159,8 @@ def main() -> int:
     reasons: Counter[str] = Counter()
     started = time.monotonic()
     for seed in range(options.seed, options.seed + options.cases):
+        if time.monotonic() - started > options.seconds:
+            break
         values = random_config(random.Random(seed))
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             found, details = outcome(values)
@@ -166,7 +169,7 @@ def main() -> int:
             reasons[details[:100]] += 1
         if found == "DIFFERENT":
             print(f"seed {seed}: {details}\n  {json.dumps(values)}", flush=True)
-    print(f"{options.cases} cases in {time.monotonic() - started:.0f} s: {dict(counts)}")
+    print(f"seeds {options.seed} on: {counts.total()} cases in {time.monotonic() - started:.0f} s: {dict(counts)}")
     for reason, count in reasons.most_common(25):
         print(f"  not built, {count}: {reason}")
     return 1 if counts["DIFFERENT"] else 0
