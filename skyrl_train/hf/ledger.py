@@ -262,6 +262,8 @@ def _together(config: PretrainedConfig) -> Iterator[str]:
         yield f"num_experts_per_tok is {chosen}, more than the {experts} experts"
     if chosen == 1 and getattr(config, "norm_topk_prob", True):
         yield "num_experts_per_tok is 1 with normalised weights: the only expert would always have the weight 1"
+    if getattr(config, "routed_scaling_factor", 1.0) == 0:
+        yield "routed_scaling_factor is 0: Megatron reads it as no scaling"
     groups, group_topk = getattr(config, "n_group", None) or 1, getattr(config, "topk_group", None) or 1
     if groups > 1 and chosen != 2 * group_topk:
         yield (
