@@ -80,7 +80,11 @@ class Learning:
     async def _train(self, job: TrainJob) -> Metrics:
         scored = [group for group in job.groups if len(group.samples[0].token_ids) <= self._max_model_len]
         metrics = await self._learner.learn(
-            job.groups, job.num_mini_batches, checked=scored, before_sync=self._save_state
+            job.groups,
+            job.num_mini_batches,
+            checked=scored,
+            needs_signal=False,  # callers count versions: each job makes at least one
+            before_sync=self._save_state,
         )
         if not job.has_logprobs:
             metrics = {name: value for name, value in metrics.items() if not name.startswith(NEEDS_LOGPROBS)}

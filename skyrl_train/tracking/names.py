@@ -98,7 +98,7 @@ METRICS = (
     MetricName("policy/approx_kl", "nats/token", "estimated KL from the policy at the start of the step"),
     MetricName("policy/policy_lr", "", "learning rate of the last optimizer step"),
     MetricName("policy/grad_norm", "", "gradient norm before clipping, mean over the optimizer steps"),
-    MetricName("policy/num_optimizer_steps", "steps", "optimizer steps of this step"),
+    MetricName("policy/num_optimizer_steps", "steps", "optimizer steps of this step; 0 where it had no signal"),
     MetricName("policy/num_skipped_steps", "steps", "of these, skipped because a gradient was not finite"),
     MetricName("policy/loss_metrics/clip_ratio", "share", "tokens whose probability ratio was clipped"),
     MetricName(

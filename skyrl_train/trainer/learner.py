@@ -25,8 +25,9 @@ from skyrl_train.trainer.memory_report import MemoryReport
 from skyrl_train.trainer.performance import sync_performance, training_performance
 from skyrl_train.trainer.publish import Publisher
 from skyrl_train.trainer.residency import Colocated, Dedicated, Residency
-from skyrl_train.trainer.rules import advantage, cross_entropy_objective, micro_batch_rules
+from skyrl_train.trainer.rules import advantage, cross_entropy_objective, micro_batch_rules, objective
 from skyrl_train.trainer.sft import train_batches, update_metrics
+from skyrl_train.trainer.signal import Signal
 from skyrl_train.trainer.sync_check import SyncCheck
 from skyrl_train.types import Example, ExperienceBatch, Group, Metrics
 
@@ -50,12 +51,13 @@ class Learner:
         timers: Timers,
         bound: LogprobBound,
         first_check: FirstCheck,
+        signal: Signal,
     ) -> None:
         """Args: reference is None without a KL term."""
         self._trainer, self._max_generate_length = config.trainer, config.generator.sampling_params.max_generate_length
         self._advantage, self.rules = advantage, rules
         self._policy, self._reference, self.residency, self._timers = policy, reference, residency, timers
-        self._bound, self._first_check = bound, first_check
+        self._bound, self._first_check, self._signal = bound, first_check, signal
         self._cross_entropy = cross_entropy_objective(config.trainer.policy.megatron_config.logprobs_chunk_size)
 
     async def learn(
@@ -64,12 +66,14 @@ class Learner:
         num_mini_batches: int,
         *,
         checked: Sequence[Group] | None = None,
+        needs_signal: bool = True,
         before_sync: Callable[[], Awaitable[None]] = nothing,
     ) -> Metrics:
         """One pass of updates on the groups, by the configured loss, then a weight sync.
 
         Args:
             checked: groups whose samples the engines can score, for checks of the sync; None means all.
+            needs_signal: where no group has signal (signal.py), leave weights, version, devices and engines unchanged.
             before_sync: awaited while the updated policy is on its devices.
         Raises: ValueError for groups that cannot be cut, LogprobsDiffer for samples that are not the policy's, both
             before anything has changed; RemoteFailed, SyncCheckFailed.
@@ -79,6 +83,8 @@ class Learner:
         with timers("convert_to_training_input"):
             experience = build_experience(groups, self._advantage)
             shards = self._shards(experience, num_mini_batches)
+        if needs_signal and not self._signal.is_in(metrics := experience_metrics(experience)):
+            return metrics | {"policy/num_optimizer_steps": 0.0} | self.residency.metrics()
         with timers("sync_weights"):
             scores = await self._first_check.scores(checked)
         with timers("fwd_logprobs_values_reward"):
@@ -185,6 +191,17 @@ def build_learner(config: Config, model: PretrainedConfig, processes: Processes,
             has_experts=num_experts(model) > 0,
         ),
         first_check=FirstCheck(check, processes.policy, processes.engines),
+        signal=_signal(config, model),
+    )
+
+
+def _signal(config: Config, model: PretrainedConfig) -> Signal:
+    algorithm, megatron = config.trainer.algorithm, config.trainer.policy.megatron_config
+    has_balancing = megatron.moe_aux_loss_coeff > 0 and num_experts(model) > 0
+    has_penalty = algorithm.use_kl_in_reward and algorithm.kl_loss_coef != 0
+    return Signal(
+        objective(algorithm, config.generator.sampling_params, megatron.logprobs_chunk_size),
+        has_other_terms=has_balancing or has_penalty,
     )
 
 
