@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 EPS = 1e-6
-"""Added to a standard deviation before dividing by it, as in SkyRL and TRL."""
+"""Added to a standard deviation before dividing by it, as in SkyRL and verl; TRL adds 1e-4."""
 
 
 def grpo_advantages(rewards: Tensor, group_ids: Tensor, *, norm_by_std: bool, eps: float = EPS) -> Tensor:
