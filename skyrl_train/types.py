@@ -95,7 +95,7 @@ class Sample:
     reward: float
     """Sum of the rewards of all turns."""
     stop_reason: str
-    """"stop" or "length": the stop reason of the last generation, or "length" where the conversation became too long."""
+    """"stop" or "length": that of the last generation, or "length" where the conversation became too long."""
     turns: int
     policy_version: int
     """Lowest version that wrote a token of it, or UNKNOWN_VERSION."""
