@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import socket
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from skyrl_train.ranks import Rendezvous
+
+log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 
@@ -16,12 +20,18 @@ def serve_store(host: str, port: int, timeout_s: float, world_size: int | None =
     """A store that listens on this address of the machine alone.
 
     Args: port: 0 means any that is free; world_size: processes, with this one, to wait for; None waits for none.
-    Raises: OSError if the port is taken or the address is none of this machine's.
+    Where the address is not on an interface (NAT), it listens on all. Raises: OSError if the port is taken.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
+        try:
+            listening.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            log.warning("%s is not on an interface of this host (a NAT address?): listening on all of them", host)
+            listening.bind(("", port))
         listening.listen()
         found: int = listening.getsockname()[1]
         return dist.TCPStore(

@@ -75,7 +75,8 @@ def engine_argument_problems(generator: GeneratorConfig) -> Iterator[str]:
 def _paths_of_remote_code(value: Any, path: str) -> Iterator[str]:
     """Keys, at any depth, by which transformers and vLLM import code from a model's folder or from the hub."""
     if path.rpartition(".")[2] in REMOTE_CODE:
-        yield path
+        if value not in (False, None):
+            yield path
     elif isinstance(value, Mapping):
         for name, item in value.items():
             yield from _paths_of_remote_code(item, f"{path}.{name}")

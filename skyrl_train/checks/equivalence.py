@@ -14,6 +14,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -120,11 +121,17 @@ def _read(folder: str, key: str, given: Mapping[str, Any]) -> PretrainedConfig:
 def _compare(config: PretrainedConfig, folder: str) -> list[str]:
     """What the comparison of the small model found; nothing where an earlier one found nothing."""
     cached = _cache_file(config)
-    if cached.is_file():
+    if _is_noted(cached):
         return []
     log.info("comparing the model's configuration, made small, with Hugging Face (once, about 15 s)")
     started = time.monotonic()
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    # The package may have been found by this process's own path.
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, folder],
@@ -149,8 +156,23 @@ def _cache_file(config: PretrainedConfig) -> Path:
     root = Path(__file__).parents[1]
     for source in sorted(file for name in SOURCES for file in (root / name).rglob("*.py")):
         digest.update(source.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "skyrl_train" / "model_checks" / f"{digest.hexdigest()[:32]}.json"
+    return _cache_folder() / "skyrl_train" / "model_checks" / f"{digest.hexdigest()[:32]}.json"
+
+
+def _cache_folder() -> Path:
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:  # neither HOME nor an entry in passwd, as in some containers
+        return Path(tempfile.gettempdir()) / f"skyrl_train_{os.getuid()}"
+
+
+def _is_noted(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError:  # a HOME of another user
+        return False
 
 
 def _remember(file: Path, verdict: Mapping[str, Any]) -> None:

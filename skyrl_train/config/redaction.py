@@ -31,45 +31,64 @@ characters than letters and digits, because it may be part of an ordinary word."
 NO_SECRETS = _words("auto basic bearer dummy empty false none null true")
 """Values that say that there is no secret, or of what kind it is."""
 SECRET_WORDS = _words(
-    "key token secret password passwd passphrase credential credentials auth authorization bearer cookie dsn "
-    "apikey authkey accesskey secretkey privatekey apitoken authtoken accesstoken hftoken"
+    "key token secret pass password passwd passphrase pat jwt cred credential credentials auth authorization "
+    "bearer cookie dsn apikey authkey accesskey secretkey privatekey apitoken authtoken accesstoken hftoken"
 )
 """Last words of the names of secrets; a plural counts as well, except `tokens`."""
 COUNTED_KEYS = _words(
-    "answer cache column data dict field foreign group image index input json label map message name output partition "
-    "primary prompt query question response reward row sample sort text uid value"
+    "answer cache column data dict difficulty field foreign group id image index input json label map message name num "
+    "output partition primary problem prompt query question response reward row sample solution sort target text truth "
+    "uid value"
 )
 """Words before `key` in names of what is looked up: `prompt_key`."""
 COUNTED_TOKENS = _words(
-    "additional audio begin bos cls end eos eot first image last mask max min new next num pad per prompt sep special "
-    "start stop tool unk video vision"
+    "additional audio begin bos call class cls end eos eot first image last mask max min new next num pad per prompt "
+    "sep special start stop think tool unk video vision"
 )
 """Words before `token` in names of what a tokenizer has: `eos_token`."""
-SECRET_TOKENS = _words("access api auth bearer hf hub refresh session wandb")
-"""Words before `tokens` in names of secrets; other tokens are counted: `max_tokens`."""
-
+STRONG = _words(
+    "access api app auth bearer client encryption hf http hub master private refresh secret session signing ssh wandb"
+)
+"""Words before `key`, `token` and `tokens` that leave no doubt."""
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _NAMES = re.compile(r"[\w.-]+")
 _REFERENCE = re.compile(r"(null|\$\{[^}]*\})?")
 """A value that is taken from elsewhere, such as `${oc.env:NAME}`, or none at all."""
-_USER_OF_URL = re.compile(r"(\w+://)[^/\s'\"@]+@")
-_PASSWORD_OF_URL = re.compile(r"\w+://[^/\s'\"@:]*:([^/\s'\"@]+)@")
+_USER_OF_URL = re.compile(r"(\w+://)[^\s'\"?#]*@")
+_PASSWORD_OF_URL = re.compile(r"\w+://[^/\s'\"@:]*:([^\s'\"?#]+)@")
+_SCHEME = re.compile(r"(?i)(bearer|basic) +(\S+)")
+"""The value of an Authorization header."""
 
 
 def is_secret_name(name: str) -> bool:
     """Whether a key or an environment variable of this name holds a secret. Args: name: dotted or not."""
-    words = [word.lower() for word in _WORDS.findall(name.rpartition(".")[2])]
-    if not words:
-        return False
-    last, before = words[-1], words[-2] if len(words) > 1 else ""
+    before, last = _end_of(name)
     if last == "tokens":
-        return before in SECRET_TOKENS
-    singular = last.removesuffix("s") if last != "pass" else last
+        return before in STRONG
+    singular = _singular(last)
     if singular == "key":
         return before not in COUNTED_KEYS
     if singular == "token":
         return before not in COUNTED_TOKENS
-    return last in SECRET_WORDS or singular in SECRET_WORDS or (last == "pwd" and before not in ("", "old"))
+    return singular in SECRET_WORDS or (last == "pwd" and before not in ("", "old"))
+
+
+def _end_of(name: str) -> tuple[str, str]:
+    """The last two words of a name, in lower case."""
+    words = ["", "", *(word.lower() for word in _WORDS.findall(name.rpartition(".")[2]))]
+    return words[-2], words[-1]
+
+
+def _singular(word: str) -> str:
+    return word.removesuffix("s") if word not in ("pass", "credentials") else word
+
+
+def _is_told_apart(name: str, value: str) -> bool:
+    """Whether the value of a secret's key may be masked in other text too: a doubtful key may hold a common word."""
+    before, last = _end_of(name)
+    if _singular(last) not in ("key", "token") or before in STRONG:
+        return True
+    return len(value) >= 2 * LONG or (len(value) >= LONG and any(map(str.isdigit, value)))
 
 
 @dataclass(frozen=True)
@@ -139,7 +158,10 @@ def _secret_texts(value: Any, environment: Mapping[str, str], name: str = "") ->
         for item in value:
             yield from _secret_texts(item, environment, name)
     elif is_secret_name(name) and (isinstance(value, str) or (isinstance(value, int) and value >= 10 ** (LONG - 1))):
-        yield str(value)
+        if _is_told_apart(name, str(value)):
+            yield str(value)
+        if isinstance(value, str) and (scheme := _SCHEME.fullmatch(value)):
+            yield scheme[2]
     elif isinstance(value, str) and name.endswith("_env") and is_secret_name(name.removesuffix("_env")):
         yield environment.get(value, "")
     elif isinstance(value, str):

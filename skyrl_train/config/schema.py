@@ -154,7 +154,7 @@ def _require_given(value: Any) -> None:
     if isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
             _require_given(item)
-    elif isinstance(value, str) and (value == MASK or f"://{MASK}@" in value):
+    elif isinstance(value, str) and MASK in value:
         raise ValueError("this is written in place of a secret. Give the value again, or null where it may be null")
 
 

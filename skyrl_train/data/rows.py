@@ -77,7 +77,8 @@ def _json_file(source: str, path: str) -> Iterator[tuple[str, Any]]:
     if not text.lstrip().startswith("["):  # many writers call JSON lines .json
         return _json_lines(source, path)
     located = ((f"{source}, row {i}", row) for i, row in enumerate(_parse(text, source)))
-    return ((where, _encodable(row, where, text)) for where, row in located)
+    escapes = "\\u" if "\\u" in text else ""  # looked for once, not in the complete text for each row
+    return ((where, _encodable(row, where, escapes)) for where, row in located)
 
 
 def _parse(text: str, where: str) -> Any:

@@ -28,7 +28,7 @@ OPEN_PATHS = ("/health", "/ping")
 BODY_BYTES_PER_TOKEN = 64
 """A token id is less than 8 bytes of JSON, a token of text less than 20 on average, also in languages whose letters
 are written as escapes of 6 bytes. The rest is for lists of prompts."""
-LEAST_BODY_BYTES = 256 << 10
+LEAST_BODY_BYTES = 4 << 20
 """For definitions of tools and lists of prompts, where the model takes few tokens."""
 MOST_DROPPED_BYTES = 64 << 20
 VERSIONS_HEADER = b"x-policy-versions"

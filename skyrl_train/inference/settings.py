@@ -229,7 +229,7 @@ def engine_environment(settings: EngineSettings, device_type: str) -> dict[str, 
         environment["TRITON_F32_DEFAULT"] = "ieee"
     if not is_eager(settings, device_type):
         # torch's own place, which would go with the engine's temporary folder.
-        environment["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+        environment["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{_user()}"
     if Path(settings.model_path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     if device_type == "cpu":
@@ -243,6 +243,13 @@ def engine_environment(settings: EngineSettings, device_type: str) -> dict[str, 
             # vLLM compiles a function of the sampler (8 s) on the first request with logprobs, eager mode or not.
             environment["TORCHDYNAMO_DISABLE"] = "1"
     return environment
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user id without a name
+        return f"uid_{os.getuid()}"
 
 
 CLOSED = {

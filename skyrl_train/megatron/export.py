@@ -206,6 +206,8 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
         # Not the bridge's copy, which holds the fields that mbridge looks for.
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         config.dtype = model.dtype
+        if hasattr(config, "quantization_config"):  # of DeepSeek's FP8 weights, which are dequantised
+            del config.quantization_config
         config.save_pretrained(target)
         _copy_tokenizer(model.bridge._get_actual_hf_path(source), target)
 

@@ -28,6 +28,7 @@ from skyrl_train.types import ExperienceBatch
 
 LENGTHS = (40, 7, 23, 2, 31, 12)
 """Tokens of the samples: beyond `shrink.WINDOW` and `shrink.SHORT`, and within."""
+TIMEOUT_S = 500.0
 SEEDS = (0, 1)
 """A routing tie that rounding decides differently is possible with one set of weights, hardly with two."""
 
@@ -65,7 +66,7 @@ def _compare(config: PretrainedConfig, seed: int) -> Verdict:
         trial = _mini_batch(config, folder)
         reference = hugging_face(trial).outcome
         megatron = replace(load_config().trainer.policy.megatron_config, transformer_impl="torch")
-        outcome = run_layout(trial, Layout(megatron, world_size=1, max_tokens=sum(LENGTHS)))
+        outcome = run_layout(trial, Layout(megatron, world_size=1, max_tokens=sum(LENGTHS)), timeout_s=TIMEOUT_S)
     difference = compare(comparable(outcome, reference), reference)
     return Verdict(difference.gradient, difference.worst_tensor, difference.logprobs, FLOAT32.broken(difference))
 

@@ -21,8 +21,8 @@ class FirstCheck:
         self._check, self._policy, self._engines = check, policy, engines
 
     async def scores(self, groups: Sequence[Group]) -> Scores | None:
-        """The first half, for which the engines must be able to generate; None after the first update."""
-        if self._policy.num_updates > 0:
+        """The first half, for which the engines must be able to generate; None once they were compared."""
+        if self._check.has_compared:
             return None
         members = self._engines.members
         before = members.num_changes

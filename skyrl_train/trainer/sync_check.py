@@ -58,6 +58,8 @@ class SyncCheck:
         self._every, self._rules = every, rules
         self._bound = rounding_bound(dtype_name, tensor_float=tensor_float)
         self._batch: TrainBatch | None = None
+        self.has_compared = False
+        """Whether any engine was compared since this process started."""
 
     def is_due(self, sync: int) -> bool:
         """Syncs count from 1."""
@@ -89,6 +91,7 @@ class SyncCheck:
 
     def judge(self, expected: Expected, scores: Scores, when: str) -> None:
         """Raises: SyncCheckFailed."""
+        self.has_compared = True
         for name, logprobs in scores.items():
             served = torch.cat([torch.tensor(one, dtype=torch.float32) for one in logprobs])
             difference = float((served - expected.logprobs).abs().mean())

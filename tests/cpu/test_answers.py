@@ -227,7 +227,7 @@ def posted(parts: list[bytes], headers: dict[str, str], max_model_len: int = 819
     return told, read, len(left)
 
 
-LIMIT = 8192 * 64
+LIMIT = 4 << 20
 
 
 @pytest.mark.parametrize("headers", [{}, {"content-length": str(LIMIT)}])
@@ -237,8 +237,8 @@ def test_a_body_of_the_greatest_length_reaches_the_application_in_one_part(heade
 
 
 def test_a_model_of_few_tokens_still_takes_long_definitions_of_tools():
-    assert posted([b"x" * (256 << 10)], {}, max_model_len=16)[0][0]["status"] == 200
-    assert posted([b"x" * (256 << 10), b"x"], {}, max_model_len=16)[0][0]["status"] == 413
+    assert posted([b"x" * (4 << 20)], {}, max_model_len=16)[0][0]["status"] == 200
+    assert posted([b"x" * (4 << 20), b"x"], {}, max_model_len=16)[0][0]["status"] == 413
 
 
 @pytest.mark.parametrize("headers", [{}, {"content-length": str(LIMIT + 1)}, {"content-length": "1"}])

@@ -35,11 +35,13 @@ CHANGES = [
 
 SECRET_NAMES = (
     "api_key http_api_key generator.engine_init_kwargs.hf_token apiKey OPENAI_API_KEY api_keys AWS_SECRET_ACCESS_KEY "
-    "password db_passwd client_secret credentials Authorization key token auth_tokens private-key API_KEY_2"
+    "password db_passwd client_secret credentials Authorization key token auth_tokens private-key API_KEY_2 "
+    "smtp_pass github_pat jwt serper_key db_creds"
 )
 OTHER_NAMES = (
     "tokenizer max_tokens eos_token pad_token_id key_value num_image_tokens prompt_key monkey remote_api_key_env PWD "
-    "max_num_batched_tokens tokens_per_second author keys_per_row kv_cache_memory_gb PYTHONHASHSEED"
+    "max_num_batched_tokens tokens_per_second author keys_per_row kv_cache_memory_gb PYTHONHASHSEED "
+    "ground_truth_key solution_key num_keys think_token tool_call_token compass"
 )
 
 
@@ -165,3 +167,24 @@ def test_log_lines_and_errors_are_masked(caplog: pytest.LogCaptureFixture):
     console = Console(file=io.StringIO())
     print_error("refused the-secret", console, secrets)
     assert console.file.getvalue() == "error: refused ***\n"  # type: ignore[attr-defined]
+
+
+def test_a_common_word_below_a_doubtful_name_is_masked_there_alone():
+    values = {"board_key": "solution", "serper_key": "a1b2c3d4e5", "path": "/models/solution-7b"}
+    secrets = secrets_of(values, {})
+    assert secrets.plain(values) == {"board_key": "***", "serper_key": "***", "path": "/models/solution-7b"}
+    assert secrets.text("the key is a1b2c3d4e5") == "the key is ***"
+
+
+def test_the_token_of_an_authorization_header_is_masked_without_its_scheme():
+    secrets = secrets_of({"headers": {"Authorization": "Bearer sk-abc-def"}}, {})
+    assert secrets.text("refused sk-abc-def") == "refused ***"
+
+
+def test_a_password_with_an_at_sign_is_masked_to_its_end():
+    assert secrets_of({}, {}).text("postgres://u:p@ss@host/db") == "postgres://***@host/db"
+
+
+def test_a_value_with_a_mask_inside_is_not_taken_as_a_value():
+    with pytest.raises(ConfigError, match="in place of a secret"):
+        load_config(["trainer.project_name=/models/***-7b"])
