@@ -24,7 +24,7 @@ from pathlib import Path
 
 from skyrl_train.batching.pack import Plan, deal
 from skyrl_train.batching.rules import MicroBatchRules
-from skyrl_train.megatron.flops import ModelCost
+from skyrl_train.megatron.model.flops import ModelCost
 
 Strategy = Callable[[Sequence[int], MicroBatchRules], Plan]
 

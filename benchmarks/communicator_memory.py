@@ -98,7 +98,7 @@ def live(rendezvous: Rendezvous, given: tuple[int, int | None]) -> list[Stage]:
 
 
 def main() -> int:
-    from skyrl_train.megatron.local_ranks import run_on_ranks
+    from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1, help="ranks, each on a GPU of its own")

@@ -112,7 +112,7 @@ def show(ranks: list[list[Stage]], growths: list[Growth], heading: str, console:
 
 
 def main() -> int:
-    from skyrl_train.megatron.local_ranks import run_on_ranks
+    from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 
     args, console = arguments(), Console(width=160, highlight=False, markup=False)
     with tempfile.TemporaryDirectory() as scratch:

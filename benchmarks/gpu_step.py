@@ -120,7 +120,7 @@ def make_model(folder: Path, args: argparse.Namespace, timeout_s: float = 600.0)
 
     Raises: RuntimeError with the reason if it cannot be made, or not in time.
     """
-    from skyrl_train.megatron.local_ranks import run_on_ranks
+    from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 
     if not (folder / "model.safetensors.index.json").exists():
         run_on_ranks(_write_model, (str(folder), args.shape, args.layers), 1, timeout_s=timeout_s)
@@ -145,7 +145,7 @@ def update_job(folder: Path, args: argparse.Namespace) -> Job:
 def measure_update(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     from update_ranks import run
 
-    from skyrl_train.megatron.local_ranks import run_on_ranks
+    from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 
     job = replace(update_job(folder, args), warm_up=WARM_UP, steps=args.steps, parts=args.parts, trace=args.trace)
     ranks = run_on_ranks(run, job, args.gpus, timeout_s=900)

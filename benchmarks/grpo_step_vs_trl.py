@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 from trl_environment import DEFAULT_FOLDER, trl_python
 
-from skyrl_train import quickstart_task as task
+from skyrl_train.tasks import tiny as task
 
 PROMPTS, SAMPLES, NEW_TOKENS, LR = 32, 8, 64, 3e-4
 WARM_UP_STEPS = 2

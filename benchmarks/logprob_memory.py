@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from skyrl_train.megatron.logprobs import vocab_parallel_logprobs
+from skyrl_train.megatron.passes.logprobs import vocab_parallel_logprobs
 
 TARGET = 1.3
 

@@ -27,8 +27,8 @@ from random_model import model_config, write_checkpoint
 from rich.console import Console
 from rich.table import Table
 
-from skyrl_train.inference.engine import Engine
-from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.engines.settings import EngineSettings
+from skyrl_train.engines.vllm.engine import Engine
 from skyrl_train.types import SamplingParams
 
 PROMPT_TOKENS, ROUNDS = 16, 3

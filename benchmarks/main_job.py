@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_train.tracking.history import load_history
+from skyrl_train.tracking.report.history import load_history
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 READY_LINE = "policy and engines are up"

@@ -31,7 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = json.loads(
 
 def models() -> None:
     """A row per model: accepted with its differences from Hugging Face, or refused with the reason."""
-    from skyrl_train.megatron.model_check import Verdict, check_model
+    from skyrl_train.megatron.verify.model_check import Verdict, check_model
 
     verdicts: dict[str, Verdict] = {}
     print("| model | family | gradient | worst tensor | logprobs |\n|---|---|---|---|---|")

@@ -143,7 +143,7 @@ def summary(ranks: Sequence[Rank]) -> dict[str, float]:
 
 
 def main() -> int:
-    from skyrl_train.megatron.local_ranks import run_on_ranks
+    from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 
     args, console = arguments(), Console(width=120, highlight=False, markup=False)
     with tempfile.TemporaryDirectory() as scratch:

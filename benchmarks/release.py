@@ -25,12 +25,12 @@ from transformers import AutoConfig, Qwen3ForCausalLM
 from skyrl_train.batching.build import build_experience
 from skyrl_train.batching.split import split
 from skyrl_train.cluster.launch import launch_policy
-from skyrl_train.cluster.release import Exit, Offload, Release, Stay
+from skyrl_train.cluster.ranks.release import Exit, Offload, Release, Stay
+from skyrl_train.cluster.ranks.shards import Shards
 from skyrl_train.cluster.session import Cluster, connect
-from skyrl_train.cluster.shards import Shards
 from skyrl_train.config import Config, load_config
-from skyrl_train.quickstart_task import model_config, tokenizer
 from skyrl_train.ranks import OPTIMIZER, WEIGHTS
+from skyrl_train.tasks.tiny import model_config, tokenizer
 from skyrl_train.trainer.rules import advantage, micro_batch_rules, objective
 from skyrl_train.types import Group, Metrics, Prompt, Sample, TrainBatch
 

@@ -23,10 +23,10 @@ from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.split import split
 from skyrl_train.config.policy import MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, peak_flops, synchronize
-from skyrl_train.megatron.layout_check import Layout, rules
-from skyrl_train.megatron.logprobs import vocab_parallel_logprobs
-from skyrl_train.megatron.pipeline import between_stages
+from skyrl_train.megatron.passes.logprobs import vocab_parallel_logprobs
+from skyrl_train.megatron.passes.pipeline import between_stages
 from skyrl_train.megatron.policy import MegatronPolicy
+from skyrl_train.megatron.verify.layout_check import Layout, rules
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.types import ExperienceBatch, TrainBatch
 

@@ -37,7 +37,7 @@ from skyrl_train.cluster.launch import Processes, launch
 from skyrl_train.cluster.session import connect
 from skyrl_train.config import Config, load_config
 from skyrl_train.device import device_type
-from skyrl_train.inference.settings import EngineSettings, engine_arguments, set_environment
+from skyrl_train.engines.settings import EngineSettings, engine_arguments, set_environment
 from skyrl_train.ranks import WEIGHTS
 from skyrl_train.trainer.rules import objective
 
@@ -163,7 +163,7 @@ class LoadsAlone:
     """Mixed into vLLM's worker: loads tensors that it holds already."""
 
     def time_load_alone(self, repeats: int) -> list[float]:
-        from skyrl_train.inference.update import ModelUpdate
+        from skyrl_train.engines.vllm.worker.update import ModelUpdate
 
         worker: Any = self
         model, config = worker.model_runner.get_model(), worker.vllm_config
@@ -256,7 +256,7 @@ def shm_copy(num_bytes: int) -> float:
 def shm_transfer(num_bytes: int) -> float:
     """The channel alone: a sender's tensors, digests on both sides, and a receiver that copies them out."""
     from skyrl_train.weight_sync.bucket import TensorSpec
-    from skyrl_train.weight_sync.shm import ShmSendChannel
+    from skyrl_train.weight_sync.channels.shm import ShmSendChannel
     from skyrl_train.weight_sync.transport import Sender
 
     piece = 8 << 20
@@ -290,7 +290,7 @@ class _Answer:
 
 
 def _receive(init_info: dict[str, Any], pipe: Any, specs: list[Any]) -> None:
-    from skyrl_train.weight_sync.shm import ShmReceiveChannel
+    from skyrl_train.weight_sync.channels.shm import ShmReceiveChannel
     from skyrl_train.weight_sync.transport import Receiver
 
     torch.set_num_threads(1)

@@ -29,8 +29,8 @@ from adapters import Adapted, write_adapter  # noqa: E402
 from families import FAMILIES, MOE, hugging_face, make_trial, write_family  # noqa: E402
 from layouts import DENSE, EXPERT, EXPERT_FOUR, FOUR, layout, without_buffers  # noqa: E402
 
-from skyrl_train.megatron.layout_check import run_layout  # noqa: E402
-from skyrl_train.megatron.outcome import BFLOAT16, FLOAT32, Bounds, Difference, compare  # noqa: E402
+from skyrl_train.megatron.verify.layout_check import run_layout  # noqa: E402
+from skyrl_train.megatron.verify.outcome import BFLOAT16, FLOAT32, Bounds, Difference, compare  # noqa: E402
 
 PAGE = ROOT / "docs/exactness.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->"

@@ -3,7 +3,7 @@
     Prompt -> Sample x G -> Group -> ExperienceBatch -> TrainBatch (one per data-parallel rank)
     Example (supervised fine-tuning) -> ExperienceBatch -> the same
 
-A rank packs its TrainBatch into micro-batches (megatron/packing.py).
+A rank packs its TrainBatch into micro-batches (megatron/passes/packing.py).
 
 Shapes: L tokens of one sample, T tokens of many samples end to end (no padding), B samples, G samples of one group.
 `cu_seqlens [B + 1]` holds the bounds of the samples in a `[T]` tensor. Every `[T]` tensor is aligned to `token_ids`:

@@ -22,7 +22,7 @@ def prepare(config: Config) -> None:
     from transformers import Qwen3ForCausalLM
     from transformers.utils import logging
 
-    from skyrl_train import quickstart_task
+    from skyrl_train.tasks import tiny as quickstart_task
 
     logging.disable_progress_bar()
     torch.manual_seed(config.trainer.seed)

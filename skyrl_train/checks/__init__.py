@@ -1,1 +1,4 @@
-"""Whether a configuration can work, said before anything is started."""
+"""Checks of a configuration and of a model's files, made before anything starts.
+
+Read `rl`, then `model_folder`.
+"""

@@ -32,7 +32,7 @@ PROGRAM = """
 import sys
 from skyrl_train.imports import quick_imports
 with quick_imports(without=("wandb",)):  # Megatron would import it
-    from skyrl_train.megatron.model_check import main
+    from skyrl_train.megatron.verify.model_check import main
 sys.exit(main(sys.argv[1:]))
 """
 SOURCES = ("algorithms", "batching", "hf", "megatron")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from skyrl_train.adapter import slot_problem
 from skyrl_train.config import Config
 from skyrl_train.config.policy import LoraConfig
 from skyrl_train.config.rl import TrainerConfig
+from skyrl_train.hf.adapter import slot_problem
 
 
 def lora_problems(lora: LoraConfig) -> Iterator[str]:

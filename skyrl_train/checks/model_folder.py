@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.checks.equivalence import compare_with_hugging_face, known_config
 from skyrl_train.checks.weights import check_weights
-from skyrl_train.hub import local_folder
+from skyrl_train.hf.hub import local_folder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

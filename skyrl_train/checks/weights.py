@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from skyrl_train.checkpoint import tensor_files, tensor_shapes
+from skyrl_train.hf.checkpoint import tensor_files, tensor_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.cluster.devices import require_gpus_for_snapshots, require_kernels_for_adapters, sync_backend
-from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.cluster.engine_settings import all_engine_settings
 from skyrl_train.cluster.placement import Demand, Placement, Slot
-from skyrl_train.cluster.policy_group import PolicyGroup
-from skyrl_train.cluster.rank_arguments import policy_arguments, reference_arguments
-from skyrl_train.cluster.reference_group import ReferenceGroup
-from skyrl_train.cluster.release import Release, Stay, build_release
+from skyrl_train.cluster.pool.engine_group import EngineGroup
+from skyrl_train.cluster.pool.engine_settings import all_engine_settings
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup
+from skyrl_train.cluster.ranks.rank_arguments import policy_arguments, reference_arguments
+from skyrl_train.cluster.ranks.reference_group import ReferenceGroup
+from skyrl_train.cluster.ranks.release import Release, Stay, build_release
+from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.cluster.session import Cluster
-from skyrl_train.cluster.worker_group import WorkerGroup
 from skyrl_train.config import Config
 from skyrl_train.config.training import TrainingConfig
-from skyrl_train.inference.settings import EngineSettings, RemoteEngineSettings
+from skyrl_train.engines.settings import EngineSettings, RemoteEngineSettings
 from skyrl_train.ranks import WEIGHTS, SavedState
 
 POLICY, REFERENCE, ENGINES = "policy ranks", "reference ranks", "engines"

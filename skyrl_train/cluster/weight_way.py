@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.cluster.calls import RemoteFailed
-from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.cluster.rank_actor import Reach
-from skyrl_train.cluster.worker_group import WorkerGroup
+from skyrl_train.cluster.pool.engine_group import EngineGroup
+from skyrl_train.cluster.ranks.rank_actor import Reach
+from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.ranks import ParallelRanks
 from skyrl_train.weight_sync.control import ControlMessage
 from skyrl_train.weight_sync.send_report import SendReport

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from skyrl_train.checks.model import longest_conversation
 from skyrl_train.checks.reference import check_reference
-from skyrl_train.cluster.engine_settings import served_model_name
 from skyrl_train.cluster.launch import Processes, launch
+from skyrl_train.cluster.pool.engine_settings import served_model_name
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config
 from skyrl_train.data.chat import ChatTemplate

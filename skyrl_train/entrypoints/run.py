@@ -14,13 +14,13 @@ import yaml
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train import adapter_file
 from skyrl_train.checks.model_folder import checked_folder
 from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
 from skyrl_train.cluster.session import Cluster, connect
 from skyrl_train.config.program import to_yaml
 from skyrl_train.config.training import RunConfig
 from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_folder, lock_checkpoints
+from skyrl_train.hf import adapter_file
 from skyrl_train.ranks import SavedState
 from skyrl_train.tracking.held_folder import HeldFolder
 from skyrl_train.tracking.run_dir import RECORD, RunDir

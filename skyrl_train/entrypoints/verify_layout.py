@@ -25,11 +25,11 @@ from rich.table import Table
 from skyrl_train.algorithms.losses import LossSettings
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.entrypoints.layout_request import OPTIONS, AskedLayout, Request, read_request
-from skyrl_train.megatron.outcome import BFLOAT16, FLOAT32, Difference, Outcome, compare
+from skyrl_train.megatron.verify.outcome import BFLOAT16, FLOAT32, Difference, Outcome, compare
 from skyrl_train.types import ExperienceBatch, Metrics
 
 if TYPE_CHECKING:
-    from skyrl_train.megatron.layout_check import Trial
+    from skyrl_train.megatron.verify.layout_check import Trial
 
 SHOWN_TENSORS = 12
 HUGGING_FACE = "Hugging Face"
@@ -55,8 +55,8 @@ def verify(request: Request, console: Console) -> int:
     """Run both layouts and Hugging Face, print the tables; 0 if all agree, 1 if not."""
     # Here, so that a wrong command line is answered at once.
     from skyrl_train.checks.model_folder import checked_folder
-    from skyrl_train.megatron.hf_reference import comparable, run_hugging_face
-    from skyrl_train.megatron.layout_check import Layout, run_layout
+    from skyrl_train.megatron.verify.hf_reference import comparable, run_hugging_face
+    from skyrl_train.megatron.verify.layout_check import Layout, run_layout
 
     _, config = checked_folder("model", request.model)
     torch.set_num_threads(1)  # the processes are forked from this one where there is no GPU
@@ -107,7 +107,7 @@ def _table(request: Request, name: str, difference: Difference, metrics: Metrics
 
 def _trial(request: Request, vocabulary: int) -> Trial:
     """Random tokens with long and short responses, a clipped policy loss, KL and entropy terms."""
-    from skyrl_train.megatron.layout_check import Trial
+    from skyrl_train.megatron.verify.layout_check import Trial
 
     generator = torch.Generator().manual_seed(0)
     shares = torch.rand(request.num_samples, generator=generator).square()

@@ -1,7 +1,7 @@
 """The fields of a config.json, by model family: used, without effect on training, or refused with their value.
 
 A field that is in none of these is refused by its name, so a field that a publisher adds is never ignored. Whether the
-fields that count as used really are is checked with each model (megatron/model_check.py).
+fields that count as used really are is checked with each model (megatron/verify/model_check.py).
 """
 
 from __future__ import annotations

@@ -20,28 +20,28 @@ from skyrl_train.algorithms.reductions import weighted_sum
 from skyrl_train.config.policy import LoraConfig, MegatronConfig, OptimizerConfig, SyncedLoraConfig
 from skyrl_train.device import device, peak_flops, synchronize
 from skyrl_train.file_sum import FileSum
-from skyrl_train.hub import local_folder
-from skyrl_train.megatron.export import export, export_specs, save_hf
-from skyrl_train.megatron.export_folder import export_folder
-from skyrl_train.megatron.finite_step import step_if_finite
-from skyrl_train.megatron.flops import model_cost
-from skyrl_train.megatron.gather import to_every_stage, to_first_stage
-from skyrl_train.megatron.live_sums import LiveSums
-from skyrl_train.megatron.logprob_check import LogprobCheck
-from skyrl_train.megatron.lora import Lora
-from skyrl_train.megatron.lora_export import adapter_specs, merged, save_adapter
-from skyrl_train.megatron.lora_sums import checked_adapters
-from skyrl_train.megatron.memory import DeviceMemory
-from skyrl_train.megatron.model import build_model, build_optimizer, dtype_of, set_learning_rate
-from skyrl_train.megatron.old_logprobs import OldLogprobs, old_logprobs
-from skyrl_train.megatron.packing import Packer
-from skyrl_train.megatron.parallel import join
-from skyrl_train.megatron.profiling import Tracer, span
+from skyrl_train.hf.hub import local_folder
+from skyrl_train.megatron.lora.adapters import Lora
+from skyrl_train.megatron.model.flops import model_cost
+from skyrl_train.megatron.model.model import build_model, build_optimizer, dtype_of, set_learning_rate
+from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.optimizer.finite_step import step_if_finite
+from skyrl_train.megatron.optimizer.schedule import learning_rate
+from skyrl_train.megatron.passes.logprob_check import LogprobCheck
+from skyrl_train.megatron.passes.old_logprobs import OldLogprobs, old_logprobs
+from skyrl_train.megatron.passes.packing import Packer
+from skyrl_train.megatron.passes.profiling import Tracer, span
+from skyrl_train.megatron.passes.step import PassMetrics, forward_backward
+from skyrl_train.megatron.passes.step_metrics import step_metrics
 from skyrl_train.megatron.reference import batch_logprobs
-from skyrl_train.megatron.schedule import learning_rate
-from skyrl_train.megatron.state import load_state, save_durable_state, save_state, state_file
-from skyrl_train.megatron.step import PassMetrics, forward_backward
-from skyrl_train.megatron.step_metrics import step_metrics
+from skyrl_train.megatron.residency.memory import DeviceMemory
+from skyrl_train.megatron.residency.state import load_state, save_durable_state, save_state, state_file
+from skyrl_train.megatron.weights.export import export, export_specs, save_hf
+from skyrl_train.megatron.weights.export_folder import export_folder
+from skyrl_train.megatron.weights.gather import to_every_stage, to_first_stage
+from skyrl_train.megatron.weights.live_sums import LiveSums
+from skyrl_train.megatron.weights.lora_export import adapter_specs, merged, save_adapter
+from skyrl_train.megatron.weights.lora_sums import checked_adapters
 from skyrl_train.ranks import OPTIMIZER, WEIGHTS, LogprobLimit, Moved, ParallelRanks, Rendezvous, UpdateReport, refused
 from skyrl_train.types import TrainBatch
 from skyrl_train.weight_sync.bucket import TensorSpec
@@ -202,7 +202,7 @@ class MegatronPolicy:
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """What the engines get of this pipeline stage, whole tensors; all its ranks must drain it.
 
-        Weights (see megatron/export.py), with adapters folded in, or where `lora.sync` says so the adapters alone.
+        Weights (weights/export.py), with adapters folded in, or where `lora.sync` says so the adapters alone.
 
         Raises: WeightSyncError at its end where they are not the weights of this moment (live_sums.py, lora_sums.py).
         """
@@ -230,7 +230,7 @@ class MegatronPolicy:
         return to_every_stage(self.export_specs(dtype), self.export(dtype))
 
     def export_to_first_stage(self, dtype: torch.dtype) -> tuple[list[TensorSpec], Iterator[tuple[str, Tensor]]]:
-        """Specs and tensors of all stages, for one sender; all ranks must drain the tensors. See megatron/gather.py."""
+        """Specs and tensors of all stages, for one sender; all ranks must drain the tensors. See weights/gather.py."""
         return to_first_stage(self.export_specs(dtype), self.export(dtype))
 
     def save_hf(self, folder: str) -> None:
@@ -248,7 +248,7 @@ class MegatronPolicy:
                 save_adapter(lora, f"{unfinished}/adapter", local_folder(self._model_path), self._model_path)
 
     def offload(self, *parts: str) -> Moved:
-        """Give device memory back: "weights", "optimizer" (with the gradients), or all; see megatron/memory.py.
+        """Give device memory back: "weights", "optimizer" (with the gradients), or all; see residency/memory.py.
 
         Whatever needs a part raises until it is back.
         """

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.device import device
-from skyrl_train.megatron.memory import DeviceMemory
-from skyrl_train.megatron.model import Model, build_model, dtype_of
-from skyrl_train.megatron.packing import Packer
-from skyrl_train.megatron.parallel import join
-from skyrl_train.megatron.profiling import Tracer
-from skyrl_train.megatron.step import forward_logprobs
+from skyrl_train.megatron.model.model import Model, build_model, dtype_of
+from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.passes.packing import Packer
+from skyrl_train.megatron.passes.profiling import Tracer
+from skyrl_train.megatron.passes.step import forward_logprobs
+from skyrl_train.megatron.residency.memory import DeviceMemory
 from skyrl_train.ranks import WEIGHTS, Moved, Rendezvous
 from skyrl_train.types import TrainBatch
 

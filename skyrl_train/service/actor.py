@@ -15,10 +15,10 @@ import yaml
 from transformers import PretrainedConfig
 
 from skyrl_train.checks.model import longest_conversation
-from skyrl_train.cluster.engine_settings import served_model_name
 from skyrl_train.cluster.launch import launch
+from skyrl_train.cluster.pool.engine_settings import served_model_name
 from skyrl_train.cluster.process import log_to
-from skyrl_train.cluster.release import remove_states, states_folder
+from skyrl_train.cluster.ranks.release import remove_states, states_folder
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config, to_yaml
 from skyrl_train.config.program import secrets_in

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.launch import Processes
-from skyrl_train.cluster.release import STATE_FOLDERS
+from skyrl_train.cluster.ranks.release import STATE_FOLDERS
 from skyrl_train.service.job import CareJob, Job, SaveJob, SftJob, TrainJob
 from skyrl_train.service.queue import StaleSamples
 from skyrl_train.tracking.timers import Timers
+from skyrl_train.trainer.agreement.sync_check import SyncCheckFailed
 from skyrl_train.trainer.learner import Learner
-from skyrl_train.trainer.sync_check import SyncCheckFailed
 from skyrl_train.types import Metrics
 
 log = logging.getLogger(__name__)

@@ -1,1 +1,4 @@
-"""What a run says about itself: timers, metric reduction, sinks, transcripts, the run's folder and its report."""
+"""What a run writes and shows: metrics, console, run folder, trackers and the report.
+
+Read `names`, then `run_dir`, `sinks` and `report/`.
+"""

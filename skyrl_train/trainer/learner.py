@@ -11,16 +11,17 @@ from skyrl_train.batching.build import Advantage, build_experience, experience_m
 from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.batching.split import balance_metrics, split
 from skyrl_train.cluster.launch import Processes
-from skyrl_train.cluster.policy_group import PolicyGroup, UpdateRefused, UpdateTotals
-from skyrl_train.cluster.reference_group import ReferenceGroup
-from skyrl_train.cluster.shards import Shards
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup, UpdateRefused, UpdateTotals
+from skyrl_train.cluster.ranks.reference_group import ReferenceGroup
+from skyrl_train.cluster.ranks.shards import Shards
 from skyrl_train.cluster.weight_way import SyncResult
 from skyrl_train.config import Config
-from skyrl_train.megatron.flops import num_experts
+from skyrl_train.megatron.model.flops import num_experts
 from skyrl_train.ranks import LogprobLimit
 from skyrl_train.tracking.timers import Timers
-from skyrl_train.trainer.first_check import FirstCheck
-from skyrl_train.trainer.logprob_bound import LogprobBound, compared_share, is_compared
+from skyrl_train.trainer.agreement.first_check import FirstCheck
+from skyrl_train.trainer.agreement.logprob_bound import LogprobBound, compared_share, is_compared
+from skyrl_train.trainer.agreement.sync_check import SyncCheck
 from skyrl_train.trainer.memory_report import MemoryReport
 from skyrl_train.trainer.performance import sync_performance, training_performance
 from skyrl_train.trainer.publish import Publisher
@@ -28,7 +29,6 @@ from skyrl_train.trainer.residency import Colocated, Dedicated, Residency
 from skyrl_train.trainer.rules import advantage, cross_entropy_objective, micro_batch_rules, objective
 from skyrl_train.trainer.sft import train_batches, update_metrics
 from skyrl_train.trainer.signal import Signal
-from skyrl_train.trainer.sync_check import SyncCheck
 from skyrl_train.types import Example, ExperienceBatch, Group, Metrics
 
 
@@ -173,7 +173,7 @@ def build_learner(config: Config, model: PretrainedConfig, processes: Processes,
     trainer, dtype_name = config.trainer, config.generator.model_dtype
     rules = micro_batch_rules(trainer, model, processes.policy.dp_size)
     coarser_dtype = "bfloat16" if trainer.bf16 else dtype_name
-    # Servers that run already were not told otherwise (inference/settings.py).
+    # Servers that run already were not told otherwise (engines/settings.py).
     tensor_float = processes.cluster.has_gpus and not config.generator.run_engines_locally
     check = SyncCheck(trainer.verify_sync_every, coarser_dtype, rules, tensor_float=tensor_float)
     return Learner(

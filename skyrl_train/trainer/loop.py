@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.cluster.calls import RemoteFailed
-from skyrl_train.cluster.policy_group import PolicyGroup
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import Order
 from skyrl_train.tracking.held_folder import HeldFolder

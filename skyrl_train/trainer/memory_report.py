@@ -7,9 +7,9 @@ import logging
 from collections.abc import Awaitable
 
 from skyrl_train.cluster.calls import RemoteFailed
-from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.cluster.policy_group import PolicyGroup
-from skyrl_train.cluster.reference_group import ReferenceGroup
+from skyrl_train.cluster.pool.engine_group import EngineGroup
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup
+from skyrl_train.cluster.ranks.reference_group import ReferenceGroup
 from skyrl_train.types import Metrics
 
 log = logging.getLogger(__name__)

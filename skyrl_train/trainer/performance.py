@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skyrl_train.cluster.policy_group import UpdateTotals
+from skyrl_train.cluster.ranks.policy_group import UpdateTotals
 from skyrl_train.cluster.weight_way import SyncResult
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.types import Group, Metrics

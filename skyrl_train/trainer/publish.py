@@ -7,10 +7,10 @@ import logging
 from collections.abc import Sequence
 
 from skyrl_train.cluster.calls import RemoteFailed
-from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.cluster.policy_group import PolicyGroup
+from skyrl_train.cluster.pool.engine_group import EngineGroup
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.weight_way import SyncResult
-from skyrl_train.trainer.sync_check import Expected, SyncCheck, SyncCheckFailed
+from skyrl_train.trainer.agreement.sync_check import Expected, SyncCheck, SyncCheckFailed
 from skyrl_train.types import Group
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, Protocol
 
-from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.cluster.policy_group import PolicyGroup
-from skyrl_train.cluster.reference_group import ReferenceGroup
-from skyrl_train.cluster.release import Release
+from skyrl_train.cluster.pool.engine_group import EngineGroup
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup
+from skyrl_train.cluster.ranks.reference_group import ReferenceGroup
+from skyrl_train.cluster.ranks.release import Release
 from skyrl_train.cluster.weight_way import SyncResult
 from skyrl_train.ranks import OPTIMIZER, WEIGHTS, Moved
 from skyrl_train.trainer.memory_report import MemoryReport

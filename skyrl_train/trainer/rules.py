@@ -14,7 +14,7 @@ from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.config.rl import AlgorithmConfig
 from skyrl_train.config.training import TrainingConfig
-from skyrl_train.megatron.flops import model_cost
+from skyrl_train.megatron.model.flops import model_cost
 from skyrl_train.ranks import pad_multiple
 from skyrl_train.types import SamplingParams
 

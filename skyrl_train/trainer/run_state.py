@@ -1,6 +1,6 @@
 """Where a run stands between two steps, and the folders with which another process goes on from there.
 
-`CKPT_PATH/global_step_N` holds a file of each policy rank (megatron/state.py) and checkpoint.json, which is written
+`CKPT_PATH/global_step_N` holds a file of each policy rank (residency/state.py) and checkpoint.json, which is written
 last, with size and digest of those files, as the ranks hashed them on their way to the disk, and with its own digest.
 Until then it has the name of a draft: a folder with neither is damaged, and not just unfinished. On several nodes
 CKPT_PATH must be one folder for all of them.

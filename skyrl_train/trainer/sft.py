@@ -9,8 +9,8 @@ from itertools import islice
 from skyrl_train.batching.build import examples_as_experience
 from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.batching.split import balance_metrics, split
-from skyrl_train.cluster.policy_group import PolicyGroup
-from skyrl_train.cluster.shards import Shards
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup
+from skyrl_train.cluster.ranks.shards import Shards
 from skyrl_train.config.sft import SftConfig
 from skyrl_train.data.order import Order
 from skyrl_train.tracking.sinks import Tracker

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skyrl_train.cluster.policy_group import PolicyGroup
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.config import Config
 from skyrl_train.data.order import Order
 from skyrl_train.rollout.collect import Collector, Progress

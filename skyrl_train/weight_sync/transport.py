@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.weight_sync.bucket import Bucket, BucketPlan, NamedTensors, TensorSpec, cut, fill, unpack
-from skyrl_train.weight_sync.channel import ReceiveChannel, SendChannel
+from skyrl_train.weight_sync.channels.channel import ReceiveChannel, SendChannel
 from skyrl_train.weight_sync.control import Check, ControlMessage, Pending, Post
 from skyrl_train.weight_sync.digest import digests, row_hashes
 from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError

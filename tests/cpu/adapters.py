@@ -12,9 +12,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from skyrl_train import adapter
 from skyrl_train.config import load_config
 from skyrl_train.config.policy import SyncedLoraConfig
+from skyrl_train.hf import adapter
 
 
 def lora_config(**changes: Any) -> SyncedLoraConfig:

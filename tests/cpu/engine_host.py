@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.inference.settings import EngineSettings, engine_arguments, set_environment
+from skyrl_train.engines.settings import EngineSettings, engine_arguments, set_environment
 from skyrl_train.weight_sync.digest import compare
 
 START_S = 120

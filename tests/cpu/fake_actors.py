@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from skyrl_train.cluster.engine_actor import Started
-from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.cluster.engine_place import EnginePlace
 from skyrl_train.cluster.placement import Slot
-from skyrl_train.cluster.policy_group import PolicyGroup
-from skyrl_train.cluster.worker_group import WorkerGroup
-from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.cluster.pool.engine_actor import Started
+from skyrl_train.cluster.pool.engine_group import EngineGroup
+from skyrl_train.cluster.pool.engine_place import EnginePlace
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup
+from skyrl_train.cluster.ranks.worker_group import WorkerGroup
+from skyrl_train.engines.settings import EngineSettings
 from skyrl_train.ranks import ParallelRanks
 from skyrl_train.types import Generation
 from skyrl_train.weight_sync.errors import WeightSyncError

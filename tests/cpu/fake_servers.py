@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 from transformers import AutoTokenizer
 
-from skyrl_train.inference.settings import EXTENSION
+from skyrl_train.engines.settings import EXTENSION
 
 PACKED = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
 INIT_FIELDS = {"master_address", "master_port", "rank_offset", "world_size"}

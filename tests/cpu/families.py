@@ -11,7 +11,7 @@ import transformers
 
 from skyrl_train.algorithms.losses import LossSettings
 from skyrl_train.algorithms.objective import Objective
-from skyrl_train.megatron.layout_check import Trial
+from skyrl_train.megatron.verify.layout_check import Trial
 from skyrl_train.types import ExperienceBatch
 
 VOCABULARY = 131

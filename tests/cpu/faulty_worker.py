@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
-from skyrl_train.inference.transfer import SyncExtension
+from skyrl_train.engines.vllm.worker.transfer import SyncExtension
 
 
 class FaultySlots(SyncExtension):

@@ -26,7 +26,7 @@ import transformers
 from families import FAMILIES, SHAPE
 
 from skyrl_train.checks.equivalence import config_and_problems
-from skyrl_train.megatron.model_check import check_model
+from skyrl_train.megatron.verify.model_check import check_model
 
 NUMBERS = (0, 1, 2, 3, 4, 5, 6, 8, 16, 24, 64, -1)
 FACTORS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 40.0)

@@ -26,7 +26,7 @@ from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.data.sft import load_examples
 from skyrl_train.service.job_reader import JobReader
-from skyrl_train.sft_quickstart import CHAT_TEMPLATE as MARKED
+from skyrl_train.tasks.sft_quickstart import CHAT_TEMPLATE as MARKED
 from tests.cpu.random_rows import VOCABULARY, rl_row, sample, sft_row, spoiled
 from tests.cpu.tiny import chatml_tokenizer, tiny_tokenizer
 

@@ -15,12 +15,12 @@ from families import make_trial, write_family
 from skyrl_train.config import load_config
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.device import device
-from skyrl_train.megatron.hf_reference import comparable, hugging_face
-from skyrl_train.megatron.layout_check import Layout, Trial, run_layout, share_of
-from skyrl_train.megatron.model import Model, build_model
-from skyrl_train.megatron.outcome import FLOAT32, Difference, Outcome, compare
-from skyrl_train.megatron.packing import MicroBatch, Packer
-from skyrl_train.megatron.parallel import join
+from skyrl_train.megatron.model.model import Model, build_model
+from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.passes.packing import MicroBatch, Packer
+from skyrl_train.megatron.verify.hf_reference import comparable, hugging_face
+from skyrl_train.megatron.verify.layout_check import Layout, Trial, run_layout, share_of
+from skyrl_train.megatron.verify.outcome import FLOAT32, Difference, Outcome, compare
 from skyrl_train.ranks import Rendezvous
 
 SHORT = {

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.inference.reload import LayerwiseReload
-from skyrl_train.inference.transfer import SyncExtension
+from skyrl_train.engines.vllm.worker.layerwise import LayerwiseReload
+from skyrl_train.engines.vllm.worker.transfer import SyncExtension
 
 VARIABLE = "SKYRL_TEST_DEATH"
 EXTENSION = f"{__name__}.DyingExtension"

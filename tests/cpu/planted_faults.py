@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.megatron import export as export_module
 from skyrl_train.megatron.policy import MegatronPolicy
+from skyrl_train.megatron.weights import export as export_module
+from skyrl_train.weight_sync.channels.shm import ShmSendChannel
 from skyrl_train.weight_sync.send_report import SendClock
-from skyrl_train.weight_sync.shm import ShmSendChannel
 
 STALE = "model.layers.0.self_attn.o_proj.weight"
 TASKS, TENSOR, SWAP, LOST, BYTES = "reused tasks", "stale tensor", "swapped pair", "lost bucket", "stale bytes"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.inference.remote import RemoteEngine
+from skyrl_train.engines.remote.engine import RemoteEngine
 from skyrl_train.ranks import free_port
 from skyrl_train.weight_sync.control import ControlMessage
 from tests.cpu.jobs import ROOT

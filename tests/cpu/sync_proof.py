@@ -18,11 +18,11 @@ from families import make_trial, write_family
 from layouts import WHOLE, layout
 
 from skyrl_train.config import load_config
-from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, share_of
-from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.policy import MegatronPolicy
+from skyrl_train.megatron.verify.layout_check import OPTIMIZER, Layout, Trial, share_of
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
-from skyrl_train.weight_sync.channel_kinds import send_channel
+from skyrl_train.weight_sync.channels.table import send_channel
 from skyrl_train.weight_sync.transport import Sender
 
 SYNCS = 3
@@ -155,7 +155,7 @@ def _train_and_sync(rendezvous: Rendezvous, work: Work) -> list[Round]:
 
 
 class _Sync:
-    """The trainer's side of a sync, as cluster/policy_group.py orders it: stage after stage, rank 0 conducts."""
+    """The trainer's side of a sync, as cluster/ranks/policy_group.py orders it: stage after stage, rank 0 conducts."""
 
     def __init__(self, policy: MegatronPolicy, work: Work) -> None:
         self._policy, self._dtype = policy, getattr(torch, work.case.dtype_name)

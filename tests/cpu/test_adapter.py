@@ -17,11 +17,11 @@ from families import write_family
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from skyrl_train import adapter, adapter_file
-from skyrl_train.adapter_file import AdapterFile
-from skyrl_train.checkpoint import fingerprint
 from skyrl_train.config.policy import LoraConfig
-from skyrl_train.inference.settings import EngineSettings, engine_arguments
+from skyrl_train.engines.settings import EngineSettings, engine_arguments
+from skyrl_train.hf import adapter, adapter_file
+from skyrl_train.hf.adapter_file import AdapterFile
+from skyrl_train.hf.checkpoint import fingerprint
 
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.inference.answers import (
+from skyrl_train.engines.vllm.http.answers import (
     MOST_DROPPED_BYTES,
     Answer,
     App,
@@ -20,7 +20,7 @@ from skyrl_train.inference.answers import (
     WaitsWhilePaused,
     current_answer,
 )
-from skyrl_train.inference.sampling_facts import sampling_facts
+from skyrl_train.engines.vllm.http.sampling_facts import sampling_facts
 
 Told = list[dict[str, Any]]
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from skyrl_train.weight_sync import broadcast_group
-from skyrl_train.weight_sync.broadcast import BroadcastReceiveChannel, BroadcastSendChannel
-from skyrl_train.weight_sync.broadcast_group import BroadcastGroup
+from skyrl_train.weight_sync.channels import broadcast_group
+from skyrl_train.weight_sync.channels.broadcast import BroadcastReceiveChannel, BroadcastSendChannel
+from skyrl_train.weight_sync.channels.broadcast_group import BroadcastGroup
 from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
 from skyrl_train.weight_sync.transport import Receiver, Sender
 from tests.cpu.lost_peers import Processes, lose_receiver, lose_sender

@@ -22,12 +22,12 @@ import torch
 from ray.util import placement_group_table
 
 from skyrl_train.cluster.calls import Calls, RemoteFailed
-from skyrl_train.cluster.engine_place import EnginePlace
 from skyrl_train.cluster.placement import Demand, Placement, PlacementError
-from skyrl_train.cluster.rank_actor import RankActor
+from skyrl_train.cluster.pool.engine_place import EnginePlace
+from skyrl_train.cluster.ranks.rank_actor import RankActor
+from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.cluster.session import CPU_ENVIRONMENT, Cluster, connect, cpu_environment, worker_environment
-from skyrl_train.cluster.worker_group import WorkerGroup
-from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.engines.settings import EngineSettings
 from skyrl_train.weight_sync.errors import WeightSyncError
 
 pytestmark = pytest.mark.slow
@@ -58,7 +58,7 @@ class Member:
         ray.get(other.answer.remote(1))
 
     def init_weight_sync(self, info: dict[str, Any]) -> None:
-        from skyrl_train.weight_sync.broadcast import BroadcastReceiveChannel
+        from skyrl_train.weight_sync.channels.broadcast import BroadcastReceiveChannel
 
         BroadcastReceiveChannel(info, 0, torch.device("cpu"), info["timeout_s"])
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.weight_sync import cuda_ipc
-from skyrl_train.weight_sync.cuda_ipc import CudaIpcReceiveChannel, CudaIpcSendChannel
+from skyrl_train.weight_sync.channels import cuda_ipc
+from skyrl_train.weight_sync.channels.cuda_ipc import CudaIpcReceiveChannel, CudaIpcSendChannel
+from skyrl_train.weight_sync.channels.signals import SignalHub, SignalPeer
 from skyrl_train.weight_sync.errors import WeightSyncError
-from skyrl_train.weight_sync.signals import SignalHub, SignalPeer
 from skyrl_train.weight_sync.transport import Receiver, Sender
 from tests.cpu.sending import InThread, ReceivingEnd, specs_of
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.inference.direct import CopyPlan, NoPlanError, Trial, find_plan
+from skyrl_train.engines.vllm.worker.copy_plan import CopyPlan, NoPlanError, Trial, find_plan
 from skyrl_train.weight_sync.bucket import Bucket, TensorSpec, unpack
 from skyrl_train.weight_sync.errors import WeightSyncError
 from tests.cpu.sending import pack, specs_of

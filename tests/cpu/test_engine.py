@@ -19,15 +19,15 @@ import psutil
 import pytest
 import torch
 
-from skyrl_train.inference.core import EngineDeadError
-from skyrl_train.inference.engine import Engine
-from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.engines.settings import EngineSettings
+from skyrl_train.engines.vllm.core import EngineDeadError
+from skyrl_train.engines.vllm.engine import Engine
 from skyrl_train.types import Generation, SamplingParams
-from skyrl_train.weight_sync.broadcast import BroadcastSendChannel
-from skyrl_train.weight_sync.channel import SendChannel
+from skyrl_train.weight_sync.channels.broadcast import BroadcastSendChannel
+from skyrl_train.weight_sync.channels.channel import SendChannel
+from skyrl_train.weight_sync.channels.shm import ShmSendChannel
 from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.send_report import SendReport
-from skyrl_train.weight_sync.shm import ShmSendChannel
 from skyrl_train.weight_sync.transport import Sender
 from tests.cpu.sending import specs_of
 from tests.cpu.tiny import tiny_tokenizer, write_tiny_model

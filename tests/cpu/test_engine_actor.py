@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from skyrl_train.cluster.engine_actor import kill_processes
+from skyrl_train.cluster.pool.engine_actor import kill_processes
 
 HOLD_A_SEMAPHORE = """
 import multiprocessing, time

@@ -12,12 +12,12 @@ import pytest
 import torch
 import transformers
 
-from skyrl_train.adapter import identity_adapter
-from skyrl_train.inference.engine import Engine
-from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.engines.settings import EngineSettings
+from skyrl_train.engines.vllm.engine import Engine
+from skyrl_train.hf.adapter import identity_adapter
 from skyrl_train.types import SamplingParams
+from skyrl_train.weight_sync.channels.shm import ShmSendChannel
 from skyrl_train.weight_sync.errors import WeightSyncError
-from skyrl_train.weight_sync.shm import ShmSendChannel
 from skyrl_train.weight_sync.transport import Sender
 from tests.cpu.adapters import lora_config, peft_model, read_adapter, write_adapter
 from tests.cpu.sending import specs_of
@@ -160,7 +160,7 @@ def test_a_slot_of_experts_that_holds_something_else_is_noticed():
     from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
     from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 
-    from skyrl_train.inference.adapter_slots import _holds
+    from skyrl_train.engines.vllm.worker.adapter_slots import _holds
 
     hidden, inner, rank = 6, 5, 3
     layer = FusedMoEWithLoRA.__new__(FusedMoEWithLoRA)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from skyrl_train.config import load_config
-from skyrl_train.inference.settings import CLOSED, EngineSettings, engine_arguments, engine_environment, set_environment
+from skyrl_train.engines.settings import CLOSED, EngineSettings, engine_arguments, engine_environment, set_environment
 
 SETTINGS = EngineSettings("model", "name", "float32", 64, kv_cache_memory_bytes=1 << 20)
 
@@ -43,7 +43,7 @@ def test_an_engine_does_not_inherit_what_opens_it_to_others(
 def test_vllm_reads_every_closed_variable_as_closed():
     """A renamed variable would close nothing."""
     program = (
-        "from skyrl_train.inference.settings import CLOSED; import vllm.envs as envs; "
+        "from skyrl_train.engines.settings import CLOSED; import vllm.envs as envs; "
         "names = [name for name in CLOSED if getattr(envs, name)]; assert names == [], names"
     )
     closed = {name: value for name, value in CLOSED.items() if value is not None}

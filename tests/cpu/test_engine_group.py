@@ -13,13 +13,13 @@ import pytest
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError
 
 from skyrl_train.cluster.calls import RemoteFailed
-from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.inference.core import Core, EngineDeadError
-from skyrl_train.inference.engine import Engine
-from skyrl_train.inference.http_client import ServerError
-from skyrl_train.inference.router import EngineLostError
-from skyrl_train.inference.settings import EngineSettings, still_running
-from skyrl_train.inference.weights import Weights
+from skyrl_train.cluster.pool.engine_group import EngineGroup
+from skyrl_train.engines.remote.client import ServerError
+from skyrl_train.engines.settings import EngineSettings, still_running
+from skyrl_train.engines.vllm.core import Core, EngineDeadError
+from skyrl_train.engines.vllm.engine import Engine
+from skyrl_train.engines.vllm.weights import Weights
+from skyrl_train.rollout.router import EngineLostError
 from tests.cpu.fake_actors import engine_group, task_error
 
 
@@ -150,7 +150,7 @@ def test_an_engine_that_woke_and_could_not_resume_resumes_when_it_is_woken_again
 def test_an_engine_that_waits_for_requests_is_given_its_own_deadline_first(
     monkeypatch: pytest.MonkeyPatch, pause_mode: Any, rpc_timeout_s: float, answers: bool
 ):
-    monkeypatch.setattr("skyrl_train.cluster.engine_group.MARGIN_S", 0.1)
+    monkeypatch.setattr("skyrl_train.cluster.pool.engine_group.MARGIN_S", 0.1)
     late: Future[None] = Future()
 
     async def main() -> None:

@@ -28,9 +28,9 @@ from layouts import (
 )
 
 from skyrl_train.algorithms.reductions import REDUCTIONS
-from skyrl_train.megatron.hf_reference import comparable, hugging_face
-from skyrl_train.megatron.layout_check import run_layout
-from skyrl_train.megatron.outcome import FLOAT32, Outcome, compare
+from skyrl_train.megatron.verify.hf_reference import comparable, hugging_face
+from skyrl_train.megatron.verify.layout_check import run_layout
+from skyrl_train.megatron.verify.outcome import FLOAT32, Outcome, compare
 
 QUICK = {
     "qwen3_tied": {*DENSE},

@@ -11,12 +11,12 @@ from layouts import check, layout, model
 from torch import Tensor
 
 from skyrl_train.config import load_config
-from skyrl_train.megatron import experts
-from skyrl_train.megatron import model as models
-from skyrl_train.megatron.experts import GroupedLinear, grouped_linear
-from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.model import build_model, build_optimizer
-from skyrl_train.megatron.parallel import join
+from skyrl_train.megatron.layers import experts
+from skyrl_train.megatron.layers.experts import GroupedLinear, grouped_linear
+from skyrl_train.megatron.model import model as models
+from skyrl_train.megatron.model.model import build_model, build_optimizer
+from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
 
 COUNTS = {

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.file_sum import FileSum
-from skyrl_train.megatron.export import export, export_specs, require_tensors, save_hf
-from skyrl_train.megatron.export_folder import SUMS, export_folder
-from skyrl_train.megatron.gather import to_every_stage, to_first_stage
-from skyrl_train.megatron.layout_check import OPTIMIZER
-from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.model import build_model, build_optimizer
-from skyrl_train.megatron.parallel import join
+from skyrl_train.megatron.model.model import build_model, build_optimizer
+from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.verify.layout_check import OPTIMIZER
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+from skyrl_train.megatron.weights.export import export, export_specs, require_tensors, save_hf
+from skyrl_train.megatron.weights.export_folder import SUMS, export_folder
+from skyrl_train.megatron.weights.gather import to_every_stage, to_first_stage
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.weight_sync.bucket import TensorSpec
 from skyrl_train.weight_sync.errors import WeightSyncError

@@ -10,7 +10,7 @@ from families import make_trial, write_family
 from layouts import layout
 from safetensors.torch import load_file, save_file
 
-from skyrl_train.megatron.layout_check import run_layout
+from skyrl_train.megatron.verify.layout_check import run_layout
 
 
 def test_a_checkpoint_with_weights_that_nobody_reads_is_refused(tmp_path: Path):

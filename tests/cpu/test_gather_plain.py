@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from skyrl_train.config import load_config
-from skyrl_train.megatron.gather_plain import gather_bytes, gather_json
-from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.parallel import join
+from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+from skyrl_train.megatron.weights.gather_plain import gather_bytes, gather_json
 from skyrl_train.ranks import Rendezvous
 
 ROOT = Path(__file__).parents[2] / "skyrl_train"
@@ -38,7 +38,7 @@ def unpickled(source: str) -> list[int]:
 
 def test_nothing_that_arrives_from_another_process_is_unpickled():
     found = {str(file.relative_to(ROOT)) for file in ROOT.rglob("*.py") if unpickled(file.read_text())}
-    assert found == {"megatron/local_ranks.py"}, "files that processes of its own have just written"
+    assert found == {"megatron/verify/local_ranks.py"}, "files that processes of its own have just written"
 
 
 @pytest.mark.parametrize(

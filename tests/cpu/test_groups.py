@@ -13,9 +13,9 @@ from layouts import layout
 from megatron.core import parallel_state
 
 from skyrl_train.config.policy import MegatronConfig
-from skyrl_train.megatron import groups
-from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.parallel import join
+from skyrl_train.megatron.model import groups
+from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
 
 

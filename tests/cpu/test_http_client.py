@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from skyrl_train.inference.http_client import ServerClient, ServerError
+from skyrl_train.engines.remote.client import ServerClient, ServerError
 
 ANSWER = b'HTTP/1.1 500 Oh\r\nContent-Type: application/json\r\nContent-Length: 17\r\n\r\n{"error": "full"}'
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skyrl_train.megatron import model
+from skyrl_train.megatron.model import model
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ ROOT = Path(__file__).parents[2] / "skyrl_train"
 # A folder or module imports only what stands before it; the modules of one row may import each other.
 ROWS = """
     config
-    types ranks hub hf checkpoint device nvml imports file_sum stores
-    adapter adapter_file
+    types ranks hf device nvml imports file_sum stores
     tracking
     algorithms
     checks
@@ -23,18 +22,17 @@ ROWS = """
     kernels
     weight_sync
     megatron
-    inference
+    engines
     cluster
     trainer
     service
-    quickstart quickstart_task sft_quickstart
-    yes_no_maybe long_addition
+    tasks
     entrypoints
 """
 LAYER = {name: number for number, row in enumerate(ROWS.split("\n")) for name in row.split()}
 ONLY_IN = {
     "ray": {"cluster", "service", "entrypoints"},
-    "vllm": {"inference"},
+    "vllm": {"engines"},
     "triton": {"kernels"},
     "megatron": {"megatron"},
     "mbridge": {"megatron"},
@@ -72,3 +70,13 @@ def test_the_check_sees_imports_inside_functions_and_of_single_names():
         "ray.util",
         "skyrl_train.device",
     }
+
+
+FOLDERS = sorted({file.parent for file in FILES})
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=str)
+def test_a_folder_holds_at_most_fourteen_files_and_says_what_it_knows(folder: Path):
+    files = [file for file in (ROOT / folder).glob("*.py") if file.name != "__init__.py"]
+    assert len(files) <= 14
+    assert ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text()))

@@ -15,7 +15,7 @@ from families import EXPERTS, FAMILIES, SHAPE, YARN
 from skyrl_train.checks.equivalence import config_and_problems
 from skyrl_train.hf.ledger import LEDGERS, NO_EFFECT, ONLY, USED
 from skyrl_train.hf.shrink import shrunk
-from skyrl_train.megatron import families
+from skyrl_train.megatron.model import families
 
 WINDOW = "its attention has a sliding window, which is not built"
 

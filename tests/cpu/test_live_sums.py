@@ -15,13 +15,13 @@ from layouts import layout
 from torch import Tensor
 
 from skyrl_train.config.policy import MegatronConfig
-from skyrl_train.megatron import export as export_module
-from skyrl_train.megatron.export import export
-from skyrl_train.megatron.layout_check import OPTIMIZER
-from skyrl_train.megatron.live_sums import LiveSums
-from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.model import Model, build_model, build_optimizer
-from skyrl_train.megatron.parallel import join
+from skyrl_train.megatron.model.model import Model, build_model, build_optimizer
+from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.verify.layout_check import OPTIMIZER
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+from skyrl_train.megatron.weights import export as export_module
+from skyrl_train.megatron.weights.export import export
+from skyrl_train.megatron.weights.live_sums import LiveSums
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.weight_sync.errors import WeightSyncError
 

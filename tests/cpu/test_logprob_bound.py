@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.cluster.policy_group import UpdateRefused
+from skyrl_train.cluster.ranks.policy_group import UpdateRefused
 from skyrl_train.config import load_config
 from skyrl_train.config.rl import LogprobDifferenceConfig
 from skyrl_train.ranks import UpdateReport, refused
+from skyrl_train.trainer.agreement.logprob_bound import LogprobBound, compared_share, is_compared
 from skyrl_train.trainer.learner import Learner
-from skyrl_train.trainer.logprob_bound import LogprobBound, compared_share, is_compared
 from skyrl_train.types import UNKNOWN_VERSION, Group, Prompt, Sample
 from tests.cpu.fake_actors import FakeRank, policy_group
 

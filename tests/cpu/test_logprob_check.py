@@ -12,10 +12,10 @@ import torch
 from families import make_trial, write_family
 from layouts import layout
 
-from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, share_of
-from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.logprob_check import compared_tokens
+from skyrl_train.megatron.passes.logprob_check import compared_tokens
 from skyrl_train.megatron.policy import MegatronPolicy
+from skyrl_train.megatron.verify.layout_check import OPTIMIZER, Layout, Trial, share_of
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import LogprobLimit, Rendezvous, UpdateReport
 from skyrl_train.types import TrainBatch
 

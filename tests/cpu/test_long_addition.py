@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.config import ConfigError, load_config
-from skyrl_train.long_addition import MODEL, TRAIN_DATA, VALIDATION_DATA, long_addition_rows, model_config
-from skyrl_train.quickstart import make_missing
-from skyrl_train.quickstart_task import Row, sum_row, tokenizer
+from skyrl_train.tasks.long_addition import MODEL, TRAIN_DATA, VALIDATION_DATA, long_addition_rows, model_config
+from skyrl_train.tasks.quickstart import make_missing
+from skyrl_train.tasks.tiny import Row, sum_row, tokenizer
 
 
 def operands(row: Row) -> tuple[int, int]:

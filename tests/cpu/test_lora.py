@@ -14,10 +14,11 @@ from families import FAMILIES, MOE, make_trial
 from layouts import EXPERT, FOUR, assert_exact, cases, layout, model
 
 from skyrl_train.config.policy import LoraConfig
-from skyrl_train.megatron import lora, lora_attach
-from skyrl_train.megatron.hf_reference import comparable, hugging_face
-from skyrl_train.megatron.layout_check import Trial, run_layout
-from skyrl_train.megatron.outcome import Outcome, compare
+from skyrl_train.megatron.lora import adapters as lora
+from skyrl_train.megatron.lora import attach as lora_attach
+from skyrl_train.megatron.verify.hf_reference import comparable, hugging_face
+from skyrl_train.megatron.verify.layout_check import Trial, run_layout
+from skyrl_train.megatron.verify.outcome import Outcome, compare
 
 DENSE = {
     "one process": (1, {}),

@@ -13,11 +13,11 @@ from adapters import write_adapter
 from families import make_trial, write_family
 from layouts import assert_exact, layout
 
-from skyrl_train.megatron.layout_check import OPTIMIZER, run_layout
-from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.model import build_model, build_optimizer
-from skyrl_train.megatron.outcome import compare
-from skyrl_train.megatron.parallel import join
+from skyrl_train.megatron.model.model import build_model, build_optimizer
+from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.verify.layout_check import OPTIMIZER, run_layout
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+from skyrl_train.megatron.verify.outcome import compare
 from skyrl_train.ranks import Rendezvous
 
 RATE = 0.25

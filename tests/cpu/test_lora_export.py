@@ -14,15 +14,15 @@ from families import make_trial, write_family
 from layouts import layout
 from test_export import tensors_of
 
-from skyrl_train import adapter
 from skyrl_train.config.policy import LoraConfig, MegatronConfig
-from skyrl_train.megatron.export import save_hf
-from skyrl_train.megatron.layout_check import OPTIMIZER, share_of
-from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.lora_export import adapter_specs, export_adapter, merged, save_adapter
-from skyrl_train.megatron.model import build_model, build_optimizer
-from skyrl_train.megatron.parallel import join
+from skyrl_train.hf import adapter
+from skyrl_train.megatron.model.model import build_model, build_optimizer
+from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.policy import MegatronPolicy
+from skyrl_train.megatron.verify.layout_check import OPTIMIZER, share_of
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+from skyrl_train.megatron.weights.export import save_hf
+from skyrl_train.megatron.weights.lora_export import adapter_specs, export_adapter, merged, save_adapter
 from skyrl_train.ranks import Rendezvous
 
 pytestmark = pytest.mark.slow

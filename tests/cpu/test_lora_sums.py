@@ -15,13 +15,13 @@ from layouts import layout
 from torch import Tensor
 
 from skyrl_train.config.policy import LoraConfig, MegatronConfig
-from skyrl_train.megatron import lora_sums
-from skyrl_train.megatron.layout_check import OPTIMIZER
-from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.lora import Lora
-from skyrl_train.megatron.lora_export import export_adapter
-from skyrl_train.megatron.model import build_model, build_optimizer
-from skyrl_train.megatron.parallel import join
+from skyrl_train.megatron.lora.adapters import Lora
+from skyrl_train.megatron.model.model import build_model, build_optimizer
+from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.verify.layout_check import OPTIMIZER
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+from skyrl_train.megatron.weights import lora_sums
+from skyrl_train.megatron.weights.lora_export import export_adapter
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.weight_sync.errors import WeightSyncError
 

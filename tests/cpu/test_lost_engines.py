@@ -19,12 +19,12 @@ from skyrl_train.batching.build import build_experience
 from skyrl_train.batching.split import split
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.launch import Processes, launch
+from skyrl_train.cluster.ranks.shards import Shards
 from skyrl_train.cluster.session import connect
-from skyrl_train.cluster.shards import Shards
 from skyrl_train.config import Config, load_config
+from skyrl_train.trainer.agreement.sync_check import SyncCheck
 from skyrl_train.trainer.publish import Publisher
 from skyrl_train.trainer.rules import advantage, micro_batch_rules, objective
-from skyrl_train.trainer.sync_check import SyncCheck
 from skyrl_train.types import Generation, Group, Prompt, SamplingParams
 from tests.cpu.samples import sample
 from tests.cpu.tiny import write_tiny_model

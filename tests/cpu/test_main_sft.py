@@ -18,7 +18,7 @@ from skyrl_train.config.sft import load_sft_config
 from skyrl_train.data.order import OrderState
 from skyrl_train.entrypoints import command, main_sft, run
 from skyrl_train.file_sum import sum_of
-from skyrl_train.sft_quickstart import MODEL, write_untrained
+from skyrl_train.tasks.sft_quickstart import MODEL, write_untrained
 from skyrl_train.trainer.run_state import Checkpoints, RunState, settings_of
 from tests.cpu.jobs import Job, start_command
 

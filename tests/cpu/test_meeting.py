@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.weight_sync.broadcast import BroadcastReceiveChannel, BroadcastSendChannel
+from skyrl_train.weight_sync.channels.broadcast import BroadcastReceiveChannel, BroadcastSendChannel
+from skyrl_train.weight_sync.channels.shm import ShmSendChannel
 from skyrl_train.weight_sync.errors import WeightSyncError
-from skyrl_train.weight_sync.shm import ShmSendChannel
 from skyrl_train.weight_sync.transport import Sender
 from tests.cpu.lost_peers import CONTEXT, DEADLINE_S, START_S, Processes
 from tests.cpu.sending import InThread

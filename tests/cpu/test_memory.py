@@ -11,12 +11,12 @@ import torch
 from families import make_trial, write_family
 from layouts import layout
 
-from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, share_of
-from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.memory import Offloaded
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.megatron.reference import MegatronReference
-from skyrl_train.megatron.storages import ALIGNMENT, Piece
+from skyrl_train.megatron.residency.memory import Offloaded
+from skyrl_train.megatron.residency.storages import ALIGNMENT, Piece
+from skyrl_train.megatron.verify.layout_check import OPTIMIZER, Layout, Trial, share_of
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.types import TrainBatch
 
@@ -249,7 +249,7 @@ def test_the_references_weights_are_copied_to_the_host_only_once(dense: Path):
 
 
 def _resident_bytes(rendezvous: Rendezvous, arguments: tuple[int]) -> list[int]:
-    from skyrl_train.megatron.memory import DeviceMemory
+    from skyrl_train.megatron.residency.memory import DeviceMemory
 
     module = torch.nn.Linear(arguments[0], 1024, bias=False).requires_grad_(False)
     memory = DeviceMemory([module])

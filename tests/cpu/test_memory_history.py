@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from skyrl_train.config.policy import TorchProfilerConfig
-from skyrl_train.megatron import memory_history
-from skyrl_train.megatron.profiling import Tracer
+from skyrl_train.megatron.passes import snapshots as memory_history
+from skyrl_train.megatron.passes.profiling import Tracer
 
 SIGNATURE = inspect.signature(torch.cuda.memory._record_memory_history)
 

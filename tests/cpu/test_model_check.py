@@ -15,7 +15,8 @@ from families import FAMILIES, SHAPE, YARN
 
 from skyrl_train.checks import equivalence
 from skyrl_train.hf.shrink import shrunk
-from skyrl_train.megatron import bridge, families, model_check
+from skyrl_train.megatron.model import bridge, families
+from skyrl_train.megatron.verify import model_check
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from skyrl_train.megatron.old_logprobs import OldLogprobs, old_logprobs
+from skyrl_train.megatron.passes.old_logprobs import OldLogprobs, old_logprobs
 from skyrl_train.types import TrainBatch
 
 BATCH = TrainBatch(

@@ -25,7 +25,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_core_ends_with_the_process_that_started_it():
-    command = [sys.executable, "-c", PARENT, "skyrl_train.inference.core_start"]
+    command = [sys.executable, "-c", PARENT, "skyrl_train.engines.vllm.core_start"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         core = psutil.Process(int(parent.stdout.readline()))

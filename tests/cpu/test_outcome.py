@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from torch import tensor
 
-from skyrl_train.megatron.outcome import Bounds, Difference, Outcome, compare
+from skyrl_train.megatron.verify.outcome import Bounds, Difference, Outcome, compare
 
 REFERENCE = Outcome(
     {"a": tensor([3.0, 4.0]), "b": tensor([0.0, 12.0]), "unused": tensor([0.0])},

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from skyrl_train.megatron import attention
-from skyrl_train.megatron.attention import pack_params, packed_attention
-from skyrl_train.megatron.pack_tables import halves, index_tables, zigzag
-from skyrl_train.megatron.packing import MicroBatch, Packer, unpack
+from skyrl_train.megatron.layers import attention
+from skyrl_train.megatron.layers.attention import pack_params, packed_attention
+from skyrl_train.megatron.layers.pack_tables import halves, index_tables, zigzag
+from skyrl_train.megatron.passes.packing import MicroBatch, Packer, unpack
 from skyrl_train.ranks import pad_multiple
 from skyrl_train.types import TrainBatch
 

@@ -13,9 +13,9 @@ from families import make_trial
 from layouts import join_and_pack, layout, model
 from torch import Tensor
 
-from skyrl_train.megatron.layout_check import Layout, Trial
-from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.step import forward_backward
+from skyrl_train.megatron.passes.step import forward_backward
+from skyrl_train.megatron.verify.layout_check import Layout, Trial
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
 
 HIDDEN = 64

@@ -15,9 +15,11 @@ import torch
 from layouts import check, layout, reference
 
 from skyrl_train.batching import split as splitting
-from skyrl_train.megatron import attention, experts, layers, layout_check, logprobs, packing, step
-from skyrl_train.megatron import model as models
-from skyrl_train.megatron.layout_check import Layout
+from skyrl_train.megatron.layers import attention, experts, layers
+from skyrl_train.megatron.model import model as models
+from skyrl_train.megatron.passes import logprobs, packing, step
+from skyrl_train.megatron.verify import layout_check
+from skyrl_train.megatron.verify.layout_check import Layout
 
 Patch = pytest.MonkeyPatch
 

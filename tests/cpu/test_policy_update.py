@@ -14,12 +14,12 @@ from layouts import layout
 from safetensors.torch import load_file
 from torch import Tensor
 
-from skyrl_train.megatron import model as models
-from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, share_of
-from skyrl_train.megatron.local_ranks import run_on_ranks
+from skyrl_train.megatron.model import model as models
+from skyrl_train.megatron.optimizer.schedule import learning_rate
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.megatron.reference import batch_logprobs
-from skyrl_train.megatron.schedule import learning_rate
+from skyrl_train.megatron.verify.layout_check import OPTIMIZER, Layout, Trial, share_of
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
 
 NUM_STEPS = 4

@@ -13,10 +13,10 @@ from families import make_trial, write_family
 from layouts import layout
 
 from skyrl_train.config.policy import TorchProfilerConfig
-from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, share_of
-from skyrl_train.megatron.local_ranks import run_on_ranks
+from skyrl_train.megatron.passes.profiling import Tracer
 from skyrl_train.megatron.policy import MegatronPolicy
-from skyrl_train.megatron.profiling import Tracer
+from skyrl_train.megatron.verify.layout_check import OPTIMIZER, Layout, Trial, share_of
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
 
 

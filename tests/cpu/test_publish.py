@@ -12,17 +12,17 @@ import pytest
 from ray.exceptions import RayActorError
 
 from skyrl_train.cluster.calls import RemoteFailed
-from skyrl_train.cluster.engine_group import EngineGroup
-from skyrl_train.cluster.policy_group import PolicyGroup
+from skyrl_train.cluster.pool.engine_group import EngineGroup
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.ranks import Moved, UpdateReport
 from skyrl_train.service.job import CareJob, SftJob, TrainJob
 from skyrl_train.service.learning import Learning
 from skyrl_train.service.queue import StaleSamples
 from skyrl_train.tracking.timers import Timers
+from skyrl_train.trainer.agreement.sync_check import SyncCheckFailed
 from skyrl_train.trainer.memory_report import MemoryReport
 from skyrl_train.trainer.publish import Publisher
 from skyrl_train.trainer.residency import Colocated, Dedicated
-from skyrl_train.trainer.sync_check import SyncCheckFailed
 from skyrl_train.types import SamplingParams
 from tests.cpu.fake_actors import FakeEngine, FakeRank, engine_group, policy_group, ref
 

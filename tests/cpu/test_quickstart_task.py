@@ -2,7 +2,7 @@ import json
 
 from tiny import tiny_tokenizer, write_tiny_model
 
-from skyrl_train.quickstart_task import VOCABULARY, addition_rows, model_config, write_rows
+from skyrl_train.tasks.tiny import VOCABULARY, addition_rows, model_config, write_rows
 
 
 def pair(row):

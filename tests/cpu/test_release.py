@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.cluster import release
-from skyrl_train.cluster.policy_group import PolicyGroup
-from skyrl_train.cluster.release import Exit, build_release, states_folder
+from skyrl_train.cluster.ranks import release
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup
+from skyrl_train.cluster.ranks.release import Exit, build_release, states_folder
 from skyrl_train.config import ConfigError, load_config
 from skyrl_train.ranks import OPTIMIZER, WEIGHTS
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.inference.core import EngineDeadError
-from skyrl_train.inference.http_client import ServerError, ServerUnreachableError
-from skyrl_train.inference.remote import RemoteEngine
-from skyrl_train.inference.server_facts import ServerUnsuitableError
-from skyrl_train.inference.settings import RemoteEngineSettings
+from skyrl_train.engines.remote.client import ServerError, ServerUnreachableError
+from skyrl_train.engines.remote.engine import RemoteEngine
+from skyrl_train.engines.remote.facts import ServerUnsuitableError
+from skyrl_train.engines.settings import RemoteEngineSettings
+from skyrl_train.engines.vllm.core import EngineDeadError
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.errors import WeightSyncError
 from tests.cpu.fake_servers import PACKED, FakeServer, serving

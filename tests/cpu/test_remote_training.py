@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from skyrl_train.inference.remote import RemoteEngine
-from skyrl_train.inference.settings import EXTENSION, EngineSettings, RemoteEngineSettings, engine_environment
+from skyrl_train.engines.remote.engine import RemoteEngine
+from skyrl_train.engines.settings import EXTENSION, EngineSettings, RemoteEngineSettings, engine_environment
 from skyrl_train.types import Generation, SamplingParams
-from skyrl_train.weight_sync.channel_kinds import send_channel
+from skyrl_train.weight_sync.channels.table import send_channel
 from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.transport import Sender
 from tests.cpu.jobs import run_to_end, write_world

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.tracking.charts import charts_for
-from skyrl_train.tracking.drawing import moving_mean
-from skyrl_train.tracking.figure import COLUMNS, grid_places
-from skyrl_train.tracking.history import Series, load_history
 from skyrl_train.tracking.names import METRICS, is_documented, markdown_table
-from skyrl_train.tracking.report import NUM_SAMPLES, chosen_samples, main, write_report
+from skyrl_train.tracking.report.charts import charts_for
+from skyrl_train.tracking.report.drawing import moving_mean
+from skyrl_train.tracking.report.figure import COLUMNS, grid_places
+from skyrl_train.tracking.report.history import Series, load_history
+from skyrl_train.tracking.report.report import NUM_SAMPLES, chosen_samples, main, write_report
+from skyrl_train.tracking.report.summary import summarize
 from skyrl_train.tracking.run_dir import create_run_dir, read_record, write_record
-from skyrl_train.tracking.summary import summarize
 from skyrl_train.tracking.transcripts import transcript_of
 from skyrl_train.types import Sample
 
@@ -238,7 +238,9 @@ def test_report_command_prints_both_paths(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_matplotlib_is_imported_only_when_a_report_is_written():
-    program = "import sys, skyrl_train.tracking.report, skyrl_train.tracking.sinks; print('matplotlib' in sys.modules)"
+    program = (
+        "import sys, skyrl_train.tracking.report.report, skyrl_train.tracking.sinks; print('matplotlib' in sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert result.stdout.strip() == "False"
 

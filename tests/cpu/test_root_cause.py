@@ -1,4 +1,4 @@
-"""Why an engine's core did not start (inference/root_cause.py), in what vLLM 0.26 and 0.32 write."""
+"""Why an engine's core did not start (engines/vllm/root_cause.py), in what vLLM 0.26 and 0.32 write."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.cluster.engine_actor import EngineActor
-from skyrl_train.inference.engine import Engine
-from skyrl_train.inference.root_cause import root_cause
-from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.cluster.pool.engine_actor import EngineActor
+from skyrl_train.engines.settings import EngineSettings
+from skyrl_train.engines.vllm.engine import Engine
+from skyrl_train.engines.vllm.root_cause import root_cause
 
 STACK = """\
 Traceback (most recent call last):

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from skyrl_train.megatron.pack_tables import zigzag
-from skyrl_train.megatron.rope import packed_positions
+from skyrl_train.megatron.layers.pack_tables import zigzag
+from skyrl_train.megatron.layers.rope import packed_positions
 
 
 def bounds(lengths):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.cluster.calls import RemoteFailed
-from skyrl_train.cluster.engine_settings import all_engine_settings
+from skyrl_train.cluster.pool.engine_settings import all_engine_settings
 from skyrl_train.config import load_config
 from skyrl_train.config.sft import load_sft_config
 from skyrl_train.config.training import TrainingConfig

@@ -14,14 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from skyrl_train.cluster.engine_actor import kill_processes
-from skyrl_train.inference.scratch import PREFIX, Scratch, remove_abandoned
+from skyrl_train.cluster.pool.engine_actor import kill_processes
+from skyrl_train.engines.vllm.scratch import PREFIX, Scratch, remove_abandoned
 from tests.cpu.tiny import write_tiny_model
 
 HOLD = """
 import sys, tempfile
 from pathlib import Path
-from skyrl_train.inference.scratch import scratch
+from skyrl_train.engines.vllm.scratch import scratch
 scratch().enter()
 tempfile.mkdtemp()
 print(scratch().path, flush=True)
@@ -29,8 +29,8 @@ sys.stdin.read()
 """
 START_AND_END = """
 import asyncio, sys
-from skyrl_train.inference.engine import Engine
-from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.engines.vllm.engine import Engine
+from skyrl_train.engines.settings import EngineSettings
 
 async def main():
     settings = EngineSettings(sys.argv[1], "tiny", "float32", 64, kv_cache_memory_bytes=16 << 20)

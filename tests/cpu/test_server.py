@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from skyrl_train.inference.settings import HttpSettings
+from skyrl_train.engines.settings import HttpSettings
 from skyrl_train.types import SamplingParams, VersionSpans
 from tests.cpu.test_engine import PROMPTS, World, cmdline, live_world, run
 
@@ -226,7 +226,7 @@ def one_token_later(spans: VersionSpans) -> VersionSpans:
 @pytest.mark.parametrize("native", [True, False])
 def test_generations_that_ran_across_syncs_report_every_version_and_the_lowest(world: World, native: bool):
     """Also where vLLM does not tell (0.26), and for samples of one request."""
-    from skyrl_train.inference.vllm_versions import TELLS_VERSIONS
+    from skyrl_train.engines.vllm.compat import TELLS_VERSIONS
 
     if native and not TELLS_VERSIONS:
         pytest.skip("this vLLM does not tell versions")
@@ -348,7 +348,7 @@ def test_many_choices_and_prompts_are_told_apart_and_beams_are_not(world: World)
 
 
 def another_server(world: World, **http: Any) -> Any:
-    from skyrl_train.inference.server import HttpServer
+    from skyrl_train.engines.vllm.http.server import HttpServer
 
     engine = world.engine
     settings = replace(engine._settings, http=HttpSettings(**{"host": "127.0.0.1", "port": 0} | http))
@@ -394,7 +394,7 @@ def test_a_port_that_is_taken_is_an_error_that_says_so(world: World):
 
 
 def test_of_two_that_start_together_one_gets_the_port():
-    from skyrl_train.inference.server import _listen
+    from skyrl_train.engines.vllm.http.server import _listen
 
     with (
         contextlib.closing(_listen("127.0.0.1", 0)) as first,
@@ -417,7 +417,7 @@ def test_of_two_that_start_together_one_gets_the_port():
     ],
 )
 def test_tokens_that_a_stop_string_takes_back_are_no_versions(starts: Any, num_tokens: int, expected: Any):
-    from skyrl_train.inference.versions import spans_of
+    from skyrl_train.engines.vllm.versions import spans_of
 
     assert spans_of(starts, num_tokens) == expected
 

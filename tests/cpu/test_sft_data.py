@@ -16,7 +16,7 @@ from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.data.conversation import Conversations
 from skyrl_train.data.sft import ExampleReader, LoadedExamples, load_examples
-from skyrl_train.sft_quickstart import CHAT_TEMPLATE as MARKED
+from skyrl_train.tasks.sft_quickstart import CHAT_TEMPLATE as MARKED
 from skyrl_train.trainer.sft import train_batches
 from skyrl_train.types import Example
 from tests.cpu.tiny import CHATML, chatml_tokenizer, tiny_tokenizer

@@ -18,9 +18,9 @@ from layouts import layout
 
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.config.policy import LoraConfig, OptimizerConfig
-from skyrl_train.megatron.layout_check import Layout, Trial, rules, share_of
-from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.policy import MegatronPolicy
+from skyrl_train.megatron.verify.layout_check import Layout, Trial, rules, share_of
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.trainer.rules import cross_entropy_objective
 from skyrl_train.trainer.sft import train_batches, update_metrics

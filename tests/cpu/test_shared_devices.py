@@ -14,8 +14,8 @@ import ray
 from skyrl_train.cluster import placement as placements
 from skyrl_train.cluster.launch import _devices
 from skyrl_train.cluster.placement import Demand, Placement, PlacementError
+from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.cluster.session import connect
-from skyrl_train.cluster.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.slow
 DEMANDS = [Demand("policy ranks", 2, 1), Demand("reference ranks", 2, 1), Demand("engines", 1, 2)]

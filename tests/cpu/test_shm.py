@@ -19,9 +19,9 @@ import psutil
 import pytest
 import torch
 
-from skyrl_train.weight_sync import signals
+from skyrl_train.weight_sync.channels import signals
+from skyrl_train.weight_sync.channels.shm import ShmReceiveChannel, ShmSendChannel
 from skyrl_train.weight_sync.errors import WeightSyncError
-from skyrl_train.weight_sync.shm import ShmReceiveChannel, ShmSendChannel
 from skyrl_train.weight_sync.transport import Receiver, Sender
 from tests.cpu.sending import InThread, Named, ReceivingEnd, specs_of, tensor_digest
 
@@ -78,7 +78,7 @@ class Pair:
 def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Folders of sockets are looked for in one of this test's own: other programs of the machine have some too."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        monkeypatch.setattr("skyrl_train.weight_sync.signals.FOLDERS", folder)
+        monkeypatch.setattr("skyrl_train.weight_sync.channels.signals.FOLDERS", folder)
         yield
         gc.collect()  # views in the stack of an expected error
         assert open_memory() == []
@@ -300,7 +300,7 @@ def test_a_bucket_that_cannot_be_mapped_fails_with_the_reason_and_leaves_nothing
 
 
 def test_the_kernel_frees_the_memory_of_a_killed_sender():
-    held = "import torch, time; from skyrl_train.weight_sync.shm import ShmSendChannel as C; c = C(1, 5); "
+    held = "import torch, time; from skyrl_train.weight_sync.channels.shm import ShmSendChannel as C; c = C(1, 5); "
     held += "c._hub._stop_listening(); c.begin(); c.buffer(1 << 30, lambda: None); "
     held += "print('held', flush=True); time.sleep(60)"
     before = shared_bytes()

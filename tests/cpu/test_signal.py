@@ -15,7 +15,7 @@ from skyrl_train.algorithms.advantages import grpo_advantages
 from skyrl_train.algorithms.losses import LOSSES
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.build import build_experience, experience_metrics
-from skyrl_train.cluster.policy_group import UpdateTotals
+from skyrl_train.cluster.ranks.policy_group import UpdateTotals
 from skyrl_train.config import load_config
 from skyrl_train.service.learning import Learning
 from skyrl_train.tracking.timers import Timers

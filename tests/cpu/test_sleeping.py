@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from skyrl_train.inference.core import Core, EngineDeadError
-from skyrl_train.inference.engine import Engine
-from skyrl_train.inference.settings import EngineSettings, engine_arguments
-from skyrl_train.inference.sleeping import Unsynced, plain_tensors
-from skyrl_train.inference.weights import Weights
+from skyrl_train.engines.settings import EngineSettings, engine_arguments
+from skyrl_train.engines.vllm.core import Core, EngineDeadError
+from skyrl_train.engines.vllm.engine import Engine
+from skyrl_train.engines.vllm.weights import Weights
+from skyrl_train.engines.vllm.worker.sleeping import Unsynced, plain_tensors
 from skyrl_train.weight_sync.errors import WeightSyncError
 
 SETTINGS = EngineSettings("model", "tiny", "float32", 128, kv_cache_memory_bytes=1 << 20, enable_sleep_mode=True)

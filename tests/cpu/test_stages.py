@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from skyrl_train.megatron.flops import matrix_weights
-from skyrl_train.megatron.stages import layers_of_stages, megatron_layout
+from skyrl_train.megatron.model.flops import matrix_weights
+from skyrl_train.megatron.model.stages import layers_of_stages, megatron_layout
 
 
 def greatest(costs: list[float], head: float, counts: tuple[int, ...] | list[int]) -> float:

@@ -19,10 +19,10 @@ from test_memory import build, everything
 
 from skyrl_train.config.policy import LoraConfig
 from skyrl_train.file_sum import sum_of
-from skyrl_train.megatron.adam import FusedAdam
-from skyrl_train.megatron.layout_check import Layout, Trial
-from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.state import load_state, save_durable_state, save_state
+from skyrl_train.megatron.optimizer.adam import FusedAdam
+from skyrl_train.megatron.residency.state import load_state, save_durable_state, save_state
+from skyrl_train.megatron.verify.layout_check import Layout, Trial
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import ParallelRanks, Rendezvous
 
 pytestmark = pytest.mark.slow

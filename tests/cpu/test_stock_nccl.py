@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.inference.stock_nccl import StockNcclSender, cut_updates
+from skyrl_train.engines.remote.stock_nccl import StockNcclSender, cut_updates
 from skyrl_train.weight_sync.bucket import TensorSpec
 from skyrl_train.weight_sync.control import ControlMessage
 from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError

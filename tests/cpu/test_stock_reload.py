@@ -35,7 +35,7 @@ class Stock:
     """vLLM's own worker in this process, with its backend `nccl`."""
 
     def __init__(self, folder: str) -> None:
-        from skyrl_train.inference.settings import EngineSettings, engine_arguments, set_environment
+        from skyrl_train.engines.settings import EngineSettings, engine_arguments, set_environment
 
         settings = EngineSettings(folder, "stock", "float32", 128, kv_cache_memory_bytes=16 << 20, max_num_seqs=16)
         set_environment(settings, "cpu")
@@ -49,7 +49,7 @@ class Stock:
         self.worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
     def start(self) -> None:
-        from skyrl_train.inference.reload import _forget_packed_experts
+        from skyrl_train.engines.vllm.worker.layerwise import _forget_packed_experts
 
         _forget_packed_experts(self.worker.get_model())  # of vLLM's CPU build alone: stock servers have GPUs
         self.worker.start_weight_update()

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from skyrl_train.megatron import storages
-from skyrl_train.megatron.memory import DeviceMemory
-from skyrl_train.megatron.state import load_state, save_state
+from skyrl_train.megatron.residency import storages
+from skyrl_train.megatron.residency.memory import DeviceMemory
+from skyrl_train.megatron.residency.state import load_state, save_state
 from skyrl_train.ranks import OPTIMIZER, WEIGHTS, ParallelRanks
 
 SHAPES = [(3, 5), (7,), (64, 33), (1,), (2, 3, 4)]

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from skyrl_train.config import load_config
-from skyrl_train.inference.settings import RemoteEngineSettings
-from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.parallel import join
+from skyrl_train.engines.settings import RemoteEngineSettings
+from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous, free_port
 from skyrl_train.stores import join_store, serve_store
-from skyrl_train.weight_sync.broadcast import BroadcastSendChannel
+from skyrl_train.weight_sync.channels.broadcast import BroadcastSendChannel
 from tests.cpu.fake_actors import FakeEngine, FakeRank, engine_group, policy_group
 
 

@@ -16,12 +16,12 @@ from skyrl_train.batching.build import build_experience
 from skyrl_train.batching.split import split
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.launch import Processes, launch
-from skyrl_train.cluster.policy_group import PolicyGroup
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup
+from skyrl_train.cluster.ranks.shards import Shards
 from skyrl_train.cluster.session import connect
-from skyrl_train.cluster.shards import Shards
 from skyrl_train.config import Config, load_config
-from skyrl_train.inference.engine import Engine
-from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.engines.settings import EngineSettings
+from skyrl_train.engines.vllm.engine import Engine
 from skyrl_train.trainer.rules import advantage, micro_batch_rules, objective
 from skyrl_train.types import ExperienceBatch, Generation, Group, Prompt, SamplingParams
 from tests.cpu.samples import sample

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from skyrl_train.megatron import te_scratch
+from skyrl_train.megatron.residency import te_scratch
 
 
 def test_what_transformer_engine_keeps_is_forgotten_and_made_again(monkeypatch: pytest.MonkeyPatch):

@@ -13,10 +13,10 @@ from families import FAMILIES, VOCABULARY, write_family
 from torch.utils.flop_counter import FlopCounterMode
 
 from skyrl_train.config.policy import OptimizerConfig
-from skyrl_train.megatron.adam import FusedAdam
-from skyrl_train.megatron.flops import model_cost
-from skyrl_train.megatron.layout_check import OPTIMIZER
-from skyrl_train.megatron.schedule import learning_rate
+from skyrl_train.megatron.model.flops import model_cost
+from skyrl_train.megatron.optimizer.adam import FusedAdam
+from skyrl_train.megatron.optimizer.schedule import learning_rate
+from skyrl_train.megatron.verify.layout_check import OPTIMIZER
 
 RISING: OptimizerConfig = replace(OPTIMIZER, lr=1.0, num_warmup_steps=2, min_lr_ratio=0.1)
 

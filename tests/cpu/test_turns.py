@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.cluster.calls import RemoteFailed
-from skyrl_train.cluster.release import Stay
+from skyrl_train.cluster.ranks.release import Stay
 from skyrl_train.trainer.memory_report import MemoryReport
 from skyrl_train.trainer.publish import Publisher
 from skyrl_train.trainer.residency import Colocated

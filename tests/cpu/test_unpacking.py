@@ -10,7 +10,7 @@ from vllm.logprobs import create_sample_logprobs
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
-from skyrl_train.inference.unpacking import at_once
+from skyrl_train.engines.vllm.unpacking import at_once
 
 ONE_BY_ONE = LogprobsProcessor._update_sample_logprobs
 AT_ONCE = at_once(ONE_BY_ONE)

@@ -12,8 +12,8 @@ from families import write_family
 
 from skyrl_train.entrypoints.layout_request import read_request
 from skyrl_train.entrypoints.verify_layout import main
-from skyrl_train.megatron import bridge
-from skyrl_train.megatron import model as models
+from skyrl_train.megatron.model import bridge
+from skyrl_train.megatron.model import model as models
 
 
 @pytest.fixture(scope="module")

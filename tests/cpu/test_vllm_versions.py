@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.inference import vllm_versions
+from skyrl_train.engines.vllm import compat as vllm_versions
 
 
 class Client26:

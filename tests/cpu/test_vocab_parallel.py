@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from skyrl_train.megatron.local_ranks import run_on_ranks
-from skyrl_train.megatron.logprobs import vocab_parallel_logprobs
+from skyrl_train.megatron.passes.logprobs import vocab_parallel_logprobs
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
 
 VOCABULARY = 53

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from skyrl_train.envs.registry import make_env, register_built_in
-from skyrl_train.quickstart_task import tokenizer
-from skyrl_train.yes_no_maybe import question_rows
+from skyrl_train.tasks.tiny import tokenizer
+from skyrl_train.tasks.yes_no_maybe import question_rows
 
 
 @pytest.mark.parametrize(

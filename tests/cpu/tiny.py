@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast, set_seed
 
-from skyrl_train.quickstart_task import BOS, EOS, PAD, UNK, VOCABULARY, model_config, tokenizer
+from skyrl_train.tasks.tiny import BOS, EOS, PAD, UNK, VOCABULARY, model_config, tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -13,9 +13,9 @@ import pytest
 from families import make_trial
 from layouts import WHOLE, layout, model
 
-from skyrl_train.megatron.hf_reference import comparable, hugging_face
-from skyrl_train.megatron.layout_check import Trial, run_layout
-from skyrl_train.megatron.outcome import BFLOAT16, FLOAT32, Outcome, compare
+from skyrl_train.megatron.verify.hf_reference import comparable, hugging_face
+from skyrl_train.megatron.verify.layout_check import Trial, run_layout
+from skyrl_train.megatron.verify.outcome import BFLOAT16, FLOAT32, Outcome, compare
 
 pytestmark = pytest.mark.timeout(300)
 ONE: dict[str, tuple[str, dict[str, Any]]] = {

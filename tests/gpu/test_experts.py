@@ -48,7 +48,7 @@ def assert_near(mine: Tensor, theirs: Tensor) -> None:
 def test_grouped_products_are_those_of_each_expert_and_wait_for_nothing(
     counts: list[int], gap: int, cut: int | None, buffered: bool
 ):
-    from skyrl_train.megatron.experts import grouped_linear
+    from skyrl_train.megatron.layers.experts import grouped_linear
 
     weights = [torch.nn.Parameter(one) for one in in_a_buffer(torch.bfloat16, gap, cut)]
     held = in_a_buffer(torch.float32, gap, cut)

@@ -16,9 +16,9 @@ from layouts import layout
 from offload import come_back, pinned_copies, timed
 
 from skyrl_train.device import KernelStacks
-from skyrl_train.megatron.layout_check import OPTIMIZER, Layout, Trial, share_of
-from skyrl_train.megatron.local_ranks import run_on_ranks
 from skyrl_train.megatron.policy import MegatronPolicy
+from skyrl_train.megatron.verify.layout_check import OPTIMIZER, Layout, Trial, share_of
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
 from tests.cpu.jobs import DEADLY, run_to_end, write_world
 

@@ -31,7 +31,7 @@ def routing(kind: str) -> Tensor:
 def dispatcher() -> Any:
     from megatron.core.transformer.moe import token_dispatcher
 
-    from skyrl_train.megatron import permute
+    from skyrl_train.megatron.layers import permute
 
     permute.install()
     return token_dispatcher

@@ -10,9 +10,9 @@ import torch
 from families import make_trial
 from layouts import join_and_pack, layout, model
 
-from skyrl_train.megatron import step
-from skyrl_train.megatron.layout_check import Layout, Trial
-from skyrl_train.megatron.local_ranks import run_on_ranks
+from skyrl_train.megatron.passes import step
+from skyrl_train.megatron.verify.layout_check import Layout, Trial
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.timeout(300)]

@@ -14,8 +14,8 @@ from layouts import layout
 from test_memory import build, everything
 
 from skyrl_train.config.policy import LoraConfig
-from skyrl_train.megatron.layout_check import Layout, Trial
-from skyrl_train.megatron.local_ranks import run_on_ranks
+from skyrl_train.megatron.verify.layout_check import Layout, Trial
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
 
 State = dict[str, torch.Tensor]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from skyrl_train.inference.remote import RemoteEngine
-from skyrl_train.inference.settings import RemoteEngineSettings
-from skyrl_train.inference.stock_nccl import StockNcclSender
+from skyrl_train.engines.remote.engine import RemoteEngine
+from skyrl_train.engines.remote.stock_nccl import StockNcclSender
+from skyrl_train.engines.settings import RemoteEngineSettings
 from skyrl_train.types import Generation, SamplingParams
 from tests.cpu.jobs import run_to_end, write_world
 from tests.cpu.remote_servers import KEY, Posted, Server, connect, vllm_server

@@ -65,7 +65,7 @@ def test_what_the_user_says_of_the_allocator_stays(pages: str):
 
 
 def _receive(init_info: Any, messages: Any, answers: Any) -> None:
-    from skyrl_train.weight_sync.cuda_ipc import CudaIpcReceiveChannel
+    from skyrl_train.weight_sync.channels.cuda_ipc import CudaIpcReceiveChannel
     from skyrl_train.weight_sync.transport import Receiver
 
     torch.cuda.set_device(0)
@@ -90,7 +90,7 @@ class _Pending:
 
 @pytest.mark.gpus(1)
 def test_another_process_on_the_gpu_gets_every_byte_and_the_memory_comes_back():
-    from skyrl_train.weight_sync.cuda_ipc import CudaIpcSendChannel
+    from skyrl_train.weight_sync.channels.cuda_ipc import CudaIpcSendChannel
     from skyrl_train.weight_sync.transport import Sender
 
     torch.cuda.set_device(0)
@@ -133,7 +133,7 @@ class UpdatesItself:
     def update_from(self, folder: str) -> bool:
         from safetensors.torch import load_file
 
-        from skyrl_train.inference.update import ModelUpdate
+        from skyrl_train.engines.vllm.worker.update import ModelUpdate
 
         worker: Any = self
         model, config = worker.model_runner.get_model(), worker.vllm_config

@@ -1,0 +1,4 @@
+"""Groups of Megatron ranks as Ray actors.
+
+Read `worker_group`, then `policy_group`.
+"""

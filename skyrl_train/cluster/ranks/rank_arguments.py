@@ -1,0 +1,47 @@
+"""Configuration -> what each rank of the policy and of the reference is started with."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from skyrl_train.algorithms.objective import Objective
+from skyrl_train.cluster.pool.engine_settings import lora_arguments
+from skyrl_train.config import Config
+from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.config.training import TrainingConfig
+from skyrl_train.hf.hub import seen_from_anywhere
+
+
+def policy_arguments(trainer: TrainingConfig, objective: Objective, num_optimizer_steps: int) -> dict[str, Any]:
+    """Of `MegatronPolicy`, beside its rendezvous."""
+    return {
+        "model_path": seen_from_anywhere(trainer.policy.model.path),
+        "config": _traced_absolutely(trainer.policy.megatron_config),
+        "optimizer_config": trainer.policy.optimizer_config,
+        "objective": objective,
+        "bf16": trainer.bf16,
+        "seed": trainer.seed,
+        "num_optimizer_steps": num_optimizer_steps,
+        "lora": lora_arguments(trainer.policy.model.lora),
+    }
+
+
+def reference_arguments(config: Config) -> dict[str, Any]:
+    """Of `MegatronReference`, beside its rendezvous."""
+    trainer = config.trainer
+    return {
+        "model_path": seen_from_anywhere(trainer.ref.model.path),
+        "config": _traced_absolutely(trainer.ref.megatron_config),
+        "bf16": trainer.bf16,
+        "seed": trainer.seed,
+        "temperature": config.generator.sampling_params.temperature,
+    }
+
+
+def _traced_absolutely(config: MegatronConfig) -> MegatronConfig:
+    """The folder of its traces absolute, for processes with other working directories."""
+    profiler = config.torch_profiler_config
+    path = os.path.abspath(profiler.save_path)
+    return replace(config, torch_profiler_config=replace(profiler, save_path=path))

@@ -1,0 +1,4 @@
+"""Running vLLM servers as engines.
+
+Read `engine`, then `client` and `lifecycle`.
+"""

@@ -1,0 +1,152 @@
+"""What a vLLM server says of itself, and whether a run can use it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from skyrl_train.engines.remote.client import ServerClient, ServerError
+from skyrl_train.engines.settings import EXTENSION, RemoteEngineSettings
+
+OLDEST = (0, 26)
+ROUTES_SINCE = {"/update_weight_version": (0, 27), "/shutdown_weight_transfer_engine": (0, 32)}
+
+
+class ServerUnsuitableError(ValueError):
+    """The server runs, but not in a way that this run can use; the message says how to start it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says of itself."""
+
+    version: str
+    routes: frozenset[str]
+    """Of ROUTES_SINCE, those that it has."""
+    model: str
+    """Name under which it serves its model."""
+    max_model_len: int
+    dtype: str
+    """"float32", "bfloat16", ..."""
+    logprobs_mode: str
+    backend: str | None
+    """Of its --weight-transfer-config; None without one."""
+    has_extension: bool
+    """Whether it was started with this project's --worker-extension-cls."""
+    num_workers: int
+    """Ranks that receive weights: tensor times pipeline parallel size."""
+    data_parallel_size: int
+
+    @property
+    def number(self) -> tuple[int, int]:
+        """(major, minor) of its version."""
+        return _number(self.version)
+
+
+async def probe(client: ServerClient, timeout_s: float) -> ServerFacts:
+    """Ask a server what it is.
+
+    Raises: ServerUnreachableError; ServerUnsuitableError for one that is dead, too old, has another API key or no
+    development mode.
+    """
+    try:
+        await client.get("/health", timeout_s)
+        version = str((await client.get("/version", timeout_s))["version"])
+    except ServerError as error:
+        hint = "its engine has died" if error.status == 503 else "is it a vLLM server?"
+        raise ServerUnsuitableError(f"the server {client.url} is not healthy ({error}); {hint}") from error
+    if _number(version) < OLDEST:
+        raise ServerUnsuitableError(
+            f"the server {client.url} runs vLLM {version}; remote engines need vLLM 0.26 or newer "
+            "(before that, weight updates had other calls)"
+        )
+    try:
+        models = (await client.get("/v1/models", timeout_s))["data"]
+        info = (await client.get("/server_info", timeout_s, config_format="json"))["vllm_config"]
+    except ServerError as error:
+        raise ServerUnsuitableError(_cure(client.url, error)) from error
+    model, parallel = info["model_config"], info["parallel_config"]
+    base = next((entry for entry in models if entry.get("parent") is None), {"id": model["model"]})
+    return ServerFacts(
+        version=version,
+        routes=await _routes(client, version, timeout_s),
+        model=base["id"],
+        max_model_len=model["max_model_len"],
+        dtype=str(model["dtype"]).removeprefix("torch."),
+        logprobs_mode=str(model["logprobs_mode"]),
+        backend=(info.get("weight_transfer_config") or {}).get("backend"),
+        has_extension=parallel.get("worker_extension_cls") == EXTENSION,
+        num_workers=parallel["tensor_parallel_size"] * parallel["pipeline_parallel_size"],
+        data_parallel_size=parallel["data_parallel_size"],
+    )
+
+
+def _cure(url: str, error: ServerError) -> str:
+    if error.status == 401:
+        return (
+            f"the server {url} refuses the API key: generator.remote_api_key_env must name an environment variable "
+            "that holds what the server was given as --api-key"
+        )
+    if error.status == 404:
+        return (
+            f"the server {url} has no {'/server_info' if '/server_info' in str(error) else 'model list'} ({error}): "
+            "start it with the environment variable VLLM_SERVER_DEV_MODE=1, which opens the calls of a weight update"
+        )
+    return f"the server {url} does not say what it serves: {error}"
+
+
+async def _routes(client: ServerClient, version: str, timeout_s: float) -> frozenset[str]:
+    try:
+        listed = (await client.get("/openapi.json", timeout_s))["paths"]
+    except ServerError:
+        return frozenset(route for route, since in ROUTES_SINCE.items() if _number(version) >= since)
+    return frozenset(route for route in ROUTES_SINCE if route in listed)
+
+
+def _number(version: str) -> tuple[int, int]:
+    """(major, minor); a build without a number ("dev") counts as newer than all."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (999, 0)
+
+
+def check_server(facts: ServerFacts, settings: RemoteEngineSettings) -> None:
+    """Raises: ServerUnsuitableError with everything in which the server does not suit the run."""
+    problems = []
+    if facts.max_model_len < settings.max_model_len:
+        problems.append(
+            f"its --max-model-len is {facts.max_model_len}, and prompt and response may have {settings.max_model_len} "
+            "tokens: start it with more, or lower generator.max_input_length or max_generate_length"
+        )
+    if facts.dtype != settings.model_dtype:
+        problems.append(
+            f"its --dtype is {facts.dtype} and generator.model_dtype is {settings.model_dtype}: make them equal"
+        )
+    if facts.logprobs_mode != "processed_logprobs":
+        problems.append(
+            f"its logprobs are {facts.logprobs_mode}, which are not those of the distribution that it draws from: "
+            "start it with --logprobs-mode processed_logprobs"
+        )
+    if facts.data_parallel_size > 1:
+        problems.append(
+            f"its data parallel size is {facts.data_parallel_size}: start one server per replica and name them all in "
+            "generator.remote_inference_engine_urls"
+        )
+    wants_stock = settings.weight_sync_backend == "vllm_nccl"
+    if wants_stock and facts.backend != "nccl":
+        problems.append(
+            f"its weight transfer backend is {facts.backend} and generator.weight_sync_backend is vllm_nccl: start it "
+            """with --weight-transfer-config '{"backend": "nccl"}'"""
+        )
+    elif not wants_stock and facts.backend == "nccl":
+        problems.append(
+            "its weight transfer backend is vLLM's own: set generator.weight_sync_backend=vllm_nccl, or start it with "
+            + _own_backend()
+        )
+    elif not wants_stock and (facts.backend != "skyrl" or not facts.has_extension):
+        problems.append(f"its weight transfer backend is {facts.backend}: start it with {_own_backend()}")
+    if problems:
+        raise ServerUnsuitableError(f"the server {settings.url} (vLLM {facts.version}): " + "; ".join(problems))
+
+
+def _own_backend() -> str:
+    return f"""--weight-transfer-config '{{"backend": "skyrl"}}' --worker-extension-cls {EXTENSION}"""

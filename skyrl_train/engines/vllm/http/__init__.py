@@ -1,0 +1,1 @@
+"""The HTTP endpoint of an engine: OpenAI's routes, and what they report about policy versions."""

@@ -1,0 +1,194 @@
+"""vLLM's OpenAI-compatible HTTP API around a running engine, in the engine's own process and event loop.
+
+The model is served as `NAME` and `NAME@VERSION`; the second name moves with every weight sync. What each answer says of
+the versions and sampling parameters that made it is added in `answers.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from typing import Any
+
+import uvicorn
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from skyrl_train.engines.settings import EngineSettings
+from skyrl_train.engines.vllm import compat as vllm_versions
+from skyrl_train.engines.vllm.http.answers import (
+    Answer,
+    App,
+    BoundedBody,
+    NamedVersions,
+    NeedsKey,
+    WaitsWhilePaused,
+    current_answer,
+)
+from skyrl_train.engines.vllm.http.sampling_facts import sampling_facts
+from skyrl_train.engines.vllm.versions import VersionTracker
+
+START_S = 60.0
+STOP_S = 2.0
+"""Patience with answers that are under way when the engine is shut down."""
+Wait = Callable[[], Awaitable[None]]
+
+
+class HttpServer:
+    """The endpoint of one engine, from `start` to `stop`."""
+
+    def __init__(self, settings: EngineSettings, llm: AsyncLLM, versions: VersionTracker, wait: Wait) -> None:
+        """Args: wait returns when the engine is running, and raises TimeoutError or RuntimeError if it will not."""
+        assert settings.http is not None
+        self._settings, self._http = settings, settings.http
+        self._client = VersionedClient(llm, versions, wait)
+        self._wait = wait
+        self._app: Any = None
+        self._server: uvicorn.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        """Where others reach it."""
+        http = self._http
+        host = http.host
+        if host in ("0.0.0.0", "::"):
+            host = http.advertised_host or socket.gethostname()
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+
+    async def start(self, policy_version: int) -> str:
+        """Returns the endpoint's URL.
+
+        Raises: ValueError if the port is taken or the host is none of this computer's.
+        """
+        listening = _listen(self._http.host, self._http.port)
+        try:
+            self._port = listening.getsockname()[1]
+            self._app = await vllm_versions.build_openai_app(self._client, self._arguments())
+            self.move_to(policy_version)
+            self._server = _Server(
+                uvicorn.Config(
+                    self._guarded(self._app),
+                    log_config=None,
+                    log_level="warning",
+                    access_log=False,
+                    timeout_graceful_shutdown=int(STOP_S),
+                )
+            )
+            # vLLM's handler of a dead engine stops this server, and fails itself where there is none.
+            self._app.state.server = self._server
+            self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
+            await self._until_started(self._server, self._task)
+        except BaseException:
+            listening.close()
+            raise
+        return self.url
+
+    async def _until_started(self, server: uvicorn.Server, task: asyncio.Task[None]) -> None:
+        async with asyncio.timeout(START_S):
+            while not server.started:
+                if task.done():
+                    task.result()
+                    raise RuntimeError("the HTTP server ended while it started; its process's log says why")
+                await asyncio.sleep(0.01)
+
+    def _arguments(self) -> Any:
+        arguments = ["--model", self._settings.model_path]
+        if self._http.chat_template_kwargs:
+            arguments += ["--default-chat-template-kwargs", json.dumps(self._http.chat_template_kwargs)]
+        return vllm_versions.server_arguments(arguments)
+
+    def _guarded(self, app: App) -> App:
+        served: App = WaitsWhilePaused(NamedVersions(app), self._wait)
+        served = BoundedBody(served, self._settings.max_model_len)
+        return served if self._http.api_key is None else NeedsKey(served, self._http.api_key)
+
+    def move_to(self, policy_version: int) -> None:
+        """Serve the model under this version's name; the name of the one before is no longer known."""
+        name = self._settings.served_model_name
+        names = [f"{name}@{policy_version}", name]
+        vllm_versions.set_served_names(self._app, self._settings.model_path, names)
+
+    async def stop(self) -> None:
+        """Close the port; answers under way have STOP_S to end."""
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            done, _ = await asyncio.wait({self._task}, timeout=STOP_S + 2)
+            if not done:
+                self._task.cancel()
+                await asyncio.wait({self._task}, timeout=1)
+            self._server = self._task = None
+
+
+class VersionedClient:
+    """What vLLM's application takes for its engine: an AsyncLLM that notes which version drew what it returns."""
+
+    def __init__(self, llm: AsyncLLM, versions: VersionTracker, wait: Wait) -> None:
+        self._llm, self._versions, self._wait = llm, versions, wait
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **arguments: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        answer = current_answer.get() or Answer()
+        answer.sampling_params = sampling_facts(sampling_params)
+        return self._generate(
+            answer, answer.add_request(sampling_params.n), prompt, sampling_params, request_id, arguments
+        )
+
+    async def _generate(
+        self,
+        answer: Answer,
+        first_choice: int,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        arguments: dict[str, Any],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        while True:
+            await self._wait()  # a pause may have begun since the request was let in
+            has_begun = False
+            try:
+                stream = self._versions.generate(prompt, params, request_id, **arguments)
+                async with contextlib.aclosing(stream) as outputs:
+                    async for output, ended in outputs:
+                        has_begun = True
+                        answer.choices |= {first_choice + index: spans for index, spans in ended.items()}
+                        yield output
+                return
+            except Exception as error:
+                if has_begun or not vllm_versions.is_refusal_of_a_pause(error):
+                    raise
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the process: it is not this server's."""
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen()  # or a second process could bind the same port, and fail only when it serves
+        except OSError:
+            listening.close()
+            raise
+    except OSError as error:
+        raise ValueError(
+            f"generator.http_endpoint_host {host} port {port} cannot be listened on ({error}): choose another "
+            "generator.http_endpoint_port, or 0 for any that is free"
+        ) from error
+    return listening

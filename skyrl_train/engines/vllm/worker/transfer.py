@@ -1,0 +1,155 @@
+"""The worker side of the weight sync, inside vLLM's own update lifecycle (init, start, update, finish).
+
+vLLM imports this module in every worker before the model is loaded, because `SyncExtension` is its
+`worker_extension_cls`; importing it registers the weight transfer backend `skyrl`. One class serves vLLM 0.26 to 0.33.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from skyrl_train.device import memory_in_use
+from skyrl_train.engines.settings import ADAPTER
+from skyrl_train.engines.vllm.worker.adapter_slots import AdapterUpdate, Bound, bind, first_adapter
+from skyrl_train.engines.vllm.worker.sleeping import Unsynced, sleepable_bytes
+from skyrl_train.engines.vllm.worker.update import ModelUpdate
+from skyrl_train.weight_sync.channels.table import receive_channel
+from skyrl_train.weight_sync.control import ControlMessage
+from skyrl_train.weight_sync.transport import Receiver
+
+BACKEND = "skyrl"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    info: ControlMessage
+    """`Sender.init_info` with the name of the `sender` and `timeout_s` (plus `rank_offset` for a broadcast)."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    message: ControlMessage
+
+
+class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Receives tensors and loads them; `report` tells what came."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, config: Any, vllm_config: VllmConfig, device: torch.device, model: nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._update: ModelUpdate | AdapterUpdate = (
+            AdapterUpdate() if ADAPTER in vllm_config.additional_config else ModelUpdate(model, vllm_config)
+        )
+        self._receivers: dict[str, Receiver] = {}
+        """One per sender: each pipeline stage of the trainer sends its own tensors."""
+        self._digests: dict[str, int] = {}
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        sender = init_info.info["sender"]
+        if sender in self._receivers:
+            self._receivers.pop(sender).close()
+        self._receivers[sender] = Receiver(receive_channel(init_info.info, self._worker_rank(), self.device))
+
+    def _worker_rank(self) -> int:
+        parallel = self.vllm_config.parallel_config
+        return parallel.data_parallel_index * parallel.world_size + parallel.rank
+
+    def start_weight_update(self) -> None:
+        if not self._receivers:
+            raise RuntimeError("init_weight_sync was not called on this engine, or its connection was closed")
+        self._digests = {}
+        self._update.begin(self.model, self.model_config)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        message = update_info.message
+        try:
+            self._digests |= self._receivers[message["sender"]].receive(message, self._update.load)
+        except BaseException:
+            self.shutdown()  # the update is lost, and with it what the other senders have for it
+            raise
+
+    def finish_weight_update(self) -> None:
+        self._update.finish()
+
+    def report(self) -> dict[str, Any]:
+        """To be asked before `finish_weight_update`, which is too late to see what is missing."""
+        return {
+            "digests": self._digests,
+            "num_parameters": self._update.num_parameters(),
+            "faults": self._update.faults(),
+        }
+
+    def adapter(self) -> dict[str, torch.Tensor]:
+        """PEFT's name -> tensor of the last update, where adapters are sent."""
+        assert isinstance(self._update, AdapterUpdate)
+        return self._update.tensors
+
+    def shutdown(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.close()
+        self._receivers.clear()
+
+    @staticmethod
+    def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
+        """Abstract in vLLM 0.26; the sender lives in `skyrl_train.weight_sync` and knows no vLLM."""
+        raise NotImplementedError("weights are sent by skyrl_train.weight_sync")
+
+
+class SyncExtension:
+    """Methods that vLLM adds to its worker, to be called by name through `collective_rpc`."""
+
+    weight_transfer_engine: SkyRLWeightTransfer
+
+    def skyrl_ping(self) -> bool:
+        """To see whether the worker answers."""
+        return True
+
+    def skyrl_sync_report(self) -> dict[str, Any]:
+        return self.weight_transfer_engine.report()
+
+    def skyrl_bind_adapter(self, first: bool) -> dict[str, Any]:
+        """Serve with the adapter that came last, or with the first, which changes nothing; see adapter_slots.py."""
+        config = self.vllm_config  # type: ignore[attr-defined]
+        tensors = first_adapter(config) if first else self.weight_transfer_engine.adapter()
+        bound: Bound = bind(self.model_runner, tensors, config)  # type: ignore[attr-defined]
+        return {"num_layers": bound.num_layers, "faults": bound.faults}
+
+    def skyrl_close_update(self) -> None:
+        """End an update that broke off, so that the next can start; the model is of no use until that one is whole."""
+        if getattr(self, "_weight_update_active", False):
+            self.finish_weight_update()  # type: ignore[attr-defined]
+
+    def skyrl_keep_unsynced(self) -> None:
+        """Before weights are dropped: copy what no update brings; see sleeping.py."""
+        self._unsynced: Unsynced | None = Unsynced(self.model_runner.get_model())  # type: ignore[attr-defined]
+
+    def skyrl_restore_unsynced(self) -> None:
+        """After the weights' memory is awake again; does nothing if nothing was kept."""
+        kept, self._unsynced = getattr(self, "_unsynced", None), None
+        if kept is not None:
+            kept.restore()
+
+    def skyrl_memory(self) -> tuple[dict[str, float], dict[str, float]]:
+        can_sleep = self.vllm_config.model_config.enable_sleep_mode  # type: ignore[attr-defined]
+        return memory_in_use(), sleepable_bytes() if can_sleep else {}
+
+
+def register() -> None:
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, SkyRLWeightTransfer)
+
+
+register()

@@ -1,0 +1,158 @@
+"""An adapter on disk, in PEFT's format: read where it fits the base model and the configuration, else refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from skyrl_train.config.policy import LoraConfig, SyncedLoraConfig
+from skyrl_train.hf.adapter import (
+    CONFIG_FILE,
+    FINGERPRINT,
+    TENSORS_FILE,
+    in_order,
+    linear_shapes,
+    slot_problem,
+    targets,
+    tensor_names,
+)
+from skyrl_train.hf.checkpoint import fingerprint
+
+log = logging.getLogger(__name__)
+WITHOUT_MEANING = {
+    "peft_type",
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    # Which modules: their tensors tell.
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    # How it started; what that did to the base model, init_lora_weights says.
+    "init_lora_weights",
+    "eva_config",
+    "corda_config",
+    "loftq_config",
+    "lora_ga_config",
+    # Read by PEFT only beside other keys, which are refused.
+    "qalora_group_size",
+    "megatron_core",
+}
+"""Keys of adapter_config.json (PEFT 0.21) that change nothing of what the adapter computes, once they are checked."""
+STARTS_BESIDE_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Kinds of init_lora_weights that leave the base weight as it is."""
+
+
+def check(folder: str, lora: LoraConfig) -> None:
+    """Warns where nothing tells whether the adapter is for the base model at `folder`.
+
+    Raises: ValueError if targets match nothing in the base model, the adapter does not fit it, or is to be served and
+        cannot.
+    """
+    if lora.rank > 0:
+        modules = targets(linear_shapes(folder), lora)
+        is_served = isinstance(lora, SyncedLoraConfig) and lora.sync == "adapter"
+        if is_served and (problem := slot_problem(lora.rank, modules)):
+            raise ValueError(problem)
+        if lora.path is not None and (doubt := AdapterFile(lora.path, folder, lora).doubt) is not None:
+            log.warning(doubt)
+
+
+class AdapterFile:
+    """An adapter on disk that fits the base model and the configuration; tensors are read one by one."""
+
+    doubt: str | None
+    """Why it may be for another base model all the same, as a sentence."""
+
+    def __init__(self, adapter: str, folder: str, lora: LoraConfig) -> None:
+        """Args: adapter: folder in PEFT's format; folder: the base model's.
+
+        Raises: ValueError if it is not there, is for another model, has another rank or alpha, kinds of LoRA that are
+            not built, or other modules or shapes than configured.
+        """
+        self.path = Path(adapter).expanduser()
+        missing = [name for name in (CONFIG_FILE, TENSORS_FILE) if not (self.path / name).is_file()]
+        if missing:
+            raise ValueError(f"adapter {adapter} has no {' and no '.join(missing)}: give a folder in PEFT's format")
+        config = json.loads((self.path / CONFIG_FILE).read_text())
+        self._check_config(config, lora)
+        # Open as long as this object is: the header of 37000 tensors (128 experts in 48 layers) takes 50 ms or more.
+        self._file = safe_open(self.path / TENSORS_FILE, "pt")
+        found = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
+        made_for = (self._file.metadata() or {}).get(FINGERPRINT)
+        if made_for is not None and made_for != fingerprint(folder):
+            raise ValueError(f"adapter {adapter} was trained on another base model than {folder}: their weights differ")
+        self._check_tensors(found, folder, lora)
+        self.doubt = None if made_for is not None else self._doubt(config.get("base_model_name_or_path"), folder)
+
+    def _check_config(self, config: dict[str, Any], lora: LoraConfig) -> None:
+        key = "trainer.policy.model.lora"
+        for name, mine, value in (("r", lora.rank, "rank"), ("lora_alpha", lora.alpha, "alpha")):
+            if config.get(name) != mine:
+                raise ValueError(f"adapter {self.path} has {name}={config.get(name)} and {key}.{value} is {mine}")
+        if config.get("peft_type") != "LORA":
+            raise ValueError(f"adapter {self.path} is of the type {config.get('peft_type')!r}; only LORA is built")
+        if config.get("bias", "none") != "none":
+            raise ValueError(f"adapter {self.path} has bias={config['bias']!r}; only none is built")
+        if (start := config.get("init_lora_weights", True)) not in STARTS_BESIDE_THE_BASE:
+            raise ValueError(
+                f"adapter {self.path} has init_lora_weights={start!r}, which changed the base model's weights: convert "
+                "it with path_initial_model_for_weight_conversion of PEFT's save_pretrained"
+            )
+        for name in sorted(config.keys() - WITHOUT_MEANING - {"bias"}):
+            if config[name]:
+                raise ValueError(f"adapter {self.path} has {name}={config[name]!r}, which is not built")
+
+    def _check_tensors(self, found: Mapping[str, tuple[int, ...]], folder: str, lora: LoraConfig) -> None:
+        expected: dict[str, tuple[int, ...]] = {}
+        for module, (out_size, in_size) in targets(linear_shapes(folder), lora).items():
+            expected |= zip(tensor_names(module), ((lora.rank, in_size), (out_size, lora.rank)), strict=True)
+        if missing := sorted(expected.keys() - found.keys(), key=in_order):
+            raise ValueError(f"adapter {self.path} lacks tensors of {folder}: {_some(missing)}")
+        if extra := sorted(found.keys() - expected.keys(), key=in_order):
+            raise ValueError(
+                f"adapter {self.path} has tensors that no target of {folder} takes: {_some(extra)}; see "
+                "trainer.policy.model.lora.target_modules"
+            )
+        for name, shape in expected.items():
+            if found[name] != shape:
+                raise ValueError(
+                    f"adapter {self.path} is for another model than {folder}: {name} has the shape {found[name]}, not "
+                    f"{shape}"
+                )
+
+    def _doubt(self, base_model: str | None, folder: str) -> str | None:
+        """Names and shapes fit: those of a model and of its finetunes are the same."""
+        if not base_model:
+            return f"adapter {self.path} does not say which base model it was trained on; its shapes fit {folder}"
+        # A folder of the hub's cache is .../models--OWNER--NAME/snapshots/COMMIT.
+        names = {part.lower() for part in re.split(r"/|--", str(Path(folder).expanduser().resolve()))}
+        if base_model.rstrip("/").rpartition("/")[2].lower() in names:
+            return None
+        return (
+            f"adapter {self.path} says that it was trained on {base_model}, and the base model is {folder}: their "
+            "shapes fit, whether their weights are the same nothing tells"
+        )
+
+    def factors(self, module: str) -> tuple[Tensor, Tensor]:
+        """A [r, in] and B [out, r] as they are stored."""
+        a, b = tensor_names(module)
+        return self._file.get_tensor(a), self._file.get_tensor(b)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

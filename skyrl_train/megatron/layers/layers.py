@@ -1,0 +1,198 @@
+"""A torch-native layer set for Megatron-core under Transformer Engine's parameter names.
+
+`install()` swaps the provider that Megatron's own "Transformer Engine" layer specs ask for modules, so no spec is
+copied and the names (and with them checkpoints and the mapping to Hugging Face) are the same with either
+implementation. Provider signatures differ between megatron-core 0.16 and 0.19; the differences live in this file.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe import experts
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from skyrl_train.megatron.layers.attention import packed_attention
+from skyrl_train.megatron.layers.experts import GroupedColumnLinear, GroupedRowLinear
+from skyrl_train.megatron.layers.norm import rms_norm
+
+
+def _known(cls: type, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments that `cls` takes: newer megatron-core passes `name` to every linear layer."""
+    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    return {key: value for key, value in kwargs.items() if key in parameters}
+
+
+class Norm(torch.nn.Module):
+    """RMSNorm over the last axis, computed in float32 as Hugging Face does."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        if config.normalization != "RMSNorm":
+            raise ValueError(f"normalization is {config.normalization!r}; the torch layers have RMSNorm only")
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class ColumnLinear(ColumnParallelLinear):
+    """Megatron's column-parallel linear layer with the keyword arguments of newer specs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **_known(ColumnParallelLinear, kwargs))
+
+
+class RowLinear(RowParallelLinear):
+    """Megatron's row-parallel linear layer with the keyword arguments of newer specs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **_known(RowParallelLinear, kwargs))
+
+
+class NormColumnLinear(ColumnLinear):
+    """RMSNorm, then a column-parallel linear layer; parameters `layer_norm_weight` and `weight`."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.eps = config.layernorm_epsilon
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        normed = rms_norm(input_, self.layer_norm_weight, self.eps)
+        return super().forward(normed, *args, **kwargs)
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """The same linear layer on every tensor-parallel rank (the down projections of multi-latent attention)."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], Any],
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        if config.perform_initialization:
+            init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return F.linear(x, self.weight), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        state = self.state_dict(prefix="", keep_vars=True)
+        group = parallel_state.get_tensor_model_parallel_group()
+        dp_cp_group = (metadata or {})["dp_cp_group"]
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {}, sharded_offsets, tp_group=group, dp_cp_group=dp_cp_group
+        )
+
+
+class Attention(torch.nn.Module):
+    """Core attention: `packed_attention` with the interface that Megatron's attention layers call."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        head_size = k_channels or config.kv_channels
+        assert head_size is not None
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_size)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        out = packed_attention(query, key, value, packed_seq_params, self.scale)
+        return out.reshape(out.shape[0], -1)
+
+
+class TorchSpecProvider(BackendSpecProvider):
+    """Answers Megatron's layer specs with the modules of this file and of experts.py."""
+
+    def linear(self) -> type:
+        return DuplicatedLinear
+
+    def column_parallel_linear(self) -> type:
+        return ColumnLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return NormColumnLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        return Norm
+
+    def core_attention(self) -> type:
+        return Attention
+
+    def activation_func(self) -> None:
+        return None
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *_: Any) -> Any:
+        if hasattr(experts, "GroupedMLPSubmodules"):  # 0.19
+            submodules = experts.GroupedMLPSubmodules(
+                linear_fc1=GroupedColumnLinear, linear_fc2=GroupedRowLinear, activation_func=None
+            )
+            return functools.partial(experts.TEGroupedMLP, submodules=submodules)
+        from megatron.core.transformer.mlp import MLPSubmodules
+
+        return experts.TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedColumnLinear, linear_fc2=GroupedRowLinear)
+
+
+@functools.cache
+def install() -> None:
+    """Make Megatron's Transformer Engine specs build the torch layers in this process."""
+    from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
+    from megatron.core.transformer import multi_latent_attention, transformer_block
+    from megatron.core.transformer.moe import moe_utils
+
+    # Where Transformer Engine is installed routers use its matrix product, which rounds float32 to TensorFloat-32.
+    moe_utils.te_general_gemm = None
+    gpt_layer_specs.TESpecProvider = moe_module_specs.TESpecProvider = TorchSpecProvider
+    gpt_layer_specs.TENorm = transformer_block.LayerNormImpl = Norm
+    # MLA passes parallel_mode="duplicated" to this class and gather_output to others.
+    multi_latent_attention.TELinear = DuplicatedLinear
+    try:
+        from megatron.core.transformer import mla_qk_norm_config
+    except ImportError:  # before 0.19
+        return
+    mla_qk_norm_config.get_backend = lambda implementation: TorchSpecProvider()

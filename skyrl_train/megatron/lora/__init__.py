@@ -1,0 +1,4 @@
+"""LoRA adapters on Megatron's layers.
+
+Read `adapters`, then `attach`.
+"""

@@ -1,0 +1,263 @@
+"""LoRA on Megatron's linear layers: the adapters, what parallelism cuts of them, and the switch that turns them off.
+
+Megatron computes several Hugging Face modules in one layer (q, k and v; gate and up). Each of them has its own A and
+B here, as PEFT has, so gradients and files are PEFT's. An adapter hangs as the child `lora` on the layer it adapts.
+
+Legend: r rank, P adapted modules of the layer, E local experts (1 elsewhere). `lora_A` [E, P, r, in] and `lora_B`
+[E, out, r]. A row of B belongs to the module whose row of the weight it stands beside.
+
+What a rank holds, and who sums what:
+- column parallel: B is cut along its rows as the weight is. A is whole; under sequence parallelism each rank sees its
+  own tokens, so Megatron sums A's gradient over the tensor group.
+- row parallel: A is cut along its input. B is whole and gets what the tensor group summed.
+- experts under expert-tensor parallelism: the token dispatcher sums what the layer leaves partial, so the gradient of
+  the whole one of the two is partial too; `Lora.reduce_gradients` sums it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import Tensor
+
+from skyrl_train.config.policy import LoraConfig
+from skyrl_train.megatron.layers.experts import grouped_linear
+from skyrl_train.megatron.layers.norm import rms_norm
+from skyrl_train.megatron.layers.tp_parts import gather_parts, join_parts
+from skyrl_train.megatron.lora.dropout import OF_EXPERT_TENSOR_RANKS, OF_TENSOR_RANKS, OF_THIS_RANK, drop
+
+Factors = Callable[[str], tuple[Tensor, Tensor]]
+"""Hugging Face module -> whole A [r, in] and B [out, r]."""
+
+
+@dataclass(slots=True)
+class Switch:
+    """Shared by all adapters of a model."""
+
+    enabled: bool = True
+    """False: the base model."""
+    dropping: bool = False
+    """True in training passes only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The layer that an adapter is for."""
+
+    modules: tuple[tuple[str, ...], ...]
+    """The adapted Hugging Face modules, in the order of their rows; per expert of the model, or once."""
+    part_of_row: Tensor
+    """[out] int64 over the rows of the whole layer: index into `modules`, or -1 where a module is not adapted."""
+    shard_axis: int | None
+    """Axis of the weight [out, in] that is cut; None if every rank holds the whole."""
+    is_gated: bool
+    """Rows are (gate, up) halves on every rank."""
+    is_expert: bool
+    num_local: int
+    """Experts of this rank; 1 elsewhere."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that share the weight."""
+        if self.is_expert:
+            return parallel_state.get_expert_tensor_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def local_modules(self) -> tuple[tuple[str, ...], ...]:
+        """Those of this rank's experts."""
+        first = parallel_state.get_expert_model_parallel_rank() * self.num_local if self.is_expert else 0
+        return self.modules[first : first + self.num_local]
+
+    def cut(self, whole: Tensor, axis: int) -> Tensor:
+        """This rank's part of a tensor that lies along the weight's axis: rows [out, ...] or columns [..., in]."""
+        if self.shard_axis != axis:
+            return whole
+        size, rank = self.group.size(), self.group.rank()
+        if axis == 1:
+            return whole.chunk(size, dim=-1)[rank]
+        halves = whole.chunk(2) if self.is_gated else (whole,)
+        return torch.cat([half.chunk(size)[rank] for half in halves])
+
+    def join(self, part: Tensor, axis: int) -> Tensor:
+        """The whole of which `cut` gives the parts: [E, rows, r] or [E, P, r, columns]. A collective."""
+        if self.shard_axis != axis:
+            return part
+        parts = gather_parts(part, self.group)
+        return join_parts(parts, 1 if axis == 0 else -1, is_gated=self.is_gated and axis == 0)
+
+
+class Adapter(torch.nn.Module):
+    """The adapters of one linear layer, added to its output by a forward hook."""
+
+    lora_A: torch.nn.Parameter
+    lora_B: torch.nn.Parameter
+    select: Tensor
+
+    def __init__(
+        self,
+        layer: torch.nn.Module,
+        site: Site,
+        lora: LoraConfig,
+        switch: Switch,
+        factors: Factors,
+        *,
+        sequence_parallel: bool,
+    ) -> None:
+        super().__init__()
+        self.site, self.scale, self._dropout, self._switch = site, lora.alpha / lora.rank, lora.dropout, switch
+        self._sequence_parallel = sequence_parallel
+        weight = base_weights(layer)[0]
+        parts = site.cut(site.part_of_row, 0)
+        num_parts = len(site.modules[0])
+        select = F.one_hot(parts + 1, num_parts + 1)[:, 1:]
+        self.register_buffer("select", select.to(weight), persistent=False)
+        pairs = [self._local_factors(modules, factors) for modules in site.local_modules]
+        a, b = (torch.stack(tensors).to(weight) for tensors in zip(*pairs, strict=True))
+        self.lora_A = torch.nn.Parameter(a)
+        self.lora_B = torch.nn.Parameter(b)
+        self._tell_megatron(weight)
+        layer.register_forward_hook(self._add)
+
+    def _local_factors(self, modules: tuple[str, ...], factors: Factors) -> tuple[Tensor, Tensor]:
+        """This rank's [P, r, in] and [out, r] of one expert, or of the layer."""
+        pairs = [factors(module) for module in modules]
+        a = torch.stack([one for one, _ in pairs])
+        b = a.new_zeros(len(self.site.part_of_row), a.shape[1])
+        for part, (_, rows) in enumerate(pairs):
+            b[self.site.part_of_row == part] = rows
+        return self.site.cut(a, 1), self.site.cut(b, 0)
+
+    def _tell_megatron(self, weight: Tensor) -> None:
+        """Mark what gradient reduction and the norm of the gradient go by."""
+        site = self.site
+        for parameter, axis in ((self.lora_A, 1), (self.lora_B, 0)):
+            is_cut = site.shard_axis == axis
+            parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
+            if site.is_expert:
+                # Not whether it is cut, but whether this rank's copy counts in the norm of the gradient.
+                counts = is_cut or site.group.rank() == 0
+                parameter.sum_over_expert_tensor = not is_cut  # type: ignore[attr-defined]
+            else:
+                counts = is_cut
+                parameter.sequence_parallel = not is_cut and self._sequence_parallel  # type: ignore[attr-defined]
+            set_tensor_model_parallel_attributes(parameter, is_parallel=counts, dim=axis, stride=1)
+
+    def _add(self, layer: Any, args: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
+        if not self._switch.enabled:
+            return None
+        x = args[0]
+        if hasattr(layer, "layer_norm_weight"):
+            x = rms_norm(x, layer.layer_norm_weight, layer.eps)
+        if self._switch.dropping and self._dropout > 0:
+            x = self._drop(x)
+        delta = self._experts(x, args[1]) if self.site.is_expert else self._dense(x)
+        return output[0] + delta, *output[1:]
+
+    def _drop(self, x: Tensor) -> Tensor:
+        site = self.site
+        if site.shard_axis == 1 or (self._sequence_parallel and not site.is_expert):
+            return drop(x, self._dropout, OF_THIS_RANK)
+        return drop(x, self._dropout, OF_EXPERT_TENSOR_RANKS if site.is_expert else OF_TENSOR_RANKS)
+
+    def _dense(self, x: Tensor) -> Tensor:
+        hidden = F.linear(x, self.lora_A[0].flatten(0, 1)) * self.scale
+        if self.site.shard_axis == 0:
+            region = (
+                mappings.gather_from_sequence_parallel_region
+                if self._sequence_parallel
+                else mappings.copy_to_tensor_model_parallel_region
+            )
+            hidden = region(hidden)
+        elif self.site.shard_axis == 1:
+            region = (
+                mappings.reduce_scatter_to_sequence_parallel_region
+                if self._sequence_parallel
+                else mappings.reduce_from_tensor_model_parallel_region
+            )
+            hidden = region(hidden)
+        return F.linear(hidden, self._rows()[0])
+
+    def _experts(self, x: Tensor, tokens_per_expert: list[int]) -> Tensor:
+        downs, ups = self.lora_A.flatten(1, 2), self._rows()
+        hidden = grouped_linear(x, downs.unbind(0), tokens_per_expert) * self.scale
+        return grouped_linear(hidden, ups.unbind(0), tokens_per_expert)
+
+    def _rows(self) -> Tensor:
+        """[E, out, P * r]: each row of B beside zeros, so that it meets the A of its own module only."""
+        return (self.lora_B[:, :, None, :] * self.select[None, :, :, None]).flatten(2)
+
+    def delta(self, index: int) -> Tensor:
+        """What the adapter adds to this rank's part of the weight (of local expert `index`), float32."""
+        rows, a = self._rows()[index].detach().float(), self.lora_A[index].detach().flatten(0, 1).float()
+        return self.scale * (rows @ a)
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
+        """(module, shape of A, shape of B) of what `factors` yields, in its order; no collective."""
+        rank, columns = self.lora_A.shape[2:]
+        in_size = columns * (self.site.group.size() if self.site.shard_axis == 1 else 1)
+        rows = [int((self.site.part_of_row == part).sum()) for part in range(self.lora_A.shape[1])]
+        for modules in self.site.modules:
+            for module, out_size in zip(modules, rows, strict=True):
+                yield module, (rank, in_size), (out_size, rank)
+
+    def factors(self, read: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(module, whole A [r, in], whole B [out, r]) over all experts, on all ranks of the stage. A collective.
+
+        Args: read gives what is taken of a parameter: its value, or its gradient in tests.
+        """
+        a, b = self.site.join(read(self.lora_A), 1), self.site.join(read(self.lora_B), 0)
+        if self.site.is_expert and (group := parallel_state.get_expert_model_parallel_group()).size() > 1:
+            a, b = torch.cat(gather_parts(a, group)), torch.cat(gather_parts(b, group))
+        part_of_row = self.site.part_of_row.to(b.device)
+        for modules, downs, rows in zip(self.site.modules, a, b, strict=True):
+            for part, module in enumerate(modules):
+                yield module, downs[part], rows[part_of_row == part]
+
+
+def base_weights(layer: Any) -> list[Any]:
+    """The weight of a layer, or those of its local experts."""
+    if getattr(layer, "weight", None) is not None:
+        return [layer.weight]
+    return [getattr(layer, f"weight{index}") for index in range(layer.num_gemms)]
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """All adapters of this rank."""
+
+    config: LoraConfig
+    adapters: list[tuple[torch.nn.Module, Adapter]] = field(default_factory=list)
+    """With the layers they hang on."""
+    switch: Switch = field(default_factory=Switch)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for _, adapter in self.adapters for parameter in adapter.parameters()]
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """The base model, inside the context."""
+        self.switch.enabled = False
+        try:
+            yield
+        finally:
+            self.switch.enabled = True
+
+    def reduce_gradients(self) -> None:
+        """Sum what expert-tensor ranks hold in parts; after Megatron's own reductions, before the optimizer step."""
+        group = parallel_state.get_expert_tensor_parallel_group()
+        if group.size() == 1:
+            return
+        for parameter in self.parameters:
+            if getattr(parameter, "sum_over_expert_tensor", False):
+                dist.all_reduce(parameter.main_grad, group=group)  # type: ignore[attr-defined]

@@ -1,0 +1,216 @@
+"""Hugging Face <-> Megatron: mbridge with what it needs beside transformers 5 and the torch layers.
+
+mbridge 0.15 was written for transformers 4; this file gives its bridges the configuration fields they look for under
+their old names, the layout, and the rotary frequencies. What single families need stands in families.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from mbridge.core.bridge import Bridge
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from skyrl_train.checks.model import OWN_STAGES
+from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.hf.checkpoint import tensor_files
+from skyrl_train.megatron.model.families import corrections, family
+from skyrl_train.megatron.model.flops import matrix_weights
+from skyrl_train.megatron.model.padding import leave_padding_untrained
+from skyrl_train.megatron.model.stages import layers_of_stages, megatron_layout
+from skyrl_train.megatron.weights.gather_plain import gather_json
+
+PINNED = {
+    "calculate_per_token_loss": "the gradient would depend on the number of micro-batches and ranks",
+    "variable_seq_lengths": "micro-batches differ in length",
+    "sequence_parallel": "set megatron_config.sequence_parallel",
+    "recompute_granularity": "set megatron_config.recompute_granularity",
+    "moe_aux_loss_coeff": "set megatron_config.moe_aux_loss_coeff, the loss of the whole mini-batch",
+    "moe_router_load_balancing_type": "set megatron_config.moe_aux_loss_coeff, the loss of the whole mini-batch",
+    "moe_z_loss_coeff": "Megatron scales it with the tokens of each micro-batch, so it would depend on the split",
+    "mtp_num_layers": "multi-token-prediction layers are not trained",
+    **dict.fromkeys(
+        ("batch_p2p_comm", "overlap_p2p_comm"),
+        "stages send both directions at once, with virtual stages each on its own; otherwise one of two stages would "
+        "take the other's gradients for activations",
+    ),
+    **{
+        f"{size}_parallel_size": f"set megatron_config.{size}_parallel_size"
+        for size in (
+            "context",
+            "expert_model",
+            "expert_tensor",
+            "pipeline_model",
+            "tensor_model",
+            "virtual_pipeline_model",
+        )
+    },
+}
+"""Fields of Megatron's TransformerConfig that the rest of the code relies on, and why or where to set them."""
+LATENT_NORM_EPS = 1e-6
+"""Of the norms inside multi-latent attention: transformers leaves them at their default, whatever rms_norm_eps says."""
+
+
+def load_hf_config(path: str) -> PretrainedConfig:
+    """The model's configuration with the fields mbridge reads under their old names."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not hasattr(config, "rope_theta"):
+        config.rope_theta = rope.get("rope_theta", 10000.0)
+    if "partial_rotary_factor" in rope:  # Glm4MoeConfig has another 0.5 beside it, which nothing reads
+        config.partial_rotary_factor = rope["partial_rotary_factor"]
+    if getattr(config, "head_dim", None) is None:
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    return config
+
+
+def _common_fields(megatron: MegatronConfig, *, torch_layers: bool) -> dict[str, Any]:
+    tp = megatron.tensor_model_parallel_size
+    fields: dict[str, Any] = {
+        "sequence_parallel": megatron.sequence_parallel and tp > 1,
+        # Every loss term is a plain sum over the mini-batch; see megatron/passes/step.py.
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": True,
+        # The functions that Megatron calls then are those of swiglu.py and rope.py, for both kinds of layers.
+        "bias_activation_fusion": True,
+        "apply_rope_fusion": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "recompute_granularity": megatron.recompute_granularity,
+    }
+    if megatron.virtual_pipeline_model_parallel_size is None:
+        # mbridge turns it off. A message on its own gets communicators for its two ranks beside that of the group, one
+        # for each direction. torch has no need of the synchronisation since the message's end is waited for.
+        fields |= {"batch_p2p_comm": True, "batch_p2p_sync": False}
+    if megatron.recompute_granularity == "full":
+        fields |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if megatron.recompute_granularity == "selective":
+        fields["recompute_modules"] = list(megatron.recompute_modules)
+    if torch_layers:
+        fields |= {
+            "use_cpu_initialization": not torch.cuda.is_available(),
+            "persist_layer_norm": False,
+            "masked_softmax_fusion": False,
+            "bias_dropout_fusion": False,
+        }
+    return fields
+
+
+def build_bridge(path: str, megatron: MegatronConfig, dtype: torch.dtype, *, torch_layers: bool) -> Bridge:
+    """The bridge of the model at `path` for the layout of this process (Megatron's groups must exist).
+
+    Raises: ValueError for a family or variant that would not be computed as Hugging Face does.
+    """
+    hf_config = load_hf_config(path)
+    bridge = family(hf_config, path)(
+        hf_config, dtype=dtype, make_vocab_size_divisible_by=megatron.tensor_model_parallel_size
+    )
+    # mbridge writes the name of a tied head into a dictionary of the class, where it would poison the next model.
+    tied = getattr(hf_config, "tie_word_embeddings", False)
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    bridge._DIRECT_MAPPING = {**type(bridge)._DIRECT_MAPPING, "output_layer.weight": head}
+    fields = _common_fields(megatron, torch_layers=torch_layers) | corrections(hf_config)
+    if getattr(bridge.config, "num_moe_experts", None):
+        fields["moe_grouped_gemm"] = True
+        fields["moe_shared_expert_overlap"] = False
+        # The router's bias is part of the checkpoint; finalize_model_grads must not move it on the side.
+        fields["moe_router_bias_update_rate"] = 0.0
+        # Megatron's own load-balancing loss is one of each micro-batch; balance.py has that of the mini-batch.
+        fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+    fields |= _stages(hf_config, megatron)
+    for name in megatron.transformer_config_kwargs:
+        if name in PINNED:
+            raise ValueError(f"megatron_config.transformer_config_kwargs.{name} cannot be set: {PINNED[name]}")
+    bridge.set_extra_args(**(fields | megatron.transformer_config_kwargs))
+    virtual = bridge.config.virtual_pipeline_model_parallel_size
+    if virtual != megatron.virtual_pipeline_model_parallel_size:
+        raise ValueError(
+            "megatron_config.transformer_config_kwargs.pipeline_model_parallel_layout has stages for "
+            f"virtual_pipeline_model_parallel_size={virtual}: set it too"
+        )
+    return bridge
+
+
+def _stages(hf_config: PretrainedConfig, megatron: MegatronConfig) -> dict[str, Any]:
+    """Uneven pipeline stages, where Megatron's even ones are not the best and no others are asked for."""
+    size = megatron.pipeline_model_parallel_size
+    if size == 1 or any(name in megatron.transformer_config_kwargs for name in OWN_STAGES):
+        return {}
+    costs, head = matrix_weights(hf_config)
+    counts = layers_of_stages(costs, head, size, megatron.virtual_pipeline_model_parallel_size or 1)
+    if len(set(counts)) == 1:
+        return {}
+    return {"pipeline_model_parallel_layout": megatron_layout(counts, size)}
+
+
+def check_all_weights_are_read(bridge: Bridge, modules: list[GPTModel], folder: str) -> None:
+    """Raises: ValueError if the checkpoint in `folder` has weights that no rank holds; mbridge would pass over them.
+
+    A collective over the pipeline and expert groups.
+    """
+    read = {
+        hf_name
+        for module in modules
+        for name in bridge._weight_name_mapping_mcore_local_to_global(module).values()
+        for hf_name in bridge._weight_name_mapping_mcore_to_hf(name)
+    }
+    for group in (
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    ):
+        read = set().union(*gather_json(sorted(read), group))
+    layers = bridge.hf_config.num_hidden_layers
+    ignored = sorted(name for name in tensor_files(folder).keys() - read if not _needless(name, layers))
+    if ignored:
+        shown = ", ".join(ignored[:5]) + (f" and {len(ignored) - 5} more" if len(ignored) > 5 else "")
+        raise ValueError(f"{folder} has weights that the {bridge.hf_config.model_type} bridge does not read: {shown}")
+
+
+def _needless(name: str, num_layers: int) -> bool:
+    """Scales of a quantised checkpoint, rotary tables, a tied head that was written out, and MTP layers."""
+    layer = re.search(r"layers\.(\d+)\.", name)
+    beyond = layer is not None and int(layer.group(1)) >= num_layers
+    return beyond or name == "lm_head.weight" or name.endswith(("_scale_inv", "inv_freq"))
+
+
+def match_hugging_face(model: GPTModel, hf_config: PretrainedConfig) -> None:
+    """Set in a built model what no field of Megatron's configuration says."""
+    _correct_rope(model, hf_config)
+    leave_padding_untrained(model, hf_config)
+    if model.config.multi_latent_attention:
+        for layer in model.decoder.layers:
+            for name in ("linear_q_up_proj", "linear_kv_up_proj"):
+                projection = getattr(layer.self_attention, name, None)
+                if projection is not None:
+                    projection.eps = LATENT_NORM_EPS
+
+
+def _correct_rope(model: GPTModel, hf_config: PretrainedConfig) -> None:
+    """Give the model Hugging Face's own rotary frequencies.
+
+    mbridge asks `"rope_scaling" in hf_config`, which transformers 5 answers with False, so llama3, linear and yarn
+    scaling would be dropped without a word. Multi-latent attention sets its scaling through the configuration
+    instead.
+    """
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if kind == "default" or rotary is None or model.config.multi_latent_attention:
+        return
+    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](hf_config, "cpu")
+    rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
+    rotary.forward.cache_clear()
+    if attention_factor == 1:
+        return
+    # 0.16 computes it in each forward: 1 + 0.1 * mscale * log(scaling factor), over the same of mscale_all_dim.
+    model.config.yarn_rotary_scaling_factor = math.exp(10)
+    model.config.yarn_mscale, model.config.yarn_mscale_all_dim = attention_factor - 1, 0.0
+    for layer in model.decoder.layers:  # 0.19 keeps it in the layer
+        if hasattr(layer.self_attention, "_yarn_concentration_factor"):
+            layer.self_attention._yarn_concentration_factor = attention_factor

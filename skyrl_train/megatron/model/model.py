@@ -1,0 +1,223 @@
+"""Hugging Face checkpoint -> Megatron model chunks, their data-parallel wrapper and the distributed optimizer."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mbridge.core.bridge import Bridge
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
+
+from skyrl_train.config.policy import LoraConfig, MegatronConfig, OptimizerConfig
+from skyrl_train.device import device, device_type
+from skyrl_train.hf.hub import local_folder
+from skyrl_train.megatron.layers import gradients, layers, permute, rope, swiglu
+from skyrl_train.megatron.layers.balance import Balance
+from skyrl_train.megatron.lora.adapters import Lora
+from skyrl_train.megatron.lora.attach import attach
+from skyrl_train.megatron.model.bridge import build_bridge, check_all_weights_are_read, match_hugging_face
+from skyrl_train.megatron.optimizer import adam
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The part of the model that this rank holds."""
+
+    chunks: list[Any]
+    """One DistributedDataParallel (or bare module) per virtual pipeline stage."""
+    bridge: Bridge
+    names: list[dict[str, str]]
+    """Of each chunk: a tensor's name in it -> its name in the whole model, where experts count from 0 on every rank.
+    Made once: mbridge makes a state_dict for it, a quarter of the host's time for an export."""
+    dtype: torch.dtype
+    torch_layers: bool
+    balance: Balance | None = None
+    """The load-balancing loss of its routers, where it is used."""
+    lora: Lora | None = None
+    """Its adapters, where only they are trained."""
+
+    @property
+    def modules(self) -> list[GPTModel]:
+        """The GPTModel in each chunk."""
+        return [unwrap(chunk) for chunk in self.chunks]
+
+    @property
+    def vocab_size(self) -> int:
+        """Words of the model; its embedding may have more rows, so that tensor parallelism can cut it."""
+        return int(self.bridge.hf_config.vocab_size)
+
+
+def unwrap(module: Any) -> GPTModel:
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+def uses_torch_layers(transformer_impl: str, dtype: torch.dtype) -> bool:
+    """Whether `transformer_impl` means the torch layers here.
+
+    Raises: ValueError where Transformer Engine is asked for and missing, or for float32.
+    """
+    present = device_type() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+    if transformer_impl == "transformer_engine" and not present:
+        raise ValueError(
+            "trainer.policy.megatron_config.transformer_impl=transformer_engine needs a GPU and "
+            "`pip install skyrl_train[te]`; use auto or torch"
+        )
+    if transformer_impl == "transformer_engine" and dtype == torch.float32:
+        # Nor has it (2.20) an attention for float32 over samples with padding between them (TP2 with SP).
+        raise ValueError("Transformer Engine rounds float32 to TensorFloat-32; use auto or torch, or bfloat16")
+    return transformer_impl == "torch" or not present or dtype == torch.float32
+
+
+def build_model(
+    path: str,
+    config: MegatronConfig,
+    dtype: torch.dtype,
+    *,
+    trainable: bool,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
+) -> Model:
+    """Load the Hugging Face checkpoint at `path` into this rank's share of a Megatron model.
+
+    A hub model is downloaded to this node first. A trainable model is wrapped in Megatron's DistributedDataParallel
+    with float32 gradients; a reference is not. With `lora` (of a rank above 0) its adapters are all that is trained;
+    `seed` is theirs.
+
+    Raises: ValueError for a model, or an adapter, that would not be computed as Hugging Face and PEFT do.
+    """
+    torch_layers = uses_torch_layers(config.transformer_impl, dtype)
+    gradients.install()
+    rope.install()
+    swiglu.install()
+    permute.install()
+    if torch_layers:
+        layers.install()
+    folder = local_folder(path)
+    bridge = build_bridge(folder, config, dtype, torch_layers=torch_layers)
+    bare = _build_chunks(bridge)
+    check_all_weights_are_read(bridge, bare, folder)
+    bridge.load_weights(bare, folder)
+    for chunk in bare:
+        match_hugging_face(chunk, bridge.hf_config)
+        if config.freeze_moe_router:
+            for name, parameter in chunk.named_parameters():
+                if ".router." in name:
+                    parameter.requires_grad = False
+    adapters = attach(bare, bridge, folder, lora, seed) if lora is not None and lora.rank > 0 else None
+    chunks = [_in_half_precision(chunk, bridge.config) if dtype == torch.bfloat16 else chunk for chunk in bare]
+    if trainable:
+        chunks = _wrap_data_parallel(chunks, bridge.config)
+    else:
+        for chunk in chunks:
+            chunk.requires_grad_(False).eval()
+    balanced = trainable and config.moe_aux_loss_coeff > 0 and bridge.config.num_moe_experts is not None
+    return Model(
+        chunks=chunks,
+        bridge=bridge,
+        names=[bridge._weight_name_mapping_mcore_local_to_global(unwrap(one), consider_ep=False) for one in chunks],
+        dtype=dtype,
+        torch_layers=torch_layers,
+        balance=Balance(bare, config.moe_aux_loss_coeff) if balanced else None,
+        lora=adapters,
+    )
+
+
+def _in_half_precision(chunk: GPTModel, config: Any) -> Float16Module:
+    """Megatron's bfloat16 wrapper, which would round the routers' float32 bias and with it the choice of experts."""
+    biases = {name: buffer.clone() for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")}
+    wrapped = Float16Module(config, chunk)
+    for name, buffer in chunk.named_buffers():
+        if name in biases:
+            buffer.data = biases[name]
+    return wrapped
+
+
+def _build_chunks(bridge: Bridge) -> list[GPTModel]:
+    provider = bridge._model_provider([])
+    virtual_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    chunks = []
+    for stage in range(virtual_size or 1):
+        vp_stage = stage if virtual_size else None
+        chunk = provider(
+            parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
+        )
+        chunk.vp_stage = vp_stage
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        chunks.append(chunk.to(device()))
+    return chunks
+
+
+def _wrap_data_parallel(chunks: list[Any], config: Any) -> list[DistributedDataParallel]:
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=device_type() == "cuda" and parallel_state.get_data_parallel_world_size() > 1,
+    )
+    return [
+        DistributedDataParallel(config=config, ddp_config=settings, module=chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def build_optimizer(model: Model, config: OptimizerConfig) -> Any:
+    """Megatron's distributed Adam over the chunks, wired into the model's configuration."""
+    if model.torch_layers:
+        adam.install()
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_betas[0],
+        adam_beta2=config.adam_betas[1],
+        adam_eps=config.adam_eps,
+        clip_grad=config.max_grad_norm,
+        bf16=model.dtype == torch.bfloat16,
+        params_dtype=model.dtype,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(settings, model.chunks, use_gloo_process_groups=False)
+    mcore = model.bridge.config
+    mcore.finalize_model_grads_func = _finalizer(model.lora)
+    mcore.grad_scale_func = optimizer.scale_loss
+    if model.chunks[0].ddp_config.overlap_grad_reduce:
+        sync = [chunk.no_sync for chunk in model.chunks]
+        start = [chunk.start_grad_sync for chunk in model.chunks]
+        mcore.no_sync_func = sync if len(sync) > 1 else sync[0]
+        mcore.grad_sync_func = start if len(start) > 1 else start[0]
+    return optimizer
+
+
+def _finalizer(lora: Lora | None) -> Any:
+    if lora is None:
+        return finalize_model_grads
+
+    def finalize(*args: Any, **kwargs: Any) -> None:
+        finalize_model_grads(*args, **kwargs)
+        lora.reduce_gradients()
+
+    return finalize
+
+
+def set_learning_rate(optimizer: Any, lr: float, weight_decay: float) -> None:
+    """Set what Megatron's own scheduler would: without it, norms and biases (wd_mult 0) would decay too."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_mult", 1.0)
+        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
+
+@functools.cache
+def dtype_of(bf16: bool) -> torch.dtype:
+    return torch.bfloat16 if bf16 else torch.float32

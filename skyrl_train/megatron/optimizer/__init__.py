@@ -1,0 +1,1 @@
+"""The optimizer step: Adam without a GPU, the learning rate, steps with gradients that are not finite."""

@@ -1,0 +1,64 @@
+"""The comparison of the engines' logprobs with the trainer's before an update uses the engines' samples."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from skyrl_train.device import device
+from skyrl_train.megatron.passes.step import PassMetrics
+from skyrl_train.ranks import LogprobLimit, ParallelRanks
+from skyrl_train.types import TrainBatch
+
+
+class LogprobCheck:
+    """Decides on all ranks alike whether an update is refused. Without a limit nothing is compared."""
+
+    def __init__(self, limit: LogprobLimit | None, batch: TrainBatch, ranks: ParallelRanks) -> None:
+        self._limit, self._batch, self._ranks = limit, batch, ranks
+        self.difference: float | None = None
+        """Mean over the compared tokens of all ranks, once it is known; None if there is no such token."""
+        self._tokens = None if limit is None else compared_tokens(batch, limit.is_compared)
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """[T] bool: what a forward pass must compare; None where it need not."""
+        return None if self._limit is None or self._limit.of_kept else self._tokens
+
+    def refuses_kept(self, old_logprobs: Tensor | None) -> bool:
+        """Whether the kept old logprobs [T] are too far from the engines'. A collective of all ranks."""
+        if self._limit is None or not self._limit.of_kept:
+            return False
+        assert self._tokens is not None
+        if not self._ranks.reports:
+            return self._refuses(0.0, 0.0)
+        if old_logprobs is None:  # other samples were kept: there is nothing to compare with
+            return self._refuses(float("nan"), 1.0)
+        difference = (old_logprobs - self._batch.rollout_logprobs)[self._tokens].abs()
+        return self._refuses(float(difference.sum(dtype=torch.float64)), float(len(difference)))
+
+    def refuses_pass(self, metrics: PassMetrics) -> bool:
+        """Whether the logprobs of a forward pass are too far from the engines'. A collective of all ranks."""
+        if self.tokens is None:
+            return False
+        # The sums are over all data-parallel ranks already, so one rank contributes them.
+        if self._ranks.reports and self._ranks.dp_rank == 0:
+            return self._refuses(metrics.sums["compared_diff"], metrics.sums["compared"])
+        return self._refuses(0.0, 0.0)
+
+    def _refuses(self, total: float, count: float) -> bool:
+        assert self._limit is not None
+        sums = torch.tensor([total, count], dtype=torch.float64, device=device())
+        dist.all_reduce(sums)
+        total, count = sums.tolist()
+        if count == 0:
+            return False
+        self.difference = total / count
+        return not self.difference <= self._limit.nats  # a NaN is refused
+
+
+def compared_tokens(batch: TrainBatch, is_compared: Tensor) -> Tensor:
+    """[T] bool: tokens that the policy wrote, of the compared samples."""
+    chosen = is_compared[batch.sample_ids]
+    return batch.loss_mask & torch.repeat_interleave(chosen, batch.cu_seqlens.diff().long())

@@ -1,0 +1,184 @@
+"""Everything that a rank of the policy must know to go on in another process of the same layout, as one file.
+
+Trained weights, optimizer state, random states and the policy version, bit for bit. Frozen weights (all but adapters
+under LoRA) are those of the checkpoint that the other process loads; of them names and shapes are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor, nn
+
+from skyrl_train.device import device_type
+from skyrl_train.file_sum import FileSum, SummingWriter
+from skyrl_train.megatron.residency.memory import torch_optimizers
+from skyrl_train.ranks import ParallelRanks
+
+FORMAT = 2
+
+
+def state_file(folder: str | Path, rank: int) -> Path:
+    return Path(folder, f"rank_{rank}.pt")
+
+
+def save_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> int:
+    """Write the file, which is there when it is complete; returns its bytes.
+
+    Raises: OSError, for example of a full disk.
+    """
+    state = _state(modules, optimizer, ranks, policy_version)
+    with _unfinished(file) as stream:
+        torch.save(state, stream)
+    return file.stat().st_size
+
+
+def save_durable_state(
+    file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int
+) -> FileSum:
+    """Like `save_state`, but the file survives a loss of power, and its size and digest are returned.
+
+    They are of the bytes that this process meant to write, hashed on their way: what the disk returns later is compared
+    with them.
+    """
+    state = _state(modules, optimizer, ranks, policy_version)
+    with _unfinished(file) as stream:
+        writer = SummingWriter(stream)
+        try:
+            torch.save(state, cast(IO[bytes], writer))
+        finally:
+            file_sum = writer.close()
+        os.fsync(stream.fileno())
+    return file_sum
+
+
+def _state(modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> dict[str, Any]:
+    """Views of one storage are written once, so Megatron's flat buffers are written without a copy."""
+    return {
+        "format": FORMAT,
+        "ranks": asdict(ranks),
+        "policy_version": policy_version,
+        "shapes": [_shapes(module) for module in modules],
+        "weights": [_named(module) for module in modules],
+        "optimizer": [_optimizer_state(one) for one in torch_optimizers(optimizer)],
+        "random": _random_states(),
+    }
+
+
+@contextlib.contextmanager
+def _unfinished(file: Path) -> Iterator[BinaryIO]:
+    """A stream to a temporary name, which becomes `file` if nothing was raised.
+
+    An older one goes first: nobody can return to it (a service writes into the folder that does not hold the last
+    version's), and beside it the new one would take its place in memory or on the disk once more.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    unfinished = file.with_suffix(".tmp")
+    try:
+        with unfinished.open("wb") as stream:
+            yield stream
+    except RuntimeError as error:  # of torch's writer, whatever the stream said before
+        if isinstance(cause := error.__context__, OSError):
+            raise OSError(cause.errno, cause.strerror, str(unfinished)) from error
+        raise
+    unfinished.replace(file)
+
+
+@torch.no_grad()
+def load_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> None:
+    """Take over the file's values in place.
+
+    Raises: ValueError if it is missing, of another version, or was written by another rank, layout or model.
+    """
+    if not file.exists():
+        raise ValueError(f"there is no state {file}: it was saved by fewer ranks, or on another node")
+    state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    if (state["format"], state["ranks"]) != (FORMAT, asdict(ranks)):
+        raise ValueError(
+            f"{file} was written by format {state['format']} and rank {state['ranks']}; this is format {FORMAT} and "
+            f"rank {asdict(ranks)}"
+        )
+    if state["policy_version"] != policy_version:
+        raise ValueError(
+            f"{file} holds version {state['policy_version']} and not {policy_version}: another run writes into the "
+            "same folder; give each its own trainer.run_name or trainer.placement.state_path"
+        )
+    for module, shapes, saved in zip(modules, state["shapes"], state["weights"], strict=True):
+        mine = _named(module)
+        # The optimizer's state goes by position, so the order counts: Transformer Engine's experts have another.
+        if list(_shapes(module).items()) != list(shapes.items()):
+            raise ValueError(f"{file} holds the weights of another model or layout, or of other layers")
+        if differing := sorted(mine.keys() ^ saved.keys()):
+            raise ValueError(f"{file} is of a run that trained other weights: {differing[0]} was trained in one alone")
+        for name, tensor in mine.items():
+            tensor.copy_(saved[name])
+    for one, saved in zip(torch_optimizers(optimizer), state["optimizer"], strict=True):
+        _load_optimizer(one, saved)
+    _set_random_states(state["random"])
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(one.shape) for name, one in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    """What training may change."""
+    trained = ((name, one) for name, one in module.named_parameters() if one.requires_grad)
+    return {name: one.detach() for name, one in (*trained, *module.named_buffers())}
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The float32 copies of bfloat16 weights are parameters of the optimizer alone. Of its groups the number of steps
+    is state (adam.py), all else configuration."""
+    return {
+        "groups": [{k: v for k, v in group.items() if k == "step"} for group in optimizer.param_groups],
+        "parameters": [[p.detach() for p in group["params"]] for group in optimizer.param_groups],
+        "state": [[dict(optimizer.state.get(p, {})) for p in group["params"]] for group in optimizer.param_groups],
+    }
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    parts = zip(optimizer.param_groups, saved["groups"], saved["parameters"], saved["state"], strict=True)
+    for group, values, parameters, states in parts:
+        group.update(values)
+        for parameter, value, state in zip(group["params"], parameters, states, strict=True):
+            parameter.copy_(value)
+            mine = optimizer.state[parameter] if state else {}
+            for name, one in state.items():
+                if isinstance(one, Tensor) and name in mine:
+                    mine[name].copy_(one)  # it may be a part of memory that others share, see storages.py
+                else:
+                    mine[name] = one.to(parameter.device, copy=True) if isinstance(one, Tensor) else one
+
+
+def _random_states() -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), *rest),  # type: ignore[union-attr]
+        "torch": torch.get_rng_state(),
+        "megatron": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    }
+    if device_type() == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["megatron"])
+    if device_type() == "cuda":
+        torch.cuda.set_rng_state(states["cuda"])

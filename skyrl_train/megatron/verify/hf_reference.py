@@ -1,0 +1,156 @@
+"""What Hugging Face's own model computes on a mini-batch: the reference that layouts are compared with."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.kl import KL_ESTIMATORS
+from skyrl_train.algorithms.losses import LOSSES
+from skyrl_train.algorithms.reductions import loss_weights
+from skyrl_train.device import device
+from skyrl_train.megatron.verify.layout_check import Trial
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+from skyrl_train.megatron.verify.outcome import Outcome
+from skyrl_train.ranks import Rendezvous
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """What Hugging Face's own model computes on a trial, sample by sample, nothing packed."""
+
+    outcome: Outcome
+    loss: float
+
+
+def run_hugging_face(trial: Trial, *, timeout_s: float = 120.0) -> Outcome:
+    """`hugging_face` in a process of its own, whose memory is free afterwards.
+
+    Raises: RuntimeError with the traceback where it failed.
+    """
+    (outcome,) = run_on_ranks(_in_process, trial, 1, timeout_s=timeout_s)
+    return outcome
+
+
+def _in_process(rendezvous: Rendezvous, trial: Trial) -> Outcome:
+    return hugging_face(trial, model=_load(trial).to(device()), place=device()).outcome
+
+
+def _load(trial: Trial) -> Any:
+    from transformers import AutoModelForCausalLM  # its model classes take seconds
+
+    dtype = torch.bfloat16 if trial.bf16 else torch.float32
+    return AutoModelForCausalLM.from_pretrained(trial.model_path, dtype=dtype, trust_remote_code=False)
+
+
+def hugging_face(
+    trial: Trial,
+    aux_loss_coeff: float = 0.0,
+    *,
+    model: Any = None,
+    gradients_of: Callable[[Any], dict[str, Tensor]] | None = None,
+    place: torch.device | None = None,
+) -> HuggingFace:
+    """Loss and gradient by autograd through log_softmax, in the trial's dtype; the metrics that follow from them.
+
+    Args: model and gradients_of: another model than the trial's, such as PEFT's, and its gradients by name; place: the
+        model's device, the CPU if not given.
+    """
+    model = model or _load(trial)
+    choices: dict[str, list[Tensor]] = {}
+    if aux_loss_coeff:
+        for name, module in model.named_modules():
+            if name.endswith("mlp.gate"):
+                choices[name] = []
+                module.register_forward_hook(lambda _, __, out, to=choices[name]: to.append(out[0]))
+    experience, objective = trial.experience, trial.objective
+    bounds = experience.cu_seqlens.tolist()
+    weights = loss_weights(
+        trial.reduction, experience.loss_mask, experience.cu_seqlens, experience.group_ids, trial.max_generate_length
+    )
+    parts: dict[str, list[Tensor]] = {"policy": [], "kl": [], "entropy": [], "logprobs": []}
+    for sample, (start, end) in enumerate(itertools.pairwise(bounds)):
+        tokens = experience.token_ids[start:end].to(place)
+        logits = model(tokens[None]).logits[0].float() / objective.temperature
+        distribution = logits.log_softmax(-1)[:-1]
+        sampled = distribution.gather(1, tokens[1:, None])[:, 0].cpu()
+        logprobs = torch.cat([torch.zeros(1), sampled])
+        entropy = torch.cat([torch.zeros(1), -(distribution.exp() * distribution).sum(-1).cpu()])
+        fixed = logprobs.detach()
+        advantages = experience.advantages[sample].expand(end - start)
+        terms, _ = LOSSES[objective.loss](
+            logprobs, fixed + trial.old_offsets[start:end], advantages, objective.settings
+        )
+        kl = KL_ESTIMATORS[objective.kl_estimator](logprobs, fixed + trial.ref_offsets[start:end])
+        share = weights[start:end]
+        parts["policy"].append((terms * share).sum())
+        parts["kl"].append((kl * share).sum())
+        parts["entropy"].append((entropy * share).sum())
+        parts["logprobs"].append(fixed)
+    policy, kl, entropy = (torch.stack(parts[name]).sum() for name in ("policy", "kl", "entropy"))
+    balance = aux_loss_coeff * torch.stack(_balance_terms(model, choices)).sum() if choices else torch.zeros(())
+    loss = policy + objective.kl_coef * kl - objective.entropy_coef * entropy + balance
+    loss.backward()
+    gradients = (gradients_of or named_gradients)(model)
+    norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
+    metrics = {
+        "policy/final_loss": loss.item(),
+        "policy/policy_loss": policy.item(),
+        "policy/kl_loss": kl.item(),
+        "policy/entropy_loss": -entropy.item(),
+        "policy/grad_norm": float(norm),
+    }
+    if choices:
+        metrics["policy/moe_aux_loss"] = balance.item()
+    return HuggingFace(Outcome(gradients, torch.cat(parts["logprobs"]), metrics), loss.item())
+
+
+def comparable(outcome: Outcome, reference: Outcome) -> Outcome:
+    """The outcome without what Hugging Face has not: gradients of buffers (the routers' bias) and other metrics."""
+    gradients = {name: g for name, g in outcome.gradients.items() if not name.endswith("e_score_correction_bias")}
+    return Outcome(gradients, outcome.logprobs, {name: outcome.metrics[name] for name in reference.metrics})
+
+
+def _balance_terms(model: Any, logits: dict[str, list[Tensor]]) -> list[Tensor]:
+    """E * sum_e f_e * P_e of each router over all tokens, from its logits."""
+    config = model.config
+    terms = []
+    for parts in logits.values():
+        scores = torch.cat(parts).softmax(-1)
+        chosen = torch.zeros_like(scores).scatter_(1, scores.topk(config.num_experts_per_tok, dim=-1).indices, 1.0)
+        shares = chosen.sum(0) / chosen.sum()
+        terms.append(scores.shape[1] * (shares * scores.mean(0)).sum())
+    return terms
+
+
+def named_gradients(model: Any) -> dict[str, Tensor]:
+    """Float32 gradients on the CPU under the checkpoint's names.
+
+    transformers fuses experts in memory and splits them when it saves.
+    """
+    gradients = {}
+    mixtral = model.config.model_type == "mixtral"
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient = gradient.float().cpu()
+        if mixtral:
+            name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+            name = name.replace(".mlp.experts.", ".block_sparse_moe.experts.")
+        stem, _, last = name.rpartition(".")
+        if last == "gate_up_proj" and gradient.dim() == 3:
+            for expert, both in enumerate(gradient):
+                gate, up = both.chunk(2)
+                names = ("w1", "w3") if mixtral else ("gate_proj", "up_proj")
+                gradients[f"{stem}.{expert}.{names[0]}.weight"] = gate
+                gradients[f"{stem}.{expert}.{names[1]}.weight"] = up
+        elif last == "down_proj" and gradient.dim() == 3:
+            for expert, down in enumerate(gradient):
+                gradients[f"{stem}.{expert}.{'w2' if mixtral else 'down_proj'}.weight"] = down
+        else:
+            gradients[name] = gradient
+    return gradients

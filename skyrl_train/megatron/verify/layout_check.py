@@ -1,0 +1,189 @@
+"""One mini-batch under a parallel layout, in processes of this machine.
+
+The pieces are those of a training step: batching.split, Packer, forward_backward, the distributed optimizer. The
+tests and `entrypoints/verify_layout.py` both stand on this module and compare what it yields by `outcome.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+from torch import Tensor
+
+from skyrl_train.algorithms.objective import Objective
+from skyrl_train.batching.rules import MicroBatchRules
+from skyrl_train.batching.split import split
+from skyrl_train.config.policy import LoraConfig, MegatronConfig, OptimizerConfig
+from skyrl_train.device import device
+from skyrl_train.megatron.model.model import Model, build_model, build_optimizer, dtype_of
+from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.passes.packing import Packer
+from skyrl_train.megatron.passes.step import forward_backward
+from skyrl_train.megatron.passes.step_metrics import step_metrics
+from skyrl_train.megatron.reference import batch_logprobs
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+from skyrl_train.megatron.verify.outcome import Outcome
+from skyrl_train.megatron.weights.export import export, is_stage_owner
+from skyrl_train.megatron.weights.lora_export import export_adapter
+from skyrl_train.ranks import ParallelRanks, Rendezvous, pad_multiple
+from skyrl_train.types import ExperienceBatch, Metrics, TrainBatch
+
+OPTIMIZER = OptimizerConfig(
+    lr=0.0,
+    adam_betas=(0.9, 0.999),
+    adam_eps=1e-8,
+    weight_decay=0.0,
+    max_grad_norm=1.0,
+    scheduler="constant_with_warmup",
+    num_warmup_steps=0,
+    min_lr_ratio=0.0,
+)
+"""Only the norm of the gradient is read of the optimizer step, so nothing is learnt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A mini-batch and what is computed on it, whatever the layout."""
+
+    model_path: str
+    experience: ExperienceBatch
+    old_offsets: Tensor
+    """[T] float32: old logprobs = logprobs of this forward pass + these, as if the policy had moved since."""
+    ref_offsets: Tensor
+    """[T] float32: the same for the reference's logprobs."""
+    objective: Objective
+    reduction: str
+    """Name in algorithms.reductions.REDUCTIONS."""
+    max_generate_length: int
+    bf16: bool = False
+    lora: LoraConfig | None = None
+    """With adapters, whose gradients are then the outcome's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the trial is split."""
+
+    megatron: MegatronConfig
+    world_size: int
+    max_tokens: int
+    """Padded tokens of one micro-batch."""
+    min_micro_batches: int = 1
+
+
+def run_layout(trial: Trial, layout: Layout, *, timeout_s: float = 120.0) -> Outcome:
+    """Run the trial in `layout.world_size` processes of this machine.
+
+    Raises: RuntimeError with the traceback of the first rank that failed.
+    """
+    parts = run_on_ranks(_run_rank, (trial, layout), layout.world_size, timeout_s=timeout_s)
+    gradients: dict[str, Tensor] = {}
+    logprobs = torch.full(trial.experience.token_ids.shape, math.nan)
+    metrics: Metrics = {}
+    for part in parts:
+        twice = gradients.keys() & part["gradients"].keys()
+        assert not twice, f"exported by two ranks: {sorted(twice)}"
+        gradients |= part["gradients"]
+        metrics = metrics or part["metrics"]
+        if part["logprobs"] is not None:
+            logprobs[_token_indices(trial.experience, part["sample_ids"])] = part["logprobs"]
+    assert not logprobs.isnan().any(), "no rank computed the logprobs of some samples"
+    return Outcome(gradients, logprobs, metrics)
+
+
+def rules(layout: Layout, dp_size: int) -> MicroBatchRules:
+    """How batching cuts a mini-batch for the layout."""
+    megatron = layout.megatron
+    tp = megatron.tensor_model_parallel_size
+    return MicroBatchRules(
+        dp_size=dp_size,
+        max_tokens=layout.max_tokens,
+        max_sample_tokens=2**31 - 1,
+        pad_multiple=pad_multiple(tp if megatron.sequence_parallel else 1, megatron.context_parallel_size),
+        min_micro_batches=layout.min_micro_batches,
+        micro_batch_multiple=megatron.pipeline_model_parallel_size
+        if megatron.virtual_pipeline_model_parallel_size
+        else 1,
+    )
+
+
+def share_of(trial: Trial, layout: Layout, ranks: ParallelRanks, *, num_mini_batches: int = 1) -> TrainBatch:
+    """What the rank's data-parallel shard gets of the trial, cut into mini-batches."""
+    shards = split(
+        trial.experience,
+        rules(layout, ranks.dp_size),
+        num_mini_batches=num_mini_batches,
+        reduction=trial.reduction,
+        max_generate_length=trial.max_generate_length,
+    )
+    return shards[ranks.dp_rank]
+
+
+def _token_indices(experience: ExperienceBatch, sample_ids: Tensor) -> Tensor:
+    """Places in the experience of the tokens of the samples, end to end."""
+    bounds = experience.cu_seqlens.tolist()
+    return torch.cat(
+        [torch.zeros(0, dtype=torch.int64)] + [torch.arange(bounds[i], bounds[i + 1]) for i in sample_ids.tolist()]
+    )
+
+
+def _run_rank(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str, Any]:
+    trial, layout = arguments
+    ranks = join(rendezvous, layout.megatron, seed=1)
+    batch = share_of(trial, layout, ranks)
+    model = build_model(trial.model_path, layout.megatron, dtype_of(trial.bf16), trainable=True, lora=trial.lora)
+    optimizer = build_optimizer(model, OPTIMIZER)
+    packer = Packer.of_layout(device(), sequence_parallel=model.bridge.config.sequence_parallel)
+    return _run_mini_batch(trial, batch, ranks, model, optimizer, packer)
+
+
+def _run_mini_batch(
+    trial: Trial, batch: TrainBatch, ranks: ParallelRanks, model: Model, optimizer: Any, packer: Packer
+) -> dict[str, Any]:
+    objective = trial.objective
+    logprobs = batch_logprobs(model, packer, batch, objective.temperature, objective.logprobs_chunk_size)
+    tokens = _token_indices(trial.experience, batch.sample_ids)
+    old, ref = (
+        (None, None)
+        if logprobs is None
+        else (logprobs + trial.old_offsets[tokens], logprobs + trial.ref_offsets[tokens])
+    )
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    micro_batches = [packer.pack(batch, samples, old, ref) for samples in batch.mini_batches[0]]
+    one_pass = forward_backward(model, micro_batches, objective, with_entropy=True)
+    _gather_gradients(model)
+    gradients = {}
+    trained = export(model, torch.float32, read=_gradient)
+    for name, gradient in trained if model.lora is None else export_adapter(model.lora, read=_gradient):
+        if is_stage_owner():
+            gradients[name] = gradient.to("cpu", copy=True)
+    _, norm, _ = optimizer.step()
+    return {
+        "gradients": gradients,
+        "logprobs": logprobs if ranks.reports else None,
+        "sample_ids": batch.sample_ids,
+        "metrics": step_metrics([one_pass], [float(norm)], lr=0.0, skipped=0) if one_pass.sums else {},
+    }
+
+
+def _gather_gradients(model: Model) -> None:
+    """Give every data-parallel rank the whole gradient; the distributed optimizer reduces only its own shard."""
+    for chunk in model.chunks:
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            ranks = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                shard = shard_buffer(bucket.grad_data, ranks.size())[ranks.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=ranks)
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    """What `export` reads; buffers (the routers' expert bias) and frozen parameters have a gradient of 0."""
+    gradient = getattr(tensor, "main_grad", None)
+    return torch.zeros_like(tensor, dtype=torch.float32) if gradient is None else gradient.view(tensor.shape).detach()

@@ -1,0 +1,137 @@
+"""Check that a model's configuration, made small, is computed through Megatron as Hugging Face computes it.
+
+    python -m skyrl_train.megatron.verify.model_check FOLDER
+
+FOLDER needs a config.json and no weights: they are random. One mini-batch goes through both, on the CPU; logprobs and
+the gradient of every tensor are compared. Prints one line of JSON, the `Verdict`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, set_seed
+
+from skyrl_train.algorithms.losses import LossSettings
+from skyrl_train.algorithms.objective import Objective
+from skyrl_train.config import load_config
+from skyrl_train.hf.shrink import shrunk
+from skyrl_train.megatron.verify.hf_reference import comparable, hugging_face
+from skyrl_train.megatron.verify.layout_check import Layout, Trial, run_layout
+from skyrl_train.megatron.verify.outcome import FLOAT32, compare
+from skyrl_train.types import ExperienceBatch
+
+LENGTHS = (40, 7, 23, 2, 31, 12)
+"""Tokens of the samples: beyond `shrink.WINDOW` and `shrink.SHORT`, and within."""
+TIMEOUT_S = 500.0
+SEEDS = (0, 1)
+"""A routing tie that rounding decides differently is possible with one set of weights, hardly with two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How far the small model is from Hugging Face's."""
+
+    gradient: float
+    """|g - g'| / |g'| of all tensors as one vector."""
+    worst: tuple[str, float]
+    """The tensor whose gradient is farthest off, and by how much."""
+    logprobs: float
+    """Largest difference, over the largest logprob."""
+    problems: list[str]
+    """A sentence for each bound that is exceeded."""
+
+
+def check_model(config: PretrainedConfig) -> Verdict:
+    """Compare the small model of `config` with Hugging Face's on one mini-batch.
+
+    Raises: RuntimeError or ValueError where one of the two cannot be built.
+    """
+    small = shrunk(config)
+    verdict = _compare(small, SEEDS[0])
+    for seed in SEEDS[1:]:
+        if verdict.problems:
+            verdict = _compare(small, seed)
+    return verdict
+
+
+def _compare(config: PretrainedConfig, seed: int) -> Verdict:
+    with tempfile.TemporaryDirectory() as folder:
+        _write_weights(config, folder, seed)
+        trial = _mini_batch(config, folder)
+        reference = hugging_face(trial).outcome
+        megatron = replace(load_config().trainer.policy.megatron_config, transformer_impl="torch")
+        outcome = run_layout(trial, Layout(megatron, world_size=1, max_tokens=sum(LENGTHS)), timeout_s=TIMEOUT_S)
+    difference = compare(comparable(outcome, reference), reference)
+    return Verdict(difference.gradient, difference.worst_tensor, difference.logprobs, FLOAT32.broken(difference))
+
+
+def _write_weights(config: PretrainedConfig, folder: str, seed: int) -> None:
+    """Random weights under which everything in the model matters: scores, gates and logits of size 1."""
+    set_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" in name:
+                continue
+            if tensor.dim() > 1:
+                tensor.copy_(torch.randn_like(tensor) / tensor.shape[-1] ** 0.5)
+            else:
+                tensor += 0.1 * torch.randn_like(tensor)
+    model.generation_config = GenerationConfig()  # saving validates what older files say about generation
+    model.save_pretrained(folder)
+
+
+def _mini_batch(config: PretrainedConfig, folder: str) -> Trial:
+    """Random tokens, the padding token among them, with a clipped policy loss, KL and entropy terms."""
+    generator = torch.Generator().manual_seed(0)
+    total = sum(LENGTHS)
+    token_ids = torch.randint(0, config.vocab_size, (total,), generator=generator)
+    padding = getattr(config, "pad_token_id", None)
+    if padding is not None and 0 <= padding < config.vocab_size:
+        token_ids[torch.randperm(total, generator=generator)[: total // 10]] = padding
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    mask = torch.ones(total, dtype=torch.bool)
+    mask[bounds[:-1].long()] = False
+    experience = ExperienceBatch(
+        token_ids=token_ids,
+        cu_seqlens=bounds,
+        loss_mask=mask,
+        rollout_logprobs=torch.zeros(total),
+        rewards=torch.zeros(len(LENGTHS)),
+        advantages=torch.randn(len(LENGTHS), generator=generator),
+        group_ids=torch.arange(len(LENGTHS)),
+    )
+    return Trial(
+        model_path=folder,
+        experience=experience,
+        old_offsets=0.2 * torch.randn(total, generator=generator),
+        ref_offsets=0.3 * torch.randn(total, generator=generator),
+        objective=Objective(
+            loss="regular",
+            settings=LossSettings(0.2, 0.2, 3.0, 1.0, 5.0),
+            kl_coef=0.1,
+            kl_estimator="k3",
+            entropy_coef=0.05,
+            temperature=1.0,
+            logprobs_chunk_size=1024,
+        ),
+        reduction="token_mean",
+        max_generate_length=max(LENGTHS),
+    )
+
+
+def main(argv: list[str]) -> int:
+    torch.set_num_threads(1)  # the Megatron process is forked from this one
+    config = AutoConfig.from_pretrained(argv[0], trust_remote_code=False)
+    print(json.dumps(dataclasses.asdict(check_model(config))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,59 @@
+"""Makes what `+experiment=long_addition` needs: sums of three digits, and a model that can half add them.
+
+It has 3.2 million parameters, ten times the quickstart's, and layers and heads enough for every layout: pipelines of
+two stages, interleaved ones too, and tensor parallelism of two or four.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skyrl_train.config import Config
+from skyrl_train.tasks import quickstart
+from skyrl_train.tasks import tiny as task
+
+if TYPE_CHECKING:
+    from transformers import Qwen3Config
+
+MODEL = Path("long_addition/model")
+TRAIN_DATA, VALIDATION_DATA = Path("long_addition/train.jsonl"), Path("long_addition/validation.jsonl")
+NUM_DIGITS = 3
+NUM_TRAIN_ROWS, NUM_VALIDATION_ROWS = 10_000, 500
+LEARNING_RATE = 1e-3
+
+
+def prepare(config: Config) -> None:
+    """Make the experiment's data and model in the current folder, where they are missing."""
+    train_rows, validation_rows = long_addition_rows(seed=0)
+    files = {TRAIN_DATA: train_rows, VALIDATION_DATA: validation_rows}
+    quickstart.make_missing(config, files, MODEL, "skyrl_train.tasks.long_addition")
+
+
+def model_config() -> Qwen3Config:
+    return task.model_config(num_layers=4, hidden_size=256, intermediate_size=768, num_heads=8, initializer_range=0.05)
+
+
+def long_addition_rows(seed: int) -> tuple[list[task.Row], list[task.Row]]:
+    """Training and validation rows: `047+508=` and the like, each of another unordered pair of numbers below 1,000.
+
+    So neither `a+b` nor `b+a` of a validation row is in training. 2 % of all pairs are there.
+    """
+    draw = random.Random(seed)
+    sums: dict[frozenset[int], task.Row] = {}
+    while len(sums) < NUM_TRAIN_ROWS + NUM_VALIDATION_ROWS:
+        a, b = draw.randrange(10**NUM_DIGITS), draw.randrange(10**NUM_DIGITS)
+        sums.setdefault(frozenset((a, b)), task.sum_row(a, b, NUM_DIGITS))
+    rows = list(sums.values())
+    return rows[:NUM_TRAIN_ROWS], rows[NUM_TRAIN_ROWS:]
+
+
+def warm_start(folder: Path, seed: int) -> None:
+    """Make the model at `folder`. It appears there only when it is finished."""
+    quickstart.learn_sums(folder, seed, model_config(), *long_addition_rows(seed=0), LEARNING_RATE)
+
+
+if __name__ == "__main__":
+    warm_start(Path(sys.argv[1]), int(sys.argv[2]))

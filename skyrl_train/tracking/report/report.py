@@ -1,0 +1,68 @@
+"""Writes `report.html` and `report.png` of a run: `python -m skyrl_train.tracking.report.report RUN_DIR`.
+
+Both are made from metrics.jsonl, run.json and samples.jsonl alone, so they can be made again, and of a run that is
+still going on or was killed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.tracking.jsonl import read_json_lines
+from skyrl_train.tracking.report.history import load_history, without_passed_steps
+from skyrl_train.tracking.report.page import page
+from skyrl_train.tracking.report.summary import summarize
+
+NUM_SAMPLES = 6
+"""Transcripts in the report, spread from the first to the last."""
+
+
+def write_report(run_dir: Path) -> tuple[Path, Path]:
+    """Writes the report of the run in `run_dir` and returns the paths of report.html and report.png.
+
+    Each file is replaced at once. Call it after `RunDir.finish`, so that it knows how the run ended.
+    Raises: ValueError if the run has no metrics.jsonl or no step in it.
+    """
+    # Half a second of matplotlib, wanted at the end of a run only.
+    from skyrl_train.tracking.report.figure import chart_svgs, save_png
+
+    history = load_history(run_dir / "metrics.jsonl")
+    summary = summarize(run_dir, history)
+    html_path, png_path = run_dir / "report.html", run_dir / "report.png"
+
+    draft = run_dir / ".report.draft"
+    save_png(draft, history, summary)
+    draft.replace(png_path)
+    samples = chosen_samples(run_dir / "samples.jsonl")
+    draft.write_text(page(summary, history, chart_svgs(history), samples), encoding="utf-8")
+    draft.replace(html_path)
+    return html_path, png_path
+
+
+def chosen_samples(path: Path) -> Sequence[Mapping[str, Any]]:
+    """At most NUM_SAMPLES transcripts, evenly from the first to the last; none where there is no file."""
+    samples = without_passed_steps(read_json_lines(path) if path.is_file() else [], "step")
+    if len(samples) <= NUM_SAMPLES:
+        return samples
+    return [samples[round(index * (len(samples) - 1) / (NUM_SAMPLES - 1))] for index in range(NUM_SAMPLES)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line; returns the exit code."""
+    if len(arguments) != 1:
+        print("usage: python -m skyrl_train.tracking.report.report RUN_DIR", file=sys.stderr)
+        return 2
+    try:
+        paths = write_report(Path(arguments[0]))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(*paths, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

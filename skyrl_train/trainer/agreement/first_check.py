@@ -1,0 +1,42 @@
+"""The comparison of engines and trainer before the first update of a process: nothing was synced that was compared."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.cluster.pool.engine_group import EngineGroup
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup
+from skyrl_train.trainer.agreement.sync_check import Scores, SyncCheck
+from skyrl_train.types import Group
+
+log = logging.getLogger(__name__)
+
+
+class FirstCheck:
+    """Scores the first samples with every engine while the engines are up, and with the trainer while it is."""
+
+    def __init__(self, check: SyncCheck, policy: PolicyGroup, engines: EngineGroup) -> None:
+        self._check, self._policy, self._engines = check, policy, engines
+
+    async def scores(self, groups: Sequence[Group]) -> Scores | None:
+        """The first half, for which the engines must be able to generate; None once they were compared."""
+        if self._check.has_compared:
+            return None
+        members = self._engines.members
+        before = members.num_changes
+        try:
+            return await self._check.scores(self._engines, groups)
+        except RemoteFailed as error:
+            await members.drop_lost()
+            if members.num_changes == before:  # no engine is to blame
+                raise
+            log.warning("an engine failed before the first update and is compared after its first sync: %s", error)
+            return None
+
+    async def judge(self, scores: Scores | None, groups: Sequence[Group]) -> None:
+        """The second half, for which the policy must be on its devices. Raises: SyncCheckFailed."""
+        if scores is not None:
+            expected = await self._check.expect(self._policy, groups)
+            self._check.judge(expected, scores, "before the first update")

@@ -1,0 +1,136 @@
+"""Do engine and trainer agree about the same tokens after a weight sync?
+
+Digests prove that the engine was handed the trainer's bytes. That it computes with them (the CPU build repacks
+weights, and a model may be wired wrongly on either side) is seen by comparing the logprobs of fixed samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from skyrl_train.batching.build import build_experience
+from skyrl_train.batching.rules import MicroBatchRules
+from skyrl_train.batching.split import split
+from skyrl_train.cluster.pool.engine_group import EngineGroup
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup
+from skyrl_train.types import Group, Sample, TrainBatch
+
+NUM_SAMPLES = 8
+# Mean |difference| in nats on equal weights: 4e-7 in float32 on CPUs and GPUs; 5e-4 where vLLM's attention computes
+# float32 in TensorFloat-32, as it does if nobody says otherwise. One optimizer step of the quickstart moves it by 1e-2.
+BOUNDS = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+TENSOR_FLOAT_BOUND = 3e-3
+
+
+Scores = Mapping[str, Sequence[Sequence[float]]]
+"""Engine -> logprobs of each sample."""
+
+
+class SyncCheckFailed(RuntimeError):
+    """An engine computes other logprobs than the trainer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What an engine that holds the weights computes."""
+
+    batch: TrainBatch
+    logprobs: torch.Tensor
+    """[T] float32"""
+    policy_version: int
+
+
+def rounding_bound(dtype_name: str, *, tensor_float: bool) -> float:
+    """Largest mean |difference| in nats on equal weights. Args: as SyncCheck."""
+    return TENSOR_FLOAT_BOUND if tensor_float and dtype_name == "float32" else BOUNDS[dtype_name]
+
+
+class SyncCheck:
+    """Compares logprobs before the first update, at the first and at each Nth sync."""
+
+    def __init__(self, every: int, dtype_name: str, rules: MicroBatchRules, *, tensor_float: bool) -> None:
+        """Args: every: 0 means never; dtype_name: the coarser dtype of trainer and engine; rules: the policy's;
+        tensor_float: whether an engine's float32 may be TensorFloat-32."""
+        self._every, self._rules = every, rules
+        self._bound = rounding_bound(dtype_name, tensor_float=tensor_float)
+        self._batch: TrainBatch | None = None
+        self.has_compared = False
+        """Whether any engine was compared since this process started."""
+
+    def is_due(self, sync: int) -> bool:
+        """Syncs count from 1."""
+        return self._every > 0 and (sync == 1 or sync % self._every == 0)
+
+    def has_samples(self, groups: Sequence[Group]) -> bool:
+        """Whether there are samples to compare on, these or those of an earlier call."""
+        return self._batch is not None or bool(groups)
+
+    async def run(self, policy: PolicyGroup, engines: EngineGroup, groups: Sequence[Group]) -> None:
+        """Compare on the samples of the first call.
+
+        Raises: SyncCheckFailed with the difference, the bound and the engine.
+        """
+        await self.compare(engines, await self.expect(policy, groups))
+
+    async def expect(self, policy: PolicyGroup, groups: Sequence[Group]) -> Expected:
+        """The trainer's logprobs of the samples of the first call."""
+        batch = self._samples(groups)
+        return Expected(batch, await policy.logprobs(batch), policy.policy_version)
+
+    async def compare(self, engines: EngineGroup, expected: Expected) -> None:
+        """Raises: SyncCheckFailed."""
+        self.judge(expected, await _scores(engines, expected.batch), "after the sync")
+
+    async def scores(self, engines: EngineGroup, groups: Sequence[Group]) -> Scores | None:
+        """The engines' logprobs of the samples of the first call, for `judge`; None if checks are off."""
+        return await _scores(engines, self._samples(groups)) if self._every > 0 and self.has_samples(groups) else None
+
+    def judge(self, expected: Expected, scores: Scores, when: str) -> None:
+        """Raises: SyncCheckFailed."""
+        self.has_compared = True
+        for name, logprobs in scores.items():
+            served = torch.cat([torch.tensor(one, dtype=torch.float32) for one in logprobs])
+            difference = float((served - expected.logprobs).abs().mean())
+            if not difference <= self._bound:
+                raise SyncCheckFailed(
+                    f"{when} of version {expected.policy_version} {name} computes logprobs that differ "
+                    f"from the trainer's by {difference:.3g} nats in mean on {len(logprobs)} fixed samples; at most "
+                    f"{self._bound:g} is rounding. The engine does not hold the trained weights (or the model's code "
+                    "differs, or float32 is rounded by TRITON_F32_DEFAULT or VLLM_FLOAT32_MATMUL_PRECISION); "
+                    "trainer.verify_sync_every=0 would hide this"
+                )
+
+    def _samples(self, groups: Sequence[Group]) -> TrainBatch:
+        if self._batch is None:
+            self._batch = batch_of(groups, self._rules)
+        return self._batch
+
+
+async def _scores(engines: EngineGroup, batch: TrainBatch) -> Scores:
+    bounds, token_ids = batch.cu_seqlens.tolist(), batch.token_ids
+    return await engines.prompt_logprobs([token_ids[start:end].tolist() for start, end in pairwise(bounds)])
+
+
+def batch_of(groups: Sequence[Group], rules: MicroBatchRules) -> TrainBatch:
+    """The first samples, one per group, in micro-batches that the policy's layout can run; it trains nothing."""
+    chosen = [replace(group, samples=(_without_last_token(group.samples[0]),)) for group in groups[:NUM_SAMPLES]]
+    experience = build_experience(chosen, lambda rewards, group_ids: torch.zeros_like(rewards))
+    (batch,) = split(
+        experience, replace(rules, dp_size=1), num_mini_batches=1, reduction="token_mean", max_generate_length=1
+    )
+    return batch
+
+
+def _without_last_token(sample: Sample) -> Sample:
+    """A sample may fill the engine's context, and vLLM scores a prompt only where one more token would fit."""
+    length = max(1, len(sample.token_ids) - 1)
+    return replace(
+        sample,
+        token_ids=sample.token_ids[:length],
+        loss_mask=sample.loss_mask[:length],
+        rollout_logprobs=sample.rollout_logprobs[:length],
+    )

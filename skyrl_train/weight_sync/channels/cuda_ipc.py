@@ -1,0 +1,128 @@
+"""Channel between two processes that share a GPU: the receiver maps the sender's buffers (CUDA IPC).
+
+Each receiver has a sender of its own, the trainer rank on the same GPU, because a process sees no other GPU than its
+own. The buffers live for one update only: between updates the memory belongs to training or to the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from skyrl_train.device import memory_to_share
+from skyrl_train.weight_sync.channels.ring import SLOTS, ReceiveRing, SendRing
+from skyrl_train.weight_sync.channels.signals import SignalHub, SignalPeer
+from skyrl_train.weight_sync.control import Check, ControlMessage
+from skyrl_train.weight_sync.errors import WeightSyncError
+
+
+def gpu_id() -> str:
+    """The same in every process that uses this GPU, whatever number it has there."""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+class CudaIpcSendChannel:
+    """The sender's end."""
+
+    max_bucket_bytes = 256 << 20
+
+    def __init__(self, timeout_s: float) -> None:
+        self._hub = SignalHub(1, timeout_s)
+        self._ring = SendRing(self._hub)
+        self._slots: list[Tensor | None] = [None] * SLOTS
+        self._told: list[Tensor | None] = [None] * SLOTS
+        """The buffer of which the receiver has the handle."""
+
+    @property
+    def init_info(self) -> ControlMessage:
+        return {"transport": "cuda_ipc", "addresses": {gpu_id(): self._hub.address}}
+
+    def connect(self, check: Check) -> None:
+        self._hub.connect(check)
+
+    def begin(self) -> None:
+        self._ring.begin()
+
+    def buffer(self, num_bytes: int, check: Check) -> Tensor:
+        slot = self._ring.next(check)
+        buffer = self._slots[slot]
+        if buffer is None or len(buffer) < num_bytes:
+            self._slots[slot] = None
+            with memory_to_share():
+                buffer = self._slots[slot] = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        return buffer
+
+    def publish(self, num_bytes: int) -> None:
+        slot = self._ring.slot
+        buffer = self._slots[slot]
+        assert buffer is not None
+        handle = None
+        if self._told[slot] is not buffer:
+            _, handle = reduce_tensor(buffer)
+            self._told[slot] = buffer
+        torch.cuda.current_stream().synchronize()
+        self._ring.tell(handle)
+
+    def drain(self, check: Check) -> None:
+        self._ring.drain(check)
+        self._free()
+
+    def _free(self) -> None:
+        self._slots, self._told = [None] * SLOTS, [None] * SLOTS
+        torch.cuda.ipc_collect()
+
+    def abort(self) -> None:
+        self._ring.abort()
+        self._free()
+
+    def close(self) -> None:
+        self._hub.close()
+        self._free()
+
+
+class CudaIpcReceiveChannel:
+    """A receiver's end."""
+
+    def __init__(self, init_info: ControlMessage, timeout_s: float) -> None:
+        """Args: init_info with the `addresses` of all senders by the id of their GPU."""
+        address = init_info["addresses"].get(gpu_id())
+        if address is None:
+            raise WeightSyncError(
+                "no rank of the policy runs on this engine's GPU; CUDA IPC needs trainer.placement.colocate_all=true, "
+                "otherwise set generator.weight_sync_backend=broadcast"
+            )
+        self._peer = SignalPeer(address, timeout_s)
+        self._ring = ReceiveRing(self._peer)
+        self._slots: list[Tensor | None] = [None] * SLOTS
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        self._free()
+        self._ring.begin(sizes)
+
+    def next(self) -> Tensor:
+        handle, _ = self._ring.next()
+        slot = self._ring.slot
+        if handle is not None:
+            self._slots[slot] = None
+            # Its seventh item is the number that the GPU has in the sender's process.
+            arguments = (*handle[:6], torch.cuda.current_device(), *handle[7:])
+            self._slots[slot] = rebuild_cuda_tensor(*arguments)
+        buffer = self._slots[slot]
+        assert buffer is not None
+        return buffer[: self._ring.num_bytes]
+
+    def release(self) -> None:
+        torch.cuda.current_stream().synchronize()
+        if self._ring.is_last:
+            self._free()  # before the sender learns of it and gives the memory back
+        self._ring.release()
+
+    def _free(self) -> None:
+        self._slots = [None] * SLOTS
+
+    def close(self) -> None:
+        self._free()  # as in `release`
+        self._peer.close()
