@@ -252,6 +252,8 @@ def _together(config: PretrainedConfig) -> Iterator[str]:
     latent = getattr(config, "kv_lora_rank", None) is not None
     if latent and heads != kv_heads:
         yield f"num_key_value_heads is {kv_heads}: latent attention has as many as num_attention_heads {heads}"
+    if latent and getattr(config, "head_dim", None) not in (None, config.qk_rope_head_dim):
+        yield f"head_dim is {config.head_dim}: latent attention rotates qk_rope_head_dim {config.qk_rope_head_dim}"
     if latent:
         yield from _latent_yarn(config.rope_parameters or {})
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)

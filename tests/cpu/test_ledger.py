@@ -61,6 +61,7 @@ def test_the_families_of_the_ledger_are_those_with_a_bridge():
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False"),
         ("deepseek_v3", {"n_group": 2, "topk_group": 2}, "num_experts_per_tok / topk_group"),
         ("deepseek_v3", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1"),
+        ("deepseek_v3", {"head_dim": 2}, "head_dim is 2: latent attention rotates qk_rope_head_dim 8"),
         ("glm4_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0"),
         ("deepseek_v3", {"rope_parameters": YARN | {"truncate": False}}, "truncate are not built for latent"),
         ("deepseek_v3", {"rope_parameters": YARN | {"attention_factor": 1.5}}, "attention_factor"),
