@@ -1,6 +1,6 @@
 """Do two checkouts train bit-identically? The proof of a refactoring.
 
-    python benchmarks/same_run.py OLD_CHECKOUT NEW_CHECKOUT [--experiment NAME] [--steps 12] [-- OVERRIDES ...]
+    python benchmarks/same_run.py [--experiment NAME] [--steps 12] OLD_CHECKOUT NEW_CHECKOUT [OVERRIDES ...]
 
 Model and data are made once, by the old checkout; then each checkout runs the experiment with the same seed in a folder
 of its own and exports the model. Every metric of every step except times, and every weight, must have the same bits.

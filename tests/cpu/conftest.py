@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -35,3 +36,11 @@ def _command(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:  # also a zombie, which waits only for its parent
         return "resource_tracker"
+
+
+@pytest.fixture(autouse=True)
+def default_log_levels() -> None:
+    """Log warnings, whatever a library that an earlier test imported has set for the root logger."""
+    logging.disable(logging.NOTSET)
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("skyrl_train").setLevel(logging.NOTSET)

@@ -75,7 +75,7 @@ async def update(engine: RemoteEngine, version: int = 3, digests: dict[str, int]
         ({"logprobs_mode": "raw_logprobs"}, {}, r"--logprobs-mode processed_logprobs"),
         ({"data_parallel_size": 2}, {}, r"one server per replica"),
         ({"backend": None}, {}, r"backend is None: start it with --weight-transfer-config '{\"backend\": \"skyrl\"}'"),
-        ({"extension": ""}, {}, r"--worker-extension-cls skyrl_train\.inference\.transfer\.SyncExtension"),
+        ({"extension": ""}, {}, r"--worker-extension-cls skyrl_train\.engines\.vllm\.worker\.transfer\.SyncExtension"),
         ({"backend": "nccl"}, {"weight_sync_backend": "broadcast"}, r"generator\.weight_sync_backend=vllm_nccl"),
         (
             {"backend": "ipc"},

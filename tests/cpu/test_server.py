@@ -368,7 +368,7 @@ def test_calls_that_control_an_engine_are_not_served_whatever_it_inherits(world:
 def test_a_body_longer_than_any_the_model_takes_is_refused(world: World, path: str):
     async def play() -> httpx.Response:
         async with client(world.url) as http:  # type: ignore[attr-defined]
-            return await http.post(path, json={"model": "tiny", "prompt": "1" * (1 << 20)})
+            return await http.post(path, json={"model": "tiny", "prompt": "1" * (5 << 20)})
 
     refused = run(play())
     assert refused.status_code == 413 and refused.json()["error"]["type"] == "RequestTooLarge"
