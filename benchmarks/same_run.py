@@ -4,8 +4,8 @@
 
 Model and data are made once, by the old checkout; then each checkout runs the experiment with the same seed in a folder
 of its own and exports the model. Every metric of every step except times, and every weight, must have the same bits.
-Exit code 1 where one differs. Fine-tuning (`--experiment sft_quickstart`) repeats bit by bit; a run with engines
-does not, because requests reach vLLM in another order: even one checkout differs from itself there.
+Exit code 1 where one differs. Fine-tuning (`--experiment sft_quickstart`) repeats bit by bit. A run with engines does
+not: requests may reach vLLM in another order, and then the same seed samples other tokens.
 """
 
 from __future__ import annotations
