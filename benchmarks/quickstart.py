@@ -1,6 +1,6 @@
 """Does the quickstart reach its numbers? Runs `+experiment=quickstart` for several seeds, each from an empty folder.
 
-    python benchmarks/quickstart.py [--experiment NAME] [--seeds 1 2 3] [--json FILE] [-- OVERRIDES ...]
+    python -m benchmarks.quickstart [--experiment NAME] [--seeds 1 2 3] [--json FILE] [-- OVERRIDES ...]
 
 Every seed warm-starts a model of its own (before the clock of the start begins) and then runs the main job as a user
 does. Rows: held-out score before and after; GRPO, from the first step's beginning to the last step's end,
@@ -24,10 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from main_job import WALL_TIME, environment, machine, run_main_job
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lib.main_job import WALL_TIME, environment, machine, run_main_job
 from skyrl_train.device import device_type
 
 PREPARE = (

@@ -61,6 +61,9 @@ Command line, experiments and errors are those of [configuration.md](configurati
 """
 
 
+COLUMNS = ("| key | type | value | meaning |", "|---|---|---|---|")
+
+
 def lines(text: str) -> dict[str, tuple[str, str]]:
     """Dotted key of the YAML -> (value, comment) as they are written; a section has the value ""."""
     found: dict[str, tuple[str, str]] = {}
@@ -100,12 +103,16 @@ def table(section: type, path: str, written: dict[str, tuple[str, str]]) -> list
         if dataclasses.is_dataclass(kind):
             inner += table(typing.cast(type, kind), f"{path}.{name}", written)
             continue
-        value, comment = written[f"{path}.{name}"]
-        allowed = "".join(f", {rule}" for rule in rules(kind)[:1])
-        rows.append(f"| `{name}` | {type_name(kind)}{allowed} | `{value}` | {comment or said[name]} |")
+        rows.append(row(name, kind, *written[f"{path}.{name}"], said))
     if rows:
-        out += ["| key | type | value | meaning |", "|---|---|---|---|", *rows, ""]
+        out += [*COLUMNS, *rows, ""]
     return out + inner
+
+
+def row(name: str, kind: typing.Any, value: str, comment: str, said: dict[str, str]) -> str:
+    """Markdown of one key. Args: said: what the source says of the fields, for keys without a comment."""
+    allowed = "".join(f", {rule}" for rule in rules(kind)[:1])
+    return f"| `{name}` | {type_name(kind)}{allowed} | `{value}` | {comment or said[name]} |"
 
 
 def reference(head: str, schema: type, *bases: str) -> str:
@@ -115,8 +122,12 @@ def reference(head: str, schema: type, *bases: str) -> str:
         over = lines((CONFIGS / base).read_text())
         # A value of another program needs the words of its own only where they differ.
         written |= {key: (value, comment or written.get(key, ("", ""))[1]) for key, (value, comment) in over.items()}
-    sections = [line for name, kind in field_types(schema).items() for line in table(kind, name, written)]
-    return head + "\n" + "\n".join(sections).rstrip() + "\n"
+    kinds, said = field_types(schema), docstrings(schema)
+    sections = [name for name, kind in kinds.items() if dataclasses.is_dataclass(kind)]
+    rows = [row(name, kind, *written[name], said) for name, kind in kinds.items() if name not in sections]
+    body = [line for name in sections for line in table(kinds[name], name, written)]
+    body += ["## Keys without a section", "", *COLUMNS, *rows]
+    return head + "\n" + "\n".join(body).rstrip() + "\n"
 
 
 def main(check: bool) -> int:

@@ -1,6 +1,6 @@
 """Measure every family under every layout against Hugging Face and write the tables of docs/exactness.md.
 
-    python scripts/exactness_table.py [--families qwen3_tied,mixtral] [--lora] [--check]
+    python -m scripts.exactness_table [--families qwen3_tied,mixtral] [--lora] [--check]
 
 Takes about four minutes on two cores. With --lora it measures the gradients of adapters instead. Without --check the
 table in docs/exactness.md is replaced.
@@ -20,17 +20,17 @@ from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", HF_HUB_OFFLINE="1")
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/cpu")]
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from adapters import Adapted, write_adapter  # noqa: E402
-from families import FAMILIES, MOE, hugging_face, make_trial, write_family  # noqa: E402
-from layouts import DENSE, EXPERT, EXPERT_FOUR, FOUR, layout, without_buffers  # noqa: E402
 
+from skyrl_train.megatron.verify.hf_reference import comparable, hugging_face  # noqa: E402
 from skyrl_train.megatron.verify.layout_check import run_layout  # noqa: E402
 from skyrl_train.megatron.verify.outcome import BFLOAT16, FLOAT32, Bounds, Difference, compare  # noqa: E402
+from tests.support.adapters import Adapted, write_adapter  # noqa: E402
+from tests.support.families import FAMILIES, MOE, make_trial, write_family  # noqa: E402
+from tests.support.layouts import DENSE, EXPERT, EXPERT_FOUR, FOUR, layout  # noqa: E402
 
 PAGE = ROOT / "docs/exactness.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->"
@@ -58,7 +58,7 @@ def rows(family: str, folder: Path) -> list[str]:
     lines = []
     for name, (processes, sizes) in tables.items():
         outcome = run_layout(trial, layout(processes, sizes))
-        lines.append(row(family, name, compare(without_buffers(outcome, reference.metrics), reference), FLOAT32))
+        lines.append(row(family, name, compare(comparable(outcome, reference), reference), FLOAT32))
     half = replace(trial, bf16=True)
     single = run_layout(half, layout(1, {}))
     for name in ("EP2", "PP2", "CP2") if family in MOE else ("TP2 SP", "DP2", "CP2"):
@@ -77,7 +77,7 @@ def adapter_rows(family: str, folder: Path) -> list[str]:
     lines = []
     for name, (processes, sizes) in (EXPERT | EXPERT_FOUR if family in MOE else DENSE | FOUR).items():
         outcome = run_layout(trial, layout(processes, sizes))
-        lines.append(row(family, name, compare(without_buffers(outcome, reference.metrics), reference), FLOAT32))
+        lines.append(row(family, name, compare(comparable(outcome, reference), reference), FLOAT32))
     return lines
 
 

@@ -1,6 +1,6 @@
 """Compare a synced engine with fresh ones for every kind of model, layout, dtype and transport; write the table.
 
-    python scripts/sync_matrix.py [--kinds "dense tied,experts"] [--check]
+    python -m scripts.sync_matrix [--kinds "dense tied,experts"] [--check]
 
 Takes about five minutes on two idle cores. Without --check the table in docs/weight_sync.md is replaced.
 """
@@ -17,12 +17,12 @@ from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", HF_HUB_OFFLINE="1")
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/cpu")]
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
-from engine_host import engine_host  # noqa: E402
-from sync_proof import KINDS, Case, Round, all_cases, prove, write_kind  # noqa: E402
+
+from tests.support.engine_host import engine_host  # noqa: E402
+from tests.support.sync_proof import KINDS, Case, Round, all_cases, prove, write_kind  # noqa: E402
 
 PAGE = ROOT / "docs/weight_sync.md"
 BEGIN, END = "<!-- matrix -->\n", "<!-- end of matrix -->"
@@ -75,7 +75,7 @@ def main() -> int:
         text = PAGE.read_text()
         before, after = text.split(BEGIN)[0], text.split(END)[1]
         date = time.strftime("%Y-%m-%d")
-        words = f"`python scripts/sync_matrix.py`, {date}, without a GPU (numbers that differ, of those compared):\n\n"
+        words = f"`python -m scripts.sync_matrix`, {date}, without a GPU (numbers that differ, of those compared):\n\n"
         PAGE.write_text(before + BEGIN + words + table(counts) + END + after)
     return int(any(different for _, different in counts.values()))
 

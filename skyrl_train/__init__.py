@@ -1,1 +1,23 @@
-"""Reinforcement learning of language models with Ray, Megatron-core and vLLM."""
+"""Reinforcement learning of language models with Ray, Megatron-core and vLLM.
+
+`load_config` and `run` train from a script or a notebook. They are imported when they are used: it takes seconds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyrl_train.api import load_config, run
+    from skyrl_train.config import ConfigError
+    from skyrl_train.entrypoints.experiment import Experiment
+
+__all__ = ["ConfigError", "Experiment", "load_config", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from skyrl_train import api, config
+
+    return getattr(config if name == "ConfigError" else api, name)

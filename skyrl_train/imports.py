@@ -1,13 +1,41 @@
-"""Imports of large libraries in less time."""
+"""Imports by name, and of large libraries in less time."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import importlib.util
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
+
+
+def imported(key: str, name: str) -> Any:
+    """What `module:attribute` names. Args: key: of the configuration, for the error.
+
+    Raises: ValueError that says what is wrong with the name, the import or the module's code.
+    """
+    module, colon, wanted = name.partition(":")
+    if not (module and colon and wanted):
+        raise ValueError(f"{key} is {name!r}: write module:attribute")
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # a user's module may raise anything
+        raise ValueError(
+            f"{key} is {name!r}, and {module} cannot be imported ({type(error).__name__}: {error}). The module must be "
+            "installed, in the working directory or on PYTHONPATH"
+        ) from error
+    if not hasattr(found, wanted):
+        raise ValueError(f"{key} is {name!r}, and {module} ({found.__file__}) has no {wanted}")
+    return getattr(found, wanted)
+
+
+def attribute(path: str) -> Any:
+    """What a `module:attribute` of the package itself names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 @contextlib.contextmanager

@@ -1,21 +1,22 @@
 """The nouns of one training step, in the order in which they come to be.
 
     Prompt -> Sample x G -> Group -> ExperienceBatch -> TrainBatch (one per data-parallel rank)
-    Example (supervised fine-tuning) -> ExperienceBatch -> the same
+    Example (supervised fine-tuning) -> TokenBatch -> TrainBatch
 
 A rank packs its TrainBatch into micro-batches (megatron/passes/packing.py).
 
 Shapes: L tokens of one sample, T tokens of many samples end to end (no padding), B samples, G samples of one group.
 `cu_seqlens [B + 1]` holds the bounds of the samples in a `[T]` tensor. Every `[T]` tensor is aligned to `token_ids`:
-entry t speaks of token t itself (its logprob is the logprob of drawing token t given the tokens before it).
+entry t speaks of token t itself (its logprob is that of sampling token t given the tokens before it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Message = dict[str, str]
@@ -56,6 +57,8 @@ class SamplingParams:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     """Strings that end a generation; they stay part of its text and tokens."""
+    seed: int | None = None
+    """Decides the tokens, whatever else the engine samples; None: they depend on the engine's other requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,7 @@ class Generation:
     policy_version: int
     """Lowest version of the weights that drew a token of it."""
     version_spans: VersionSpans = ()
-    """The versions of all tokens, where an update of the weights let the generation run on; empty where the engine
-    does not tell, and for one version."""
+    """The versions of all tokens, in order; empty where the engine reports `policy_version` alone."""
 
 
 Generate = Callable[[list[int], SamplingParams, str], Awaitable[Generation]]
@@ -83,7 +85,7 @@ Generate = Callable[[list[int], SamplingParams, str], Awaitable[Generation]]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One response to a prompt (all its turns) with its reward."""
+    """One response to a prompt (all its turns) with its rewards."""
 
     token_ids: Tensor
     """[L] int64: prompt, then the policy's tokens and the environment's replies in order."""
@@ -92,8 +94,8 @@ class Sample:
     rollout_logprobs: Tensor
     """[L] float32: the engine's logprob where loss_mask, 0 elsewhere."""
     prompt_length: int
-    reward: float
-    """Sum of the rewards of all turns."""
+    rewards: Tensor
+    """[L] float64: each reward on the token that earned it, such as the last of a turn; 0 elsewhere."""
     stop_reason: str
     """"stop" or "length": that of the last generation, or "length" where the conversation became too long."""
     turns: int
@@ -101,6 +103,20 @@ class Sample:
     """Lowest version that wrote a token of it, or UNKNOWN_VERSION."""
     env_metrics: dict[str, Any] = field(default_factory=dict)
     transcript: list[Message] = field(default_factory=list)
+    version_spans: VersionSpans = ()
+    """The versions of all tokens that the policy wrote, in their order; empty where they are not known."""
+
+    @property
+    def reward(self) -> float:
+        """Sum of all rewards."""
+        return float(self.rewards.sum())
+
+
+def final_reward(length: int, reward: float) -> Tensor:
+    """Rewards [L] of a sample whose last token earns everything."""
+    rewards = torch.zeros(length, dtype=torch.float64)
+    rewards[-1] = reward
+    return rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +139,8 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
-class ExperienceBatch:
-    """All samples of a step end to end, as the engines and environments made them."""
+class TokenBatch:
+    """Samples or examples end to end; all that supervised fine-tuning needs."""
 
     token_ids: Tensor
     """[T] int64"""
@@ -132,12 +148,6 @@ class ExperienceBatch:
     """[B + 1] int32, first 0, last T."""
     loss_mask: Tensor
     """[T] bool"""
-    rollout_logprobs: Tensor
-    """[T] float32"""
-    rewards: Tensor
-    """[B] float32"""
-    advantages: Tensor
-    """[B] float32"""
     group_ids: Tensor
     """[B] int64, samples of one prompt are neighbours and share it."""
 
@@ -150,10 +160,32 @@ class ExperienceBatch:
         """[B] int32"""
         return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
 
+    @property
+    def signals(self) -> dict[str, Tensor]:
+        """What the policy's ranks get of every token, [T] each."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class ExperienceBatch(TokenBatch):
+    """All samples of a step end to end, as the engines and environments made them."""
+
+    rollout_logprobs: Tensor
+    """[T] float32"""
+    staleness: Tensor
+    """[T] int32: policy versions between sampling and now; -1 where unknown or the policy did not write the token."""
+    rewards: Tensor
+    """[T] float64"""
+
+    @property
+    def signals(self) -> dict[str, Tensor]:
+        """As in TokenBatch."""
+        return {"rollout_logprobs": self.rollout_logprobs, "staleness": self.staleness}
+
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """What one data-parallel rank computes on in one step: its samples, end to end, and how they are cut."""
+    """What one data-parallel rank computes on in one step: its samples, end to end, and how they are split."""
 
     token_ids: Tensor
     """[T] int64"""
@@ -161,15 +193,16 @@ class TrainBatch:
     """[B + 1] int32"""
     loss_mask: Tensor
     """[T] bool"""
-    loss_weights: Tensor
-    """[T] float32: share of each token in its mini-batch's loss, 0 where not loss_mask; they are made from the whole
-    mini-batch, so a sum of `term * loss_weights` over all ranks and micro-batches is the loss."""
-    rollout_logprobs: Tensor
-    """[T] float32"""
-    advantages: Tensor
-    """[B] float32"""
+    loss_weights: Mapping[str, Tensor]
+    """Name of each reduction of the objective -> [T] float32: share of each token in its mini-batch's loss, 0 where not
+    loss_mask; they are made from the whole mini-batch, so a sum of `term * loss_weights` over all ranks and
+    micro-batches is the loss."""
+    signals: Mapping[str, Tensor]
+    """`TokenBatch.signals` of these samples."""
     sample_ids: Tensor
-    """[B] int64: index of each sample in the ExperienceBatch."""
+    """[B] int64: index of each sample in the step's batch."""
     mini_batches: tuple[tuple[tuple[int, ...], ...], ...]
     """mini_batches[m][k] = indices (into this batch) of the samples of micro-batch k of mini-batch m. Every rank has
     the same number of micro-batches in mini-batch m; an empty tuple is a micro-batch without samples."""
+    step_id: int = 0
+    """The step that it belongs to; logprobs that ranks keep are of one step."""

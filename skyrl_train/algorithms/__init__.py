@@ -1,5 +1,5 @@
-"""Algorithms as pure functions: tensors and floats in, tensors out.
+"""Algorithms as pure functions of tensors; torch is all they know.
 
-Each table (`ADVANTAGES`, `LOSSES`, `KL_ESTIMATORS`, `REDUCTIONS`) maps the name used in the configuration to a
-function; a new algorithm is a function and a line in its table.
+`tables.py` maps each name of the configuration to its function, `inputs.py` is what a loss or a correction reads of a
+token, `credit.py` what an estimator reads, `objective.py` composes them. A name `module:attribute` is a user's own.
 """

@@ -1,12 +1,10 @@
-"""Per-token estimators of the KL divergence from the policy to the reference, on tokens drawn from the policy.
+"""Per-token estimators of the KL divergence from the policy to the reference, on tokens sampled from the policy.
 
 All have one signature: logprobs [T] (of the policy, with gradient where used as a loss) and ref_logprobs [T] -> [T].
 Source: J. Schulman, Approximating KL Divergence, http://joschu.net/blog/kl-approx.html
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -37,7 +35,3 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """
     log_ratio = (ref_logprobs - logprobs).clamp(max=MAX_LOG_RATIO)
     return torch.expm1(log_ratio) - log_ratio
-
-
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-"""`trainer.algorithm.kl_estimator_type` -> f(logprobs [T], ref_logprobs [T]) -> [T]"""

@@ -1,25 +1,141 @@
-"""What a policy update minimises."""
+"""What a policy update minimises: a sum of terms, each weighted over the tokens of the whole mini-batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from skyrl_train.algorithms.losses import LossSettings
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.inputs import LossTerms, TokenInputs, needs
+from skyrl_train.algorithms.kl import k3
+from skyrl_train.algorithms.losses.cross_entropy import cross_entropy
+from skyrl_train.algorithms.metrics import Metric, Reduce
+from skyrl_train.algorithms.reductions import weighted_sum
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A function with the values of its keyword-only parameters."""
+
+    function: Callable[..., Any]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.function(*inputs, **self.parameters)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Signals that the function declared with `needs`, and those of its parameters."""
+        own: tuple[str, ...] = getattr(self.function, "needs", ())
+        inner = [value.needs for value in self.parameters.values() if isinstance(value, Bound)]
+        return tuple(dict.fromkeys([*own, *(name for names in inner for name in names)]))
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
-    """sum(loss_weights * (policy term + kl_coef * KL - entropy_coef * entropy)) over the tokens of a mini-batch."""
+class Term:
+    """coef * sum(loss_weights * terms)"""
 
-    loss: str
-    """Name in algorithms.losses.LOSSES."""
-    settings: LossSettings
-    kl_coef: float
-    """Weight of KL(policy || reference) in the loss; 0 means no KL term."""
-    kl_estimator: str
-    entropy_coef: float
-    """Weight of the entropy bonus; 0 means none."""
+    name: str
+    """Logged as `policy/NAME_loss`, without the coefficient."""
+    loss: Bound
+    """f(TokenInputs) -> LossTerms"""
+    coef: float = 1.0
+    reduction: str = "token_mean"
+    """Name in `REDUCTIONS` of its weights."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The sum of its terms, and what the logprobs are of."""
+
+    terms: tuple[Term, ...]
+    """The first is the policy's, whose loss is corrected."""
     temperature: float
     """The engines' sampling temperature: logprobs are of the distribution that was sampled."""
     logprobs_chunk_size: int
     """Positions whose float32 logits exist at a time."""
+    corrections: tuple[Bound, ...] = ()
+    """f(TokenInputs) -> Correction; their product multiplies the terms of the policy."""
+    kl_estimator: Callable[[Tensor, Tensor], Tensor] = k3
+    """Estimator of a KL penalty in the reward."""
+
+    @property
+    def reductions(self) -> tuple[str, ...]:
+        """Each name once."""
+        return tuple(dict.fromkeys(term.reduction for term in self.terms))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Signals that some function declared."""
+        functions = [term.loss for term in self.terms] + list(self.corrections)
+        return tuple(dict.fromkeys(name for function in functions for name in function.needs))
+
+    def with_policy_loss(self, loss: Bound) -> Objective:
+        """Replace the loss of the first term."""
+        return replace(self, terms=(replace(self.terms[0], loss=loss), *self.terms[1:]))
+
+
+def cross_entropy_objective(logprobs_chunk_size: int) -> Objective:
+    """Supervised fine-tuning: the mean of -log p over all trained tokens."""
+    return Objective((Term("policy", Bound(cross_entropy)),), 1.0, logprobs_chunk_size)
+
+
+@needs("ref_logprobs")
+def kl_to_reference(tokens: TokenInputs, *, estimator: Callable[[Tensor, Tensor], Tensor]) -> LossTerms:
+    """Per-token KL divergence from the policy to the reference."""
+    kl = estimator(tokens.logprobs, tokens.ref_logprobs)
+    return LossTerms(kl, {"policy_kl": Metric(kl, Reduce.TOKEN_MEAN), "policy_kl_max": Metric(kl, Reduce.MAX)})
+
+
+@needs("entropy")
+def negative_entropy(tokens: TokenInputs) -> LossTerms:
+    """The entropy bonus as a loss."""
+    return LossTerms(-tokens.entropy)
+
+
+OWN_METRICS = frozenset({"policy_kl", "policy_kl_max"})
+
+
+def objective_loss(
+    objective: Objective, tokens: TokenInputs, weights: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Metric]]:
+    """The objective's part of a micro-batch, with gradient, and its metrics under the names of the log.
+
+    Args: weights: name of each reduction -> [P] float32, each token's share of the whole mini-batch.
+    """
+    metrics: dict[str, Metric] = {}
+    factor = None
+    for correction in objective.corrections:
+        multiplier, own = correction(tokens)
+        factor = multiplier.detach() if factor is None else factor * multiplier.detach()
+        metrics |= {f"policy/correction/{name}": metric for name, metric in own.items()}
+    loss = torch.zeros((), dtype=torch.float32, device=tokens.logprobs.device)
+    for index, term in enumerate(objective.terms):
+        terms, own = term.loss(tokens)
+        if index == 0 and factor is not None:
+            terms = terms * factor
+        value = weighted_sum(terms, weights[term.reduction])
+        loss = loss + term.coef * value
+        metrics[f"policy/{term.name}_loss"] = Metric(value, Reduce.STEP_MEAN)
+        metrics |= {
+            f"policy/{name}" if name in OWN_METRICS else f"policy/loss_metrics/{name}": metric
+            for name, metric in own.items()
+        }
+    return loss, metrics | {"policy/final_loss": Metric(loss, Reduce.STEP_MEAN)} | _differences(tokens)
+
+
+def _differences(tokens: TokenInputs) -> dict[str, Metric]:
+    """How far the policy has moved in the step, and how far the engine was from it."""
+    signals = tokens.signals
+    metrics = {}
+    if "old_logprobs" in signals:
+        moved = signals["old_logprobs"] - tokens.logprobs.detach()
+        metrics["policy/approx_kl"] = Metric(moved, Reduce.TOKEN_MEAN)
+    if "old_logprobs" in signals and "rollout_logprobs" in signals:
+        difference = (signals["old_logprobs"] - signals["rollout_logprobs"]).abs()
+        for reduce, name in ((Reduce.TOKEN_MEAN, "mean"), (Reduce.TOKEN_STD, "std"), (Reduce.MAX, "max")):
+            metrics[f"policy/rollout_train_logprobs_abs_diff_{name}"] = Metric(difference, reduce)
+    return metrics

@@ -10,12 +10,10 @@ mini-batch: it counts neither as a sample nor towards a group. So the weights of
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.choice import choose
+from skyrl_train.algorithms.tables import REDUCTIONS
 
 
 def token_mean(num_tokens: Tensor, group_ids: Tensor, max_generate_length: int) -> Tensor:
@@ -43,16 +41,6 @@ def prompt_mean(num_tokens: Tensor, group_ids: Tensor, max_generate_length: int)
     return tokens_of_group[group] * (tokens_of_group > 0).sum()
 
 
-REDUCTIONS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
-    "token_mean": token_mean,
-    "sequence_mean": sequence_mean,
-    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
-    "prompt_mean": prompt_mean,
-}
-"""`trainer.algorithm.loss_reduction` -> f(num_tokens [B] int64, trained tokens of each sample of one mini-batch;
-group_ids [B]; max_generate_length) -> [B] int64, the divisor of each sample's tokens (any value where it has none)"""
-
-
 def loss_weights(
     reduction: str, loss_mask: Tensor, cu_seqlens: Tensor, group_ids: Tensor, max_generate_length: int
 ) -> Tensor:
@@ -63,7 +51,7 @@ def loss_weights(
     Returns: [T] float32, 0 where not loss_mask.
     Raises: ValueError for an unknown reduction.
     """
-    divisor_of = choose(REDUCTIONS, reduction, "trainer.algorithm.loss_reduction")
+    divisor_of = REDUCTIONS.resolve(reduction)
     bounds = cu_seqlens.to(torch.int64)
     written = torch.nn.functional.pad(loss_mask.cumsum(0), (1, 0))
     num_tokens = written[bounds].diff()

@@ -22,7 +22,7 @@ class MicroBatchRules:
     micro_batch_multiple: int = 1
     """The number of micro-batches is a multiple of this: the pipeline size under the interleaved schedule."""
     attention_cost_ratio: float = 0.0
-    """Cost of a sample of L tokens is L + attention_cost_ratio * L^2 (megatron/model/flops.py has it of a model)."""
+    """Cost of a sample of L tokens is L + attention_cost_ratio * L^2 (hf/flops.py has it of a model)."""
 
     def __post_init__(self) -> None:
         counts = ("dp_size", "max_tokens", "max_sample_tokens", "pad_multiple", "min_micro_batches")

@@ -10,6 +10,9 @@ from typing import Any
 from skyrl_train.config import Config
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.values import is_loopback
+from skyrl_train.engines.protocol import engine_kind
+from skyrl_train.imports import attribute
+from skyrl_train.weight_sync.channels.table import TRANSPORTS
 
 SERVER_URL = re.compile(r"^https?://[^/\s]+/?$")
 LAST_PORT = 65535
@@ -50,6 +53,28 @@ OTHER_DISTRIBUTION = {
 REMOTE_CODE = ("trust_remote_code", "auto_map", "code_revision")
 
 
+def engine_problems(config: Config) -> Iterator[str]:
+    """A kind of engine that does not exist, or what is wrong with the configuration for it."""
+    try:
+        problems = engine_kind(config.generator).problems
+    except ValueError as error:
+        yield str(error)
+        return
+    if problems is not None:
+        yield from attribute(problems)(config)
+
+
+def local_engine_problems(config: Config) -> Iterator[str]:
+    """vLLM engines that are started here."""
+    urls = config.generator.remote_inference_engine_urls
+    if urls:
+        yield (
+            f"generator.remote_inference_engine_urls names {len(urls)} servers: set "
+            "generator.run_engines_locally=false to use them"
+        )
+    yield from engine_argument_problems(config.generator)
+
+
 def engine_argument_problems(generator: GeneratorConfig) -> Iterator[str]:
     """Arguments that would set aside what the trainer counts on."""
     for name, value in generator.engine_init_kwargs.items():
@@ -85,25 +110,34 @@ def _paths_of_remote_code(value: Any, path: str) -> Iterator[str]:
             yield from _paths_of_remote_code(item, path)
 
 
+def transport_problems(config: Config) -> Iterator[str]:
+    """A transport of the weights that is unknown, or that these engines cannot have."""
+    generator, name = config.generator, config.generator.weight_sync_backend
+    if name == "auto":
+        return
+    transport, key = TRANSPORTS.get(name), f"generator.weight_sync_backend is {name}"
+    if transport is None:
+        yield f"{key}: it must be one of {', '.join(['auto', *TRANSPORTS])}"
+        return
+    if transport.shares_gpus and not config.trainer.placement.colocate_all:
+        yield (
+            f"{key}, which needs policy and engines on the same GPUs (trainer.placement.colocate_all=true): use auto"
+        )
+    if not transport.for_stock_servers:
+        return
+    if generator.run_engines_locally:
+        yield f"{key}, which is for stock vLLM servers (generator.run_engines_locally=false): use auto"
+    elif config.trainer.verify_sync_every == 0:
+        yield (
+            f"trainer.verify_sync_every is 0 and {key}: a stock server tells no digests of what it received, so "
+            "comparing logprobs is the only proof; set it to at least 1, such as 10"
+        )
+
+
 def remote_engine_problems(config: Config) -> Iterator[str]:
-    """Servers that run already, and ways of sending weights that need one or rule it out."""
+    """Servers that run already."""
     generator = config.generator
     urls, key = generator.remote_inference_engine_urls, "generator.remote_inference_engine_urls"
-    stock = generator.weight_sync_backend == "vllm_nccl"
-    if generator.weight_sync_backend == "cuda_ipc" and not config.trainer.placement.colocate_all:
-        yield (
-            "generator.weight_sync_backend is cuda_ipc, which needs policy and engines on the same GPUs "
-            "(trainer.placement.colocate_all=true): use auto"
-        )
-    if generator.run_engines_locally:
-        if urls:
-            yield f"{key} names {len(urls)} servers: set generator.run_engines_locally=false to use them"
-        if stock:
-            yield (
-                "generator.weight_sync_backend is vllm_nccl, which is for stock vLLM servers "
-                "(generator.run_engines_locally=false): use auto"
-            )
-        return
     if not urls:
         yield f"generator.run_engines_locally is false and {key} is empty: name the servers, as [http://host:8000]"
     for url in urls:
@@ -114,11 +148,7 @@ def remote_engine_problems(config: Config) -> Iterator[str]:
     variable = generator.remote_api_key_env
     if variable is not None and not os.environ.get(variable):
         yield f"generator.remote_api_key_env is {variable}: no such environment variable is set, export it first"
-    if stock and config.trainer.verify_sync_every == 0:
-        yield (
-            "trainer.verify_sync_every is 0 and generator.weight_sync_backend vllm_nccl: a stock server tells no "
-            "digests of what it received, so comparing logprobs is the only proof; set it to at least 1, such as 10"
-        )
+    yield from engine_argument_problems(generator)
 
 
 def endpoint_problems(config: Config) -> Iterator[str]:

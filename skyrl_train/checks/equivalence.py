@@ -22,9 +22,9 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from skyrl_train.config.errors import nearest
 from skyrl_train.hf.ledger import LEDGERS, config_problems
 from skyrl_train.hf.shrink import shrunk
+from skyrl_train.spelling import nearest
 
 log = logging.getLogger(__name__)
 

@@ -8,17 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.config import Config
-from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.config.policy import MegatronConfig
-
-OWN_STAGES = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-"""Settings of Megatron's TransformerConfig that say which layers lie on which stage."""
+from skyrl_train.config.policy import OWN_STAGES, MegatronConfig
 
 
 def model_problems(config: Config) -> Iterator[str]:
@@ -42,12 +32,6 @@ def cut_problems(model_path: str, key: str, megatron: MegatronConfig, path: str)
     shape = yield from _shape(model_path, key)
     if shape is not None:
         yield from _cut(shape, megatron, path)
-
-
-def longest_conversation(generator: GeneratorConfig) -> int:
-    """Tokens of the longest conversation that training or evaluation may ask an engine for."""
-    sampled = generator.sampling_params.max_generate_length, generator.eval_sampling_params.max_generate_length
-    return generator.max_input_length + max(sampled)
 
 
 def looks_local(path: str) -> bool:
@@ -131,7 +115,7 @@ def _engine(shape: dict[str, Any], config: Config) -> Iterator[str]:
             "attention heads"
         )
     positions = shape.get("max_position_embeddings")
-    if positions is not None and (longest := longest_conversation(generator)) > positions:
+    if positions is not None and (longest := generator.longest_conversation) > positions:
         yield (
             f"generator.max_input_length {generator.max_input_length} + max_generate_length is {longest} tokens, "
             f"more than the model's {positions} positions: lower one of them"

@@ -3,16 +3,23 @@
 Here for reinforcement learning; the modules beside have what concerns one part of it, or other programs.
 What a value must be by itself stands with its field in config/ and is checked when the configuration is read.
 
-Quick (no torch, Ray, vLLM or Megatron) and without side effects. Every sentence names the key, the value and the cure.
+Quick (no Ray, vLLM or Megatron) and without side effects. Every sentence names the key, the value and the cure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from skyrl_train.checks.engines import endpoint_problems, engine_argument_problems, remote_engine_problems
+from skyrl_train.algorithms.build import algorithm_problems
+from skyrl_train.algorithms.tables import compares_samples
+from skyrl_train.checks.custom import custom_problems
+from skyrl_train.checks.engines import (
+    endpoint_problems,
+    engine_problems,
+    transport_problems,
+)
 from skyrl_train.checks.lora import lora_problems, lora_reference_problems, lora_sync_problems
-from skyrl_train.checks.model import longest_conversation, model_problems
+from skyrl_train.checks.model import model_problems
 from skyrl_train.checks.profiler import restart_problems
 from skyrl_train.checks.sampling import training_sampling_problems
 from skyrl_train.checks.training import (
@@ -28,8 +35,6 @@ from skyrl_train.config import Config, ConfigError
 from skyrl_train.config.policy import MegatronConfig
 
 REF = "trainer.ref.megatron_config"
-GROUP_ESTIMATORS = ("grpo", "rloo")
-"""Estimators for which a group of one sample has no advantage."""
 
 
 def check(config: Config, num_train_prompts: int | None, files: bool = True) -> None:
@@ -43,13 +48,14 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         *package_problems(config.trainer, _megatron_configs(config)),
         *prepare_problems(config.trainer),
         *resume_problems(config.trainer),
+        *custom_problems(config),
         *_batches(config, num_train_prompts),
         *_algorithm(config),
         *_logprob_difference(config),
         *training_sampling_problems(config.generator.sampling_params),
         *_lengths(config),
-        *remote_engine_problems(config),
-        *engine_argument_problems(config.generator),
+        *transport_problems(config),
+        *engine_problems(config),
         *lora_reference_problems(config.trainer),
         *endpoint_problems(config),
         *_colocation(config),
@@ -99,8 +105,12 @@ def _algorithm(config: Config) -> Iterator[str]:
     algorithm = config.trainer.algorithm
     if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
         yield "trainer.algorithm.use_kl_loss and use_kl_in_reward are both true: set one of them to false"
+    problems = list(algorithm_problems(algorithm.values, algorithm.parameters))
+    yield from problems
+    if problems:
+        return
     samples = config.generator.n_samples_per_prompt
-    if algorithm.advantage_estimator in GROUP_ESTIMATORS and samples < 2:
+    if compares_samples(algorithm.advantage_estimator) and samples < 2:
         yield (
             f"generator.n_samples_per_prompt is {samples}: {algorithm.advantage_estimator} compares the samples of a "
             "prompt with each other, set it to at least 2"
@@ -121,7 +131,7 @@ def _lengths(config: Config) -> Iterator[str]:
             "longer prompts would end before their first turn, set it to at least as much"
         )
     limit = generator.engine_init_kwargs.get("max_model_len")
-    longest = longest_conversation(generator)
+    longest = generator.longest_conversation
     if limit is not None and longest > limit:
         yield (
             f"generator.max_input_length + max_generate_length is {longest} tokens, more than "

@@ -10,12 +10,10 @@ from pathlib import Path
 
 from skyrl_train.checks.profiler import profiler_problems
 from skyrl_train.config.policy import MegatronConfig
-from skyrl_train.config.training import DataConfig, TrainingConfig
+from skyrl_train.config.training import DATA_FILE, HUB_SPLIT, DataConfig, TrainingConfig
 
 POLICY = "trainer.policy.megatron_config"
 POLICY_RANKS = "trainer.placement.policy_num_nodes * policy_num_gpus_per_node"
-DATA_FILE = re.compile(r"\.(?P<format>parquet|jsonl|json)(\.(gz|bz2|xz|zst))?$")
-HUB_SPLIT = re.compile(r"^(?P<name>[^:]+):(?P<split>[^:/]+)$")
 
 
 def package_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, MegatronConfig]) -> Iterator[str]:

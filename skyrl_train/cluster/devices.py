@@ -1,12 +1,14 @@
-"""What a configuration asks of the cluster's devices: a way for the weights, kernels, and records of their memory."""
+"""What a configuration asks of the cluster's devices: a transport for weights, kernels, and records of memory."""
 
 from __future__ import annotations
 
 from skyrl_train.cluster.placement import PlacementError
 from skyrl_train.cluster.session import Cluster
+from skyrl_train.cluster.sharing import build_sharing
 from skyrl_train.config import Config
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.training import TrainingConfig
+from skyrl_train.weight_sync.channels.table import TRANSPORTS
 
 
 def require_gpus_for_snapshots(trainer: TrainingConfig, cluster: Cluster) -> None:
@@ -33,25 +35,26 @@ def require_kernels_for_adapters(config: Config, cluster: Cluster) -> None:
 
 
 def sync_backend(config: Config, cluster: Cluster) -> str:
-    """The way of the weights to the engines. auto is shared memory where all processes are CPU processes of one host,
-    CUDA IPC where engines and policy share GPUs, a broadcast elsewhere.
+    """The transport of the weights to the engines. auto is shared memory where all processes are CPU processes of one
+    host, CUDA IPC where engines and policy share GPUs, a broadcast elsewhere.
 
     Raises: PlacementError if the devices cannot do what is asked.
     """
-    asked, is_shared = config.generator.weight_sync_backend, config.trainer.placement.colocate_all
-    if asked == "vllm_nccl" and not cluster.has_gpus:
-        raise PlacementError("generator.weight_sync_backend is vllm_nccl, and the cluster has no GPUs: use broadcast")
-    if asked == "cuda_ipc" and not cluster.has_gpus:
-        raise PlacementError("generator.weight_sync_backend is cuda_ipc, and the cluster has no GPUs: use auto")
-    if asked == "broadcast" and cluster.has_gpus and is_shared:
+    generator, is_shared = config.generator, build_sharing(config).is_shared
+    asked = generator.weight_sync_backend
+    if asked == "auto":
+        if not generator.run_engines_locally:
+            return "broadcast"
+        if cluster.has_gpus:
+            return "cuda_ipc" if is_shared else "broadcast"
+        return "shm" if cluster.is_local else "broadcast"
+    transport = TRANSPORTS[asked]
+    if transport.needs_gpus and not cluster.has_gpus:
+        cure = "broadcast" if transport.for_stock_servers else "auto"
+        raise PlacementError(f"generator.weight_sync_backend is {asked}, and the cluster has no GPUs: use {cure}")
+    if transport.shares_gpus is False and cluster.has_gpus and is_shared:
         raise PlacementError(
-            "generator.weight_sync_backend is broadcast and trainer.placement.colocate_all true: NCCL takes each GPU "
+            f"generator.weight_sync_backend is {asked} and trainer.placement.colocate_all true: NCCL takes each GPU "
             "once, and policy and engines share them, use auto"
         )
-    if asked != "auto":
-        return asked
-    if not config.generator.run_engines_locally:
-        return "broadcast"
-    if cluster.has_gpus:
-        return "cuda_ipc" if is_shared else "broadcast"
-    return "shm" if cluster.is_local else "broadcast"
+    return asked

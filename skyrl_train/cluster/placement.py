@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.cluster.session import cpu_environment
+from skyrl_train.config.training import PolicyPlacementConfig
 
 
 class PlacementError(ValueError):
@@ -48,6 +49,16 @@ class Slot:
             "scheduling_strategy": self.strategy,
             "runtime_env": {"env_vars": {} if self.uses_gpus else cpu_environment()},
         }
+
+
+def terms(config: PolicyPlacementConfig, use_gpus: bool) -> dict[str, Any]:
+    """Keyword arguments of `Placement.reserve`."""
+    return {
+        "use_gpus": use_gpus,
+        "cpus_each": config.cpus_per_worker,
+        "strategy": config.strategy,
+        "timeout_s": config.timeout_s,
+    }
 
 
 class Placement:

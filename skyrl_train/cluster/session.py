@@ -41,8 +41,11 @@ class Cluster:
 def connect() -> Iterator[Cluster]:
     """Join the cluster named by RAY_ADDRESS (`ray job submit` sets it), or start a local one; leave it at the end.
 
-    Raises: ValueError if RAY_ADDRESS names a cluster that does not answer, or one that the driver is outside of.
+    Raises: ValueError if RAY_ADDRESS names a cluster that does not answer, or one that the driver is outside of, or if
+        this process is connected already.
     """
+    if ray.is_initialized():
+        raise ValueError("this process is connected to Ray already: call ray.shutdown() before a run")
     _keep_rays_words_from_console()
     address = os.environ.get("RAY_ADDRESS") or "local"
     _check_answers(address)

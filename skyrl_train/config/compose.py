@@ -20,7 +20,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from skyrl_train.config.errors import ConfigError, nearest
+from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.files import (
     ConfigFile,
     check_files,
@@ -31,6 +31,7 @@ from skyrl_train.config.files import (
     shown_path,
 )
 from skyrl_train.config.overrides import hydra_line, is_searchpath, parse, problem, quoted_list, strings
+from skyrl_train.spelling import nearest
 
 OmegaConf.register_new_resolver("dtype_name", lambda bf16: "bfloat16" if bf16 else "float32", replace=True)
 

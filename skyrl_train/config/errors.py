@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 class ConfigError(ValueError):
@@ -18,9 +17,3 @@ class ConfigError(ValueError):
             return self.problems[0]
         lines = [f"{len(self.problems)} problems in the configuration:"]
         return "\n".join(lines + [f"  {i}. {problem}" for i, problem in enumerate(self.problems, 1)])
-
-
-def nearest(name: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The option that looks most like `name`, or None where none is close."""
-    close = difflib.get_close_matches(name, list(options), n=1, cutoff=cutoff)
-    return close[0] if close else None

@@ -16,6 +16,7 @@ from skyrl_train.config.values import (
     SecretText,
     Share,
     ShareAboveZero,
+    ShareBelowOne,
     Text,
 )
 
@@ -42,6 +43,8 @@ class SamplingConfig:
 class GeneratorConfig:
     """The vLLM engines and what they are asked for."""
 
+    backend: Text
+    """Kind of the engines that are started: vllm, or `module:Class` of your own (skyrl_train/engines/protocol.py)."""
     run_engines_locally: bool
     """Start the engines; false connects to the vLLM servers of remote_inference_engine_urls."""
     remote_inference_engine_urls: tuple[str, ...]
@@ -56,6 +59,8 @@ class GeneratorConfig:
     """dtype of the engines' weights: bfloat16, float16 or float32."""
     enforce_eager: bool | None
     """No CUDA graphs and no compilation; null means CUDA graphs on GPUs and eager mode without a GPU."""
+    seed_requests: bool | None
+    """A seed for each request, so that a sampled run repeats; null means true without a GPU and false on GPUs."""
     enable_prefix_caching: bool
     """Samples of one prompt share its computation."""
     gpu_memory_utilization: ShareAboveZero | None
@@ -71,15 +76,20 @@ class GeneratorConfig:
     max_turns: Count
     """Turns of one sample."""
     n_samples_per_prompt: Count
-    """Samples of one group."""
+    """Rollouts of each prompt; their samples are one group."""
+    rollout: Text | None
+    """`module:function` that makes the samples of a prompt (docs/extending.md); null plays the prompt's environment."""
+    max_failed_share: ShareBelowOne
+    """Fraction of a step's rollouts that may fail; their groups are trained without them. 0: the first ends the run."""
     eval_n_samples_per_prompt: Count
     """Samples per prompt in evaluation."""
     engine_init_kwargs: dict[str, Any]
     """Passed to vLLM's engine arguments as they are."""
     chat_template_kwargs: dict[str, Any]
     """Passed to the tokenizer's chat template."""
-    weight_sync_backend: Annotated[str, OneOf(("auto", "shm", "broadcast", "cuda_ipc", "vllm_nccl"))]
-    """auto, shm, broadcast, cuda_ipc (policy and engines on the same GPUs), or vllm_nccl for stock vLLM servers."""
+    weight_sync_backend: Text
+    """auto, or one of weight_sync/channels/table.py: shm, broadcast, cuda_ipc (policy and engines on the same GPUs), or
+    vllm_nccl for stock vLLM servers."""
     weight_sync_bucket_mb: Count
     """MiB of one packed bucket of weights."""
     pause_mode: Annotated[str, OneOf(("keep", "wait", "abort"))]
@@ -100,3 +110,9 @@ class GeneratorConfig:
     """Times in a row that a lost engine is replaced."""
     sampling_params: SamplingConfig
     eval_sampling_params: SamplingConfig
+
+    @property
+    def longest_conversation(self) -> int:
+        """Tokens of the longest conversation that training or evaluation may ask an engine for."""
+        sampled = self.sampling_params.max_generate_length, self.eval_sampling_params.max_generate_length
+        return self.max_input_length + max(sampled)

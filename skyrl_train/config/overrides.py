@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def quoted_list(items: Sequence[str]) -> str:
     return "[" + ",".join("'" + item.replace("'", "\\'") + "'" for item in items) + "]"
 
 
-def _below_free_form(path: str, kinds: dict[str, Any]) -> bool:
+def _below_free_form(path: str, kinds: Mapping[str, Any]) -> bool:
     parts = path.split(".")
     return any(is_free_form(kinds.get(".".join(parts[:n]))) for n in range(1, len(parts)))
 

@@ -7,6 +7,15 @@ from typing import Annotated, Any
 
 from skyrl_train.config.values import AboveZero, Bounds, Count, CountOrZero, Decay, NotNegative, OneOf, Share, Text
 
+OWN_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Settings of Megatron's TransformerConfig that say which layers lie on which stage."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -11,8 +11,10 @@ from typing import Any, Generic, TypeVar
 import yaml
 from omegaconf import DictConfig
 
+from skyrl_train.algorithms.tables import import_modules
 from skyrl_train.config import compose
 from skyrl_train.config.command_line import read_command_line
+from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.files import shipped_folder
 from skyrl_train.config.redaction import Secrets, secrets_of
 from skyrl_train.config.schema import build
@@ -46,7 +48,15 @@ class Program(Generic[T]):
         Raises: ConfigError.
         """
         composed = compose.compose(self.schema, self.base, overrides, [Path(f) for f in folders])
-        return build(self.schema, composed.values, composed.where)
+        return self._built(composed.values, composed.where)
+
+    def _built(self, values: dict[str, Any], where: Callable[[str], str]) -> T:
+        modules = values["trainer"].get("custom_modules")
+        try:
+            import_modules([modules] if isinstance(modules, str) else modules or ())
+        except ValueError as error:
+            raise ConfigError(str(error) + where("trainer.custom_modules")) from error
+        return build(self.schema, values, where)
 
     def read(self, argv: Sequence[str]) -> T:
         """What a command line (without the program's name) asks for; docs/configuration.md says what it may hold.
@@ -56,7 +66,7 @@ class Program(Generic[T]):
         """
         request = read_command_line(argv, self.base, self.module, self.purpose)
         composed = compose.compose(self.schema, request.base, request.overrides, request.folders)
-        config = build(self.schema, composed.values, composed.where)
+        config = self._built(composed.values, composed.where)
         if request.print_config:
             print(to_yaml(config), end="")
             raise SystemExit(0)
@@ -67,7 +77,7 @@ class Program(Generic[T]):
 
         Raises: ConfigError.
         """
-        return build(self.schema, *compose.of_hydra(self.schema, cfg))
+        return self._built(*compose.of_hydra(self.schema, cfg))
 
     def base_yaml(self) -> str:
         """Every key of the schema with its value in the base, `${...}` as written."""

@@ -8,9 +8,11 @@ of the environments and of the algorithm, and the whole.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.policy import RefConfig, SyncedPolicyConfig
 from skyrl_train.config.program import Program
@@ -58,12 +60,12 @@ class CispoConfig:
 class AlgorithmConfig:
     """From rewards to a loss."""
 
-    advantage_estimator: Annotated[str, OneOf(table=("advantages", "ADVANTAGES"))]
-    """Name in algorithms/advantages.py."""
+    advantage_estimator: Annotated[str, ADVANTAGES]
+    """A name of algorithms/tables.py, or module:attribute."""
     grpo_norm_by_std: bool
     """Divide group-relative advantages by the group's standard deviation."""
-    policy_loss_type: Annotated[str, OneOf(table=("losses", "LOSSES"), read_by_ranks=True)]
-    """Name in algorithms/losses.py."""
+    policy_loss_type: Annotated[str, LOSSES]
+    """A name of algorithms/tables.py, or module:attribute."""
     eps_clip_low: Share
     """The probability ratio is clipped at 1 - eps_clip_low."""
     eps_clip_high: NotNegative
@@ -71,20 +73,40 @@ class AlgorithmConfig:
     clip_ratio_c: Annotated[float, Bounds(low=1, above=True)]
     """dual_clip: bound of ratio * |advantage| where the advantage is negative, above 1."""
     cispo: CispoConfig
-    loss_reduction: Annotated[str, OneOf(table=("reductions", "REDUCTIONS"))]
-    """Name in algorithms/reductions.py."""
+    corrections: tuple[Annotated[str, CORRECTIONS], ...]
+    """Corrections between engine and trainer, applied to the policy's loss: names of algorithms/tables.py."""
+    token_tis_ratio_clip_high: AboveZero
+    """token_tis: largest importance weight."""
+    icepop_low: NotNegative
+    """icepop: smallest importance weight that is trained."""
+    icepop_high: AboveZero
+    """icepop: largest importance weight that is trained."""
+    loss_reduction: Annotated[str, REDUCTIONS]
+    """A name of algorithms/tables.py, or module:attribute."""
     use_kl_loss: bool
     """Add the KL divergence from the reference to the loss."""
     use_kl_in_reward: bool
     """Take the KL divergence from the reference off the reward."""
-    kl_estimator_type: Annotated[str, OneOf(table=("kl", "KL_ESTIMATORS"), read_by_ranks=True)]
-    """Name in algorithms/kl.py."""
+    kl_estimator_type: Annotated[str, KL_ESTIMATORS]
+    """A name of algorithms/tables.py, or module:attribute."""
     kl_loss_coef: NotNegative
     """Weight of the KL term, in the loss or in the reward."""
+    kl_loss_reduction: Annotated[str, REDUCTIONS] | None
+    """Reduction of the KL term; null: loss_reduction."""
     use_entropy_loss: bool
     """Take the entropy, weighted, off the loss."""
     entropy_loss_coef: NotNegative
     """Weight of the entropy term."""
+    entropy_loss_reduction: Annotated[str, REDUCTIONS] | None
+    """Reduction of the entropy term; null: loss_reduction."""
+    parameters: dict[str, Any]
+    """Values of the keyword-only parameters of your own functions, by name."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Leaf name -> value of every key: where functions get their keyword-only parameters from."""
+        fields = dataclasses.asdict(self)
+        return {**fields.pop("parameters"), **fields.pop("cispo"), **fields}
 
     @property
     def needs_reference(self) -> bool:
@@ -122,7 +144,11 @@ class TrainerConfig(TrainingConfig):
     """Compare engine and trainer logprobs of fixed samples before the first update and at the first and each Nth sync;
     0 means never."""
     logprob_difference: LogprobDifferenceConfig
+    custom_modules: tuple[Text, ...]
+    """Modules of yours that are imported before names are looked up, and may register losses and estimators."""
     ref: RefConfig
+    source: Text
+    """Where the groups of a step come from: on_policy, or `module:attribute` of the user's own (docs/extending.md)."""
     algorithm: AlgorithmConfig
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -20,13 +21,15 @@ from skyrl_train.config.redaction import BY_NAME, MASK
 T = TypeVar("T")
 
 
-def field_types(schema: type) -> dict[str, Any]:
+@functools.cache  # evaluating annotations took a fifth of the time of reading a configuration
+def field_types(schema: type) -> Mapping[str, Any]:
     """Field name -> type, in the order of the class."""
     hints = typing.get_type_hints(schema, include_extras=True)
     return {f.name: hints[f.name] for f in dataclasses.fields(schema)}
 
 
-def key_types(schema: type, prefix: str = "") -> dict[str, Any]:
+@functools.cache
+def key_types(schema: type, prefix: str = "") -> Mapping[str, Any]:
     """Dotted path of every section and key -> its type: `{"trainer": TrainerConfig, "trainer.seed": int, ...}`."""
     found: dict[str, Any] = {}
     for name, kind in field_types(schema).items():

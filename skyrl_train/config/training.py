@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from skyrl_train.config.policy import PolicyConfig
 from skyrl_train.config.values import AboveZero, Count, CountOrNever, FolderText, NotNegative, OneOf, Seed, Text
+
+DATA_FILE = re.compile(r"\.(?P<format>parquet|jsonl|json)(\.(gz|bz2|xz|zst))?$")
+HUB_SPLIT = re.compile(r"^(?P<name>[^:]+):(?P<split>[^:/]+)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,7 @@ class TrainingConfig:
     prepare: str | None
     """`module:function` that makes the model and data of an experiment if missing."""
     seed: Seed
-    """Of data order, engines and model initialisation."""
+    """Of data order, sampling and model initialisation."""
     project_name: Text
     """Weights & Biases project."""
     run_name: FolderText
@@ -98,3 +102,5 @@ class RunConfig:
 
     data: DataConfig
     trainer: TrainingConfig
+    extra: dict[str, Any]
+    """The user's own values, under any names; nothing here reads them."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import ipaddress
 import math
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
-from skyrl_train.config.errors import nearest
+from skyrl_train.spelling import nearest
 
 
 @dataclass(frozen=True)
@@ -41,32 +37,18 @@ class Bounds:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of these names, or of those in a table of skyrl_train.algorithms."""
+    """One of these names. The tables of skyrl_train.algorithms are such rules too."""
 
-    names: tuple[str, ...] = ()
-    table: tuple[str, str] | None = None
-    """(module, dictionary): the names are its keys, so that there is one list of them."""
-    read_by_ranks: bool = False
-    """The ranks look the name up, in processes that have the table as its source has it."""
+    names: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"one of {', '.join(self.allowed())}"
-
-    def allowed(self) -> tuple[str, ...]:
-        if self.table is None:
-            return self.names
-        return names_in_source(*self.table) if self.read_by_ranks else table_names(*self.table)
+        return f"one of {', '.join(self.names)}"
 
     def problem(self, value: str) -> str | None:
         """As in Bounds."""
-        if self.table is not None and self.read_by_ranks and value in names_of_this_process(*self.table):
-            return (
-                f"this program has put it into {self.table[1]}, and the ranks are other processes, which a custom "
-                f"entry cannot reach yet. It must be {self} of skyrl_train itself"
-            )
-        if value in self.allowed():
+        if value in self.names:
             return None
-        close = nearest(value, self.allowed())
+        close = nearest(value, self.names)
         return (f"did you mean {close}? " if close else "") + f"It must be {self}"
 
 
@@ -119,40 +101,11 @@ NotNegative = Annotated[float, Bounds(low=0)]
 AboveZero = Annotated[float, Bounds(low=0, above=True)]
 Share = Annotated[float, Bounds(low=0, high=1)]
 ShareAboveZero = Annotated[float, Bounds(low=0, high=1, above=True)]
+ShareBelowOne = Annotated[float, Bounds(low=0, high=1, below=True)]
 Seed = Annotated[int, Bounds(low=0, high=2**31 - 1)]
 """numpy, which the engines seed, takes 32 bits, and engine N has the seed that is N more."""
 Port = Annotated[int, Bounds(low=0, high=65535)]
-Decay = Annotated[float, Bounds(low=0, high=1, below=True)]
-
-
-@functools.cache
-def names_in_source(module: str, table: str) -> tuple[str, ...]:
-    source = Path(__file__).parents[1] / "algorithms" / f"{module}.py"
-    for node in ast.parse(source.read_text()).body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == table:
-            assert isinstance(node.value, ast.Dict), f"{table} in {source} is no dictionary"
-            return tuple(str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
-    raise AssertionError(f"{source} has no {table}")
-
-
-def names_of_this_process(module: str, table: str) -> frozenset[str]:
-    """Names that a program has added to a table of skyrl_train.algorithms, or has given another function."""
-    loaded = sys.modules.get(f"skyrl_train.algorithms.{module}")
-    if loaded is None:
-        return frozenset()
-    known = names_in_source(module, table)
-    own = vars(loaded).values()
-    return frozenset(name for name, entry in getattr(loaded, table).items() if name not in known or entry not in own)
-
-
-def table_names(module: str, table: str) -> tuple[str, ...]:
-    """Names in a table of skyrl_train.algorithms.
-
-    Read off the source where the module is not imported yet, because importing it takes a second (torch); a program
-    that adds an entry of its own has imported it.
-    """
-    loaded = sys.modules.get(f"skyrl_train.algorithms.{module}")
-    return tuple(getattr(loaded, table)) if loaded is not None else names_in_source(module, table)
+Decay = ShareBelowOne
 
 
 def is_loopback(host: str) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -20,6 +20,17 @@ class OrderState:
     """Rows of the epoch that were given out."""
     num_rows: int
     seed: int
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any]) -> OrderState:
+        """From a checkpoint. Raises: ValueError for anything else than the fields of a state."""
+        try:
+            return cls(**saved)
+        except TypeError:
+            raise ValueError(
+                f"the checkpoint does not hold a position in rows, but {dict(saved)!r:.200}: another source of "
+                "groups wrote it. Set trainer.source as it was"
+            ) from None
 
     def require(self, num_rows: int, seed: int) -> None:
         """Raises: ValueError for another seed or number of rows, which have another order."""
@@ -54,30 +65,34 @@ class Order(Generic[Row]):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next batch, from 0."""
-        return self._epoch if self._has_batch() else self._epoch + 1
+        """Epoch of the rows that were given out last, from 0."""
+        return self._epoch
 
     def next_batch(self) -> list[Row]:
         """[batch_size] rows, none of them twice within an epoch."""
-        if not self._has_batch():
+        return self.next_rows(self._batch_size)
+
+    def next_rows(self, num_rows: int) -> list[Row]:
+        """So many rows of one epoch, at most batch_size; those that an epoch has left when they do not suffice are left
+        out."""
+        if self._position + num_rows > len(self._rows):
             self._epoch, self._position = self._epoch + 1, 0
             self._permutation = self._permute()
-        batch = self._permutation[self._position : self._position + self._batch_size]
-        self._position += self._batch_size
-        return [self._rows[index] for index in batch]
+        rows = self._permutation[self._position : self._position + num_rows]
+        self._position += num_rows
+        return [self._rows[index] for index in rows]
 
     @property
-    def state(self) -> OrderState:
-        return OrderState(self._epoch, self._position, len(self._rows), self._seed)
+    def state(self) -> dict[str, Any]:
+        """The fields of an OrderState."""
+        return asdict(OrderState(self._epoch, self._position, len(self._rows), self._seed))
 
-    def go_on(self, state: OrderState) -> None:
-        """The next batch is the one that would have followed. Raises: as `OrderState.require`."""
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Continue with the batch that would have followed. Raises: as `OrderState.read` and `require`."""
+        state = OrderState.read(saved)
         state.require(len(self._rows), self._seed)
         self._epoch, self._position = state.epoch, state.position
         self._permutation = self._permute()
-
-    def _has_batch(self) -> bool:
-        return self._position + self._batch_size <= len(self._rows)
 
     def _permute(self) -> list[int]:
         # A prime factor keeps (seed, epoch) pairs apart: epoch 1 of seed 42 is not epoch 0 of seed 43.

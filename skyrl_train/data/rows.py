@@ -10,7 +10,7 @@ from typing import Any
 
 import datasets
 
-from skyrl_train.checks.training import DATA_FILE, HUB_SPLIT
+from skyrl_train.config.training import DATA_FILE, HUB_SPLIT
 from skyrl_train.data.text import shortened
 
 LocatedRow = tuple[str, dict[str, Any]]

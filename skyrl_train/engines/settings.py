@@ -1,4 +1,4 @@
-"""What an engine is started with, and what vLLM is told of it.
+"""What an engine is told, and what vLLM is told of it.
 
 Imports no vLLM: settings are made in other processes, and the environment must be set before vLLM is imported.
 """
@@ -10,12 +10,12 @@ import logging
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.policy import LoraConfig
-from skyrl_train.config.values import is_loopback
 from skyrl_train.hf.adapter import SLOT_RANKS, linear_shapes, slot_problem, targets
 
 log = logging.getLogger(__name__)
@@ -30,28 +30,6 @@ NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class HttpSettings:
-    """Where one engine offers vLLM's OpenAI-compatible API. The names are those of `generator.*`."""
-
-    host: str
-    """Address to listen on."""
-    port: int
-    """0 means any that is free."""
-    api_key: str | None = field(default=None, repr=False)
-    advertised_host: str | None = None
-    """Address for others to use where `host` is that of all networks; None means this host's name."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """For chats that bring none of their own."""
-
-    def __post_init__(self) -> None:
-        if self.api_key is None and not is_loopback(self.host):
-            raise ValueError(
-                f"the HTTP endpoint would listen on {self.host} and let anybody in: set generator.http_api_key, or "
-                "generator.http_endpoint_host to 127.0.0.1"
-            )
-
-
-@dataclass(frozen=True)
 class Margin:
     """What an engine leaves of the memory that it finds free on each of its devices when it starts."""
 
@@ -63,74 +41,48 @@ class Margin:
     """Bytes besides, that trainers on the same devices may come to hold while the engine generates."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """One vLLM engine. The names are those of `generator.*`."""
+    """What an engine of any kind is told: its configuration, and what only the run knows."""
 
+    generator: GeneratorConfig
+    """weight_sync_backend is what was chosen for auto."""
+    index: int
+    """Among the engines; decides its port, or which server it is."""
     model_path: str
     """Folder with the checkpoint, its config and its tokenizer."""
     served_model_name: str
-    model_dtype: str
-    """"float32" or "bfloat16"."""
     max_model_len: int
     """Most tokens of prompt and response together."""
-    seed: int = 0
-    tensor_parallel_size: int = 1
-    enforce_eager: bool | None = None
-    """None means CUDA graphs on a GPU, and eager mode without one."""
-    enable_prefix_caching: bool = True
-    gpu_memory_utilization: float | None = None
-    """None means what is free on its devices when it starts, but for the margin."""
+    seed: int
+    rpc_timeout_s: float
+    """Deadline of calls that wait for requests."""
+    api_key: str | None = field(default=None, repr=False)
+    """Of a server that runs already."""
+    advertised_host: str | None = None
+    """Address for others to use where the endpoint listens on all networks; None means this host's name."""
     margin: Margin = Margin()
     enable_sleep_mode: bool = False
     """Whether the engine will be asked to sleep; without a GPU it can always be asked, and nothing is freed."""
-    kv_cache_memory_bytes: int | None = None
-    """None lets vLLM size the KV cache from gpu_memory_utilization, which without a GPU means of all memory."""
     cached_sequences: int | None = None
-    """With both of these None: no more sequences of max_model_len find room in the KV cache; None for no such limit."""
-    max_num_batched_tokens: int = 8192
-    max_num_seqs: int = 1024
-    rpc_timeout_s: float = 600.0
-    """Deadline of calls that wait for requests."""
-    sync_timeout_s: float = 120.0
-    """Deadline of every other call to the engine's core: those of a weight sync."""
-    pause_mode: PauseMode = "keep"
-    """What a pause does to running requests: "keep", "wait" or "abort"."""
-    http: HttpSettings | None = None
-    """None means no HTTP endpoint."""
+    """Where nothing else sizes the KV cache: no more sequences of max_model_len find room in it; None for no limit."""
     lora: LoraConfig | None = None
     """With it every request carries the policy's adapter, which the weight sync brings."""
     lora_seed: int = 0
     """Of the adapter before the first sync, which changes nothing."""
-    engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to vLLM's engine arguments as they are; they win over everything else."""
 
-    def __post_init__(self) -> None:
-        if self.model_dtype not in NUM_BYTES:
-            raise ValueError(f"model_dtype is {self.model_dtype!r}; it is float32, bfloat16 or float16")
+    @property
+    def url(self) -> str:
+        """Of a server that runs already: "http://host:port", without a path."""
+        return self.generator.remote_inference_engine_urls[self.index]
 
+    @property
+    def tensor_parallel_size(self) -> int:
+        return self.generator.inference_engine_tensor_parallel_size
 
-@dataclass(frozen=True)
-class RemoteEngineSettings:
-    """One vLLM server that runs already."""
-
-    url: str
-    """"http://host:port", without a path."""
-    api_key: str | None = field(repr=False)
-    model_path: str
-    """Folder of the policy's checkpoint; the server's tokenizer must be the same."""
-    model_dtype: str
-    """dtype of the weights that will be sent."""
-    max_model_len: int
-    """Most tokens of prompt and response together; the server may have more."""
-    weight_sync_backend: str
-    """"shm", "broadcast" or "vllm_nccl"."""
-    rpc_timeout_s: float = 600.0
-    """Deadline of every call except generation."""
-    pause_mode: PauseMode = "keep"
-    """As in EngineSettings."""
-    sync_timeout_s: float = 120.0
-    """Deadline of each call of a weight sync, after which the server counts as lost."""
+    def changed(self, **keys: Any) -> EngineSettings:
+        """With other values of these keys of `generator`."""
+        return replace(self, generator=replace(self.generator, **keys))
 
 
 def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, Any]:
@@ -138,7 +90,8 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
 
     Raises: ValueError without a GPU and without a size of the KV cache.
     """
-    if device_type == "cpu" and settings.kv_cache_memory_bytes is None:
+    generator = settings.generator
+    if device_type == "cpu" and generator.kv_cache_memory_gb is None:
         raise ValueError(
             "generator.kv_cache_memory_gb is not set; without a GPU every engine would claim most of all memory. Set "
             "it, for example to 0.25"
@@ -146,14 +99,14 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
     arguments: dict[str, Any] = {
         "model": settings.model_path,
         "served_model_name": settings.served_model_name,
-        "dtype": settings.model_dtype,
+        "dtype": generator.model_dtype,
         "max_model_len": settings.max_model_len,
         "seed": settings.seed,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "enforce_eager": is_eager(settings, device_type),
-        "enable_prefix_caching": settings.enable_prefix_caching,
-        "max_num_batched_tokens": max(settings.max_num_batched_tokens, settings.max_model_len),
-        "max_num_seqs": settings.max_num_seqs,
+        "enable_prefix_caching": generator.enable_prefix_caching,
+        "max_num_batched_tokens": max(generator.max_num_batched_tokens, settings.max_model_len),
+        "max_num_seqs": generator.max_num_seqs,
         "logprobs_mode": "processed_logprobs",
         # Else requests over HTTP take top_k, repetition_penalty and others from the model's generation_config.json.
         "generation_config": "vllm",
@@ -166,20 +119,27 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
     }
     if settings.enable_sleep_mode and device_type == "cuda":  # vLLM refuses it elsewhere
         arguments["enable_sleep_mode"] = True
-    if settings.gpu_memory_utilization is not None:
-        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
-    if settings.kv_cache_memory_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes
+    if generator.gpu_memory_utilization is not None:
+        arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
+    if generator.kv_cache_memory_gb is not None:
+        arguments["kv_cache_memory_bytes"] = int(generator.kv_cache_memory_gb * 2**30)
     if settings.lora is not None:
         arguments |= lora_arguments(settings.model_path, settings.lora, settings.lora_seed)
     if settings.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
-    return arguments | settings.engine_init_kwargs
+    return arguments | generator.engine_init_kwargs
 
 
 def is_eager(settings: EngineSettings, device_type: str) -> bool:
     """Whether the engine runs without CUDA graphs and without compilation."""
-    return device_type == "cpu" if settings.enforce_eager is None else settings.enforce_eager
+    chosen = settings.generator.enforce_eager
+    return device_type == "cpu" if chosen is None else chosen
+
+
+def seeds_requests(settings: EngineSettings, device_type: str) -> bool:
+    """Whether each request has its own seed. vLLM samples such requests one by one, which on a GPU takes launches."""
+    chosen = settings.generator.seed_requests
+    return device_type == "cpu" if chosen is None else chosen
 
 
 def still_running(timeout_s: float, requests: Sequence[str] = ()) -> TimeoutError:
@@ -224,7 +184,7 @@ def engine_environment(settings: EngineSettings, device_type: str) -> dict[str, 
         # The worker lives in the core's process: one process and its start-up less (tensor parallelism asks for "mp").
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-    if device_type == "cuda" and settings.model_dtype == "float32":
+    if device_type == "cuda" and settings.generator.model_dtype == "float32":
         # vLLM's attention leaves the precision of its products to Triton, whose own default is TensorFloat-32.
         environment["TRITON_F32_DEFAULT"] = "ieee"
     if not is_eager(settings, device_type):

@@ -6,13 +6,13 @@ Exit codes: 0 finished, 1 the run failed, 2 the configuration cannot work, 130 e
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
@@ -23,7 +23,7 @@ from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.program import Program, secrets_in, to_yaml
 from skyrl_train.config.redaction import BY_NAME, Secrets, hidden_in_logs, secrets_of
 from skyrl_train.config.training import RunConfig
-from skyrl_train.imports import quick_imports
+from skyrl_train.imports import attribute, imported, quick_imports
 
 if TYPE_CHECKING:
     from skyrl_train.entrypoints.run import Run
@@ -41,8 +41,39 @@ class Command(Generic[T]):
     program: Program[T]
     check: Callable[[T, int | None, bool], None]
     """check(config, rows left in the training data or None, whether to look at files) raises ConfigError."""
-    run: str
-    """`module:Class` of its Run, imported late: it takes seconds, and a wrong configuration should not."""
+    run: str | type[Run]
+    """Its Run, by `module:Class` imported late: it takes seconds, and a wrong configuration should not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a run came to its end."""
+
+    code: int
+    """Exit code."""
+    error: Exception | None = None
+    """The reason where it failed."""
+
+
+class Interrupts:
+    """How Ctrl-C reaches a run that another thread than the main one executes."""
+
+    def __init__(self) -> None:
+        self._send: Callable[[], object] | None = None
+        self._num_pending = 0
+
+    def request(self) -> None:
+        """Like SIGINT; before the run can take it, it waits."""
+        if self._send is None:
+            self._num_pending += 1
+        else:
+            self._send()
+
+    def connect(self, send: Callable[[], object]) -> None:
+        """From now on requests are sent, first those that wait."""
+        self._send = send
+        for _ in range(self._num_pending):
+            send()
 
 
 class Terminated(KeyboardInterrupt):
@@ -57,7 +88,7 @@ def execute(command: Command[T], argv: Sequence[str]) -> int:
         config = command.program.read(argv)
         prepare(command, config)
         command.check(config, None, True)
-        return run(command, config, console)
+        return run(command, config, console).code
 
     return guarded(work, console)
 
@@ -91,55 +122,53 @@ def prepare(command: Command[T], config: T) -> None:
     if config.trainer.prepare is None:
         return
     command.check(config, None, False)
-    module, _, function = config.trainer.prepare.partition(":")
     try:
-        target = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            [f"trainer.prepare is {config.trainer.prepare!r}, which is not an importable `module:function` ({error})"]
-        ) from error
+        target = imported("trainer.prepare", config.trainer.prepare)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
     target(config)
 
 
-def run(command: Command[T], config: T, console: Console) -> int:
-    """Train with a configuration that was checked."""
+def run(command: Command[T], config: T, console: Console, interrupts: Interrupts | None = None) -> Ended:
+    """Train with a configuration that was checked; a failure is printed."""
     secrets = secrets_in(config)
     with hidden_in_logs(secrets):
-        return _run(command, config, console, secrets)
+        return _run(command, config, console, secrets, interrupts or Interrupts())
 
 
-def _run(command: Command[T], config: T, console: Console, secrets: Secrets) -> int:
+def _run(command: Command[T], config: T, console: Console, secrets: Secrets, interrupts: Interrupts) -> Ended:
     run_dir: RunDir | None = None
     status, code = "failed", 1
+    failure: Exception | None = None
     try:
         one = _checked_input(command, config, console)
         command.check(config, one.num_train_rows, True)
         goes_on = _find_checkpoint(one)
         if one.is_done:
             console.print("all steps are done; for more, raise trainer.epochs or trainer.max_training_steps")
-            return 0
+            return Ended(0)
         run_dir = _run_dir(command, config, secrets, goes_on=goes_on)
-        ended_by = asyncio.run(_until_signal(one, run_dir, console, secrets))
+        ended_by = asyncio.run(_until_signal(one, run_dir, console, secrets, interrupts))
         status, code = ("finished", 0) if ended_by is None else ("interrupted", 128 + ended_by)
     except ConfigError as error:
         print_error(str(error), console, secrets)
-        code = 2
+        code, failure = 2, error
     except KeyboardInterrupt as interrupt:
         status, code = "interrupted", _exit_code(interrupt)
     except Exception as error:
         report_failure(error, run_dir, console, secrets)
+        failure = error
     finally:
         if run_dir is not None:
             run_dir.finish(status)
             _write_report(run_dir, console)
-    return code
+    return Ended(code, failure)
 
 
 def _checked_input(command: Command[T], config: T, console: Console) -> Run:
     """Load what the run reads. Raises: ConfigError for a bad row, an unknown environment or model."""
-    module, _, name = command.run.partition(":")
     with quick_imports():
-        kind = getattr(importlib.import_module(module), name)
+        kind = attribute(command.run) if isinstance(command.run, str) else command.run
     try:
         return kind(config, console)
     except ValueError as error:
@@ -167,7 +196,9 @@ def _run_dir(command: Command[T], config: T, secrets: Secrets, *, goes_on: bool)
         raise ConfigError([str(error)]) from error
 
 
-async def _until_signal(one: Run, run_dir: RunDir, console: Console, secrets: Secrets) -> int | None:
+async def _until_signal(
+    one: Run, run_dir: RunDir, console: Console, secrets: Secrets, interrupts: Interrupts
+) -> int | None:
     """Run it; the first SIGINT or SIGTERM ends it after the step in flight, the second at once.
 
     Returns: the signal that ended the run, or None. A step that fails after the signal (a service manager ends all
@@ -183,8 +214,11 @@ async def _until_signal(one: Run, run_dir: RunDir, console: Console, secrets: Se
         elif task is not None:
             task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal, number)
+    else:
+        interrupts.connect(partial(loop.call_soon_threadsafe, on_signal, signal.SIGINT))
     try:
         await one.run(run_dir)
     except asyncio.CancelledError:

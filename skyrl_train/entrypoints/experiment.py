@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from rich.console import Console
 
-from skyrl_train.checks.model import longest_conversation
 from skyrl_train.checks.reference import check_reference
-from skyrl_train.cluster.launch import Processes, launch
-from skyrl_train.cluster.pool.engine_settings import served_model_name
+from skyrl_train.cluster.launch import Processes
+from skyrl_train.cluster.pool.settings import served_model_name
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config
 from skyrl_train.data.chat import ChatTemplate
-from skyrl_train.data.order import Order
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.entrypoints.run import Run
 from skyrl_train.envs.registry import env_creator
+from skyrl_train.imports import imported
 from skyrl_train.rollout.collect import Collector
+from skyrl_train.rollout.contract import Engines, Rollout
 from skyrl_train.rollout.env_pool import EnvPool
-from skyrl_train.rollout.sample import RolloutSettings, Sampler
+from skyrl_train.rollout.sample import Sampler
+from skyrl_train.rollout.source import SOURCES, GroupSource, SourceParts
 from skyrl_train.tracking.progress import ConsoleProgress
 from skyrl_train.tracking.run_dir import RunDir
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.tracking.transcripts import TranscriptLog
+from skyrl_train.trainer.build import build_learner, launch_training
 from skyrl_train.trainer.evaluation import Evaluation
-from skyrl_train.trainer.learner import build_learner
-from skyrl_train.trainer.rules import objective, sampling_params
+from skyrl_train.trainer.rules import sampling_params
 from skyrl_train.trainer.trainer import Parts, Trainer
 from skyrl_train.types import Prompt
 
@@ -84,24 +86,31 @@ class Experiment(Run[Config, Processes]):
     async def launch(self, cluster: Cluster, logs: str) -> Processes:
         trainer = self.config.trainer
         mini_batches = trainer.train_batch_size // trainer.policy_mini_batch_size
-        goal = objective(
-            trainer.algorithm,
-            self.config.generator.sampling_params,
-            trainer.policy.megatron_config.logprobs_chunk_size,
-        )
-        processes = await launch(
-            self.config,
-            cluster,
-            min(longest_conversation(self.config.generator), self.model_config.max_position_embeddings),
-            goal,
-            self.num_steps * mini_batches * trainer.update_epochs_per_batch,
-            logs,
-            self.saved,
+        num_optimizer_steps = self.num_steps * mini_batches * trainer.update_epochs_per_batch
+        processes = await launch_training(
+            self.config, self.model_config, cluster, num_optimizer_steps, logs, self.saved
         )
         for index, url in enumerate(processes.engines.urls):
             served = f"{served_model_name(self.config)}@{processes.policy.policy_version}"
             self._say(f"engine {index} serves {served} at {url}/v1")
         return processes
+
+    def get_rollout(self, env_pool: EnvPool) -> Rollout:
+        """What makes the samples of a prompt: that of `generator.rollout`, else the player of environments."""
+        if self.config.generator.rollout is not None:
+            rollout: Rollout = imported("generator.rollout", self.config.generator.rollout)
+            return rollout
+        return Sampler(env_pool, self.config.environment.skyrl_gym.env_kwargs, self.config.extra).sample
+
+    def get_source(self, parts: SourceParts) -> GroupSource:
+        """Where the groups of a step come from: that of `trainer.source`."""
+        name = self.config.trainer.source
+        build: Callable[[SourceParts], GroupSource] = SOURCES.get(name) or imported("trainer.source", name)
+        return build(parts)
+
+    def get_trainer(self, parts: Parts) -> Trainer:
+        """What does the steps."""
+        return Trainer(self.config, parts, self.num_steps)
 
     def build_loop(self, processes: Processes, run_dir: RunDir, tracker: Tracker, at_end: ExitStack) -> Trainer:
         config = self.config
@@ -109,26 +118,31 @@ class Experiment(Run[Config, Processes]):
         at_end.callback(env_pool.close, timeout_s=5)
         transcripts = TranscriptLog(run_dir.samples, self._console)
         at_end.callback(transcripts.close)
-        return Trainer(config, self._parts(processes, env_pool, tracker, transcripts), self.num_steps)
+        return self.get_trainer(self._parts(processes, self.get_rollout(env_pool), tracker, transcripts))
 
-    def _parts(self, processes: Processes, env_pool: EnvPool, tracker: Tracker, transcripts: TranscriptLog) -> Parts:
+    def _parts(self, processes: Processes, rollout: Rollout, tracker: Tracker, transcripts: TranscriptLog) -> Parts:
         config, trainer, generator = self.config, self.config.trainer, self.config.generator
-        sampler = Sampler(
-            generate=processes.engines.generate,
-            chat=ChatTemplate(self.tokenizer, generator.chat_template_kwargs),
-            env_pool=env_pool,
-            settings=RolloutSettings(
-                max_turns=generator.max_turns,
-                max_input_length=generator.max_input_length,
-                env_kwargs=config.environment.skyrl_gym.env_kwargs,
-            ),
+        engines = Engines(
+            processes.engines.generate,
+            self.tokenizer,
+            ChatTemplate(self.tokenizer, generator.chat_template_kwargs),
+            max_input_length=generator.max_input_length,
+            max_turns=generator.max_turns,
+            config=config,
         )
-        collector = Collector(sampler)
-        progress = ConsoleProgress(self._console)
-        timers = Timers()
-        return Parts(
-            prompts=Order(self.train_prompts, batch_size=trainer.train_batch_size, seed=trainer.seed),
+        collector, timers = Collector(rollout, engines), Timers()
+        learner = build_learner(config, self.model_config, processes, timers)
+        source_parts = SourceParts(
+            config=config,
+            prompts=self.train_prompts,
+            sampling_params=sampling_params(generator.sampling_params),
             collector=collector,
+            progress=ConsoleProgress(self._console),
+            timers=timers,
+            wake_engines=learner.residency.for_rollout,
+        )
+        return Parts(
+            source=self.get_source(source_parts),
             evaluation=Evaluation(
                 self.val_prompts,
                 collector,
@@ -136,12 +150,12 @@ class Experiment(Run[Config, Processes]):
                 n_samples=generator.eval_n_samples_per_prompt,
                 sampling_params=sampling_params(generator.eval_sampling_params),
                 batch_size=trainer.eval_batch_size,
+                max_failed_share=generator.max_failed_share,
             ),
-            learner=build_learner(config, self.model_config, processes, timers),
+            learner=learner,
             policy=processes.policy,
             tracker=tracker,
             transcripts=transcripts,
-            progress=progress,
             timers=timers,
         )
 

@@ -11,8 +11,8 @@ import torch
 from skyrl_train.checks.model import cut_problems
 from skyrl_train.checks.training import layout_problems
 from skyrl_train.config import ConfigError, load_config
-from skyrl_train.config.errors import nearest
 from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.spelling import nearest
 
 SIZES = {
     "tp": ("tensor_model_parallel_size", "tensor parallelism"),

@@ -6,7 +6,9 @@ import logging
 from pathlib import Path
 from typing import TextIO
 
+from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.training import TrainingConfig
+from skyrl_train.data.order import OrderState
 from skyrl_train.tracking.run_dir import lock_folder, read_record
 from skyrl_train.trainer.run_state import Checkpoint, Checkpoints, load_checkpoint, settings_of
 
@@ -47,8 +49,9 @@ def chosen_checkpoint(trainer: TrainingConfig, num_rows: int) -> Checkpoint | No
     if chosen is None or not chosen.folder.is_relative_to(checkpoints.path):
         _require_free(checkpoints, trainer)
     if chosen is not None:
-        chosen.state.order.require(num_rows, trainer.seed)
         _require_settings(chosen, trainer)
+        if not isinstance(trainer, TrainerConfig) or trainer.source == "on_policy":
+            OrderState.read(chosen.state.source).require(num_rows, trainer.seed)
     return chosen
 
 

@@ -22,14 +22,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from skyrl_train.algorithms.losses import LossSettings
-from skyrl_train.algorithms.objective import Objective
 from skyrl_train.entrypoints.layout_request import OPTIONS, AskedLayout, Request, read_request
 from skyrl_train.megatron.verify.outcome import BFLOAT16, FLOAT32, Difference, Outcome, compare
-from skyrl_train.types import ExperienceBatch, Metrics
+from skyrl_train.types import Metrics
 
 if TYPE_CHECKING:
-    from skyrl_train.megatron.verify.layout_check import Trial
+    from skyrl_train.megatron.verify.trial import Trial
 
 SHOWN_TENSORS = 12
 HUGGING_FACE = "Hugging Face"
@@ -106,40 +104,14 @@ def _table(request: Request, name: str, difference: Difference, metrics: Metrics
 
 
 def _trial(request: Request, vocabulary: int) -> Trial:
-    """Random tokens with long and short responses, a clipped policy loss, KL and entropy terms."""
-    from skyrl_train.megatron.verify.layout_check import Trial
+    """Random tokens with long and short responses."""
+    from skyrl_train.megatron.verify.trial import random_trial
 
-    generator = torch.Generator().manual_seed(0)
-    shares = torch.rand(request.num_samples, generator=generator).square()
+    shares = torch.rand(request.num_samples, generator=torch.Generator().manual_seed(0)).square()
     lengths = (2 + shares * (request.max_length - 2)).long()
-    total = int(lengths.sum())
-    position = torch.arange(total) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-    experience = ExperienceBatch(
-        token_ids=torch.randint(0, vocabulary, (total,), generator=generator),
-        cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
-        loss_mask=position >= torch.repeat_interleave((lengths // 4).clamp(min=1), lengths),
-        rollout_logprobs=torch.randn(total, generator=generator),
-        rewards=torch.zeros(request.num_samples),
-        advantages=torch.randn(request.num_samples, generator=generator),
-        group_ids=torch.arange(request.num_samples),
-    )
-    return Trial(
-        model_path=request.model,
-        experience=experience,
-        old_offsets=0.2 * torch.randn(total, generator=generator),
-        ref_offsets=0.3 * torch.randn(total, generator=generator),
-        objective=Objective(
-            loss="regular",
-            settings=LossSettings(0.2, 0.2, 3.0, 1.0, 5.0),
-            kl_coef=0.1,
-            kl_estimator="k3",
-            entropy_coef=0.05,
-            temperature=0.9,
-            logprobs_chunk_size=1024,
-        ),
-        reduction="token_mean",
-        max_generate_length=request.max_length,
-        bf16=request.bf16,
+    prompts = (lengths // 4).clamp(min=1)
+    return random_trial(
+        request.model, lengths.tolist(), prompts.tolist(), vocabulary, temperature=0.9, bf16=request.bf16
     )
 
 

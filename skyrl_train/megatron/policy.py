@@ -13,16 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_train.algorithms.kl import KL_ESTIMATORS
-from skyrl_train.algorithms.losses import LOSSES
-from skyrl_train.algorithms.objective import Objective
-from skyrl_train.algorithms.reductions import weighted_sum
+from skyrl_train.algorithms.inputs import PerSample, TokenInputs
+from skyrl_train.algorithms.objective import Objective, objective_loss
 from skyrl_train.config.policy import LoraConfig, MegatronConfig, OptimizerConfig, SyncedLoraConfig
 from skyrl_train.device import device, peak_flops, synchronize
 from skyrl_train.file_sum import FileSum
+from skyrl_train.hf.flops import model_cost
 from skyrl_train.hf.hub import local_folder
 from skyrl_train.megatron.lora.adapters import Lora
-from skyrl_train.megatron.model.flops import model_cost
 from skyrl_train.megatron.model.model import build_model, build_optimizer, dtype_of, set_learning_rate
 from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.optimizer.finite_step import step_if_finite
@@ -79,12 +77,12 @@ class MegatronPolicy:
         self._old: OldLogprobs | None = None
         self._live_sums: LiveSums | None = None
 
-    def logprobs(self, batch: TrainBatch) -> Tensor | None:
+    def prompt_logprobs(self, batch: TrainBatch) -> Tensor | None:
         """[T] float32 under the current weights, on the reporting rank of the shard; None elsewhere.
 
         At temperature 1, as the engines score prompts, whatever temperature they sample with.
         """
-        self._memory.require("logprobs", WEIGHTS)
+        self._memory.require("prompt_logprobs", WEIGHTS)
         logprobs = batch_logprobs(self.model, self._packer, batch, 1.0, self._objective.logprobs_chunk_size)
         return logprobs if self.ranks.reports else None
 
@@ -92,74 +90,85 @@ class MegatronPolicy:
         """[T] float32 of the model without its adapters, on the reporting rank of the shard; None elsewhere."""
         self._memory.require("reference_logprobs", WEIGHTS)
         assert self.model.lora is not None
-        objective = self._objective
         with self.model.lora.off():
-            logprobs = batch_logprobs(
-                self.model, self._packer, batch, objective.temperature, objective.logprobs_chunk_size
-            )
+            logprobs = self._logprobs(batch)
         return logprobs if self.ranks.reports else None
+
+    def _logprobs(self, batch: TrainBatch) -> Tensor | None:
+        """[T] float32 at the objective's temperature; None before the last pipeline stage."""
+        objective = self._objective
+        return batch_logprobs(self.model, self._packer, batch, objective.temperature, objective.logprobs_chunk_size)
 
     def keep_old_logprobs(self, batch: TrainBatch, ref_logprobs: Tensor | None = None) -> Tensor | None:
         """Compute the logprobs that the next `update` compares with. They stay on this rank.
 
-        Returns: with ref_logprobs [T], the per-sample sum of the KL estimator over the policy's tokens, [B] float32,
-        on the reporting rank (the KL penalty of a reward); otherwise None.
+        Returns: with ref_logprobs [T], the estimated KL divergence of every token, [T] float32, on the reporting rank
+        (the KL penalty of a reward); otherwise None.
         """
         self._memory.require("keep_old_logprobs", WEIGHTS)
-        goal = self._objective
         with self._tracer("old_logprobs"):
-            logprobs = batch_logprobs(self.model, self._packer, batch, goal.temperature, goal.logprobs_chunk_size)
-        self._old = OldLogprobs(batch, self.policy_version, logprobs)
+            logprobs = self._logprobs(batch)
+        self._old = OldLogprobs(batch.step_id, self.policy_version, logprobs)
         if logprobs is None or ref_logprobs is None or not self.ranks.reports:
             return None
-        kl = KL_ESTIMATORS[self._objective.kl_estimator](logprobs, ref_logprobs) * batch.loss_mask
-        sample = torch.repeat_interleave(torch.arange(len(batch.advantages)), batch.cu_seqlens.diff().long())
-        return torch.zeros(len(batch.advantages)).index_add_(0, sample, kl)
+        return self._objective.kl_estimator(logprobs, ref_logprobs)
 
     def evaluate(self, batch: TrainBatch) -> float | None:
-        """The objective's policy term on the rank's shard, `sum(term * loss_weights)`, without touching a gradient.
+        """The objective on the rank's shard, without touching a gradient: its sum over the tokens of this shard.
 
         Returns: on the reporting rank of the shard; None elsewhere. Old logprobs are the current ones.
         """
         self._memory.require("evaluate", WEIGHTS)
-        goal = self._objective
-        logprobs = batch_logprobs(self.model, self._packer, batch, goal.temperature, goal.logprobs_chunk_size)
+        logprobs = self._logprobs(batch)
         if logprobs is None or not self.ranks.reports:
             return None
-        advantages = torch.repeat_interleave(batch.advantages, batch.cu_seqlens.diff().long())
-        terms, _ = LOSSES[goal.loss](logprobs, logprobs, advantages, goal.settings)
-        return float(weighted_sum(terms.double(), batch.loss_weights.double()))
+        sample = torch.repeat_interleave(batch.cu_seqlens.diff().long())
+        per_sample = PerSample(sample, len(batch.sample_ids), batch.loss_mask)
+        signals = {**batch.signals, "old_logprobs": logprobs}
+        tokens = TokenInputs(logprobs.double(), batch.loss_mask, per_sample, signals)
+        weights = {name: values.double() for name, values in batch.loss_weights.items()}
+        return float(objective_loss(self._objective, tokens, weights)[0])
 
     def update(
         self,
         batch: TrainBatch,
-        ref_logprobs: Tensor | None = None,
         epochs: int = 1,
         objective: Objective | None = None,
         limit: LogprobLimit | None = None,
+        **signals: Tensor,
     ) -> UpdateReport:
         """One optimizer step per mini-batch and epoch, of the given objective or else the policy's own.
 
         Where that is one step, its own forward pass yields the old logprobs; otherwise `keep_old_logprobs` must have
         computed them. An update that the limit refuses changes nothing.
 
-        Raises: RuntimeError where old logprobs are missing, or are of other samples or weights.
+        Args: signals: [T] each, by their names in TokenInputs: advantages, and ref_logprobs where a term reads them.
+        Raises: RuntimeError where old logprobs are missing, or are of another step or other weights.
         """
         self._memory.require("update", WEIGHTS, OPTIMIZER)
         check = LogprobCheck(limit, batch, self.ranks)
         with self._tracer("update"):
-            report = self._update(batch, ref_logprobs, epochs, objective or self._objective, check)
+            report = self._update(batch, epochs, objective or self._objective, check, signals)
         self._tracer.step += 1
         return report
 
     def _update(
-        self, batch: TrainBatch, ref_logprobs: Tensor | None, epochs: int, objective: Objective, check: LogprobCheck
+        self,
+        batch: TrainBatch,
+        epochs: int,
+        objective: Objective,
+        check: LogprobCheck,
+        signals: dict[str, Tensor],
     ) -> UpdateReport:
         started = time.perf_counter()
         kept, self._old = self._old, None
         old = old_logprobs(kept, batch, self.policy_version, epochs * len(batch.mini_batches))
         if check.refuses_kept(old):
             return refused(check.difference)
+        if old is not None:
+            signals["old_logprobs"] = old
+        if check.tokens is not None:
+            signals["is_compared"] = check.tokens
         passes: list[PassMetrics] = []
         norms: list[float] = []
         skipped, lr, flops = 0, 0.0, 0.0
@@ -167,9 +176,7 @@ class MegatronPolicy:
         for epoch in range(epochs):
             for index, mini_batch in enumerate(batch.mini_batches):
                 with span("pack"):
-                    micro_batches = [
-                        self._packer.pack(batch, samples, old, ref_logprobs, check.tokens) for samples in mini_batch
-                    ]
+                    micro_batches = [self._packer.pack(batch, samples, signals) for samples in mini_batch]
                 first = epoch == 0 and index == 0
                 for chunk in self.model.chunks:
                     chunk.zero_grad_buffer()
@@ -187,13 +194,13 @@ class MegatronPolicy:
                 self.policy_version += 1
                 chosen = [sample for samples in mini_batch for sample in samples]
                 flops += cost.train_flops(batch.cu_seqlens.diff()[chosen])
-        metrics = step_metrics(passes, norms, lr, skipped) if passes[0].sums else {}
+        metrics = step_metrics(passes, norms, lr, skipped)
         synchronize()  # The optimizer's last step is a part of the update, and not of what comes next.
         return UpdateReport(
             metrics=metrics,
             seconds=time.perf_counter() - started,
-            busy_seconds=sum(one.busy_seconds for one in passes),
-            schedule_seconds=sum(one.seconds for one in passes),
+            busy_seconds=sum(done.busy_seconds for done in passes),
+            schedule_seconds=sum(done.seconds for done in passes),
             train_flops=flops,
             peak_flops=peak_flops(),
             logprob_difference=check.difference,

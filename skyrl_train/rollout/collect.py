@@ -1,23 +1,27 @@
-"""Many samples at once -> Groups."""
+"""Many rollouts at once -> Groups."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
 
-from skyrl_train.rollout.sample import Sampler
+from skyrl_train.rollout.admission import Admission, Failure
+from skyrl_train.rollout.contract import Engines, Rollout
+from skyrl_train.rollout.seeds import seeded
 from skyrl_train.types import Group, Prompt, Sample, SamplingParams
+
+Outcome = list[Sample] | Failure
 
 
 class Progress(Protocol):
-    """Told of samples as they come in."""
+    """Told of rollouts as they end."""
 
     def start(self, total: int) -> None:
-        """Before the first; `total` samples will come."""
+        """Before the first; `total` will come."""
 
     def advance(self, sample: Sample) -> None:
-        """One more."""
+        """One more; of several samples the last."""
 
     def stop(self) -> None:
         """No more will come, also after an error."""
@@ -26,39 +30,66 @@ class Progress(Protocol):
 class Collector:
     """Collects the samples of many prompts, all of them in flight at once."""
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+    def __init__(self, rollout: Rollout, engines: Engines) -> None:
+        self._rollout, self._engines = rollout, engines
 
     async def collect(
-        self, prompts: Sequence[Prompt], n_samples: int, sampling_params: SamplingParams, progress: Progress
+        self,
+        prompts: Sequence[Prompt],
+        n_samples: int,
+        sampling_params: SamplingParams,
+        progress: Progress,
+        admission: Admission,
     ) -> list[Group]:
-        """`n_samples` samples of each prompt, in the order of the prompts.
+        """The groups of `n_samples` rollouts of each prompt, in the order of the prompts, without those that failed.
 
-        Raises: the first error of a sample (EnvironmentFailure, GenerationAborted, ...), after every other sample in
+        Args: sampling_params: with a seed, each rollout gets one derived from it, the prompt's uid and its own index.
+        Raises: what the admission raises at a failed rollout, and what the engines raise, after every other rollout in
             flight has been cancelled; no part of the groups is returned then.
         """
         progress.start(len(prompts) * n_samples)
-        tasks = [
-            asyncio.ensure_future(self._one(prompt, sampling_params, progress))
-            for prompt in prompts
-            for _ in range(n_samples)
-        ]
         try:
-            samples = await _all_or_first_error(tasks)
+            outcomes = await _all_or_first_error(
+                [
+                    self._outcome(prompt, seeded(sampling_params, prompt.uid, index), progress, admission)
+                    for prompt in prompts
+                    for index in range(n_samples)
+                ]
+            )
         finally:
             progress.stop()
-        return [Group(prompt, tuple(samples[i * n_samples : (i + 1) * n_samples])) for i, prompt in enumerate(prompts)]
+        groups = [
+            admission.finish(prompt, outcomes[i * n_samples : (i + 1) * n_samples]) for i, prompt in enumerate(prompts)
+        ]
+        return [group for group in groups if group is not None]
 
-    async def _one(self, prompt: Prompt, sampling_params: SamplingParams, progress: Progress) -> Sample:
-        sample = await self._sampler.sample(prompt, sampling_params)
-        progress.advance(sample)
-        return sample
+    async def _outcome(
+        self, prompt: Prompt, sampling_params: SamplingParams, progress: Progress, admission: Admission
+    ) -> Outcome:
+        engines = self._engines.for_a_rollout()
+        try:
+            samples = _samples(await self._rollout(prompt, sampling_params, engines))
+        except Exception as error:
+            if engines.error is not None:
+                raise engines.error from engines.error.__cause__
+            return admission.fail(Failure(prompt.uid, error))
+        progress.advance(samples[-1])
+        return samples
 
 
-async def _all_or_first_error(tasks: Sequence[asyncio.Task[Sample]]) -> list[Sample]:
+def _samples(made: object) -> list[Sample]:
+    """Raises: TypeError for anything but a sample or a list of at least one."""
+    samples = [made] if isinstance(made, Sample) else made
+    if not isinstance(samples, list) or not samples or not all(isinstance(sample, Sample) for sample in samples):
+        raise TypeError(f"a rollout must return a Sample or a list of at least one, and it returned {made!r:.200}")
+    return samples
+
+
+async def _all_or_first_error(calls: Sequence[Coroutine[Any, Any, Outcome]]) -> list[Outcome]:
     """Not asyncio.TaskGroup, whose ExceptionGroup would hide the one error that matters among its followers."""
-    if not tasks:
+    if not calls:
         return []
+    tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     except asyncio.CancelledError:
@@ -71,7 +102,7 @@ async def _all_or_first_error(tasks: Sequence[asyncio.Task[Sample]]) -> list[Sam
     return [task.result() for task in tasks]
 
 
-async def _cancel(tasks: Sequence[asyncio.Task[Sample]]) -> None:
+async def _cancel(tasks: Sequence[asyncio.Task[Outcome]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from skyrl_train.envs.registry import aggregate_env_metrics
-from skyrl_train.types import Group, Metrics
+from skyrl_train.types import Group, Metrics, Sample
 
 
 def rollout_metrics(groups: Sequence[Group]) -> Metrics:
@@ -17,8 +17,8 @@ def rollout_metrics(groups: Sequence[Group]) -> Metrics:
     Lengths count the tokens that the policy wrote, over all turns. The averages by reward are 0 where no sample
     belongs to them; "non_zero" means a positive reward.
     """
-    rewards = _rewards(groups).reshape(-1)
     samples = [sample for group in groups for sample in group.samples]
+    rewards = _rewards(samples)
     num_tokens = np.array([int(sample.loss_mask.sum()) for sample in samples])
     scores = _scores(groups)
     return {
@@ -39,7 +39,13 @@ def rollout_metrics(groups: Sequence[Group]) -> Metrics:
 
 
 def evaluation_metrics(groups: Sequence[Group]) -> Metrics:
-    """`avg_score`, `pass_at_{n}` and `mean_positive_reward` as `eval/all/...` and for each data source."""
+    """`avg_score`, `pass_at_{n}` and `mean_positive_reward` as `eval/all/...` and for each data source.
+
+    `pass_at_{n}` is of the groups of n samples, with a number for each size that occurs; the others are means over
+    samples.
+    """
+    if not groups:  # all of them failed
+        return {}
     by_source: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         by_source[group.prompt.data_source].append(group)
@@ -48,18 +54,20 @@ def evaluation_metrics(groups: Sequence[Group]) -> Metrics:
 
 
 def _scores(groups: Sequence[Group]) -> Metrics:
-    rewards = _rewards(groups)
+    rewards = _rewards([sample for group in groups for sample in group.samples])
+    passed: dict[int, list[bool]] = defaultdict(list)
+    for group in groups:
+        passed[len(group.samples)].append(any(sample.reward > 0 for sample in group.samples))
     return {
         "avg_score": float(rewards.mean()),
-        f"pass_at_{rewards.shape[1]}": float((rewards > 0).any(axis=1).mean()),
+        **{f"pass_at_{size}": float(np.mean(passed[size])) for size in sorted(passed)},
         "mean_positive_reward": float(np.maximum(rewards, 0.0).mean()),
     }
 
 
-def _rewards(groups: Sequence[Group]) -> np.ndarray:
-    """[groups, samples of each] float64"""
-    assert len({len(group.samples) for group in groups}) == 1, "groups of one size, at least one"
-    return np.array([[sample.reward for sample in group.samples] for group in groups], dtype=np.float64)
+def _rewards(samples: Sequence[Sample]) -> np.ndarray:
+    """[B] float64"""
+    return np.array([sample.reward for sample in samples], dtype=np.float64)
 
 
 def _env_metrics(groups: Sequence[Group]) -> Metrics:

@@ -14,9 +14,8 @@ import ray
 import yaml
 from transformers import PretrainedConfig
 
-from skyrl_train.checks.model import longest_conversation
-from skyrl_train.cluster.launch import launch
-from skyrl_train.cluster.pool.engine_settings import served_model_name
+from skyrl_train.algorithms.tables import import_modules
+from skyrl_train.cluster.pool.settings import served_model_name
 from skyrl_train.cluster.process import log_to
 from skyrl_train.cluster.ranks.release import remove_states, states_folder
 from skyrl_train.cluster.session import Cluster
@@ -34,8 +33,7 @@ from skyrl_train.tracking.changes import changed_values
 from skyrl_train.tracking.run_dir import create_run_dir
 from skyrl_train.tracking.sinks import build_tracker
 from skyrl_train.tracking.timers import Timers
-from skyrl_train.trainer.learner import build_learner
-from skyrl_train.trainer.rules import objective
+from skyrl_train.trainer.build import build_learner, launch_training, max_model_len
 from skyrl_train.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -130,17 +128,11 @@ class ServiceActor:
             raise
 
     async def _start(self) -> None:
-        config, trainer = self._config, self._config.trainer
+        config = self._config
+        import_modules(config.trainer.custom_modules)
         model, tokenizer = checked_model(config)
-        positions = model.max_position_embeddings
-        self._reader = JobReader(config, tokenizer, model.vocab_size, positions)
-        goal = objective(
-            trainer.algorithm, config.generator.sampling_params, trainer.policy.megatron_config.logprobs_chunk_size
-        )
-        self._max_model_len = min(longest_conversation(config.generator), positions)
-        self._processes = await launch(
-            config, self._cluster, self._max_model_len, goal, UNKNOWN_END, str(self._run_dir.logs)
-        )
+        self._reader = JobReader(config, tokenizer, model.vocab_size, model.max_position_embeddings)
+        self._processes = await launch_training(config, model, self._cluster, UNKNOWN_END, str(self._run_dir.logs))
         try:
             self._build(model)
         except BaseException:
@@ -153,7 +145,7 @@ class ServiceActor:
         learner = build_learner(config, model, self._processes, self._timers)
         states = states_folder(trainer) if self._keep_state else None
         self._learning = Learning(
-            self._processes, learner, self._timers, state_path=states, max_model_len=self._max_model_len
+            self._processes, learner, self._timers, state_path=states, max_model_len=max_model_len(config, model)
         )
         values: dict[str, Any] = yaml.safe_load(to_yaml(config))
         self._tracker = build_tracker(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from skyrl_train.algorithms.tables import ADVANTAGES, LOSSES
 from skyrl_train.checks.lora import lora_problems
 from skyrl_train.checks.model import model_problems
 from skyrl_train.checks.rl import check
 from skyrl_train.config import Config, ConfigError
-from skyrl_train.config.values import names_of_this_process
 
 
 def check_service(config: Config, files: bool = True) -> None:
@@ -30,15 +30,17 @@ def _problems(config: Config) -> Iterator[str]:
             f"trainer.resume_mode is {config.trainer.resume_mode}, and a service writes no checkpoints: set it to "
             "null, and trainer.policy.model.path to the last save"
         )
-    algorithm = config.trainer.algorithm
-    for key, name, table in (
-        ("advantage_estimator", algorithm.advantage_estimator, ("advantages", "ADVANTAGES")),
-        ("loss_reduction", algorithm.loss_reduction, ("reductions", "REDUCTIONS")),
-    ):
-        if name in names_of_this_process(*table):
+    if config.trainer.source != "on_policy" or config.generator.rollout is not None:
+        yield (
+            "trainer.source or generator.rollout is set, and a service trains on samples of its callers: remove both"
+        )
+    for table in (ADVANTAGES, LOSSES):
+        name = getattr(config.trainer.algorithm, table.key.rpartition(".")[2])
+        place = name.partition(":")[0] if ":" in name else table.place(name)
+        if place == "__main__" or (":" not in name and place not in (None, *config.trainer.custom_modules)):
             yield (
-                f"trainer.algorithm.{key} is {name}: this program has put it into {table[1]}, and a service is another "
-                "process, which a custom entry cannot reach yet. Choose one of skyrl_train itself"
+                f"{table.key} is {name}, which this program registered, and a service is another process: name it "
+                "module:attribute, or put the module that registers it into trainer.custom_modules"
             )
     scheduler = config.trainer.policy.optimizer_config.scheduler
     if scheduler != "constant_with_warmup":

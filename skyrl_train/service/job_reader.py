@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from skyrl_train.checks.rl import GROUP_ESTIMATORS
+from skyrl_train.algorithms.tables import compares_samples
+from skyrl_train.batching.split import mini_batches_of
 from skyrl_train.config import Config
-from skyrl_train.config.errors import nearest
 from skyrl_train.data.chat import ChatTemplate, check_messages
 from skyrl_train.data.conversation import Conversations
 from skyrl_train.data.sft import ExampleReader, check_tokens
 from skyrl_train.data.text import TextLimit, shortened
 from skyrl_train.service.distribution import check_sampling
 from skyrl_train.service.job import ChatSample, SaveJob, SftJob, TokenSample, TrainJob
-from skyrl_train.types import UNKNOWN_VERSION, Example, Group, Prompt, Sample
+from skyrl_train.spelling import nearest
+from skyrl_train.types import UNKNOWN_VERSION, Example, Group, Prompt, Sample, VersionSpans, final_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,18 +42,12 @@ class JobReader:
     def train(self, groups: object) -> TrainJob:
         """Groups of one prompt's samples each: ChatSample, TokenSample, or dicts with their fields."""
         read = tuple(self._group(number, group) for number, group in enumerate(_filled(groups, "groups", "group")))
-        num = len(read)
         drawn_by: dict[int, str] = {}
         for _, _, versions in reversed(read):
             drawn_by |= versions
-        if num > self._mini_batch_size and num % self._mini_batch_size:
-            raise ValueError(
-                f"a job of {num} groups cannot be cut into mini-batches of trainer.policy_mini_batch_size="
-                f"{self._mini_batch_size}: give a multiple of it, or at most that many"
-            )
         return TrainJob(
             tuple(group for group, _, _ in read),
-            max(1, num // self._mini_batch_size),
+            mini_batches_of(len(read), self._mini_batch_size),
             all(has_logprobs for _, has_logprobs, _ in read),
             drawn_by,
         )
@@ -72,7 +67,7 @@ class JobReader:
     def _group(self, number: int, group: Any) -> tuple[Group, bool, dict[int, str]]:
         where = f"group {number}"
         group = _filled(group, where, "sample")
-        if len(group) == 1 and self._estimator in GROUP_ESTIMATORS:
+        if len(group) == 1 and compares_samples(self._estimator):
             raise ValueError(
                 f"{where} has one sample, to which trainer.algorithm.advantage_estimator={self._estimator} gives no "
                 "advantage: hand in several samples of each prompt, or use reinforce++"
@@ -110,10 +105,11 @@ class JobReader:
             loss_mask=trained,
             rollout_logprobs=given_logprobs.masked_fill(~trained, 0.0),
             prompt_length=mask.index(True),
-            reward=reward,
+            rewards=final_reward(len(ids), reward),
             stop_reason="stop",
             turns=starts,
             policy_version=UNKNOWN_VERSION if logprobs is None else min(_versions(given), default=UNKNOWN_VERSION),
+            version_spans=_spans(given, num_written=sum(mask)),
         )
 
     def _of_chat(self, messages: object) -> tuple[list[int], list[bool]]:
@@ -182,6 +178,12 @@ def _versions(given: ChatSample | TokenSample) -> list[int]:
     versions = _list(given.policy_versions, "policy_versions")
     _refuse_but_whole(versions, "policy_versions")
     return versions
+
+
+def _spans(given: ChatSample | TokenSample, num_written: int) -> VersionSpans:
+    """Callers name versions without their tokens, so several cannot be told apart."""
+    versions = set(_versions(given))
+    return ((versions.pop(), num_written),) if len(versions) == 1 else ()
 
 
 def _refuse_but_whole(values: list[Any], name: str) -> None:

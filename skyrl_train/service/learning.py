@@ -9,11 +9,11 @@ from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.launch import Processes
 from skyrl_train.cluster.ranks.release import STATE_FOLDERS
 from skyrl_train.service.job import CareJob, Job, SaveJob, SftJob, TrainJob
-from skyrl_train.service.queue import StaleSamples
+from skyrl_train.service.source import JobSource
 from skyrl_train.tracking.timers import Timers
-from skyrl_train.trainer.agreement.sync_check import SyncCheckFailed
 from skyrl_train.trainer.learner import Learner
 from skyrl_train.types import Metrics
+from skyrl_train.weight_sync.errors import SyncCheckFailed
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ class Learning:
         self._processes, self._learner, self._timers = processes, learner, timers
         self._folders = None if state_path is None else [str(Path(state_path, name)) for name in STATE_FOLDERS]
         self._max_model_len = max_model_len
+        self._source = JobSource(lambda: self.policy_version)
         self._saved: str | None = None
         """The state of policy_version; None while that is the model as it came."""
         self._unfinished: str | None = None
@@ -55,8 +56,6 @@ class Learning:
         if isinstance(job, CareJob):
             await self._care_for_engines()
             return {}
-        if isinstance(job, TrainJob):
-            self._refuse_stale(job)
         self._timers.reset()
         with self._timers("step"):
             metrics = await self._train(job) if isinstance(job, TrainJob) else await self._fine_tune(job)
@@ -68,19 +67,12 @@ class Learning:
             self._saved = self._unfinished
         return metrics | self._timers.metrics() | {"service/policy_version": float(self.policy_version)}
 
-    def _refuse_stale(self, job: TrainJob) -> None:
-        """Looked at when the job's turn has come: those before it move the version."""
-        for version, where in job.drawn_by.items():
-            if version != self.policy_version:
-                raise StaleSamples(
-                    f"{where} was drawn by version {version}, and the policy is version {self.policy_version}: draw "
-                    "it again, or leave out policy_versions to train on it without a correction"
-                )
-
     async def _train(self, job: TrainJob) -> Metrics:
-        scored = [group for group in job.groups if len(group.samples[0].token_ids) <= self._max_model_len]
+        self._source.put(job)
+        groups = await self._source.next()
+        scored = [group for group in groups if len(group.samples[0].token_ids) <= self._max_model_len]
         metrics = await self._learner.learn(
-            job.groups,
+            groups,
             job.num_mini_batches,
             checked=scored,
             needs_signal=False,  # callers count versions: each job makes at least one
@@ -88,13 +80,7 @@ class Learning:
         )
         if not job.has_logprobs:
             metrics = {name: value for name, value in metrics.items() if not name.startswith(NEEDS_LOGPROBS)}
-        samples = [sample for group in job.groups for sample in group.samples]
-        written = sum(int(sample.loss_mask.sum()) for sample in samples)
-        return metrics | {
-            "reward/avg_raw_reward": sum(sample.reward for sample in samples) / len(samples),
-            "generate/batch_num_seq": float(len(samples)),
-            "generate/avg_num_tokens": written / len(samples),
-        }
+        return metrics | self._source.metrics()
 
     async def _fine_tune(self, job: SftJob) -> Metrics:
         return await self._learner.learn_examples(job.examples, before_sync=self._save_state)
@@ -102,13 +88,13 @@ class Learning:
     async def _care_for_engines(self) -> None:
         """A replacement holds the weights of the model as it came, and answers after a sync; one that failed is made up
         for."""
-        members = self._processes.engines.members
-        await members.drop_lost()
-        if not members.has_replacement and not self._failed_sends:
+        engines = self._processes.engines
+        await engines.drop_lost()
+        if not engines.has_replacement and not self._failed_sends:
             return
-        before = members.num_changes
-        await members.admit_replacements()
-        if members.num_changes != before or self._failed_sends:
+        before = engines.num_changes
+        await engines.admit_replacements()
+        if engines.num_changes != before or self._failed_sends:
             self._failed_sends += 1
             await self._learner.residency.sync_weights(())
             await self._learner.residency.for_rollout()
@@ -145,8 +131,8 @@ class Learning:
                 "the trainer's processes are lost or hold half an update, and without service states "
                 "(keep_state=False) there is nothing to start them from. Start a service from the last save"
             )
-        await self._processes.engines.members.drop_lost()
-        await self._processes.engines.members.admit_replacements()
+        await self._processes.engines.drop_lost()
+        await self._processes.engines.admit_replacements()
         log.warning("the trainer is started again at version %d", self.policy_version)
         reference = self._processes.reference
         own = reference if reference is not None and not reference.is_policy and reference.is_running else None

@@ -142,10 +142,10 @@ def sampled_accuracy(policy: MegatronPolicy, batch: TrainBatch) -> float:
     """Expected share of right answers at temperature 1: the mean probability of the whole right answer."""
     import torch
 
-    logprobs = policy.logprobs(batch)
+    logprobs = policy.prompt_logprobs(batch)
     assert logprobs is not None
-    sample = torch.repeat_interleave(torch.arange(len(batch.advantages)), batch.cu_seqlens.diff().long())
-    answers = torch.zeros(len(batch.advantages)).index_add_(0, sample, logprobs * batch.loss_mask)
+    sample = torch.repeat_interleave(batch.cu_seqlens.diff().long())
+    answers = torch.zeros(len(batch.sample_ids)).index_add_(0, sample, logprobs * batch.loss_mask)
     return float(answers.exp().mean())
 
 
@@ -163,16 +163,13 @@ def _write_untrained(folder: Path, seed: int, model: Qwen3Config) -> None:
 def _policy(folder: Path, seed: int, learning_rate: float) -> MegatronPolicy:
     import torch
 
-    from skyrl_train.algorithms.losses import LossSettings
-    from skyrl_train.algorithms.objective import Objective
+    from skyrl_train.algorithms.objective import cross_entropy_objective
     from skyrl_train.config import load_config
     from skyrl_train.config.policy import OptimizerConfig
     from skyrl_train.megatron.policy import MegatronPolicy
     from skyrl_train.ranks import Rendezvous
 
     torch.set_num_threads(1)
-    settings = LossSettings(0.0, 0.0, 3.0, 1.0, 5.0)
-    objective = Objective("cross_entropy", settings, 0.0, "k3", 0.0, 1.0, logprobs_chunk_size=4096)
     optimizer = OptimizerConfig(
         lr=learning_rate,
         adam_betas=(0.9, 0.999),
@@ -188,7 +185,7 @@ def _policy(folder: Path, seed: int, learning_rate: float) -> MegatronPolicy:
         str(folder),
         load_config().trainer.policy.megatron_config,
         optimizer,
-        objective,
+        cross_entropy_objective(logprobs_chunk_size=4096),
         bf16=False,
         seed=seed,
         num_optimizer_steps=MAX_STEPS,
@@ -217,9 +214,8 @@ def batch_of(examples: Sequence[Example]) -> TrainBatch:
         token_ids=torch.tensor([token for tokens, _ in examples for token in tokens]),
         cu_seqlens=lengths.cumsum(0).int(),
         loss_mask=mask,
-        loss_weights=mask.float() / mask.sum(),
-        rollout_logprobs=torch.zeros(len(mask)),
-        advantages=torch.zeros(len(examples)),
+        loss_weights={"token_mean": mask.float() / mask.sum()},
+        signals={},
         sample_ids=torch.arange(len(examples)),
         mini_batches=((tuple(range(len(examples))),),),
     )

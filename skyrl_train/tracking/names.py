@@ -66,10 +66,14 @@ METRICS = (
     MetricName("service/job", "jobs", "number of the job (only in a service)"),
     MetricName("service/policy_version", "version", "version that the engines serve after the job (only in a service)"),
     MetricName("reward/avg_raw_reward", "reward", "mean reward of the step's samples, before any KL penalty"),
-    MetricName("reward/avg_pass_at_{n}", "share", "prompts with a positive reward among their n samples"),
+    MetricName("reward/avg_pass_at_{n}", "share", "groups of n samples with a positive reward among them"),
     MetricName("reward/mean_positive_reward", "reward", "mean reward, negative ones counted as 0"),
     MetricName("reward/zero_variance_share", "share", "groups whose rewards are all equal: they teach nothing"),
     MetricName("generate/batch_num_seq", "samples", "samples of the step"),
+    MetricName(
+        "generate/num_failed_rollouts", "rollouts", "failed and left out (only with generator.max_failed_share)"
+    ),
+    MetricName("generate/num_failed_groups", "groups", "failed and replaced (only with generator.max_failed_share)"),
     MetricName("generate/avg_num_tokens", "tokens", "tokens that the policy wrote per sample, mean"),
     MetricName("generate/min_num_tokens", "tokens", "the same, least"),
     MetricName("generate/max_num_tokens", "tokens", "the same, most"),

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from transformers import PretrainedConfig
-
-from skyrl_train.batching.build import Advantage, build_experience, experience_metrics, with_kl_penalty
+from skyrl_train.algorithms.objective import cross_entropy_objective
+from skyrl_train.batching.build import build_experience
 from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.batching.split import balance_metrics, split
-from skyrl_train.cluster.launch import Processes
-from skyrl_train.cluster.ranks.policy_group import PolicyGroup, UpdateRefused, UpdateTotals
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup, UpdateRefused, UpdateReports
 from skyrl_train.cluster.ranks.reference_group import ReferenceGroup
 from skyrl_train.cluster.ranks.shards import Shards
-from skyrl_train.cluster.weight_way import SyncResult
+from skyrl_train.cluster.weight_sync import SyncResult
 from skyrl_train.config import Config
-from skyrl_train.megatron.model.flops import num_experts
 from skyrl_train.ranks import LogprobLimit
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.agreement.first_check import FirstCheck
 from skyrl_train.trainer.agreement.logprob_bound import LogprobBound, compared_share, is_compared
-from skyrl_train.trainer.agreement.sync_check import SyncCheck
-from skyrl_train.trainer.memory_report import MemoryReport
+from skyrl_train.trainer.credit import CreditAssignment
 from skyrl_train.trainer.performance import sync_performance, training_performance
-from skyrl_train.trainer.publish import Publisher
-from skyrl_train.trainer.residency import Colocated, Dedicated, Residency
-from skyrl_train.trainer.rules import advantage, cross_entropy_objective, micro_batch_rules, objective
+from skyrl_train.trainer.residency import Residency
+from skyrl_train.trainer.rules import objective
 from skyrl_train.trainer.sft import train_batches, update_metrics
 from skyrl_train.trainer.signal import Signal
 from skyrl_train.types import Example, ExperienceBatch, Group, Metrics
@@ -43,7 +39,6 @@ class Learner:
         self,
         config: Config,
         *,
-        advantage: Advantage,
         rules: MicroBatchRules,
         policy: PolicyGroup,
         reference: ReferenceGroup | None,
@@ -55,10 +50,14 @@ class Learner:
     ) -> None:
         """Args: reference is None without a KL term."""
         self._trainer, self._max_generate_length = config.trainer, config.generator.sampling_params.max_generate_length
-        self._advantage, self.rules = advantage, rules
+        self._algorithm, chunk = config.trainer.algorithm, config.trainer.policy.megatron_config.logprobs_chunk_size
+        self._objective = objective(self._algorithm, config.generator.sampling_params, chunk)
+        self._cross_entropy = cross_entropy_objective(chunk)
+        self._credit = CreditAssignment(self._algorithm)
+        self._step_ids = itertools.count(1)
+        self.rules = rules
         self._policy, self._reference, self.residency, self._timers = policy, reference, residency, timers
         self._bound, self._first_check, self._signal = bound, first_check, signal
-        self._cross_entropy = cross_entropy_objective(config.trainer.policy.megatron_config.logprobs_chunk_size)
 
     async def learn(
         self,
@@ -75,16 +74,17 @@ class Learner:
             checked: groups whose samples the engines can score, for checks of the sync; None means all.
             needs_signal: where no group has signal (signal.py), leave weights, version, devices and engines unchanged.
             before_sync: awaited while the updated policy is on its devices.
-        Raises: ValueError for groups that cannot be cut, LogprobsDiffer for samples that are not the policy's, both
+        Raises: ValueError for groups that cannot be split, LogprobsDiffer for samples that are not the policy's, both
             before anything has changed; RemoteFailed, SyncCheckFailed.
         """
-        policy, algorithm, timers = self._policy, self._trainer.algorithm, self._timers
+        policy, timers = self._policy, self._timers
         checked = groups if checked is None else checked
         with timers("convert_to_training_input"):
-            experience = build_experience(groups, self._advantage)
+            experience = build_experience(groups, policy.policy_version)
             shards = self._shards(experience, num_mini_batches)
-        if needs_signal and not self._signal.is_in(metrics := experience_metrics(experience)):
-            return metrics | {"policy/num_optimizer_steps": 0.0} | self.residency.metrics()
+            credit = self._credit(experience)
+        if needs_signal and not self._signal.is_in(credit.metrics):
+            return credit.metrics | {"policy/num_optimizer_steps": 0.0} | self.residency.metrics()
         with timers("sync_weights"):
             scores = await self._first_check.scores(checked)
         with timers("fwd_logprobs_values_reward"):
@@ -94,15 +94,17 @@ class Learner:
             await self._first_check.judge(scores, checked)
             keeps_old = self._needs_old_logprobs(shards)
             if keeps_old:
-                kl = await policy.keep_old_logprobs(shards, ref if algorithm.use_kl_in_reward else None)
+                kl = await policy.keep_old_logprobs(shards, ref if self._algorithm.use_kl_in_reward else None)
                 if kl is not None:
-                    experience = with_kl_penalty(experience, kl, algorithm.kl_loss_coef, self._advantage)
-                    shards = self._shards(experience, num_mini_batches)
+                    credit = self._credit(experience, shards.whole(kl, experience))
         with timers("policy_train"):
-            update, totals = await self._update(groups, shards, ref if algorithm.use_kl_loss else None, keeps_old)
+            signals = {"advantages": shards.put(credit.advantages, experience)}
+            if ref is not None and "ref_logprobs" in self._objective.needs:
+                signals["ref_logprobs"] = ref
+            update, totals = await self._update(groups, shards, signals, keeps_old)
         sync = await self._sync(checked, before_sync)
         return (
-            experience_metrics(experience)
+            credit.metrics
             | balance_metrics(shards.batches, self.rules)
             | update
             | training_performance(len(experience.token_ids), totals, timers)
@@ -119,7 +121,7 @@ class Learner:
         with self._timers("fwd_logprobs_values_reward"):
             await self.residency.for_training()
         with self._timers("policy_train"):
-            update, totals = await self._policy.update(shards, None, 1, self._cross_entropy)
+            update, totals = await self._policy.update(shards, {}, 1, self._cross_entropy)
         sync = await self._sync((), before_sync)
         metrics = update_metrics(update, examples)
         return (
@@ -131,13 +133,13 @@ class Learner:
         )
 
     async def _update(
-        self, groups: Sequence[Group], shards: Shards, ref: Sequence[Any] | None, keeps_old: bool
-    ) -> tuple[Metrics, UpdateTotals]:
+        self, groups: Sequence[Group], shards: Shards, signals: Mapping[str, Sequence[Any]], keeps_old: bool
+    ) -> tuple[Metrics, UpdateReports]:
         """Raises: LogprobsDiffer."""
         policy, version = self._policy, self._policy.policy_version
         limit = LogprobLimit(self._bound.fail, is_compared(groups, version), of_kept=keeps_old)
         try:
-            update, totals = await policy.update(shards, ref, self._trainer.update_epochs_per_batch, limit=limit)
+            update, totals = await policy.update(shards, signals, self._trainer.update_epochs_per_batch, limit=limit)
         except UpdateRefused as refused:
             raise self._bound.error(refused.difference, version) from None
         self._bound.look(totals.logprob_difference)
@@ -154,8 +156,9 @@ class Learner:
                 experience,
                 self.rules,
                 num_mini_batches=num_mini_batches,
-                reduction=self._trainer.algorithm.loss_reduction,
+                reductions=self._objective.reductions,
                 max_generate_length=self._max_generate_length,
+                step_id=next(self._step_ids),
             )
         )
 
@@ -165,50 +168,4 @@ class Learner:
         one_step = self._trainer.update_epochs_per_batch == 1 and len(shards.batches[0].mini_batches) == 1
         lora = self._trainer.policy.model.lora
         has_dropout = lora.rank > 0 and lora.dropout > 0
-        return not one_step or has_dropout or (self._trainer.algorithm.use_kl_in_reward and self._reference is not None)
-
-
-def build_learner(config: Config, model: PretrainedConfig, processes: Processes, timers: Timers) -> Learner:
-    """The learner of started processes."""
-    trainer, dtype_name = config.trainer, config.generator.model_dtype
-    rules = micro_batch_rules(trainer, model, processes.policy.dp_size)
-    coarser_dtype = "bfloat16" if trainer.bf16 else dtype_name
-    # Servers that run already were not told otherwise (engines/settings.py).
-    tensor_float = processes.cluster.has_gpus and not config.generator.run_engines_locally
-    check = SyncCheck(trainer.verify_sync_every, coarser_dtype, rules, tensor_float=tensor_float)
-    return Learner(
-        config,
-        advantage=advantage(trainer.algorithm),
-        rules=rules,
-        policy=processes.policy,
-        reference=processes.reference,
-        residency=_residency(config, processes, check),
-        timers=timers,
-        bound=LogprobBound(
-            trainer.logprob_difference,
-            coarser_dtype,
-            tensor_float=tensor_float,
-            has_experts=num_experts(model) > 0,
-        ),
-        first_check=FirstCheck(check, processes.policy, processes.engines),
-        signal=_signal(config, model),
-    )
-
-
-def _signal(config: Config, model: PretrainedConfig) -> Signal:
-    algorithm, megatron = config.trainer.algorithm, config.trainer.policy.megatron_config
-    has_balancing = megatron.moe_aux_loss_coeff > 0 and num_experts(model) > 0
-    has_penalty = algorithm.use_kl_in_reward and algorithm.kl_loss_coef != 0
-    return Signal(
-        objective(algorithm, config.generator.sampling_params, megatron.logprobs_chunk_size),
-        has_other_terms=has_balancing or has_penalty,
-    )
-
-
-def _residency(config: Config, processes: Processes, check: SyncCheck) -> Residency:
-    policy, reference, engines = processes.policy, processes.reference, processes.engines
-    publisher = Publisher(policy, engines, config.generator.model_dtype, check)
-    report = MemoryReport(policy, reference, engines)
-    if not config.trainer.placement.colocate_all:
-        return Dedicated(publisher, report)
-    return Colocated(policy, reference, engines, publisher, processes.release, report)
+        return not one_step or has_dropout or (self._algorithm.use_kl_in_reward and self._reference is not None)

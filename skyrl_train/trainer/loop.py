@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.config.training import TrainingConfig
-from skyrl_train.data.order import Order
 from skyrl_train.tracking.held_folder import HeldFolder
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
@@ -22,19 +21,30 @@ from skyrl_train.types import Metrics
 log = logging.getLogger(__name__)
 
 
+class Resumable(Protocol):
+    """Where steps get their rows or groups from, as far as checkpoints are concerned."""
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """Values of JSON that decide what comes next."""
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Continue after a saved state. Raises: ValueError for one that does not fit."""
+
+
 class Loop(ABC):
-    """Runs `num_steps` steps. What a step and an evaluation are is its children's."""
+    """Runs `num_steps` steps. Subclasses define `step` and `evaluate`."""
 
     def __init__(
         self,
         config: TrainingConfig,
-        order: Order[Any],
+        source: Resumable,
         policy: PolicyGroup,
         tracker: Tracker,
         timers: Timers,
         num_steps: int,
     ) -> None:
-        self._trainer_config, self._order, self._policy = config, order, policy
+        self._trainer_config, self._source, self._policy = config, source, policy
         self._tracker, self._timers, self._num_steps = tracker, timers, num_steps
         self._checkpoints = Checkpoints(config.ckpt_path, config.max_ckpts_to_keep)
         self._stop_requested = False
@@ -53,7 +63,7 @@ class Loop(ABC):
 
     @abstractmethod
     async def step(self) -> Metrics:
-        """Update the policy once on the next batch of the order."""
+        """Update the policy once on what comes next; the metrics include `trainer/epoch` where there are epochs."""
 
     @abstractmethod
     async def evaluate(self) -> Metrics:
@@ -74,7 +84,7 @@ class Loop(ABC):
 
     def go_on(self, state: RunState) -> None:
         """`train` begins with the step after this state, in which the policy is already."""
-        self._order.go_on(state.order)
+        self._source.resume(state.source)
         self.global_step = self._saved_step = state.global_step
         self._owes = state.owes
 
@@ -96,12 +106,10 @@ class Loop(ABC):
             self._tracker.log(self.global_step, metrics | self._timers.metrics())
         while self.global_step < self._num_steps and not self._ends_early:
             self._timers.reset()
-            epoch = self._order.epoch
             with self._timers("step"):
                 metrics = await self.step()
             self.global_step += 1
             self._skipped.count(metrics)
-            metrics |= {"trainer/epoch": float(epoch)}
             metrics |= await self._export_and_evaluate()
             if config.ckpt_interval > 0 and self._is_due(config.ckpt_interval, also_last=True):
                 await self._save_checkpoint()
@@ -180,7 +188,7 @@ class Loop(ABC):
                 global_step=step,
                 policy_version=self._policy.num_steps,
                 owes=self._owes,
-                order=self._order.state,
+                source=dict(self._source.state),
                 num_ranks=config.placement.num_policy_ranks,
                 settings=settings_of(config),
                 run_id=self.run_id,

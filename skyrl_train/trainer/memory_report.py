@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable
 
 from skyrl_train.cluster.calls import RemoteFailed
-from skyrl_train.cluster.pool.engine_group import EngineGroup
+from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.ranks.reference_group import ReferenceGroup
 from skyrl_train.types import Metrics
@@ -23,7 +23,7 @@ class MemoryReport:
     It is a metric: who does not answer is left out, and ends the run, or is replaced, where it is needed.
     """
 
-    def __init__(self, policy: PolicyGroup, reference: ReferenceGroup | None, engines: EngineGroup) -> None:
+    def __init__(self, policy: PolicyGroup, reference: ReferenceGroup | None, engines: EnginePool) -> None:
         of_its_own = None if reference is None or reference.is_policy else reference
         self._groups = {"policy": policy, "reference": of_its_own, "engine": engines}
         self._metrics: Metrics = {}

@@ -10,14 +10,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, Protocol
 
-from skyrl_train.cluster.pool.engine_group import EngineGroup
+from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.ranks.reference_group import ReferenceGroup
 from skyrl_train.cluster.ranks.release import Release
-from skyrl_train.cluster.weight_way import SyncResult
+from skyrl_train.cluster.weight_sync import SyncResult, WeightSync
 from skyrl_train.ranks import OPTIMIZER, WEIGHTS, Moved
 from skyrl_train.trainer.memory_report import MemoryReport
-from skyrl_train.trainer.publish import Publisher
 from skyrl_train.types import Group, Metrics
 
 Start = Callable[[], Awaitable[None]]
@@ -36,7 +35,7 @@ class Residency(Protocol):
         """The policy can compute logprobs and be updated."""
 
     async def sync_weights(self, groups: Sequence[Group]) -> SyncResult:
-        """The policy's weights are the engines'. Raises: what `Publisher.publish` raises."""
+        """The policy's weights are the engines'. Raises: what `WeightSync.publish` raises."""
 
     async def for_saving(self) -> None:
         """The policy's weights can be read."""
@@ -54,8 +53,8 @@ class Residency(Protocol):
 class Dedicated:
     """Every process keeps its memory for the whole run."""
 
-    def __init__(self, publisher: Publisher, report: MemoryReport) -> None:
-        self._publisher, self._report = publisher, report
+    def __init__(self, weight_sync: WeightSync, report: MemoryReport) -> None:
+        self._weight_sync, self._report = weight_sync, report
 
     async def for_rollout(self) -> None:
         """Engines: weights and KV cache are on their devices already."""
@@ -68,7 +67,7 @@ class Dedicated:
 
     async def sync_weights(self, groups: Sequence[Group]) -> SyncResult:
         await self._report.look("training")
-        return await self._publisher.publish(groups)
+        return await self._weight_sync.publish(groups)
 
     async def for_saving(self) -> None:
         """Policy weights are on their devices already."""
@@ -90,8 +89,8 @@ class Colocated:
         self,
         policy: PolicyGroup,
         reference: ReferenceGroup | None,
-        engines: EngineGroup,
-        publisher: Publisher,
+        engines: EnginePool,
+        weight_sync: WeightSync,
         release: Release,
         report: MemoryReport,
     ) -> None:
@@ -99,7 +98,7 @@ class Colocated:
         self._policy, self._engines = policy, engines
         self._policy_is_reference = reference is not None and reference.is_policy
         self._reference = None if self._policy_is_reference else reference
-        self._publisher, self._release, self._report = publisher, release, report
+        self._weight_sync, self._release, self._report = weight_sync, release, report
         self._policy_parts: frozenset[str] = frozenset()
         """What of the policy is on its devices."""
         self._reference_is_in = False
@@ -140,13 +139,13 @@ class Colocated:
         before, self._engines_are = self._engines_are, "half loaded"
         if before not in ("awake", "without KV cache"):
             await self._timed("engine_wake", self._engines.wake_weights())
-        result, expected = await self._publisher.send(groups)
+        result, expected = await self._weight_sync.send(groups)
         self._engines_are = "awake" if before == "awake" else "without KV cache"
         await self._report.look("sync")
         if expected is not None:
             await self._policy_leaves()
             await self._timed("engine_wake", self._wake_engines())
-            await self._publisher.verify(expected)
+            await self._weight_sync.verify(expected)
         return result
 
     async def for_saving(self) -> None:

@@ -23,7 +23,6 @@ from typing import Any
 
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.training import TrainingConfig
-from skyrl_train.data.order import OrderState
 from skyrl_train.file_sum import FileSum, problems_of, size_problems
 from skyrl_train.ranks import SavedState
 from skyrl_train.tracking.held_folder import HeldFolder
@@ -46,7 +45,8 @@ class RunState:
     """Optimizer steps in the weights."""
     owes: bool
     """Whether an export or evaluation of the step was left out, because the run was told to stop."""
-    order: OrderState
+    source: dict[str, Any]
+    """Where the next rows or groups come from; of a position in rows the fields of data/order.py's OrderState."""
     num_ranks: int
     """Of the policy; each has a file."""
     settings: dict[str, Any]
@@ -93,6 +93,8 @@ def settings_of(trainer: TrainingConfig) -> dict[str, Any]:
         "trainer.policy.model.lora.rank": model.lora.rank,
     }
     if isinstance(trainer, TrainerConfig):
+        if trainer.source != "on_policy":
+            settings["trainer.source"] = trainer.source
         settings["trainer.policy_mini_batch_size"] = trainer.policy_mini_batch_size
         settings["trainer.update_epochs_per_batch"] = trainer.update_epochs_per_batch
     if model.lora.rank:
@@ -114,8 +116,9 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             raise ValueError(f"it has the format {record['format']}, and this version of skyrl_train reads {FORMAT}")
         if record.pop("sha256") != _digest(record):
             raise ValueError("it was changed after it was written (SHA-256 differs)")
-        order = OrderState(**record["state"].pop("order"))
-        state = RunState(order=order, **record["state"])
+        values = record["state"]
+        source = values.pop("source") if "source" in values else values.pop("order")  # as it was called before
+        state = RunState(source=source, **values)
         files = {name: FileSum(**one) for name, one in record["files"].items()}
         checkpoint = Checkpoint(folder, record["number"], state, files)
     except FileNotFoundError:

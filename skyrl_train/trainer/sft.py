@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from skyrl_train.batching.build import examples_as_experience
+from skyrl_train.batching.build import build_examples
 from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.batching.split import balance_metrics, split
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
@@ -32,13 +32,7 @@ KEPT = (
 
 def train_batches(examples: Sequence[Example], rules: MicroBatchRules) -> list[TrainBatch]:
     """One mini-batch for each data-parallel rank; the loss is the mean over the trained tokens of all of them."""
-    return split(
-        examples_as_experience(examples),
-        rules,
-        num_mini_batches=1,
-        reduction="token_mean",
-        max_generate_length=1,
-    )
+    return split(build_examples(examples), rules)
 
 
 def update_metrics(update: Metrics, examples: Sequence[Example]) -> Metrics:
@@ -82,10 +76,11 @@ class SftTrainer(Loop):
             examples = parts.order.next_batch()
             shards = Shards(train_batches(examples, parts.rules))
         with parts.timers("policy_train"):
-            update, totals = await parts.policy.update(shards, None, 1)
+            update, totals = await parts.policy.update(shards, {})
         metrics = update_metrics(update, examples)
         return (
             metrics
+            | {"trainer/epoch": float(parts.order.epoch)}
             | balance_metrics(shards.batches, parts.rules)
             | training_performance(int(metrics["sft/num_tokens"]), totals, parts.timers)
         )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
-from skyrl_train.algorithms.losses import LOSSES
+from skyrl_train.algorithms.build import needs_advantages
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.types import Metrics
 
@@ -21,8 +19,7 @@ class Signal:
 
     def __init__(self, objective: Objective, *, has_other_terms: bool) -> None:
         """Args: has_other_terms: whether a KL penalty in the reward or a load-balancing loss gives a gradient too."""
-        terms = objective.kl_coef != 0 or objective.entropy_coef != 0 or _needs_no_advantages(objective)
-        self._is_always_there = has_other_terms or terms
+        self._is_always_there = has_other_terms or not needs_advantages(objective)
         self._was_missing = False
 
     def is_in(self, metrics: Metrics) -> bool:
@@ -41,12 +38,3 @@ class Signal:
             )
         self._was_missing = is_missing
         return not is_missing
-
-
-def _needs_no_advantages(objective: Objective) -> bool:
-    """Whether the loss has a gradient where advantages are 0, as cross entropy does."""
-    logprobs = torch.tensor([-0.5, -1.0, -1.5], requires_grad=True)
-    old = torch.tensor([-1.0, -1.0, -1.0])
-    terms, _ = LOSSES[objective.loss](logprobs, old, torch.zeros(3), objective.settings)
-    (gradient,) = torch.autograd.grad(terms.sum(), logprobs)
-    return bool(gradient.any())

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skyrl_train.batching.split import mini_batches_of
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.config import Config
-from skyrl_train.data.order import Order
-from skyrl_train.rollout.collect import Collector, Progress
 from skyrl_train.rollout.metrics import rollout_metrics
+from skyrl_train.rollout.seeds import seed
+from skyrl_train.rollout.source import GroupSource
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.tracking.transcripts import TranscriptLog, transcript_of
@@ -18,8 +19,7 @@ from skyrl_train.trainer.evaluation import Evaluation
 from skyrl_train.trainer.learner import Learner
 from skyrl_train.trainer.loop import Loop
 from skyrl_train.trainer.performance import rollout_performance
-from skyrl_train.trainer.rules import sampling_params
-from skyrl_train.types import Group, Metrics, Prompt
+from skyrl_train.types import Group, Metrics
 
 log = logging.getLogger(__name__)
 
@@ -28,24 +28,21 @@ log = logging.getLogger(__name__)
 class Parts:
     """What a run consists of, built by the entrypoint."""
 
-    prompts: Order[Prompt]
-    collector: Collector
+    source: GroupSource
     evaluation: Evaluation
     learner: Learner
     policy: PolicyGroup
     tracker: Tracker
     transcripts: TranscriptLog
-    progress: Progress
     timers: Timers
 
 
 class Trainer(Loop):
-    """Synchronous training: every sample of a step is drawn from the weights that the step then updates."""
+    """Reinforcement learning on the groups of any source."""
 
     def __init__(self, config: Config, parts: Parts, num_steps: int) -> None:
-        super().__init__(config.trainer, parts.prompts, parts.policy, parts.tracker, parts.timers, num_steps)
+        super().__init__(config.trainer, parts.source, parts.policy, parts.tracker, parts.timers, num_steps)
         self._config, self._parts = config, parts
-        self._sampling = sampling_params(config.generator.sampling_params)
 
     @property
     def can_evaluate(self) -> bool:
@@ -54,7 +51,7 @@ class Trainer(Loop):
     async def evaluate(self) -> Metrics:
         """Scores of greedy or sampled answers to the held-out prompts."""
         await self._parts.learner.residency.for_rollout()
-        metrics, _ = await self._parts.evaluation.run()
+        metrics, _ = await self._parts.evaluation.run(seed("eval", self._config.trainer.seed, self.global_step))
         return metrics
 
     async def reach_weights(self) -> None:
@@ -64,17 +61,13 @@ class Trainer(Loop):
         await self._parts.learner.residency.for_training()
 
     async def step(self) -> Metrics:
-        """Draw samples, update the policy on them, and move the new weights into the engines."""
-        parts, timers, trainer = self._parts, self._parts.timers, self._config.trainer
-        with timers("sync_weights"):
-            await parts.learner.residency.for_rollout()
-        with timers("generate"):
-            groups = await parts.collector.collect(
-                parts.prompts.next_batch(), self._config.generator.n_samples_per_prompt, self._sampling, parts.progress
-            )
-        metrics = await parts.learner.learn(groups, trainer.train_batch_size // trainer.policy_mini_batch_size)
+        """Update the policy on the groups that come next, and move the new weights into the engines."""
+        parts = self._parts
+        groups = await parts.source.next()
+        num_mini_batches = mini_batches_of(len(groups), self._config.trainer.policy_mini_batch_size)
+        metrics = await parts.learner.learn(groups, num_mini_batches)
         self._log_samples(groups)
-        return rollout_metrics(groups) | metrics | rollout_performance(groups, timers)
+        return parts.source.metrics() | rollout_metrics(groups) | metrics | rollout_performance(groups, parts.timers)
 
     def _log_samples(self, groups: Sequence[Group]) -> None:
         trainer = self._config.trainer

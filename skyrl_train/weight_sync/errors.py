@@ -7,3 +7,7 @@ class WeightSyncError(RuntimeError):
 
 class PeerLostError(WeightSyncError):
     """The other end is gone, or did not answer in time; it may have said why elsewhere."""
+
+
+class SyncCheckFailed(RuntimeError):
+    """An engine computes other logprobs than the trainer."""

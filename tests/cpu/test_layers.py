@@ -1,35 +1,57 @@
-"""Imports go one way, and each heavy package is imported in its own folder only."""
+"""Who may import whom, and that each heavy package is imported in its own folder only."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2] / "skyrl_train"
-# A folder or module imports only what stands before it; the modules of one row may import each other.
-ROWS = """
-    config
-    types ranks hf device nvml imports file_sum stores
-    tracking
-    algorithms
-    checks
-    data
-    envs
-    rollout
-    batching
-    kernels
-    weight_sync
-    megatron
-    engines
-    cluster
-    trainer
-    service
-    tasks
-    entrypoints
-"""
-LAYER = {name: number for number, row in enumerate(ROWS.split("\n")) for name in row.split()}
+REPOSITORY = Path(__file__).parents[2]
+ROOT = REPOSITORY / "skyrl_train"
+# Who may import whom. A room (folder or module) stands below all that it may import, so there is no circle.
+MAY_IMPORT = {
+    # nouns and the machine
+    "types": "",
+    "spelling": "",
+    "imports": "",
+    "algorithms": "imports spelling",
+    "config": "algorithms spelling",
+    "device": "",
+    "nvml": "",
+    "file_sum": "",
+    "ranks": "types",
+    "stores": "ranks",
+    # what can be known without a process of Megatron or Ray; of engines, what checks read imports no vLLM
+    "kernels": "",
+    "envs": "",
+    "weight_sync": "device imports stores kernels",
+    "hf": "config",
+    "tracking": "types config",
+    "engines": "types config device nvml imports ranks hf weight_sync",
+    "checks": "config imports algorithms hf weight_sync engines spelling",
+    "data": "types config",
+    "batching": "types algorithms",
+    "rollout": "types config tracking data envs",
+    # the heaviest package; it knows no engine, and no engine knows it
+    "megatron": "types config device file_sum ranks stores algorithms kernels hf batching weight_sync",
+    # processes: ranks are named to them as text (module:class), so cluster imports no Megatron
+    "cluster": "types config device nvml imports file_sum ranks stores algorithms hf rollout weight_sync engines",
+    # the driver
+    "trainer": "types config file_sum ranks algorithms hf weight_sync tracking data batching rollout cluster",
+    "service": "types config algorithms spelling hf weight_sync tracking checks data batching rollout cluster trainer",
+    # where everything is put together
+    "tasks": "types config ranks algorithms megatron",
+    "entrypoints": (
+        "types config spelling imports ranks envs hf tracking checks data rollout megatron cluster trainer service"
+    ),
+    "api": "config entrypoints",
+}
+HOW_TO_MEND = (
+    "Move what both need into a room that both may import, or hand it in as an argument. If the arrow should exist, "
+    "add it to MAY_IMPORT in tests/cpu/test_layers.py and to the table in docs/architecture.md, and say why."
+)
 ONLY_IN = {
     "ray": {"cluster", "service", "entrypoints"},
     "vllm": {"engines"},
@@ -54,15 +76,54 @@ def imported(source: str) -> set[str]:
     return names
 
 
+def room(file: Path) -> str:
+    return file.parts[0].removesuffix(".py")
+
+
+def neighbours(file: Path) -> dict[str, str]:
+    """The other rooms that a file imports from, each with a name that it takes there."""
+    names = (name.split(".") for name in imported((ROOT / file).read_text()))
+    found = {parts[1]: ".".join(parts) for parts in names if parts[0] == "skyrl_train" and len(parts) > 1}
+    return {other: name for other, name in found.items() if other != room(file)}
+
+
 @pytest.mark.parametrize("file", FILES, ids=str)
-def test_a_file_imports_only_what_stands_before_its_folder(file: Path):
-    own = file.parts[0].removesuffix(".py")
-    assert own in LAYER, f"say where {own} stands in ROWS"
+def test_a_file_imports_only_from_rooms_that_its_own_may_import(file: Path):
+    own = room(file)
+    assert own in MAY_IMPORT, f"say what {own} may import: {HOW_TO_MEND}"
+    for other, name in neighbours(file).items():
+        assert other in MAY_IMPORT[own].split(), (
+            f"{file} imports {name}, and {own} may not import {other}. {HOW_TO_MEND}"
+        )
     for name in imported((ROOT / file).read_text()):
-        package, *rest = name.split(".")
-        if package == "skyrl_train":
-            assert LAYER[rest[0]] <= LAYER[own], f"{file} imports {name}"
-        assert own in ONLY_IN.get(package, {own}), f"{file} imports {name}"
+        package = name.partition(".")[0]
+        assert own in ONLY_IN.get(package, {own}), f"{file} imports {name}: only {sorted(ONLY_IN[package])} may"
+
+
+def test_every_room_stands_below_what_it_may_import():
+    above: list[str] = []
+    for own, others in MAY_IMPORT.items():
+        assert not (below := set(others.split()) - set(above)), f"{own} may import {below}, which stand below it"
+        above.append(own)
+
+
+def test_every_allowed_arrow_exists():
+    arrows = {(room(file), other) for file in FILES for other in neighbours(file)}
+    allowed = {(own, other) for own, others in MAY_IMPORT.items() for other in others.split()}
+    assert not (unused := allowed - arrows), f"delete from MAY_IMPORT what nothing uses any more: {sorted(unused)}"
+
+
+def test_the_architecture_page_says_the_same():
+    """Its table has one row for each room, or for several that may import the same."""
+    documented: dict[str, str] = {}
+    for line in (REPOSITORY / "docs/architecture.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 4 and cells[0].startswith("`"):
+            names = re.findall(r"`(\w+)(?:/|\.py)`", cells[0])
+            documented |= dict.fromkeys(names, cells[2])
+            packages = {package for package, rooms in ONLY_IN.items() if rooms & set(names)}
+            assert set(re.findall(r"`(\w+)`", cells[3])) == packages, line
+    assert documented == MAY_IMPORT
 
 
 def test_the_check_sees_imports_inside_functions_and_of_single_names():

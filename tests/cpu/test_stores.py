@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from skyrl_train.config import load_config
-from skyrl_train.engines.settings import RemoteEngineSettings
 from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous, free_port
 from skyrl_train.stores import join_store, serve_store
 from skyrl_train.weight_sync.channels.broadcast import BroadcastSendChannel
-from tests.cpu.fake_actors import FakeEngine, FakeRank, engine_group, policy_group
+from tests.support.fake_actors import FakeEngine, FakeRank, engine_group, policy_group
+from tests.support.settings import remote_settings
 
 
 def listening() -> set[tuple[str, int]]:
@@ -65,10 +65,10 @@ def test_ranks_of_one_node_meet_on_loopback_and_others_at_the_nodes_address(
 
 def test_senders_know_the_nodes_of_the_runs_own_engines_and_of_no_others(monkeypatch: pytest.MonkeyPatch):
     async def nodes() -> list[set[str] | None]:
-        members = engine_group(monkeypatch, FakeEngine(), FakeEngine()).members
-        own = members.nodes
-        members.places[1].settings = RemoteEngineSettings("url", None, "model", "float32", 64, "broadcast")
-        return [own, members.nodes]
+        pool = engine_group(monkeypatch, FakeEngine(), FakeEngine())
+        own = pool.nodes
+        pool.replicas[1].settings = remote_settings("url", None, "model", "float32", 64, "broadcast")
+        return [own, pool.nodes]
 
     assert asyncio.run(nodes()) == [{"node"}, None]
 

@@ -7,7 +7,7 @@
 With --gpus and -n each worker sees only as many GPUs as its tests need, others than its neighbour's while there are
 some. Tests that watch a whole device's memory (`@pytest.mark.alone`) wait until the others on their GPUs have ended.
 
-They build on the models and jobs of tests/cpu.
+They build on the models and jobs of tests/support.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import make_trial, write_family
-from layouts import layout
 
 from skyrl_train.device import CopyStream
 from skyrl_train.megatron.policy import MegatronPolicy
@@ -18,6 +16,8 @@ from skyrl_train.megatron.verify.layout_check import OPTIMIZER, Layout, Trial, s
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.types import TrainBatch
+from tests.support.families import make_trial, without_kl, write_family
+from tests.support.layouts import layout
 
 pytestmark = pytest.mark.timeout(300)
 LATE_CYCLES = 8_000_000_000
@@ -26,7 +26,7 @@ ADAM = replace(OPTIMIZER, lr=1e-4)
 
 
 def _policy(rendezvous: Rendezvous, trial: Trial, one: Layout) -> tuple[MegatronPolicy, TrainBatch]:
-    objective = replace(trial.objective, kl_coef=0.0)
+    objective = without_kl(trial.objective)
     policy = MegatronPolicy(
         rendezvous, trial.model_path, one.megatron, ADAM, objective, bf16=True, seed=1, num_optimizer_steps=4
     )

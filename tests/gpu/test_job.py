@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.jobs import ROOT, Job, run_to_end, running, start_command, write_world
+from tests.support.jobs import ROOT, Job, run_to_end, running, start_command, write_world
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.timeout(900)]
 DEDICATED = [

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.gpu.triton_cases import DEVICE, DTYPES, WHERE, assert_near, random
+from tests.support.triton_cases import DEVICE, DTYPES, WHERE, assert_near, random
 
 pytestmark = WHERE
 

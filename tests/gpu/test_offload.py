@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import VOCABULARY, make_trial
-from layouts import layout
-from offload import come_back, pinned_copies, timed
 
+from benchmarks.lib.copies import come_back, pinned_copies, timed
 from skyrl_train.device import KernelStacks
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER, Layout, Trial, share_of
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
-from tests.cpu.jobs import DEADLY, run_to_end, write_world
+from tests.support.families import VOCABULARY, make_trial, without_kl
+from tests.support.jobs import DEADLY, run_to_end, write_world
+from tests.support.layouts import layout
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.alone]
 GIB = 2**30
@@ -86,7 +85,7 @@ def bus_gb_per_s() -> float:
 
 def _turns(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, int]) -> dict[str, Any]:
     trial, one, before = arguments
-    objective = replace(trial.objective, kl_coef=0.0)
+    objective = without_kl(trial.objective)
     policy = MegatronPolicy(
         rendezvous, trial.model_path, one.megatron, OPTIMIZER, objective, bf16=True, seed=1, num_optimizer_steps=4
     )

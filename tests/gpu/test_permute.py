@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.triton_cases import DEVICE, DTYPES, INTERPRETED, WHERE, assert_near, random
+from tests.support.triton_cases import DEVICE, DTYPES, INTERPRETED, WHERE, assert_near, random
 
 pytestmark = WHERE
 

@@ -15,7 +15,7 @@ import torch
 from skyrl_train.device import allocate_in_pages
 from skyrl_train.weight_sync.bucket import unpack
 from skyrl_train.weight_sync.digest import bucket_digests
-from tests.cpu.sending import pack, specs_of
+from tests.support.sending import pack, specs_of
 
 CONTEXT = multiprocessing.get_context("spawn")
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn]
@@ -192,7 +192,7 @@ def _answers(folder: Path, updates: list[Path], queue: Any) -> None:
 @pytest.mark.gpus(1)
 @pytest.mark.parametrize("kind", ["qwen3_tied", "qwen2", "qwen3_moe"])
 def test_copies_into_parameters_leave_what_a_fresh_engine_has(kind: str, tmp_path: Path):
-    from tests.cpu.families import write_family
+    from tests.support.families import write_family
 
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
     folders = [write_family(kind, tmp_path / str(seed), **sizes) for seed in range(2)]

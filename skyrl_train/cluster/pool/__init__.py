@@ -1,4 +1,4 @@
-"""The inference engines of a run as Ray actors: placement, health, replacement and requests.
+"""The engines: which are up, where requests go, and how one that died is replaced.
 
-Read `engine_group`, then `engine_place`.
+Read: pool.py (all that the trainer asks), replica.py (one engine and its successors), settings.py (what it is told).
 """

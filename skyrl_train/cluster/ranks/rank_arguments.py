@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from skyrl_train.algorithms.objective import Objective
-from skyrl_train.cluster.pool.engine_settings import lora_arguments
+from skyrl_train.cluster.pool.settings import lora_arguments
 from skyrl_train.config import Config
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.config.training import TrainingConfig

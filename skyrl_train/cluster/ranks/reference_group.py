@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.ranks.shards import Shards
 from skyrl_train.cluster.ranks.worker_group import WorkerGroup
-from skyrl_train.ranks import Moved, ParallelRanks
 
 
-class ReferenceGroup:
+class ReferenceGroup(ModelGroup):
     """The frozen model of the KL term."""
 
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-        self._ranks: list[ParallelRanks] = []
-        self._method = "logprobs"
-        self._kwargs: dict[str, Any] = {}
+    entry_point = "skyrl_train.megatron.reference:MegatronReference"
 
-    async def start(self, kwargs: dict[str, Any]) -> None:
-        self._kwargs = kwargs
-        self._ranks = await self._group.build("skyrl_train.megatron.reference:MegatronReference", kwargs)
+    def __init__(self, group: WorkerGroup) -> None:
+        super().__init__(group)
+        self._method = "logprobs"
 
     @classmethod
     def of_policy(cls, policy: PolicyGroup) -> ReferenceGroup:
@@ -34,35 +30,6 @@ class ReferenceGroup:
     def is_policy(self) -> bool:
         """Whether it is the policy's own model."""
         return self._method == "reference_logprobs"
-
-    @property
-    def is_running(self) -> bool:
-        """False from `end` to `restart`."""
-        return bool(self._group.actors)
-
-    async def offload(self) -> list[Moved]:
-        """Free the device's memory on every rank; done when it returns."""
-        return await self._group.all("offload")
-
-    async def reload(self) -> list[Moved]:
-        return await self._group.all("reload")
-
-    async def end(self) -> None:
-        """End the processes; done when they and their memory are gone."""
-        await self._group.end()
-
-    async def restart(self) -> list[Moved]:
-        self._group.spawn()
-        await self.start(self._kwargs)
-        return []
-
-    async def kill(self) -> None:
-        """As `end`, for processes that may be dead or hang."""
-        await self._group.end()
-
-    async def memory(self) -> list[dict[str, float]]:
-        """What each rank holds, as `device.memory_in_use`; empty while it is ended."""
-        return await self._group.memory()
 
     async def logprobs(self, shards: Shards) -> list[Any]:
         """References to the logprobs [T] of each shard. Shards go to the reference's data-parallel ranks in turn."""

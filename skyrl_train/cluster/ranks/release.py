@@ -12,8 +12,7 @@ from typing import Protocol
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyrl_train.cluster.ranks.policy_group import PolicyGroup
-from skyrl_train.cluster.ranks.reference_group import ReferenceGroup
+from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.ranks import OPTIMIZER, Moved
 
@@ -29,21 +28,21 @@ class Release(Protocol):
     A call returns when the memory is free or taken, with the bytes of all ranks and its wall-clock seconds.
     """
 
-    async def leave(self, group: PolicyGroup | ReferenceGroup, *parts: str) -> Moved: ...
+    async def leave(self, group: ModelGroup, *parts: str) -> Moved: ...
 
-    async def enter(self, group: PolicyGroup | ReferenceGroup, *parts: str) -> Moved: ...
+    async def enter(self, group: ModelGroup, *parts: str) -> Moved: ...
 
     async def close(self) -> None:
         """The run is over, and its processes have ended."""
 
 
-class Stay:
+class KeepResident:
     """Trainers keep their memory; the engines' share must leave room for it."""
 
-    async def leave(self, group: PolicyGroup | ReferenceGroup, *parts: str) -> Moved:
+    async def leave(self, group: ModelGroup, *parts: str) -> Moved:
         return Moved(0, 0.0)
 
-    async def enter(self, group: PolicyGroup | ReferenceGroup, *parts: str) -> Moved:
+    async def enter(self, group: ModelGroup, *parts: str) -> Moved:
         return Moved(0, 0.0)
 
     async def close(self) -> None:
@@ -53,11 +52,11 @@ class Stay:
 class Offload:
     """To pinned host memory. What is left is CUDA's context and the buffers of NCCL."""
 
-    async def leave(self, group: PolicyGroup | ReferenceGroup, *parts: str) -> Moved:
+    async def leave(self, group: ModelGroup, *parts: str) -> Moved:
         started = time.perf_counter()
         return _together(await group.offload(*parts), started)
 
-    async def enter(self, group: PolicyGroup | ReferenceGroup, *parts: str) -> Moved:
+    async def enter(self, group: ModelGroup, *parts: str) -> Moved:
         started = time.perf_counter()
         return _together(await group.reload(*parts), started)
 
@@ -70,29 +69,30 @@ class Exit:
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config, self._folder = config, states_folder(config)
-        self._optimizer_is_gone = False
+        self._without_optimizer: set[ModelGroup] = set()
 
-    async def leave(self, group: PolicyGroup | ReferenceGroup, *parts: str) -> Moved:
+    async def leave(self, group: ModelGroup, *parts: str) -> Moved:
         """The policy's optimizer leaves alone while its weights are still to be sent: its state is written then."""
         started, moved = time.perf_counter(), []
         if not group.is_running:
             return Moved(0, 0.0)
-        if isinstance(group, PolicyGroup) and group.has_changed:
+        if group.has_changed:
             moved = await group.save_state(self._folder)
-        if parts == (OPTIMIZER,) and isinstance(group, PolicyGroup):
+        if parts == (OPTIMIZER,):
             await group.drop(OPTIMIZER)
-            self._optimizer_is_gone = True
+            self._without_optimizer.add(group)
         else:
             await group.end()
         return _together(moved, started)
 
-    async def enter(self, group: PolicyGroup | ReferenceGroup, *parts: str) -> Moved:
+    async def enter(self, group: ModelGroup, *parts: str) -> Moved:
         started = time.perf_counter()
-        if isinstance(group, PolicyGroup):
-            if group.is_running and OPTIMIZER in parts and self._optimizer_is_gone:
-                await group.end()
-            self._optimizer_is_gone &= group.is_running
-        return _together([] if group.is_running else await group.restart(), started)
+        if group.is_running and OPTIMIZER in parts and group in self._without_optimizer:
+            await group.end()
+        if group.is_running:
+            return _together([], started)
+        self._without_optimizer.discard(group)
+        return _together(await group.restart(), started)
 
     async def close(self) -> None:
         await remove_states(self._config)
@@ -102,7 +102,7 @@ def build_release(config: TrainerConfig) -> Release:
     release = config.placement.release
     if release == "exit":
         return Exit(config)
-    return Offload() if release == "offload" else Stay()
+    return Offload() if release == "offload" else KeepResident()
 
 
 def states_folder(config: TrainerConfig) -> str:

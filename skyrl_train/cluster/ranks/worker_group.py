@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
 from skyrl_train.cluster.calls import Calls, RemoteFailed
+from skyrl_train.cluster.host import Host
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.process import wait_ended_on_nodes
-from skyrl_train.cluster.ranks.rank_actor import RankActor
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.stores import LOOPBACK
 
@@ -20,6 +20,7 @@ CLOSE_S = 5
 """Patience with processes that may hang in a collective."""
 IDLE_S = 20
 """Longest time after which a rank answers that has nothing to do."""
+RANK = "skyrl_train.cluster.ranks.rank:Rank"
 END_S = 60
 """Patience with killed processes that give back the memory of a device."""
 
@@ -56,10 +57,10 @@ class WorkerGroup:
     def spawn(self) -> None:
         """Ask Ray to start the actors, which are not there or were ended."""
         assert not self.actors
-        actor = ray.remote(RankActor)
+        actor = ray.remote(Host)
         self.actors = [
             actor.options(**slot.options()).remote(  # type: ignore[attr-defined]
-                rank_name, f"{self.calls.log_folder}/{rank_name}.log", visible
+                RANK, f"{self.calls.log_folder}/{rank_name}.log", visible
             )
             for slot, rank_name, visible in zip(self._slots, self.calls.names, self._visible_devices, strict=True)
         ]
@@ -69,7 +70,7 @@ class WorkerGroup:
         return [visible for _, _, visible in await self._find_places()]
 
     async def _find_places(self) -> list[tuple[str, int, str]]:
-        self._places = await self.calls.gather("start", [actor.find_place.remote() for actor in self.actors])
+        self._places = await self.calls.gather("start", [actor.call.remote("find_place") for actor in self.actors])
         return self._places
 
     async def end(self) -> None:
@@ -90,12 +91,14 @@ class WorkerGroup:
         """What each rank holds, as `device.memory_in_use`; empty while the actors are ended."""
         if not self.actors:
             return []
-        return await self.calls.gather("tell its memory", [actor.memory.remote() for actor in self.actors])
+        return await self.calls.gather("tell its memory", [actor.call.remote("memory") for actor in self.actors])
 
     async def is_idle(self, timeout_s: float = IDLE_S) -> bool:
         """Whether every rank answers by then. One that is at work, or waits in a collective, does not."""
         try:
-            await self.calls.gather("answer", [actor.find_place.remote() for actor in self.actors], timeout_s=timeout_s)
+            await self.calls.gather(
+                "answer", [actor.call.remote("find_place") for actor in self.actors], timeout_s=timeout_s
+            )
         except RemoteFailed:
             return False
         return True
@@ -113,7 +116,7 @@ class WorkerGroup:
         return await self.calls.gather(
             "start",
             [
-                actor.build.remote(entry_point, meeting, kwargs)
+                actor.call.remote("build", entry_point, meeting, kwargs)
                 for actor, meeting in zip(self.actors, meetings, strict=True)
             ],
         )
@@ -124,11 +127,17 @@ class WorkerGroup:
             _words(method), [actor.call.remote(method, *args, **kwargs) for actor in self.actors]
         )
 
-    async def each(self, method: str, args_of_rank: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
-        """`worker.method(*args_of_rank[rank])` on every rank."""
-        pairs = zip(self.actors, args_of_rank, strict=True)
+    async def each(
+        self,
+        method: str,
+        args_of_rank: Sequence[tuple[Any, ...]],
+        kwargs_of_rank: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        """`worker.method(*args_of_rank[rank], **kwargs_of_rank[rank])` on every rank."""
+        kwargs = [{}] * len(args_of_rank) if kwargs_of_rank is None else kwargs_of_rank
+        calls = zip(self.actors, args_of_rank, kwargs, strict=True)
         return await self.calls.gather(
-            _words(method), [actor.call.remote(method, *args, **kwargs) for actor, args in pairs]
+            _words(method), [actor.call.remote(method, *args, **own) for actor, args, own in calls]
         )
 
     async def each_kept(self, method: str, args_of_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -139,12 +148,12 @@ class WorkerGroup:
         return [kept for _, kept in refs]
 
     async def one(self, rank: int, method: str, *args: Any) -> Any:
-        """A method of the actor itself, on one rank."""
-        return (await self.calls.gather(_words(method), [getattr(self.actors[rank], method).remote(*args)], [rank]))[0]
+        """`worker.method(*args)`, or a method of Rank itself, on one rank."""
+        return (await self.calls.gather(_words(method), [self.actors[rank].call.remote(method, *args)], [rank]))[0]
 
     async def shutdown(self) -> None:
         """Kill the actors, which first close what they have open if they still answer."""
-        calls = [asyncio.wrap_future(actor.close.remote().future()) for actor in self.actors]
+        calls = [asyncio.wrap_future(actor.call.remote("close").future()) for actor in self.actors]
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), CLOSE_S)
         for actor in self.actors:

@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from skyrl_train.engines.protocol import EngineDeadError, EngineFacts
 from skyrl_train.engines.remote.client import ServerClient, ServerError, ServerUnreachableError
 from skyrl_train.engines.remote.facts import ServerFacts, ServerUnsuitableError, check_server, probe
 from skyrl_train.engines.remote.lifecycle import HttpLifecycle
-from skyrl_train.engines.settings import PauseMode, RemoteEngineSettings, still_running
+from skyrl_train.engines.settings import EngineSettings, PauseMode, still_running
 from skyrl_train.engines.sync_report import SyncReport, checked_report
-from skyrl_train.engines.vllm.core import EngineDeadError
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.control import ControlMessage
 from skyrl_train.weight_sync.errors import WeightSyncError
@@ -29,7 +29,7 @@ PROBE_TEXT = "The answer to 12 + 34 is 46; naïve café, 北京.\n\tx = [1, 2]\n
 class RemoteEngine:
     """Nothing is asked of the server before `ready`."""
 
-    def __init__(self, settings: RemoteEngineSettings) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         # Two pools: control calls must not wait behind requests.
         self._control = ServerClient(settings.url, settings.api_key, max_connections=32)
@@ -59,6 +59,10 @@ class RemoteEngine:
         else:
             await self._call(self._control.get("/health", PROBE_S))
         return {"num_workers": self._facts.num_workers, "policy_version": self._policy_version}
+
+    async def start(self, *, waits_for_weights: bool) -> EngineFacts:
+        """As `Engine.start`; what the server answers before the first weight sync is its own matter."""
+        return EngineFacts((await self.ready())["num_workers"])
 
     async def ping(self, timeout_s: float) -> None:
         """As `Engine.ping`; of a stock server only that it answers is asked."""
@@ -95,6 +99,15 @@ class RemoteEngine:
 
         return list(await asyncio.gather(*(one(token_ids) for token_ids in prompts)))
 
+    async def sleep(self, *, keep_weights: bool = False) -> None:
+        """The server's device is nobody else's."""
+
+    async def wake_weights(self) -> None:
+        """They are there."""
+
+    async def wake_kv_cache(self) -> None:
+        """It is there."""
+
     async def memory(self) -> list[dict[str, float]]:
         """A server does not tell."""
         return []
@@ -103,11 +116,11 @@ class RemoteEngine:
         """As `Engine.pause`."""
         self._running.clear()
         self._paused = True
-        mode = self._settings.pause_mode if mode is None else mode
+        chosen: str = self._settings.generator.pause_mode if mode is None else mode
         try:
-            await self._call(self._lifecycle.pause(mode))
+            await self._call(self._lifecycle.pause(chosen))
         except TimeoutError as error:
-            if mode != "wait":
+            if chosen != "wait":
                 raise
             raise still_running(self._settings.rpc_timeout_s) from error
 
@@ -249,6 +262,7 @@ class RemoteEngine:
             "skip_special_tokens": True,
             "logprobs": 0,
             "return_token_ids": True,
+            "seed": params.seed if self._settings.generator.seed_requests else None,
         }
 
     async def _check_tokenizer(self) -> None:

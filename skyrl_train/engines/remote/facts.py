@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 
 from skyrl_train.engines.remote.client import ServerClient, ServerError
-from skyrl_train.engines.settings import EXTENSION, RemoteEngineSettings
+from skyrl_train.engines.settings import EXTENSION, EngineSettings
+from skyrl_train.weight_sync.channels.table import STOCK, TRANSPORTS
 
 OLDEST = (0, 26)
 ROUTES_SINCE = {"/update_weight_version": (0, 27), "/shutdown_weight_transfer_engine": (0, 32)}
@@ -109,7 +110,7 @@ def _number(version: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (999, 0)
 
 
-def check_server(facts: ServerFacts, settings: RemoteEngineSettings) -> None:
+def check_server(facts: ServerFacts, settings: EngineSettings) -> None:
     """Raises: ServerUnsuitableError with everything in which the server does not suit the run."""
     problems = []
     if facts.max_model_len < settings.max_model_len:
@@ -117,9 +118,10 @@ def check_server(facts: ServerFacts, settings: RemoteEngineSettings) -> None:
             f"its --max-model-len is {facts.max_model_len}, and prompt and response may have {settings.max_model_len} "
             "tokens: start it with more, or lower generator.max_input_length or max_generate_length"
         )
-    if facts.dtype != settings.model_dtype:
+    if facts.dtype != settings.generator.model_dtype:
         problems.append(
-            f"its --dtype is {facts.dtype} and generator.model_dtype is {settings.model_dtype}: make them equal"
+            f"its --dtype is {facts.dtype} and generator.model_dtype is {settings.generator.model_dtype}: make them "
+            "equal"
         )
     if facts.logprobs_mode != "processed_logprobs":
         problems.append(
@@ -131,15 +133,16 @@ def check_server(facts: ServerFacts, settings: RemoteEngineSettings) -> None:
             f"its data parallel size is {facts.data_parallel_size}: start one server per replica and name them all in "
             "generator.remote_inference_engine_urls"
         )
-    wants_stock = settings.weight_sync_backend == "vllm_nccl"
+    wants_stock = TRANSPORTS[settings.generator.weight_sync_backend].for_stock_servers
     if wants_stock and facts.backend != "nccl":
         problems.append(
-            f"its weight transfer backend is {facts.backend} and generator.weight_sync_backend is vllm_nccl: start it "
-            """with --weight-transfer-config '{"backend": "nccl"}'"""
+            f"its weight transfer backend is {facts.backend} and generator.weight_sync_backend is "
+            f"{settings.generator.weight_sync_backend}: start it with --weight-transfer-config "
+            """'{"backend": "nccl"}'"""
         )
     elif not wants_stock and facts.backend == "nccl":
         problems.append(
-            "its weight transfer backend is vLLM's own: set generator.weight_sync_backend=vllm_nccl, or start it with "
+            f"its weight transfer backend is vLLM's own: set generator.weight_sync_backend={STOCK}, or start it with "
             + _own_backend()
         )
     elif not wants_stock and (facts.backend != "skyrl" or not facts.has_extension):

@@ -20,13 +20,14 @@ from torch import Tensor
 
 from skyrl_train.ranks import free_port
 from skyrl_train.weight_sync.bucket import NamedTensors, TensorSpec, take
-from skyrl_train.weight_sync.control import Check, ControlMessage, Post
-from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
+from skyrl_train.weight_sync.channels.broadcast_group import POLL_S
+from skyrl_train.weight_sync.channels.channel import SendingEnd
+from skyrl_train.weight_sync.channels.flight import Flight, Land
+from skyrl_train.weight_sync.channels.meeting import wait_until
+from skyrl_train.weight_sync.channels.table import STOCK
+from skyrl_train.weight_sync.control import Check, ControlMessage
+from skyrl_train.weight_sync.errors import WeightSyncError
 from skyrl_train.weight_sync.send_report import SendClock, SendReport
-
-BUFFERS = 2
-POLL_S = 0.0002
-CHECK_EVERY_S = 0.2
 
 Chunk = tuple[TensorSpec, ...]
 
@@ -68,31 +69,20 @@ class NcclGroup:
 class StockNcclSender:
     """Rank 0. After a failed `send` neither the group nor a server that was receiving is of any use."""
 
-    def __init__(
-        self,
-        bucket_bytes: int,
-        post: Post,
-        num_receivers: int,
-        device: torch.device,
-        timeout_s: float,
-        host: str,
-        open_group: Callable[[str, int, int, torch.device], Group] = NcclGroup,
-    ) -> None:
-        """Args: num_receivers counts every worker of every server; host is this machine's address as they see it."""
-        self._bucket_bytes, self._post, self._device, self._timeout_s = bucket_bytes, post, device, timeout_s
-        self._host, self._port, self._world_size = host, free_port(), 1 + num_receivers
-        self._open_group = open_group
+    def __init__(self, end: SendingEnd, open_group: Callable[[str, int, int, torch.device], Group] = NcclGroup) -> None:
+        self._end, self._open_group = end, open_group
+        self._port, self._world_size = free_port(), 1 + end.num_receivers
         self._group: Group | None = None
 
     @property
     def init_info(self) -> ControlMessage:
         """For every server, with a `rank_offset` added: 1 plus the workers of the servers before it."""
         return {
-            "transport": "vllm_nccl",
-            "master_address": self._host,
+            "transport": STOCK,
+            "master_address": self._end.host,
             "master_port": self._port,
             "world_size": self._world_size,
-            "bucket_bytes": self._bucket_bytes,
+            "bucket_bytes": self._end.bucket_bytes,
         }
 
     def connect(self, check: Check = lambda: None) -> None:
@@ -100,7 +90,7 @@ class StockNcclSender:
 
         Args: check: unused; vLLM, which lets them meet, does not look after anybody meanwhile.
         """
-        self._group = self._open_group(self._host, self._port, self._world_size, self._device)
+        self._group = self._open_group(self._end.host, self._port, self._world_size, self._end.device)
 
     def send(self, specs: Sequence[TensorSpec], named_tensors: NamedTensors) -> SendReport:
         """Returns when every server has loaded every tensor. The report has no digests.
@@ -113,17 +103,17 @@ class StockNcclSender:
             raise WeightSyncError("the NCCL group is not connected, or broke in the last update: start the run anew")
         clock = SendClock()
         tensors = clock.source(named_tensors)
-        flight = _Flight(group, self._device, self._timeout_s)
+        flight = Flight(self._end.device)
         try:
-            for update in cut_updates(specs, self._bucket_bytes):
-                pending = self._post(_message(update))
+            for update in cut_updates(specs, self._end.bucket_bytes):
+                pending = self._end.post(_message(update))
                 for chunk in update:
                     size = sum(spec.num_bytes for spec in chunk)
                     buffer = clock.wait(partial(flight.buffer, size, pending.check))
                     fill(chunk, tensors, buffer)
-                    flight.send(buffer)
+                    flight.send(size, lambda sent: self._land(group.broadcast(sent)))
                     clock.num_bytes += size
-                clock.wait(partial(flight.land, pending.check))
+                clock.wait(partial(flight.drain, pending.check))
                 clock.wait(pending.wait)
             left_over = next(tensors, None)
             if left_over is not None:
@@ -145,51 +135,20 @@ class StockNcclSender:
             digests={},
         )
 
+    def _land(self, is_sent: Callable[[], bool]) -> Land:
+        """NCCL only enqueues, and a peer that failed never comes: so look at both."""
+        timeout_s = self._end.timeout_s
+        late = f"a broadcast to the vLLM servers did not end within {timeout_s:g} s"
+        return lambda check: wait_until(is_sent, POLL_S, timeout_s, late, check)
+
     def close(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             group.close()
 
 
-class _Flight:
-    """The buffers of one send, two of them under way at most."""
-
-    def __init__(self, group: Group, device: torch.device, timeout_s: float) -> None:
-        self._group, self._device, self._timeout_s = group, device, timeout_s
-        self._rooms: list[Tensor | None] = [None] * BUFFERS
-        self._is_sent: list[Callable[[], bool]] = [lambda: True] * BUFFERS
-        self.num_sent = 0
-
-    def buffer(self, num_bytes: int, check: Check) -> Tensor:
-        """[num_bytes] uint8 that is not being sent."""
-        slot = self.num_sent % BUFFERS
-        self._wait(slot, check)
-        room = self._rooms[slot]
-        if room is None or len(room) < num_bytes:
-            self._rooms[slot] = room = None  # freed before the larger one is made
-            room = self._rooms[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return room[:num_bytes]
-
-    def send(self, buffer: Tensor) -> None:
-        self._is_sent[self.num_sent % BUFFERS] = self._group.broadcast(buffer)
-        self.num_sent += 1
-
-    def land(self, check: Check) -> None:
-        """Wait for all that was sent."""
-        for slot in range(BUFFERS):
-            self._wait(slot, check)
-
-    def _wait(self, slot: int, check: Check) -> None:
-        """NCCL only enqueues, and a peer that failed never comes: so look at both."""
-        deadline = time.monotonic() + self._timeout_s
-        next_check = time.monotonic()
-        while not self._is_sent[slot]():
-            if time.monotonic() > next_check:
-                check()
-                next_check = time.monotonic() + CHECK_EVERY_S
-            if time.monotonic() > deadline:
-                raise PeerLostError(f"a broadcast to the vLLM servers did not end within {self._timeout_s:g} s")
-            time.sleep(POLL_S)
+def send(end: SendingEnd) -> StockNcclSender:
+    return StockNcclSender(end)
 
 
 def cut_updates(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[Chunk]]:

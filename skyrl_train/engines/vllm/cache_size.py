@@ -30,9 +30,9 @@ def most_cache_bytes(settings: EngineSettings, num_sequences: int) -> int | None
     per_token = _numbers_per_token(tensor_shapes(settings.model_path), config, settings.tensor_parallel_size)
     if per_token is None:
         return None
-    longest = settings.engine_init_kwargs.get("max_model_len", settings.max_model_len)
+    longest = settings.generator.engine_init_kwargs.get("max_model_len", settings.max_model_len)
     tokens = -(-longest // BLOCK) * BLOCK
-    return (num_sequences + 1) * tokens * per_token * NUM_BYTES[settings.model_dtype]
+    return (num_sequences + 1) * tokens * per_token * NUM_BYTES[settings.generator.model_dtype]
 
 
 def _numbers_per_token(

@@ -7,16 +7,14 @@ import contextlib
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from skyrl_train.engines.protocol import EngineDeadError
+
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
 POLL_S = 0.25
 """How often a waiting call looks whether the engine's core is alive: vLLM itself tells waiters after 6 to 11 s."""
-
-
-class EngineDeadError(RuntimeError):
-    """The engine's core process ended; the engine must be replaced and given its weights again."""
 
 
 class Core:

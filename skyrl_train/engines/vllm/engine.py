@@ -18,11 +18,21 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.device import device_type
-from skyrl_train.engines.settings import EngineSettings, PauseMode, engine_arguments, set_environment, still_running
+from skyrl_train.engines.protocol import EngineFacts
+from skyrl_train.engines.settings import (
+    EngineSettings,
+    PauseMode,
+    engine_arguments,
+    seeds_requests,
+    set_environment,
+    still_running,
+)
 from skyrl_train.engines.sync_report import SyncReport
-from skyrl_train.engines.vllm.core import Core, EngineDeadError
+from skyrl_train.engines.vllm.core import Core
 from skyrl_train.engines.vllm.memory_share import with_memory_share
+from skyrl_train.engines.vllm.root_cause import root_cause
 from skyrl_train.engines.vllm.scratch import scratch
+from skyrl_train.engines.vllm.sleep import Sleeps
 from skyrl_train.engines.vllm.weights import Weights
 from skyrl_train.imports import first_in_children, quick_imports
 from skyrl_train.types import Generation, SamplingParams
@@ -46,8 +56,11 @@ def import_vllm(settings: EngineSettings) -> None:
         )
 
 
-class Engine:
+class VllmEngine(Sleeps):
     """Takes about 15 s to construct without a GPU: imports, one more process, loading."""
+
+    prepare = staticmethod(import_vllm)
+    cause_of_death = staticmethod(root_cause)
 
     def __init__(self, settings: EngineSettings) -> None:
         settings = with_memory_share(settings, device_type())
@@ -69,7 +82,7 @@ class Engine:
 
         # Held by Core alone, in no local name: an import above leaves a traceback behind, and with it this frame.
         with first_in_children("skyrl_train.engines.vllm.core_start"):
-            self._core = Core(build_async_llm(arguments), settings.sync_timeout_s)
+            self._core = Core(build_async_llm(arguments), settings.generator.weight_sync_timeout_s)
         adapter = None
         if settings.lora is not None:
             from skyrl_train.engines.vllm.worker.adapter_slots import EveryRequest
@@ -77,7 +90,12 @@ class Engine:
             adapter = EveryRequest(self._core.llm)
         self._weights = Weights(self._core, settings.served_model_name, adapter)
         self._versions = VersionTracker(self._core.llm)
-        self._requests: Requests = Requests(self._core.llm, self._versions, settings.max_model_len)
+        self._requests: Requests = Requests(
+            self._core.llm,
+            self._versions,
+            settings.max_model_len,
+            has_seeds=seeds_requests(settings, device_type()),
+        )
         self._server: HttpServer | None = None
         self._paused = False
         self._asleep: set[str] = set()
@@ -86,7 +104,7 @@ class Engine:
         self._running.set()
 
     async def ready(self) -> dict[str, Any]:
-        """Returns what the caller needs to connect the weight sync; where adapters are served the first is bound.
+        """Returns how many workers there are, and the version; where adapters are served the first is bound.
 
         Raises: EngineDeadError; WeightSyncError if the engine cannot hold the adapter.
         """
@@ -94,6 +112,14 @@ class Engine:
         if not self._weights.are_served:
             await self._weights.bind_adapter(self._versions.policy_version, first=True)
         return {"num_workers": self._settings.tensor_parallel_size, "policy_version": self._versions.policy_version}
+
+    async def start(self, *, waits_for_weights: bool) -> EngineFacts:
+        """As `Engine.start`; with the HTTP endpoint, if there is to be one. Raises: as `ready` and `start_server`."""
+        num_workers = (await self.ready())["num_workers"]
+        if waits_for_weights:
+            await self.pause()
+        url = await self.start_server() if self._settings.generator.enable_http_endpoint else None
+        return EngineFacts(num_workers, url, str(scratch().path))
 
     async def start_server(self) -> str:
         """Offer the HTTP endpoint of the settings; returns its URL.
@@ -143,7 +169,7 @@ class Engine:
             the mode of the settings.
         Raises: TimeoutError that names requests which "wait" has waited for in vain; the engine stays paused.
         """
-        mode = self._settings.pause_mode if mode is None else mode
+        mode = self._settings.generator.pause_mode if mode is None else mode  # type: ignore[assignment]  # one of three
         self._running.clear()
         self._paused = True
         pause = self._core.llm.pause_generation(mode=mode, clear_cache=True)
@@ -168,81 +194,6 @@ class Engine:
         await self._core.call(self._core.llm.resume_generation(), "resuming")
         self._paused = False
         self._running.set()
-
-    async def sleep(self, *, keep_weights: bool = False) -> None:
-        """Free the memory of the KV cache and of the weights, which come back from host memory or with an update.
-
-        Running requests are frozen; they go on when the engine is awake. Those of an engine whose update broke off
-        before its KV cache was awake are aborted.
-        """
-        if self._weights.are_adapters:
-            keep_weights = True  # no update brings the base model
-        if len(self._asleep) == 1:
-            await self._wake_to_sleep()
-        if self._asleep:
-            return
-        if device_type() == "cpu":
-            log.warning("sleep only pauses this engine: vLLM's CPU platform keeps the memory")
-        self._running.clear()
-        self._paused = True
-        if not keep_weights:
-            await self._weights.drop()
-        level = 1 if keep_weights else 2
-        await self._core.call(self._core.llm.sleep(level, mode="keep"), "falling asleep")
-        self._asleep = {"weights", "kv_cache"}
-
-    async def wake_weights(self) -> None:
-        """Memory for the weights again; of `sleep(keep_weights=True)` also their values. Nothing to do if awake.
-
-        Raises: EngineDeadError where it fails, for lack of memory; the engine has then ended.
-        """
-        if "weights" in self._asleep:
-            await self._wake("weights")
-            await self._weights.restore()
-
-    async def wake_kv_cache(self) -> None:
-        """Generation goes on, also after a first attempt whose `resume` failed. Nothing to do if awake.
-
-        Raises: WeightSyncError while the weights are not there; EngineDeadError as `wake_weights`.
-        """
-        if not self._weights.are_whole or "weights" in self._asleep:
-            raise WeightSyncError("the engine's weights are asleep or were dropped: wake and update them first")
-        if "kv_cache" in self._asleep:
-            await self._wake("kv_cache")
-        if self._paused:
-            await self.resume()
-
-    async def _wake_to_sleep(self) -> None:
-        """vLLM (0.26) falls asleep only as a whole, and its scheduler goes on when the last memory wakes: over half a
-        model, so there must be nothing to go on with."""
-        if not self._weights.are_whole:
-            await self._weights.close_broken()
-            abort = self._core.llm.pause_generation(mode="abort", clear_cache=True)
-            await self._core.call(abort, "aborting frozen requests")
-        await self._wake("kv_cache")
-
-    async def _wake(self, tag: str) -> None:
-        try:
-            await self._core.call(self._core.llm.wake_up([tag]), f"waking the {tag}")
-        except Exception as error:
-            # vLLM (0.26 to 0.32) may have mapped a part, which a second attempt would map again (vllm#34600).
-            await self.shutdown()
-            raise EngineDeadError(
-                f"the engine could not take its memory again ({tag}: {error}) and has ended; set "
-                f"generator.gpu_memory_utilization to less than it was ({self._settings.gpu_memory_utilization})"
-            ) from error
-        self._asleep.discard(tag)
-
-    async def memory(self) -> list[dict[str, float]]:
-        """What each worker holds, as `device.memory_in_use`.
-
-        torch goes on counting what sleeps as reserved; here it is not.
-        """
-        workers = await self._core.ask_workers("skyrl_memory", "asking for its memory")
-        return [
-            held | {"reserved": held["reserved"] - sum(by_tag.get(tag, 0.0) for tag in self._asleep)}
-            for held, by_tag in workers
-        ]
 
     async def init_weight_sync(self, info: ControlMessage) -> None:
         """Connect to the sender; for a broadcast this returns when everybody has joined.

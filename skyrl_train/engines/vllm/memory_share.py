@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from skyrl_train.engines.settings import NUM_BYTES, EngineSettings, Margin
 from skyrl_train.engines.vllm.cache_size import most_cache_bytes
@@ -41,7 +41,7 @@ class ModelSize:
     @classmethod
     def of(cls, settings: EngineSettings) -> ModelSize:
         shapes = tensor_shapes(settings.model_path).values()
-        num_bytes = sum(math.prod(shape) for shape in shapes) * NUM_BYTES[settings.model_dtype]
+        num_bytes = sum(math.prod(shape) for shape in shapes) * NUM_BYTES[settings.generator.model_dtype]
         # No matrix has more rows than the embedding, but for toys, of which it does not matter.
         return cls(num_bytes // settings.tensor_parallel_size, max(shape[0] for shape in shapes if len(shape) == 2))
 
@@ -75,7 +75,8 @@ def with_memory_share(settings: EngineSettings, device_type: str) -> EngineSetti
 
     Raises: MemoryError if too little is free; OSError if the driver does not say what is.
     """
-    is_set = settings.gpu_memory_utilization is not None or "gpu_memory_utilization" in settings.engine_init_kwargs
+    generator = settings.generator
+    is_set = generator.gpu_memory_utilization is not None or "gpu_memory_utilization" in generator.engine_init_kwargs
     if device_type == "cpu" or is_set:
         return settings
     try:
@@ -86,20 +87,20 @@ def with_memory_share(settings: EngineSettings, device_type: str) -> EngineSetti
     share = memory_share(devices, settings.margin, model)
     taken = share * min(device.total_bytes for device in devices)
     print(f"gpu_memory_utilization: {share:g}, {gib(taken)} GiB. {'; '.join(map(str, devices))}", flush=True)
-    return replace(
-        settings,
+    return settings.changed(
         gpu_memory_utilization=share,
-        kv_cache_memory_bytes=_cache_bytes(settings, int((taken - model.weights_bytes) * CERTAIN_ROOM)),
+        kv_cache_memory_gb=_cache_gb(settings, int((taken - model.weights_bytes) * CERTAIN_ROOM)),
     )
 
 
-def _cache_bytes(settings: EngineSettings, most: int) -> int | None:
-    """Of the KV cache where less than all that is left would do; None leaves it to vLLM."""
-    is_set = any(name in settings.engine_init_kwargs for name in SIZES_OF_CACHES)
-    if settings.kv_cache_memory_bytes is not None or settings.cached_sequences is None or is_set:
-        return settings.kv_cache_memory_bytes
+def _cache_gb(settings: EngineSettings, most: int) -> float | None:
+    """GiB of the KV cache where less than all that is left would do; None leaves it to vLLM."""
+    generator = settings.generator
+    is_set = any(name in generator.engine_init_kwargs for name in SIZES_OF_CACHES)
+    if generator.kv_cache_memory_gb is not None or settings.cached_sequences is None or is_set:
+        return generator.kv_cache_memory_gb
     wanted = most_cache_bytes(settings, settings.cached_sequences)
     if wanted is None or wanted > most:
         return None
     print(f"kv_cache_memory_gb: {gib(wanted)}, for {settings.cached_sequences} of the longest sequences", flush=True)
-    return wanted
+    return wanted / 2**30

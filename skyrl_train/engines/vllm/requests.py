@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import itertools
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.outputs import CompletionOutput
@@ -24,10 +26,11 @@ Finished = list[tuple[int, Ended]]
 class Requests:
     """The requests of one engine."""
 
-    def __init__(self, llm: AsyncLLM, versions: VersionTracker, max_model_len: int) -> None:
+    def __init__(self, llm: AsyncLLM, versions: VersionTracker, max_model_len: int, *, has_seeds: bool) -> None:
+        """Args: has_seeds: whether the seeds of requests are used."""
         unpacking.install()
         self._llm, self._versions = llm, versions
-        self._max_model_len = max_model_len
+        self._max_model_len, self._has_seeds = max_model_len, has_seeds
         self._ids = itertools.count()
         self.tokens_generated = 0
 
@@ -117,7 +120,12 @@ class Requests:
                 f"a prompt of {prompt_length} tokens does not fit an engine of {self._max_model_len} tokens; "
                 "lower generator.max_input_length or trainer.max_prompt_length"
             )
-        return _sampling_params(params, min(params.max_generate_length, room))
+        shared = _sampling_params(replace(params, seed=None), min(params.max_generate_length, room))
+        if params.seed is None or not self._has_seeds:
+            return shared
+        seeded = copy.copy(shared)
+        seeded.seed = params.seed
+        return seeded
 
 
 @functools.lru_cache(maxsize=4096)

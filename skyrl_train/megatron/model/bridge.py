@@ -17,11 +17,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from skyrl_train.checks.model import OWN_STAGES
-from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.config.policy import OWN_STAGES, MegatronConfig
 from skyrl_train.hf.checkpoint import tensor_files
+from skyrl_train.hf.flops import matrix_weights
 from skyrl_train.megatron.model.families import corrections, family
-from skyrl_train.megatron.model.flops import matrix_weights
 from skyrl_train.megatron.model.padding import leave_padding_untrained
 from skyrl_train.megatron.model.stages import layers_of_stages, megatron_layout
 from skyrl_train.megatron.weights.gather_plain import gather_json

@@ -1,7 +1,8 @@
 """What each model family needs beside mbridge's own bridge to compute what Hugging Face computes.
 
 mbridge 0.15 was written for transformers 4. Its bridges are used as they are for names and shapes. Each correction
-here was found by comparing logprobs and gradients with Hugging Face (tests/cpu/test_exactness.py, docs/exactness.md).
+here was found by comparing logprobs and gradients with Hugging Face (tests/cpu/mcore/verify/test_exactness.py,
+docs/exactness.md).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_train.device import device
-from skyrl_train.megatron.passes.step import PassMetrics
+from skyrl_train.megatron.passes.step import LOGPROB_DIFFERENCE, PassMetrics
 from skyrl_train.ranks import LogprobLimit, ParallelRanks
 from skyrl_train.types import TrainBatch
 
@@ -35,7 +35,7 @@ class LogprobCheck:
             return self._refuses(0.0, 0.0)
         if old_logprobs is None:  # other samples were kept: there is nothing to compare with
             return self._refuses(float("nan"), 1.0)
-        difference = (old_logprobs - self._batch.rollout_logprobs)[self._tokens].abs()
+        difference = (old_logprobs - self._batch.signals["rollout_logprobs"])[self._tokens].abs()
         return self._refuses(float(difference.sum(dtype=torch.float64)), float(len(difference)))
 
     def refuses_pass(self, metrics: PassMetrics) -> bool:
@@ -44,7 +44,7 @@ class LogprobCheck:
             return False
         # The sums are over all data-parallel ranks already, so one rank contributes them.
         if self._ranks.reports and self._ranks.dp_rank == 0:
-            return self._refuses(metrics.sums["compared_diff"], metrics.sums["compared"])
+            return self._refuses(*metrics.totals[LOGPROB_DIFFERENCE].sums)
         return self._refuses(0.0, 0.0)
 
     def _refuses(self, total: float, count: float) -> bool:

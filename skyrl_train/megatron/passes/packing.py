@@ -7,6 +7,7 @@ sample. So no label is shifted after the context-parallel split, and the last po
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,18 +29,14 @@ class Targets:
     """int64: the token to predict, 0 where there is none."""
     loss_mask: Tensor
     """bool: the policy wrote that token."""
-    loss_weights: Tensor
-    """float32: its share of the mini-batch's loss."""
-    advantages: Tensor
-    """float32"""
-    rollout_logprobs: Tensor
-    """float32: the engine's."""
-    old_logprobs: Tensor | None
-    """float32: the trainer's before the step; None means that this forward pass yields them."""
-    ref_logprobs: Tensor | None
-    """float32: the reference's; None without a KL term."""
-    is_compared: Tensor | None = None
-    """bool: the engine's logprob must be the trainer's; None where nothing is compared."""
+    loss_weights: Mapping[str, Tensor]
+    """float32: its share of the mini-batch's loss under each reduction."""
+    sample: Tensor
+    """int64: the sample of the micro-batch that the position belongs to, padding included."""
+    num_samples: int
+    signals: Mapping[str, Tensor]
+    """What `TokenInputs` has by these names, and `is_compared`: whether the engine's logprob must be the trainer's.
+    Without old_logprobs this forward pass yields them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +84,12 @@ class Packer:
         self,
         batch: TrainBatch,
         samples: tuple[int, ...],
-        old_logprobs: Tensor | None = None,
-        ref_logprobs: Tensor | None = None,
-        is_compared: Tensor | None = None,
+        signals: Mapping[str, Tensor] | None = None,
     ) -> MicroBatch:
-        """Pack `samples` of the batch; tensors are [T] of the whole batch. No samples give one sample of padding."""
+        """Pack `samples` of the batch. No samples give one sample of padding.
+
+        Args: signals [T] of the whole batch, besides its own.
+        """
         chosen = torch.tensor(samples, dtype=torch.int64)
         starts = batch.cu_seqlens[:-1].long()[chosen]
         lengths = batch.cu_seqlens.diff().long()[chosen]
@@ -123,12 +121,10 @@ class Packer:
             targets=Targets(
                 labels=at_predictor(tokens),
                 loss_mask=aligned(batch.loss_mask),
-                loss_weights=aligned(batch.loss_weights),
-                advantages=at_predictor(torch.repeat_interleave(batch.advantages[chosen], lengths)),
-                rollout_logprobs=aligned(batch.rollout_logprobs),
-                old_logprobs=None if old_logprobs is None else aligned(old_logprobs),
-                ref_logprobs=None if ref_logprobs is None else aligned(ref_logprobs),
-                is_compared=None if is_compared is None else aligned(is_compared),
+                loss_weights={name: aligned(values) for name, values in batch.loss_weights.items()},
+                sample=to_device(torch.repeat_interleave(padded)),
+                num_samples=len(padded),
+                signals={name: aligned(values) for name, values in {**batch.signals, **(signals or {})}.items()},
             ),
             packed=pack_params(
                 padded.tolist(),

@@ -10,7 +10,7 @@ are copied once per mini-batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,9 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from skyrl_train.algorithms.kl import KL_ESTIMATORS
-from skyrl_train.algorithms.losses import LOSSES
-from skyrl_train.algorithms.objective import Objective
-from skyrl_train.algorithms.reductions import weighted_sum
+from skyrl_train.algorithms.inputs import PerSample, TokenInputs
+from skyrl_train.algorithms.metrics import Metric, Reduce, Total, partial_sums
+from skyrl_train.algorithms.objective import Objective, objective_loss
 from skyrl_train.device import finish_computing
 from skyrl_train.megatron.model.model import Model
 from skyrl_train.megatron.passes.logprobs import vocab_parallel_logprobs
@@ -33,14 +32,16 @@ from skyrl_train.megatron.passes.pipeline import between_stages, forget_messages
 
 @dataclass(frozen=True, slots=True)
 class PassMetrics:
-    """Sums and largest values over a mini-batch, equal on all ranks of the last pipeline stage."""
+    """Metrics of a mini-batch, equal on all ranks of the last pipeline stage; empty on the others."""
 
-    sums: dict[str, float]
-    """`tokens`, and sums over the tokens that the policy wrote or over all weighted terms (`*_loss`)."""
-    largest: dict[str, float]
+    totals: dict[str, Total]
     seconds: float
     busy_seconds: float
     """Time that this rank spent computing, of `seconds`."""
+
+
+LOGPROB_DIFFERENCE = "logprob_difference"
+"""Total of |engine - trainer| over the tokens that are compared; it is not logged."""
 
 
 class ComputeTimers:
@@ -102,20 +103,15 @@ def forward_backward(
 ) -> PassMetrics:
     """Accumulate and finalise the gradient of a mini-batch; metrics are filled on the last pipeline stage only.
 
-    Entropy is computed where it is part of the loss or asked for.
+    Args: with_entropy: also log the entropy.
     """
-    totals: list[Tensor] = []
-    peaks: list[Tensor] = []
-    names: tuple[list[str], list[str]] = ([], [])
-    with_entropy = with_entropy or objective.entropy_coef != 0
+    sums = MicroBatchSums()
 
     def loss(logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, None]:
-        value, sums, largest = _loss(
+        value, metrics, tokens = _loss(
             logits, micro_batch.targets, objective, with_entropy=with_entropy, vocab_size=model.vocab_size
         )
-        names[0][:], names[1][:] = list(sums), list(largest)
-        totals.append(torch.stack(list(sums.values())))
-        peaks.append(torch.stack(list(largest.values())))
+        sums.add(metrics, tokens)
         return value, None
 
     timers = ComputeTimers()
@@ -127,18 +123,45 @@ def forward_backward(
     balance_loss = None if model.balance is None else model.balance.finish()
     finish_computing()
     seconds = time.perf_counter() - started
-    busy = timers.seconds()
-    if not totals:
-        return PassMetrics({}, {}, seconds, busy)
-    total, peak = torch.stack(totals).sum(0), torch.stack(peaks).amax(0)
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    dist.all_reduce(total, group=group)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-    sums = dict(zip(names[0], total.tolist(), strict=True))
-    if balance_loss is not None:
-        sums["moe_aux_loss"] = balance_loss
-        sums["final_loss"] += balance_loss
-    return PassMetrics(sums, dict(zip(names[1], peak.tolist(), strict=True)), seconds, busy)
+    totals = sums.totals()
+    if totals and balance_loss is not None:
+        totals["policy/moe_aux_loss"] = Total(Reduce.STEP_MEAN, (balance_loss, 1.0))
+        (final, count) = totals["policy/final_loss"].sums
+        totals["policy/final_loss"] = Total(Reduce.STEP_MEAN, (final + balance_loss, count))
+    return PassMetrics(totals, seconds, timers.seconds())
+
+
+class MicroBatchSums:
+    """Adds up the metrics of micro-batches on the device, and once over the ranks."""
+
+    def __init__(self) -> None:
+        self._reduces: dict[str, Reduce] = {}
+        self._parts: list[list[Tensor]] = []
+
+    def add(self, metrics: Mapping[str, Metric], tokens: TokenInputs) -> None:
+        """Metrics of the same names each time."""
+        self._reduces = {name: metric.reduce for name, metric in metrics.items()}
+        num_tokens = tokens.per_sample.num_tokens if Reduce.SAMPLE_MEAN in self._reduces.values() else tokens.loss_mask
+        self._parts.append([partial_sums(metric, tokens.loss_mask, num_tokens) for metric in metrics.values()])
+
+    def totals(self) -> dict[str, Total]:
+        """A collective over the data- and context-parallel ranks; empty where nothing was added."""
+        if not self._parts:
+            return {}
+        is_max = [reduce is Reduce.MAX for reduce in self._reduces.values()]
+        sizes = [len(part) for part in self._parts[0]]
+        whole = torch.stack([torch.cat(parts) for parts in self._parts])
+        largest = torch.repeat_interleave(torch.tensor(is_max), torch.tensor(sizes)).to(whole.device)
+        total, peak = whole.sum(0), whole.amax(0)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(total, group=group)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        numbers = torch.where(largest, peak, total).tolist()
+        found = {}
+        for (name, reduce), size in zip(self._reduces.items(), sizes, strict=True):
+            own, numbers = numbers[:size], numbers[size:]
+            found[name] = Total(reduce, (*own, 1.0) if reduce is Reduce.STEP_MEAN else tuple(own))
+        return found
 
 
 def _count_choices(model: Model, micro_batches: list[MicroBatch], timers: ComputeTimers) -> None:
@@ -221,54 +244,30 @@ def _logprobs(
 
 def _loss(
     logits: Tensor, targets: Targets, objective: Objective, *, with_entropy: bool, vocab_size: int
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Loss of one micro-batch, and its part of the mini-batch's sums and largest values."""
+) -> tuple[Tensor, dict[str, Metric], TokenInputs]:
+    """Loss of one micro-batch, and its part of the mini-batch's metrics."""
     logprobs, entropy = _logprobs(
         logits,
         targets,
         objective.temperature,
         objective.logprobs_chunk_size,
-        with_entropy=with_entropy,
+        with_entropy=with_entropy or "entropy" in objective.needs,
         vocab_size=vocab_size,
     )
-    weights, mask = targets.loss_weights, targets.loss_mask.float()
-
-    def total(values: Tensor) -> Tensor:
-        """Over the tokens that the policy wrote; in float64, because standard deviations are made from these sums."""
-        return (values.detach() * mask).sum(dtype=torch.float64)
-
-    current = logprobs.detach()
+    signals = dict(targets.signals)
+    is_compared = signals.pop("is_compared", None)
     # Without old logprobs this is the only step of the update (old_logprobs.py), so the current ones are the old ones.
-    old = targets.old_logprobs if targets.old_logprobs is not None else current
-    terms, clipped = LOSSES[objective.loss](logprobs, old, targets.advantages, objective.settings)
-    policy_loss = weighted_sum(terms, weights)
-    loss = policy_loss
-    difference = (old - targets.rollout_logprobs).abs() * mask
-    sums = {
-        "tokens": total(mask),
-        "policy_loss": policy_loss.detach().double(),
-        "clipped": total(clipped),
-        "old_kl": total(old - current),
-        "rollout_diff": total(difference),
-        "rollout_diff_squared": total(difference.double().square()),
-    }
-    largest = {"rollout_diff": difference.amax()}
-    if targets.is_compared is not None:
-        sums["compared"] = targets.is_compared.sum(dtype=torch.float64)
-        sums["compared_diff"] = difference.masked_fill(~targets.is_compared, 0.0).sum(dtype=torch.float64)
+    signals.setdefault("old_logprobs", logprobs.detach())
+    if "entropy" in objective.needs:
+        signals["entropy"] = entropy
+    context_parallel = parallel_state.get_context_parallel_world_size() > 1
+    group = parallel_state.get_context_parallel_group() if context_parallel else None
+    per_sample = PerSample(targets.sample, targets.num_samples, targets.loss_mask, group)
+    tokens = TokenInputs(logprobs, targets.loss_mask, per_sample, signals)
+    loss, metrics = objective_loss(objective, tokens, targets.loss_weights)
     if with_entropy:
-        sums["entropy"] = total(entropy)
-    if objective.entropy_coef != 0:
-        entropy_loss = -weighted_sum(entropy, weights)
-        loss = loss + objective.entropy_coef * entropy_loss
-        sums["entropy_loss"] = entropy_loss.detach().double()
-    if objective.kl_coef != 0:
-        assert targets.ref_logprobs is not None
-        kl = KL_ESTIMATORS[objective.kl_estimator](logprobs, targets.ref_logprobs)
-        kl_loss = weighted_sum(kl, weights)
-        loss = loss + objective.kl_coef * kl_loss
-        sums |= {"kl_loss": kl_loss.detach().double(), "kl": total(kl)}
-        largest["kl"] = (kl.detach() * mask).amax()
-    # A copy, not a view: schedules may scale the returned loss in place.
-    sums["final_loss"] = loss.detach().double()
-    return loss, sums, largest
+        metrics["policy/policy_entropy"] = Metric(entropy, Reduce.TOKEN_MEAN)
+    if is_compared is not None:
+        difference = (tokens.old_logprobs - tokens.rollout_logprobs).abs()
+        metrics[LOGPROB_DIFFERENCE] = Metric(difference, Reduce.TOKEN_MEAN, is_compared)
+    return loss, metrics, tokens

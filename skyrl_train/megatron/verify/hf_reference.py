@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.kl import KL_ESTIMATORS
-from skyrl_train.algorithms.losses import LOSSES
+from skyrl_train.algorithms.inputs import PerSample, TokenInputs
 from skyrl_train.algorithms.reductions import loss_weights
 from skyrl_train.device import device
-from skyrl_train.megatron.verify.layout_check import Trial
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.verify.outcome import Outcome
+from skyrl_train.megatron.verify.trial import Trial
 from skyrl_train.ranks import Rendezvous
 
 
@@ -70,44 +70,53 @@ def hugging_face(
                 module.register_forward_hook(lambda _, __, out, to=choices[name]: to.append(out[0]))
     experience, objective = trial.experience, trial.objective
     bounds = experience.cu_seqlens.tolist()
-    weights = loss_weights(
-        trial.reduction, experience.loss_mask, experience.cu_seqlens, experience.group_ids, trial.max_generate_length
-    )
-    parts: dict[str, list[Tensor]] = {"policy": [], "kl": [], "entropy": [], "logprobs": []}
-    for sample, (start, end) in enumerate(itertools.pairwise(bounds)):
+    weights = {
+        reduction: loss_weights(
+            reduction,
+            experience.loss_mask,
+            experience.cu_seqlens,
+            experience.group_ids,
+            trial.max_generate_length,
+        )
+        for reduction in objective.reductions
+    }
+    losses: dict[str, list[Tensor]] = {term.name: [] for term in objective.terms}
+    all_logprobs = []
+    for start, end in itertools.pairwise(bounds):
         tokens = experience.token_ids[start:end].to(place)
         logits = model(tokens[None]).logits[0].float() / objective.temperature
         distribution = logits.log_softmax(-1)[:-1]
         sampled = distribution.gather(1, tokens[1:, None])[:, 0].cpu()
         logprobs = torch.cat([torch.zeros(1), sampled])
-        entropy = torch.cat([torch.zeros(1), -(distribution.exp() * distribution).sum(-1).cpu()])
-        fixed = logprobs.detach()
-        advantages = experience.advantages[sample].expand(end - start)
-        terms, _ = LOSSES[objective.loss](
-            logprobs, fixed + trial.old_offsets[start:end], advantages, objective.settings
-        )
-        kl = KL_ESTIMATORS[objective.kl_estimator](logprobs, fixed + trial.ref_offsets[start:end])
-        share = weights[start:end]
-        parts["policy"].append((terms * share).sum())
-        parts["kl"].append((kl * share).sum())
-        parts["entropy"].append((entropy * share).sum())
-        parts["logprobs"].append(fixed)
-    policy, kl, entropy = (torch.stack(parts[name]).sum() for name in ("policy", "kl", "entropy"))
+        fixed, mask = logprobs.detach(), experience.loss_mask[start:end]
+        signals = {name: values[start:end] for name, values in experience.signals.items()} | {
+            "old_logprobs": fixed + trial.old_offsets[start:end],
+            "ref_logprobs": fixed + trial.ref_offsets[start:end],
+            "advantages": trial.advantages[start:end],
+            "entropy": torch.cat([torch.zeros(1), -(distribution.exp() * distribution).sum(-1).cpu()]),
+        }
+        per_sample = PerSample(torch.zeros(end - start, dtype=torch.int64), 1, mask)
+        inputs = TokenInputs(logprobs, mask, per_sample, signals)
+        factors = [correction(inputs).factor for correction in objective.corrections]
+        for term in objective.terms:
+            terms = term.loss(inputs).terms
+            if term is objective.terms[0]:
+                terms = math.prod(factors, start=terms)
+            losses[term.name].append((terms * weights[term.reduction][start:end]).sum())
+        all_logprobs.append(fixed)
     balance = aux_loss_coeff * torch.stack(_balance_terms(model, choices)).sum() if choices else torch.zeros(())
-    loss = policy + objective.kl_coef * kl - objective.entropy_coef * entropy + balance
+    sums = {name: torch.stack(parts).sum() for name, parts in losses.items()}
+    loss = balance
+    for term in objective.terms:
+        loss = loss + term.coef * sums[term.name]
     loss.backward()
     gradients = (gradients_of or named_gradients)(model)
     norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
-    metrics = {
-        "policy/final_loss": loss.item(),
-        "policy/policy_loss": policy.item(),
-        "policy/kl_loss": kl.item(),
-        "policy/entropy_loss": -entropy.item(),
-        "policy/grad_norm": float(norm),
-    }
+    metrics = {f"policy/{name}_loss": value.item() for name, value in sums.items()}
+    metrics |= {"policy/final_loss": loss.item(), "policy/grad_norm": float(norm)}
     if choices:
         metrics["policy/moe_aux_loss"] = balance.item()
-    return HuggingFace(Outcome(gradients, torch.cat(parts["logprobs"]), metrics), loss.item())
+    return HuggingFace(Outcome(gradients, torch.cat(all_logprobs), metrics), loss.item())
 
 
 def comparable(outcome: Outcome, reference: Outcome) -> Outcome:

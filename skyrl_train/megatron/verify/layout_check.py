@@ -7,7 +7,7 @@ tests and `entrypoints/verify_layout.py` both stand on this module and compare w
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,10 +15,9 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from torch import Tensor
 
-from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.batching.split import split
-from skyrl_train.config.policy import LoraConfig, MegatronConfig, OptimizerConfig
+from skyrl_train.config.policy import MegatronConfig, OptimizerConfig
 from skyrl_train.device import device
 from skyrl_train.megatron.model.model import Model, build_model, build_optimizer, dtype_of
 from skyrl_train.megatron.model.parallel import join
@@ -28,6 +27,7 @@ from skyrl_train.megatron.passes.step_metrics import step_metrics
 from skyrl_train.megatron.reference import batch_logprobs
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.verify.outcome import Outcome
+from skyrl_train.megatron.verify.trial import Trial
 from skyrl_train.megatron.weights.export import export, is_stage_owner
 from skyrl_train.megatron.weights.lora_export import export_adapter
 from skyrl_train.ranks import ParallelRanks, Rendezvous, pad_multiple
@@ -44,25 +44,6 @@ OPTIMIZER = OptimizerConfig(
     min_lr_ratio=0.0,
 )
 """Only the norm of the gradient is read of the optimizer step, so nothing is learnt."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A mini-batch and what is computed on it, whatever the layout."""
-
-    model_path: str
-    experience: ExperienceBatch
-    old_offsets: Tensor
-    """[T] float32: old logprobs = logprobs of this forward pass + these, as if the policy had moved since."""
-    ref_offsets: Tensor
-    """[T] float32: the same for the reference's logprobs."""
-    objective: Objective
-    reduction: str
-    """Name in algorithms.reductions.REDUCTIONS."""
-    max_generate_length: int
-    bf16: bool = False
-    lora: LoraConfig | None = None
-    """With adapters, whose gradients are then the outcome's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +78,7 @@ def run_layout(trial: Trial, layout: Layout, *, timeout_s: float = 120.0) -> Out
 
 
 def rules(layout: Layout, dp_size: int) -> MicroBatchRules:
-    """How batching cuts a mini-batch for the layout."""
+    """How batching splits a mini-batch for the layout."""
     megatron = layout.megatron
     tp = megatron.tensor_model_parallel_size
     return MicroBatchRules(
@@ -113,19 +94,21 @@ def rules(layout: Layout, dp_size: int) -> MicroBatchRules:
 
 
 def share_of(trial: Trial, layout: Layout, ranks: ParallelRanks, *, num_mini_batches: int = 1) -> TrainBatch:
-    """What the rank's data-parallel shard gets of the trial, cut into mini-batches."""
+    """What the rank's data-parallel shard gets of the trial, split into mini-batches."""
     shards = split(
         trial.experience,
         rules(layout, ranks.dp_size),
         num_mini_batches=num_mini_batches,
-        reduction=trial.reduction,
+        reductions=trial.objective.reductions,
         max_generate_length=trial.max_generate_length,
     )
-    return shards[ranks.dp_rank]
+    batch = shards[ranks.dp_rank]
+    advantages = trial.advantages[_token_indices(trial.experience, batch.sample_ids)]
+    return replace(batch, signals={**batch.signals, "advantages": advantages})
 
 
 def _token_indices(experience: ExperienceBatch, sample_ids: Tensor) -> Tensor:
-    """Places in the experience of the tokens of the samples, end to end."""
+    """Indices into the experience of the tokens of the samples, end to end."""
     bounds = experience.cu_seqlens.tolist()
     return torch.cat(
         [torch.zeros(0, dtype=torch.int64)] + [torch.arange(bounds[i], bounds[i + 1]) for i in sample_ids.tolist()]
@@ -148,15 +131,14 @@ def _run_mini_batch(
     objective = trial.objective
     logprobs = batch_logprobs(model, packer, batch, objective.temperature, objective.logprobs_chunk_size)
     tokens = _token_indices(trial.experience, batch.sample_ids)
-    old, ref = (
-        (None, None)
-        if logprobs is None
-        else (logprobs + trial.old_offsets[tokens], logprobs + trial.ref_offsets[tokens])
-    )
+    signals = {}
+    if logprobs is not None:
+        signals["old_logprobs"] = logprobs + trial.old_offsets[tokens]
+        signals["ref_logprobs"] = logprobs + trial.ref_offsets[tokens]
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    micro_batches = [packer.pack(batch, samples, old, ref) for samples in batch.mini_batches[0]]
+    micro_batches = [packer.pack(batch, samples, signals) for samples in batch.mini_batches[0]]
     one_pass = forward_backward(model, micro_batches, objective, with_entropy=True)
     _gather_gradients(model)
     gradients = {}
@@ -169,7 +151,7 @@ def _run_mini_batch(
         "gradients": gradients,
         "logprobs": logprobs if ranks.reports else None,
         "sample_ids": batch.sample_ids,
-        "metrics": step_metrics([one_pass], [float(norm)], lr=0.0, skipped=0) if one_pass.sums else {},
+        "metrics": step_metrics([one_pass], [float(norm)], lr=0.0, skipped=0),
     }
 
 

@@ -17,14 +17,12 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, set_seed
 
-from skyrl_train.algorithms.losses import LossSettings
-from skyrl_train.algorithms.objective import Objective
 from skyrl_train.config import load_config
 from skyrl_train.hf.shrink import shrunk
 from skyrl_train.megatron.verify.hf_reference import comparable, hugging_face
-from skyrl_train.megatron.verify.layout_check import Layout, Trial, run_layout
+from skyrl_train.megatron.verify.layout_check import Layout, run_layout
 from skyrl_train.megatron.verify.outcome import FLOAT32, compare
-from skyrl_train.types import ExperienceBatch
+from skyrl_train.megatron.verify.trial import random_trial
 
 LENGTHS = (40, 7, 23, 2, 31, 12)
 """Tokens of the samples: beyond `shrink.WINDOW` and `shrink.SHORT`, and within."""
@@ -63,7 +61,8 @@ def check_model(config: PretrainedConfig) -> Verdict:
 def _compare(config: PretrainedConfig, seed: int) -> Verdict:
     with tempfile.TemporaryDirectory() as folder:
         _write_weights(config, folder, seed)
-        trial = _mini_batch(config, folder)
+        padding = getattr(config, "pad_token_id", None)
+        trial = random_trial(folder, LENGTHS, [1] * len(LENGTHS), config.vocab_size, padding=padding)
         reference = hugging_face(trial).outcome
         megatron = replace(load_config().trainer.policy.megatron_config, transformer_impl="torch")
         outcome = run_layout(trial, Layout(megatron, world_size=1, max_tokens=sum(LENGTHS)), timeout_s=TIMEOUT_S)
@@ -85,45 +84,6 @@ def _write_weights(config: PretrainedConfig, folder: str, seed: int) -> None:
                 tensor += 0.1 * torch.randn_like(tensor)
     model.generation_config = GenerationConfig()  # saving validates what older files say about generation
     model.save_pretrained(folder)
-
-
-def _mini_batch(config: PretrainedConfig, folder: str) -> Trial:
-    """Random tokens, the padding token among them, with a clipped policy loss, KL and entropy terms."""
-    generator = torch.Generator().manual_seed(0)
-    total = sum(LENGTHS)
-    token_ids = torch.randint(0, config.vocab_size, (total,), generator=generator)
-    padding = getattr(config, "pad_token_id", None)
-    if padding is not None and 0 <= padding < config.vocab_size:
-        token_ids[torch.randperm(total, generator=generator)[: total // 10]] = padding
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    mask = torch.ones(total, dtype=torch.bool)
-    mask[bounds[:-1].long()] = False
-    experience = ExperienceBatch(
-        token_ids=token_ids,
-        cu_seqlens=bounds,
-        loss_mask=mask,
-        rollout_logprobs=torch.zeros(total),
-        rewards=torch.zeros(len(LENGTHS)),
-        advantages=torch.randn(len(LENGTHS), generator=generator),
-        group_ids=torch.arange(len(LENGTHS)),
-    )
-    return Trial(
-        model_path=folder,
-        experience=experience,
-        old_offsets=0.2 * torch.randn(total, generator=generator),
-        ref_offsets=0.3 * torch.randn(total, generator=generator),
-        objective=Objective(
-            loss="regular",
-            settings=LossSettings(0.2, 0.2, 3.0, 1.0, 5.0),
-            kl_coef=0.1,
-            kl_estimator="k3",
-            entropy_coef=0.05,
-            temperature=1.0,
-            logprobs_chunk_size=1024,
-        ),
-        reduction="token_mean",
-        max_generate_length=max(LENGTHS),
-    )
 
 
 def main(argv: list[str]) -> int:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from skyrl_train.cluster.calls import RemoteFailed
-from skyrl_train.cluster.pool.engine_group import EngineGroup
+from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.trainer.agreement.sync_check import Scores, SyncCheck
 from skyrl_train.types import Group
@@ -17,21 +17,18 @@ log = logging.getLogger(__name__)
 class FirstCheck:
     """Scores the first samples with every engine while the engines are up, and with the trainer while it is."""
 
-    def __init__(self, check: SyncCheck, policy: PolicyGroup, engines: EngineGroup) -> None:
+    def __init__(self, check: SyncCheck, policy: PolicyGroup, engines: EnginePool) -> None:
         self._check, self._policy, self._engines = check, policy, engines
 
     async def scores(self, groups: Sequence[Group]) -> Scores | None:
         """The first half, for which the engines must be able to generate; None once they were compared."""
         if self._check.has_compared:
             return None
-        members = self._engines.members
-        before = members.num_changes
+        before = self._engines.num_changes
         try:
             return await self._check.scores(self._engines, groups)
         except RemoteFailed as error:
-            await members.drop_lost()
-            if members.num_changes == before:  # no engine is to blame
-                raise
+            await self._engines.drop_blamed(error, before)
             log.warning("an engine failed before the first update and is compared after its first sync: %s", error)
             return None
 

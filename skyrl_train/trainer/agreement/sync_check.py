@@ -15,9 +15,10 @@ import torch
 from skyrl_train.batching.build import build_experience
 from skyrl_train.batching.rules import MicroBatchRules
 from skyrl_train.batching.split import split
-from skyrl_train.cluster.pool.engine_group import EngineGroup
+from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.types import Group, Sample, TrainBatch
+from skyrl_train.weight_sync.errors import SyncCheckFailed
 
 NUM_SAMPLES = 8
 # Mean |difference| in nats on equal weights: 4e-7 in float32 on CPUs and GPUs; 5e-4 where vLLM's attention computes
@@ -28,10 +29,6 @@ TENSOR_FLOAT_BOUND = 3e-3
 
 Scores = Mapping[str, Sequence[Sequence[float]]]
 """Engine -> logprobs of each sample."""
-
-
-class SyncCheckFailed(RuntimeError):
-    """An engine computes other logprobs than the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class SyncCheck:
         """Whether there are samples to compare on, these or those of an earlier call."""
         return self._batch is not None or bool(groups)
 
-    async def run(self, policy: PolicyGroup, engines: EngineGroup, groups: Sequence[Group]) -> None:
+    async def run(self, policy: PolicyGroup, engines: EnginePool, groups: Sequence[Group]) -> None:
         """Compare on the samples of the first call.
 
         Raises: SyncCheckFailed with the difference, the bound and the engine.
@@ -79,13 +76,13 @@ class SyncCheck:
     async def expect(self, policy: PolicyGroup, groups: Sequence[Group]) -> Expected:
         """The trainer's logprobs of the samples of the first call."""
         batch = self._samples(groups)
-        return Expected(batch, await policy.logprobs(batch), policy.policy_version)
+        return Expected(batch, await policy.prompt_logprobs(batch), policy.policy_version)
 
-    async def compare(self, engines: EngineGroup, expected: Expected) -> None:
+    async def compare(self, engines: EnginePool, expected: Expected) -> None:
         """Raises: SyncCheckFailed."""
         self.judge(expected, await _scores(engines, expected.batch), "after the sync")
 
-    async def scores(self, engines: EngineGroup, groups: Sequence[Group]) -> Scores | None:
+    async def scores(self, engines: EnginePool, groups: Sequence[Group]) -> Scores | None:
         """The engines' logprobs of the samples of the first call, for `judge`; None if checks are off."""
         return await _scores(engines, self._samples(groups)) if self._every > 0 and self.has_samples(groups) else None
 
@@ -110,7 +107,7 @@ class SyncCheck:
         return self._batch
 
 
-async def _scores(engines: EngineGroup, batch: TrainBatch) -> Scores:
+async def _scores(engines: EnginePool, batch: TrainBatch) -> Scores:
     bounds, token_ids = batch.cu_seqlens.tolist(), batch.token_ids
     return await engines.prompt_logprobs([token_ids[start:end].tolist() for start, end in pairwise(bounds)])
 
@@ -118,10 +115,7 @@ async def _scores(engines: EngineGroup, batch: TrainBatch) -> Scores:
 def batch_of(groups: Sequence[Group], rules: MicroBatchRules) -> TrainBatch:
     """The first samples, one per group, in micro-batches that the policy's layout can run; it trains nothing."""
     chosen = [replace(group, samples=(_without_last_token(group.samples[0]),)) for group in groups[:NUM_SAMPLES]]
-    experience = build_experience(chosen, lambda rewards, group_ids: torch.zeros_like(rewards))
-    (batch,) = split(
-        experience, replace(rules, dp_size=1), num_mini_batches=1, reduction="token_mean", max_generate_length=1
-    )
+    (batch,) = split(build_experience(chosen, policy_version=0), replace(rules, dp_size=1))
     return batch
 
 
@@ -133,4 +127,5 @@ def _without_last_token(sample: Sample) -> Sample:
         token_ids=sample.token_ids[:length],
         loss_mask=sample.loss_mask[:length],
         rollout_logprobs=sample.rollout_logprobs[:length],
+        rewards=sample.rewards[:length],
     )

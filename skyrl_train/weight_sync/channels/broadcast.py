@@ -11,6 +11,7 @@ import contextlib
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,13 @@ from torch import Tensor
 
 from skyrl_train.stores import serve_store
 from skyrl_train.weight_sync.channels.broadcast_group import BroadcastGroup
+from skyrl_train.weight_sync.channels.channel import ReceivingEnd, SendingEnd
+from skyrl_train.weight_sync.channels.flight import BUFFERS, Flight
 from skyrl_train.weight_sync.channels.meeting import has, join_store
 from skyrl_train.weight_sync.control import Check, ControlMessage
 from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.transport import Sender
 
-BUFFERS = 2
 GIVEN_UP = "given up"
 """Key in the store by which the receivers learn that no more comes: NCCL tells nobody that a peer has left."""
 
@@ -43,9 +46,7 @@ class BroadcastSendChannel:
         self._host = host or socket.gethostbyname(socket.gethostname())
         self._store = serve_store(self._host, 0, timeout_s)
         self._group: BroadcastGroup | None = None
-        self._buffers: list[Tensor | None] = [None] * BUFFERS
-        self._works: list[dist.Work | None] = [None] * BUFFERS
-        self._index = -1
+        self._flight = Flight(device)
 
     @property
     def init_info(self) -> ControlMessage:
@@ -58,7 +59,6 @@ class BroadcastSendChannel:
     def begin(self) -> None:
         """Raises: WeightSyncError if the group is not connected, or broke."""
         self._open_group()
-        self._index = -1
 
     def _open_group(self) -> BroadcastGroup:
         if self._group is None:
@@ -66,35 +66,19 @@ class BroadcastSendChannel:
         return self._group
 
     def buffer(self, num_bytes: int, check: Check) -> Tensor:
-        self._index += 1
-        slot = self._index % BUFFERS
-        self._take_back(slot, check)
-        buffer = self._buffers[slot]
-        if buffer is None or len(buffer) < num_bytes:
-            self._buffers[slot] = buffer = None
-            buffer = self._buffers[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return buffer
-
-    def _take_back(self, slot: int, check: Check) -> None:
-        work, self._works[slot] = self._works[slot], None
-        if work is not None:
-            self._open_group().settle(work, check)
+        return self._flight.buffer(num_bytes, check)
 
     def publish(self, num_bytes: int) -> None:
-        slot = self._index % BUFFERS
-        buffer = self._buffers[slot]
-        assert buffer is not None
-        self._works[slot] = self._open_group().broadcast(buffer[:num_bytes])
+        group = self._open_group()
+        self._flight.send(num_bytes, lambda buffer: partial(group.settle, group.broadcast(buffer)))
 
     def drain(self, check: Check) -> None:
-        works, self._works = [work for work in self._works if work is not None], [None] * BUFFERS
-        for work in works:
-            self._open_group().settle(work, check)
+        self._flight.drain(check)
 
     def abort(self) -> None:
         """The receivers may wait to meet, or for a broadcast: the store tells them that neither comes, over gloo the
         group's end too."""
-        self._works = [None] * BUFFERS
+        self._flight.forget()
         with contextlib.suppress(RuntimeError):
             self._store.set(GIVEN_UP, "1")
         group, self._group = self._group, None
@@ -103,7 +87,7 @@ class BroadcastSendChannel:
 
     def close(self) -> None:
         self.abort()
-        self._buffers = [None] * BUFFERS
+        self._flight = Flight(self._device)
 
 
 class BroadcastReceiveChannel:
@@ -153,3 +137,13 @@ class BroadcastReceiveChannel:
     def close(self) -> None:
         self._group.close()  # first: on a GPU a broadcast may be writing into the buffers
         self._works, self._buffers = [], []
+
+
+def send(end: SendingEnd) -> Sender:
+    return Sender(
+        BroadcastSendChannel(end.num_receivers, end.device, end.timeout_s, end.host), end.bucket_bytes, end.post
+    )
+
+
+def receive(end: ReceivingEnd) -> BroadcastReceiveChannel:
+    return BroadcastReceiveChannel(end.info, end.worker_rank, end.device, end.timeout_s)

@@ -29,7 +29,7 @@ from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
 POLL_S = 0.0002
 CONNECT_S = 20.0
 """For gloo to connect those that have come. Meanwhile an engine hears nobody: it is less than the 30 s after which one
-that does not say that it lives is lost (`EnginePlace.lives`)."""
+that does not say that it lives is lost (`EngineReplica.lives`)."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 

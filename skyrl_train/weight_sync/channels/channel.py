@@ -1,13 +1,64 @@
-"""What carries a sender's buckets to its receivers: the two ends of a channel, of whatever kind."""
+"""What carries a sender's buckets to its receivers: the two ends of a channel, and what each is opened with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.control import Check, ControlMessage
+from skyrl_train.weight_sync.bucket import NamedTensors, TensorSpec
+from skyrl_train.weight_sync.control import Check, ControlMessage, Post
+from skyrl_train.weight_sync.send_report import SendReport
+
+
+@dataclass(frozen=True, slots=True)
+class SendingEnd:
+    """What a sender is opened with."""
+
+    post: Post
+    bucket_bytes: int
+    num_receivers: int
+    """Every worker of every engine."""
+    device: torch.device
+    timeout_s: float
+    """Deadline of each wait for the receivers."""
+    host: str
+    """This machine's address as they see it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivingEnd:
+    """What a receiver is opened with."""
+
+    info: ControlMessage
+    """The sender's `init_info` with `weight_sync_timeout_s` and, for a broadcast, `rank_offset`."""
+    worker_rank: int
+    """Counts the workers of this engine from 0."""
+    device: torch.device
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of each wait for the sender."""
+        return self.info["weight_sync_timeout_s"]
+
+
+class WeightSender(Protocol):
+    """Sends named tensors, as `transport.Sender` does."""
+
+    @property
+    def init_info(self) -> ControlMessage:
+        """What the receivers are told once to join; its "transport" is the name in the table."""
+
+    def connect(self, check: Check = lambda: None) -> None:
+        """Returns when all receivers have joined."""
+
+    def send(self, specs: Sequence[TensorSpec], named_tensors: NamedTensors) -> SendReport:
+        """Returns when every receiver has loaded every tensor."""
+
+    def close(self) -> None: ...
 
 
 class SendChannel(Protocol):

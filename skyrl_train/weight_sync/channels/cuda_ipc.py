@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from skyrl_train.device import memory_to_share
+from skyrl_train.weight_sync.channels.channel import ReceivingEnd, SendingEnd
 from skyrl_train.weight_sync.channels.ring import SLOTS, ReceiveRing, SendRing
 from skyrl_train.weight_sync.channels.signals import SignalHub, SignalPeer
 from skyrl_train.weight_sync.control import Check, ControlMessage
 from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.transport import Sender
 
 
 def gpu_id() -> str:
@@ -126,3 +128,11 @@ class CudaIpcReceiveChannel:
     def close(self) -> None:
         self._free()  # as in `release`
         self._peer.close()
+
+
+def send(end: SendingEnd) -> Sender:
+    return Sender(CudaIpcSendChannel(end.timeout_s), end.bucket_bytes, end.post)
+
+
+def receive(end: ReceivingEnd) -> CudaIpcReceiveChannel:
+    return CudaIpcReceiveChannel(end.info, end.timeout_s)

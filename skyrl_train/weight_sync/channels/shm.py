@@ -20,10 +20,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from skyrl_train.weight_sync.channels.channel import ReceivingEnd, SendingEnd
 from skyrl_train.weight_sync.channels.ring import SLOTS, ReceiveRing, SendRing
 from skyrl_train.weight_sync.channels.signals import SignalHub, SignalPeer
 from skyrl_train.weight_sync.control import Check, ControlMessage
 from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.transport import Sender
 
 MAX_BUCKET_BYTES = 32 << 20
 """Packing, loading and the core's cache like small buckets: 290 MB took 0.08 s in buckets of 16 MiB, 0.09 s of 32,
@@ -167,3 +169,11 @@ class ShmReceiveChannel:
         for memory in self._mapped.values():
             memory.close()
         self._mapped.clear()
+
+
+def send(end: SendingEnd) -> Sender:
+    return Sender(ShmSendChannel(end.num_receivers, end.timeout_s), end.bucket_bytes, end.post)
+
+
+def receive(end: ReceivingEnd) -> ShmReceiveChannel:
+    return ShmReceiveChannel(end.info, end.timeout_s)

@@ -1,35 +1,66 @@
-"""The channels by name."""
+"""The transports by name. A new one is a file with its two ends, and a line here.
+
+Imports no torch: what a transport needs is checked before anything heavy starts.
+"""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from skyrl_train.weight_sync.channels.broadcast import BroadcastReceiveChannel, BroadcastSendChannel
-from skyrl_train.weight_sync.channels.channel import ReceiveChannel, SendChannel
-from skyrl_train.weight_sync.channels.cuda_ipc import CudaIpcReceiveChannel, CudaIpcSendChannel
-from skyrl_train.weight_sync.channels.shm import ShmReceiveChannel, ShmSendChannel
-from skyrl_train.weight_sync.control import ControlMessage
+from skyrl_train.imports import attribute
 
+if TYPE_CHECKING:
+    from skyrl_train.weight_sync.channels.channel import ReceiveChannel, ReceivingEnd, SendingEnd, WeightSender
 
-def send_channel(name: str, num_receivers: int, device: torch.device, timeout_s: float, host: str) -> SendChannel:
-    """Args: num_receivers counts every worker of every engine; host is this machine's address as they see it."""
-    if name == "shm":
-        return ShmSendChannel(num_receivers, timeout_s)
-    if name == "broadcast":
-        return BroadcastSendChannel(num_receivers, device, timeout_s, host)
-    if name == "cuda_ipc":
-        return CudaIpcSendChannel(timeout_s)
-    raise ValueError(f"weight channel {name!r} is unknown; it is shm, broadcast or cuda_ipc")
+Scope = Literal["own_stage", "first_stage", "every_stage"]
+"""Where the tensors of a pipeline stage are sent from: its own owner, the first stage's, or every rank."""
 
 
-def receive_channel(init_info: ControlMessage, worker_rank: int, device: torch.device) -> ReceiveChannel:
-    """Args: init_info is the sender's with `timeout_s` (plus `rank_offset` for a broadcast); worker_rank counts the
-    workers of this engine from 0."""
-    timeout_s = init_info["timeout_s"]
-    if init_info["transport"] == "shm":
-        return ShmReceiveChannel(init_info, timeout_s)
-    if init_info["transport"] == "broadcast":
-        return BroadcastReceiveChannel(init_info, worker_rank, device, timeout_s)
-    if init_info["transport"] == "cuda_ipc":
-        return CudaIpcReceiveChannel(init_info, timeout_s)
-    raise ValueError(f"weight channel {init_info['transport']!r} is unknown; it is shm, broadcast or cuda_ipc")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """How weights get from ranks to engines."""
+
+    send: str
+    """`module:function` that opens the end of a sender: SendingEnd -> WeightSender."""
+    receive: str | None
+    """`module:function` that opens the end of an engine's worker: ReceivingEnd -> ReceiveChannel; None where servers
+    have one of their own."""
+    scope: Scope = "own_stage"
+    needs_gpus: bool = False
+    shares_gpus: bool | None = None
+    """True: a sender must share its GPU with an engine; False: it must not; None: it may."""
+    for_stock_servers: bool = False
+    """Whether unmodified vLLM servers are the receivers, and no others can be."""
+
+
+_HERE = "skyrl_train.weight_sync.channels"
+_STOCK = "skyrl_train.engines.remote.stock_nccl"
+TRANSPORTS: dict[str, Transport] = {
+    "shm": Transport(send=f"{_HERE}.shm:send", receive=f"{_HERE}.shm:receive"),
+    "broadcast": Transport(send=f"{_HERE}.broadcast:send", receive=f"{_HERE}.broadcast:receive", shares_gpus=False),
+    "cuda_ipc": Transport(
+        send=f"{_HERE}.cuda_ipc:send",
+        receive=f"{_HERE}.cuda_ipc:receive",
+        scope="every_stage",
+        needs_gpus=True,
+        shares_gpus=True,
+    ),
+    "vllm_nccl": Transport(
+        send=f"{_STOCK}:send", receive=None, scope="first_stage", needs_gpus=True, for_stock_servers=True
+    ),
+}
+STOCK = "vllm_nccl"
+"""The transport to unmodified servers."""
+
+
+def open_sender(name: str, end: SendingEnd) -> WeightSender:
+    """One rank's end of this transport."""
+    return attribute(TRANSPORTS[name].send)(end)
+
+
+def open_receiver(end: ReceivingEnd) -> ReceiveChannel:
+    """One worker's end; the sender says of which transport. Blocks until the sender has answered."""
+    receive = TRANSPORTS[end.info["transport"]].receive
+    assert receive is not None, "servers of stock vLLM receive by themselves"
+    return attribute(receive)(end)

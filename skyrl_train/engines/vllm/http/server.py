@@ -18,6 +18,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from skyrl_train.config.values import is_loopback
 from skyrl_train.engines.settings import EngineSettings
 from skyrl_train.engines.vllm import compat as vllm_versions
 from skyrl_train.engines.vllm.http.answers import (
@@ -43,8 +44,13 @@ class HttpServer:
 
     def __init__(self, settings: EngineSettings, llm: AsyncLLM, versions: VersionTracker, wait: Wait) -> None:
         """Args: wait returns when the engine is running, and raises TimeoutError or RuntimeError if it will not."""
-        assert settings.http is not None
-        self._settings, self._http = settings, settings.http
+        generator = settings.generator
+        if generator.http_api_key is None and not is_loopback(generator.http_endpoint_host):
+            raise ValueError(
+                f"the HTTP endpoint would listen on {generator.http_endpoint_host} without authentication: set "
+                "generator.http_api_key, or generator.http_endpoint_host to 127.0.0.1"
+            )
+        self._settings, self._generator = settings, generator
         self._client = VersionedClient(llm, versions, wait)
         self._wait = wait
         self._app: Any = None
@@ -55,10 +61,9 @@ class HttpServer:
     @property
     def url(self) -> str:
         """Where others reach it."""
-        http = self._http
-        host = http.host
+        host = self._generator.http_endpoint_host
         if host in ("0.0.0.0", "::"):
-            host = http.advertised_host or socket.gethostname()
+            host = self._settings.advertised_host or socket.gethostname()
         return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
 
     async def start(self, policy_version: int) -> str:
@@ -66,7 +71,8 @@ class HttpServer:
 
         Raises: ValueError if the port is taken or the host is none of this computer's.
         """
-        listening = _listen(self._http.host, self._http.port)
+        port = self._generator.http_endpoint_port
+        listening = _listen(self._generator.http_endpoint_host, port and port + self._settings.index)
         try:
             self._port = listening.getsockname()[1]
             self._app = await vllm_versions.build_openai_app(self._client, self._arguments())
@@ -99,14 +105,15 @@ class HttpServer:
 
     def _arguments(self) -> Any:
         arguments = ["--model", self._settings.model_path]
-        if self._http.chat_template_kwargs:
-            arguments += ["--default-chat-template-kwargs", json.dumps(self._http.chat_template_kwargs)]
+        if self._generator.chat_template_kwargs:
+            arguments += ["--default-chat-template-kwargs", json.dumps(self._generator.chat_template_kwargs)]
         return vllm_versions.server_arguments(arguments)
 
     def _guarded(self, app: App) -> App:
         served: App = WaitsWhilePaused(NamedVersions(app), self._wait)
         served = BoundedBody(served, self._settings.max_model_len)
-        return served if self._http.api_key is None else NeedsKey(served, self._http.api_key)
+        key = self._generator.http_api_key
+        return served if key is None else NeedsKey(served, key)
 
     def move_to(self, policy_version: int) -> None:
         """Serve the model under this version's name; the name of the one before is no longer known."""

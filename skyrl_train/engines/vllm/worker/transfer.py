@@ -24,7 +24,8 @@ from skyrl_train.engines.settings import ADAPTER
 from skyrl_train.engines.vllm.worker.adapter_slots import AdapterUpdate, Bound, bind, first_adapter
 from skyrl_train.engines.vllm.worker.sleeping import Unsynced, sleepable_bytes
 from skyrl_train.engines.vllm.worker.update import ModelUpdate
-from skyrl_train.weight_sync.channels.table import receive_channel
+from skyrl_train.weight_sync.channels.channel import ReceivingEnd
+from skyrl_train.weight_sync.channels.table import open_receiver
 from skyrl_train.weight_sync.control import ControlMessage
 from skyrl_train.weight_sync.transport import Receiver
 
@@ -34,7 +35,7 @@ BACKEND = "skyrl"
 @dataclass
 class InitInfo(WeightTransferInitInfo):
     info: ControlMessage
-    """`Sender.init_info` with the name of the `sender` and `timeout_s` (plus `rank_offset` for a broadcast)."""
+    """`ReceivingEnd.info`, with the name of the `sender`."""
 
 
 @dataclass
@@ -61,7 +62,8 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         sender = init_info.info["sender"]
         if sender in self._receivers:
             self._receivers.pop(sender).close()
-        self._receivers[sender] = Receiver(receive_channel(init_info.info, self._worker_rank(), self.device))
+        end = ReceivingEnd(init_info.info, self._worker_rank(), self.device)
+        self._receivers[sender] = Receiver(open_receiver(end))
 
     def _worker_rank(self) -> int:
         parallel = self.vllm_config.parallel_config

@@ -1,0 +1,11 @@
+"""Speed and memory, measured. Five commands, run from the root of the repository:
+
+    python -m benchmarks.step         an update or a whole step of a real model shape
+    python -m benchmarks.sync         a weight sync, part by part
+    python -m benchmarks.memory       what a policy takes of its device, and how fast it leaves it
+    python -m benchmarks.trl          a step beside TRL's
+    python -m benchmarks.quickstart   whether the quickstart reaches its numbers
+
+`lib` is what they share. `studies` are readings of one question at one time, kept for their numbers in docs; nobody
+keeps them up to date: neither linter nor types nor CI look at them.
+"""

@@ -1,0 +1,86 @@
+"""What a policy takes of its device, and how fast it leaves it.
+
+    python -m benchmarks.memory stages --shape qwen3-0.6b [--gpus 2 --pp 2] [--operations]
+    python -m benchmarks.memory offload --shape qwen3-4b [--turns 4]
+
+`stages`: memory outside torch's allocator after each stage of a policy's life: the CUDA context, NCCL's buffers, cuBLAS
+and other libraries, loaded kernels. That, and what torch keeps, is what an offloaded trainer leaves behind. Read as
+used minus torch's reserved memory; nobody else may use the devices meanwhile. --operations names the operations during
+which it grows (rank 0; slow).
+
+`offload`: all ranks do the same at once: one update, so that the optimizer has its state; a first turn, which pins
+host memory; --turns of offload and reload; and copies of 1 GiB between pinned memory and the device, best of three
+each way. Gradients go and come as memory that is given back and zeroed, without a copy. Of each turn the slowest rank
+counts.
+
+Without a GPU the numbers are those of resident memory, and nothing is pinned: only good for trying the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.lib import memory_stages, offload_turns
+from benchmarks.lib.policy_job import add_batch, add_model, make_model, title, update_job
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    stages, offload = commands.add_parser("stages"), commands.add_parser("offload")
+    for command in (stages, offload):
+        add_model(command)
+        add_batch(command)
+    stages.add_argument("--operations", action="store_true", help="name the operations at which it grows")
+    stages.add_argument("--least-mib", type=int, default=4, help="smallest growth that --operations names")
+    offload.set_defaults(samples=16, sample_tokens=128)
+    offload.add_argument("--turns", type=int, default=4, help="measured ones, after the first")
+    return parser.parse_args()
+
+
+def measure_stages(folder: Path, args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+
+    given = update_job(folder, args), args.least_mib * memory_stages.MIB if args.operations else None
+    lives = run_on_ranks(memory_stages.live, given, args.gpus, timeout_s=1800)
+    ranks, growths = [stages for stages, _ in lives], lives[0][1]
+    memory_stages.show(ranks, growths, title(args, "memory outside torch's allocator"), console)
+    return {"ranks": [[asdict(stage) for stage in stages] for stages in ranks], "growths": [*map(asdict, growths)]}
+
+
+def measure_offload(folder: Path, args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+
+    ranks = run_on_ranks(offload_turns.turns, (update_job(folder, args), args.turns), args.gpus, timeout_s=1800)
+    found = offload_turns.summary(ranks)
+    table = Table("", "", title=title(args, "offload and reload"))
+    for name, value in found.items():
+        table.add_row(name, f"{value:.1%}" if name.startswith("share") else f"{value:.4g}")
+    console.print(table)
+    return found | {"ranks": [asdict(rank) for rank in ranks]}
+
+
+def main() -> int:
+    args, console = arguments(), Console(width=160, highlight=False, markup=False)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.model or Path(scratch, "model")
+        make_model(folder, args)
+        measure = measure_stages if args.command == "stages" else measure_offload
+        result = measure(folder, args, console)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

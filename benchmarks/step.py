@@ -1,0 +1,191 @@
+"""Speed of a training step of a real model shape with random weights, on the GPUs of this machine.
+
+    python -m benchmarks.step --update-only --shape qwen3-4b
+    python -m benchmarks.step --update-only --shape qwen3-4b --parts --trace kernels.txt
+    python -m benchmarks.step --update-only --shape qwen3-4b --pp 2 --gpus 2 --samples 128
+    python -m benchmarks.step --shape qwen3-0.6b --gpus 1 --colocate
+    python -m benchmarks.step --shape qwen3-0.6b --gpus 2
+
+With --update-only: MegatronPolicy.update on local ranks, without engines, in turns with a bare Megatron loop over the
+same micro-batches (overhead: the median of their ratios); samples of --sample-tokens, micro-batches of --max-tokens.
+--parts (lib/update_parts.py; of each part the slowest rank) and --trace (lib/kernel_shares.py; rank 0) say where the
+time of an update goes.
+
+Otherwise whole GRPO steps through the main job: 64 prompts of 128 tokens x 8 samples x 512 new tokens (every response
+has exactly that length: the end-of-text token has an id that the model cannot draw), no KL term unless --kl; --gpus are
+the policy's ranks and, on as many more GPUs, --engines, unless --colocate shares them.
+
+MFU: FLOPs of the model (6 per weight and token and the causal half of attention; recomputation not counted) over time
+and the device's dense bfloat16 peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.lib.main_job import run_main_job
+from benchmarks.lib.policy_job import GIB, add_batch, add_model, make_model, title, update_job
+from benchmarks.lib.random_model import DIGIT_SHARE, model_config, write_prompts
+
+WARM_UP = 2
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model(parser)
+    parser.add_argument("--steps", type=int, default=4, help=f"measured steps, after {WARM_UP} of warm-up")
+    update = parser.add_argument_group("--update-only")
+    update.add_argument("--update-only", action="store_true")
+    add_batch(update)
+    update.add_argument("--parts", action="store_true", help="time the parts of an update too, each waited for")
+    update.add_argument("--trace", help="write the kernels of one update to this file, and print their shares by group")
+    whole = parser.add_argument_group("whole steps")
+    whole.add_argument("--engines", type=int, default=1)
+    whole.add_argument("--colocate", action="store_true", help="engines on the policy's GPUs")
+    whole.add_argument("--prompts", type=int, default=64)
+    whole.add_argument("--prompt-tokens", type=int, default=128)
+    whole.add_argument("--samples-per-prompt", type=int, default=8)
+    whole.add_argument("--new-tokens", type=int, default=512)
+    whole.add_argument("--kl", action="store_true", help="with a reference model and a KL term")
+    whole.add_argument("overrides", nargs="*", help="more overrides of the configuration")
+    return parser.parse_args(given)
+
+
+def measure_update(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.lib.update_ranks import run
+    from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+
+    job = replace(update_job(folder, args), warm_up=WARM_UP, steps=args.steps, parts=args.parts, trace=args.trace)
+    ranks = run_on_ranks(run, job, args.gpus, timeout_s=900)
+    first = ranks[0]
+    seconds, bare = statistics.median(first["update_s"]), statistics.median(first["bare_s"])
+    ratios = [ours / its for ours, its in zip(first["update_s"], first["bare_s"], strict=True)]
+    flops, tokens = sum(rank["flops"] for rank in ranks), sum(rank["tokens"] for rank in ranks)
+    peak = first["peak_flops"]
+    schedule = statistics.median(first["schedule_s"])
+    idle = [1 - b / s for rank in ranks for b, s in zip(rank["busy_s"], rank["schedule_s"], strict=True)]
+    num = first["micro_batches"] * (args.vpp or 1)
+
+    def mfu(time_s: float) -> float | None:
+        return None if peak is None else flops / (time_s * peak * args.gpus)
+
+    return {
+        "update_s": seconds,
+        "all_update_s": first["update_s"],
+        "first_update_s": first["first_update_s"],
+        "bare_s": bare,
+        "all_bare_s": first["bare_s"],
+        "overhead": statistics.median(ratios) - 1,
+        "schedule_s": schedule,
+        "rest_s": seconds - schedule,
+        "logprob_s": first["logprob_s"],
+        "tokens_per_s": tokens / seconds,
+        "mfu": mfu(seconds),
+        "mfu_of_schedule": mfu(schedule),
+        "bare_mfu": mfu(bare),
+        "idle": statistics.mean(idle),
+        "idle_in_theory": (args.pp - 1) / (num + args.pp - 1),
+        "micro_batches": first["micro_batches"],
+        "peak_gib": max(rank["peak_bytes"] for rank in ranks) / GIB,
+        "layers": "torch" if first["torch_layers"] else "transformer_engine",
+        "grad_norm": next(rank["metrics"]["policy/grad_norm"] for rank in ranks if rank["metrics"]),
+        "parts_s": {part: max(rank["parts_s"][part] for rank in ranks) for part in first["parts_s"]},
+        "kernel_shares": first["kernel_shares"],
+    }
+
+
+def measure_steps(folder: Path, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    data = scratch / "prompts.jsonl"
+    vocab_size = model_config(args.shape, args.layers).vocab_size
+    total = WARM_UP + args.steps
+    write_prompts(data, args.prompts * total, args.prompt_tokens, vocab_size)
+    megatron = "trainer.policy.megatron_config"
+    overrides = [
+        f"data.train_data=[{data}]",
+        f"environment.env_class={DIGIT_SHARE}",
+        "data.val_data=[]",
+        f"trainer.policy.model.path={folder}",
+        f"trainer.max_training_steps={total}",
+        f"trainer.train_batch_size={args.prompts}",
+        f"trainer.policy_mini_batch_size={args.prompts}",
+        f"trainer.max_tokens_per_microbatch={args.max_tokens}",
+        f"trainer.max_prompt_length={args.prompt_tokens}",
+        "trainer.log_samples_interval=-1",
+        "trainer.ckpt_interval=-1",
+        "trainer.logger=[console,jsonl]",
+        f"trainer.algorithm.use_kl_loss={str(args.kl).lower()}",
+        f"trainer.placement.policy_num_gpus_per_node={args.gpus}",
+        f"{megatron}.transformer_impl={args.impl}",
+        f"{megatron}.tensor_model_parallel_size={args.tp}",
+        f"{megatron}.pipeline_model_parallel_size={args.pp}",
+        f"{megatron}.virtual_pipeline_model_parallel_size={'null' if args.vpp is None else args.vpp}",
+        f"{megatron}.context_parallel_size={args.cp}",
+        f"{megatron}.expert_model_parallel_size={args.ep}",
+        f"{megatron}.recompute_granularity={args.recompute or 'null'}",
+        f"generator.num_inference_engines={args.engines}",
+        f"generator.max_num_seqs={args.prompts * args.samples_per_prompt}",
+        f"generator.n_samples_per_prompt={args.samples_per_prompt}",
+        f"generator.sampling_params.max_generate_length={args.new_tokens}",
+        *(["trainer.placement.colocate_all=true"] if args.colocate else []),
+        *args.overrides,
+    ]
+    job = run_main_job(scratch / "job", overrides)
+    first = WARM_UP + 1
+    walls = job.step_walls_s(first)
+    rows = job.steps(first)
+    kept = [name for name in rows[0] if name.startswith(("perf/", "memory/", "trainer/driver"))]
+    return {
+        "ready_s": job.ready_s,
+        "step_s": statistics.median(walls),
+        "all_step_s": walls,
+        "phases_s": job.median_phases_s(first),
+        "neither_generate_nor_update": 1 - job.median_share(("generate", "policy_train"), first),
+        "mean_response_tokens": statistics.mean(row["generate/avg_num_tokens"] for row in rows),
+        "metrics": {name: statistics.median(row[name] for row in rows) for name in kept},
+    }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    table = Table("", "", title=result["title"])
+    for name, value in result.items():
+        if isinstance(value, dict):
+            for inner, number in value.items():
+                table.add_row(f"{name}: {inner}", f"{number:.1%}" if name == "kernel_shares" else f"{number:.4g}")
+        elif isinstance(value, float):
+            share = name in ("overhead", "mfu", "mfu_of_schedule", "bare_mfu", "idle", "idle_in_theory")
+            table.add_row(name, f"{value:.1%}" if share or name.startswith("neither") else f"{value:.4g}")
+        elif isinstance(value, list):
+            table.add_row(name, " ".join(f"{one:.3g}" for one in value))
+        elif name != "title":
+            table.add_row(name, str(value))
+    console.print(table)
+
+
+def main() -> int:
+    args, console = arguments(), Console(width=120)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.model or Path(scratch, "model")
+        make_model(folder, args)
+        measured = measure_update(folder, args) if args.update_only else measure_steps(folder, args, Path(scratch))
+    given = {name: str(value) for name, value in vars(args).items() if value is not None}
+    what = "update" if args.update_only else "GRPO step, colocated" if args.colocate else "GRPO step"
+    result = {"title": title(args, what)} | measured
+    show(result, console)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"arguments": given} | result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

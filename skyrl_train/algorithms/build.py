@@ -1,0 +1,144 @@
+"""From the keys of `trainer.algorithm` to an objective and an estimator, and what can be said of them before a run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.credit import CreditInputs, advantages
+from skyrl_train.algorithms.inputs import PerSample, TokenInputs
+from skyrl_train.algorithms.objective import Bound, Objective, Term, kl_to_reference, negative_entropy, objective_loss
+from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
+from skyrl_train.spelling import nearest
+
+
+def bind(function: Callable[..., Any], values: Mapping[str, Any]) -> Bound:
+    """The function with its keyword-only parameters taken from the values of keys by name.
+
+    Raises: ValueError naming every key that is missing.
+    """
+    keys = _keys(function)
+    missing = [key.name for key in keys if key.default is key.empty and key.name not in values]
+    if missing:
+        raise ValueError(
+            f"{_place(function)} takes {', '.join(missing)}, which no key has: set "
+            + ", ".join(f"trainer.algorithm.parameters.{name}=VALUE" for name in missing)
+        )
+    return Bound(function, {key.name: values[key.name] for key in keys if key.name in values})
+
+
+def build_objective(values: Mapping[str, Any], temperature: float, logprobs_chunk_size: int) -> Objective:
+    """The objective that the keys describe.
+
+    Args: values: leaf name of every key of `trainer.algorithm` -> its value.
+    Raises: ValueError for a function that cannot be imported, or a parameter of one that has no key.
+    """
+    estimator, reduction = KL_ESTIMATORS.resolve(values["kl_estimator_type"]), values["loss_reduction"]
+    terms = [Term("policy", bind(LOSSES.resolve(values["policy_loss_type"]), values), 1.0, reduction)]
+    if values["use_entropy_loss"] and values["entropy_loss_coef"]:
+        own = values["entropy_loss_reduction"] or reduction
+        terms.append(Term("entropy", Bound(negative_entropy), values["entropy_loss_coef"], own))
+    if values["use_kl_loss"] and values["kl_loss_coef"]:
+        kl = Bound(kl_to_reference, {"estimator": estimator})
+        terms.append(Term("kl", kl, values["kl_loss_coef"], values["kl_loss_reduction"] or reduction))
+    return Objective(
+        terms=tuple(terms),
+        temperature=temperature,
+        logprobs_chunk_size=logprobs_chunk_size,
+        corrections=tuple(bind(CORRECTIONS.resolve(name), values) for name in values["corrections"]),
+        kl_estimator=estimator,
+    )
+
+
+def build_estimator(values: Mapping[str, Any]) -> Bound:
+    """The advantage estimator that the keys describe. Args, Raises: as in `build_objective`."""
+    return bind(ADVANTAGES.resolve(values["advantage_estimator"]), values)
+
+
+def algorithm_problems(values: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iterator[str]:
+    """What cannot work, found by trying every function on a sample of three tokens.
+
+    Args: values: as in `build_objective`; parameters: of the user's own functions, which are among the values.
+    """
+    try:
+        objective, estimator = build_objective(values, 1.0, 1), build_estimator(values)
+        for name in {"loss_reduction", "kl_loss_reduction", "entropy_loss_reduction"}:
+            if values[name] is not None:
+                REDUCTIONS.resolve(values[name])
+    except ValueError as error:
+        yield str(error)
+        return
+    functions = [*(term.loss for term in objective.terms), *objective.corrections, estimator]
+    taken = {key.name for bound in functions for key in _keys(bound.function)}
+    for name in parameters.keys() - taken:
+        close = nearest(name, taken)
+        yield f"trainer.algorithm.parameters.{name} is a parameter of no chosen function" + (
+            f": did you mean {close}?" if close else f"; they take {', '.join(sorted(taken))}"
+        )
+    has_reference = values["kl_loss_coef"] and (values["use_kl_loss"] or values["use_kl_in_reward"])
+    if "ref_logprobs" in objective.needs and not has_reference:
+        yield (
+            f"{_place(objective.terms[0].loss.function)} reads ref_logprobs and there is no reference model: set "
+            "trainer.algorithm.use_kl_loss=true, with a kl_loss_coef above 0"
+        )
+    yield from _failures(objective, estimator)
+
+
+def needs_advantages(objective: Objective) -> bool:
+    """Whether the gradient vanishes where all advantages are 0. Every term is tried on a sample of three tokens."""
+    for term in objective.terms:
+        tokens = _sample_of_three(("entropy", "ref_logprobs"), has_advantages=False)
+        terms = term.loss(tokens).terms
+        (gradient,) = torch.autograd.grad(terms.sum(), tokens.logprobs, allow_unused=True)
+        if gradient is not None and bool(gradient.any()):
+            return False
+    return True
+
+
+def _failures(objective: Objective, estimator: Bound) -> Iterator[str]:
+    tokens = _sample_of_three(objective.needs)
+    weights = {reduction: torch.full((3,), 1 / 3) for reduction in objective.reductions}
+    try:
+        loss, _ = objective_loss(objective, tokens, weights)
+        (gradient,) = torch.autograd.grad(loss, tokens.logprobs)
+        if not bool(torch.isfinite(gradient).all()):
+            yield f"the objective has the gradient {gradient.tolist()} on a sample of three tokens: it must be finite"
+    except Exception as error:
+        yield f"the objective fails on a sample of three tokens: {type(error).__name__}: {error}"
+    inputs = CreditInputs(
+        rewards=torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64),
+        loss_mask=torch.tensor([False, True, False, True]),
+        cu_seqlens=torch.tensor([0, 2, 4], dtype=torch.int32),
+        group_ids=torch.tensor([0, 0]),
+    )
+    try:
+        advantages(estimator.function, inputs, estimator.parameters)
+    except Exception as error:
+        yield f"the advantage estimator fails on two samples of two tokens: {type(error).__name__}: {error}"
+
+
+def _sample_of_three(needs: tuple[str, ...], *, has_advantages: bool = True) -> TokenInputs:
+    logprobs = torch.tensor([-0.5, -1.0, -1.5], requires_grad=True)
+    mask = torch.ones(3, dtype=torch.bool)
+    always = {
+        "old_logprobs": torch.tensor([-0.6, -1.0, -1.4]),
+        "rollout_logprobs": torch.tensor([-0.5, -1.1, -1.5]),
+        "advantages": torch.tensor([1.0, 1.0, -1.0]) if has_advantages else torch.zeros(3),
+        "staleness": torch.zeros(3, dtype=torch.int32),
+    }
+    declared: dict[str, Tensor] = {"ref_logprobs": torch.tensor([-0.7, -1.0, -1.3]), "entropy": logprobs.exp()}
+    signals = always | {name: declared[name] for name in needs if name in declared}
+    return TokenInputs(logprobs, mask, PerSample(torch.zeros(3, dtype=torch.int64), 1, mask), signals)
+
+
+def _keys(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
+
+def _place(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"

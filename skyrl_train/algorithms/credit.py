@@ -1,0 +1,75 @@
+"""What an advantage estimator reads, and the lift of those that give one number per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Estimator = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class CreditInputs:
+    """All samples of a step, end to end; T tokens, B samples."""
+
+    rewards: Tensor
+    """[T] float64: each reward stands on the token that earned it, such as the last of a turn."""
+    loss_mask: Tensor
+    """[T] bool: the policy wrote this token."""
+    cu_seqlens: Tensor
+    """[B + 1] int32, first 0, last T."""
+    group_ids: Tensor
+    """[B] int64: samples of one prompt are neighbours and share it."""
+    signals: Mapping[str, Tensor] = field(default_factory=dict)
+    """[T] each, of what the estimator declared with `needs`."""
+
+    def sample_sums(self, values: Tensor) -> Tensor:
+        """[T] -> [B] float64"""
+        parts = torch.split(values.double(), self.cu_seqlens.diff().tolist())
+        return torch.stack([part.sum() for part in parts])
+
+    def at_tokens(self, values: Tensor) -> Tensor:
+        """[B] -> [T]"""
+        return torch.repeat_interleave(values, self.cu_seqlens.diff().long())
+
+
+def per_sample(estimator: Estimator) -> Estimator:
+    """Mark f(rewards [B] float32, group_ids [B], *, parameters) -> [B] as an estimator.
+
+    It gets the sum of each sample's rewards; every token of a sample gets the sample's advantage.
+    """
+    estimator.is_per_sample = True  # type: ignore[attr-defined]
+    return estimator
+
+
+def compares_samples(estimator: Estimator) -> Estimator:
+    """Mark an estimator under which a group of one sample has no advantage."""
+    estimator.compares_samples = True  # type: ignore[attr-defined]
+    return estimator
+
+
+def advantages(estimator: Estimator, inputs: CreditInputs, parameters: Mapping[str, object]) -> Tensor:
+    """[T] float32.
+
+    Raises: ValueError if the estimator returns another shape or a number that is not finite.
+    """
+    if getattr(estimator, "is_per_sample", False):
+        rewards = inputs.sample_sums(inputs.rewards).float()
+        of_samples = estimator(rewards, inputs.group_ids, **parameters)
+        result = inputs.at_tokens(_checked(of_samples, len(rewards), estimator))
+    else:
+        result = _checked(estimator(inputs, **parameters), len(inputs.rewards), estimator)
+    return result.to(torch.float32)
+
+
+def _checked(result: Tensor, size: int, estimator: Estimator) -> Tensor:
+    name = getattr(estimator, "__name__", str(estimator))
+    if not isinstance(result, Tensor) or result.shape != (size,):
+        given = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise ValueError(f"the advantage estimator {name} returned {given}; it must return {size} numbers")
+    if not bool(torch.isfinite(result).all()):
+        raise ValueError(f"the advantage estimator {name} returned a number that is not finite")
+    return result

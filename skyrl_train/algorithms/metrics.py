@@ -1,0 +1,93 @@
+"""Metrics that a loss, a correction or an estimator reports, each with the reduction that makes one number of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class Reduce(Enum):
+    """How the values of all tokens, micro-batches, ranks and optimizer steps become one number."""
+
+    TOKEN_MEAN = "mean over tokens"
+    TOKEN_STD = "standard deviation over tokens"
+    SAMPLE_MEAN = "mean over samples"
+    STEP_MEAN = "sum over the mini-batch, mean over optimizer steps"
+    SUM = "sum"
+    MAX = "largest value"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Values of one micro-batch on one rank."""
+
+    values: Tensor
+    """[P], read where the policy wrote the token; for SAMPLE_MEAN equal on all tokens of a sample. STEP_MEAN takes a
+    scalar: this micro-batch's share of the sum."""
+    reduce: Reduce
+    mask: Tensor | None = None
+    """[P] bool: other tokens than those that the policy wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """A metric of a mini-batch: sums that can still be added to those of other mini-batches."""
+
+    reduce: Reduce
+    sums: tuple[float, ...]
+    """(sum, number), (sum, sum of squares, number) for TOKEN_STD, or the largest value alone."""
+
+    @property
+    def value(self) -> float:
+        """The number that is logged."""
+        if self.reduce in (Reduce.SUM, Reduce.MAX):
+            return 0.0 if self.sums[0] == -math.inf else self.sums[0]
+        if self.reduce is Reduce.TOKEN_STD:
+            total, squares, count = self.sums
+            mean = total / max(1.0, count)
+            return math.sqrt(max(0.0, squares / max(1.0, count) - mean**2))
+        total, count = self.sums
+        return total / (count if self.reduce is Reduce.SAMPLE_MEAN and count else max(1.0, count))
+
+    def __add__(self, other: Total) -> Total:
+        if self.reduce is Reduce.MAX:
+            return Total(self.reduce, (max(self.sums[0], other.sums[0]),))
+        return Total(self.reduce, tuple(a + b for a, b in zip(self.sums, other.sums, strict=True)))
+
+
+def partial_sums(metric: Metric, loss_mask: Tensor, tokens_of_sample: Tensor) -> Tensor:
+    """What a micro-batch adds to the metric, float64; `Reduce.MAX` gives the largest value, -inf without a token.
+
+    Args: loss_mask [P] bool; tokens_of_sample [P]: tokens that the policy wrote of each position's sample.
+    """
+    values = metric.values.detach()
+    if metric.reduce is Reduce.STEP_MEAN:
+        return values.double().reshape(1)
+    mask = loss_mask if metric.mask is None else metric.mask
+    if metric.reduce is Reduce.MAX:
+        return values.double().masked_fill(~mask, -math.inf).amax().reshape(1)
+    values = values.masked_fill(~mask, 0)
+    total = values.sum(dtype=torch.float64)
+    if metric.reduce is Reduce.SUM:
+        return total.reshape(1)
+    if metric.reduce is Reduce.SAMPLE_MEAN:
+        share = mask / tokens_of_sample.double().clamp(min=1)
+        return torch.stack([(values.double() * share).sum(), share.sum()])
+    count = mask.sum(dtype=torch.float64)
+    if metric.reduce is Reduce.TOKEN_STD:
+        return torch.stack([total, values.double().square().sum(), count])
+    return torch.stack([total, count])
+
+
+def merged(steps: Sequence[Mapping[str, Total]]) -> dict[str, float]:
+    """Name -> value over all optimizer steps; a metric counts in the steps that report it."""
+    totals: dict[str, Total] = {}
+    for step in steps:
+        for name, total in step.items():
+            totals[name] = totals[name] + total if name in totals else total
+    return {name: total.value for name, total in totals.items()}

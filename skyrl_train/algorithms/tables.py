@@ -1,0 +1,132 @@
+"""The names of the configuration and the functions behind them. Importing this module does not import torch.
+
+An entry is a function, or `module:attribute` where it is found, imported when it is first used. Users name their own
+functions `module:attribute`, or add a name in a module of `trainer.custom_modules`: `LOSSES.register("mine", mine)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from skyrl_train.imports import attribute, imported
+from skyrl_train.spelling import nearest
+
+Function = Callable[..., Any]
+HERE = "skyrl_train.algorithms"
+
+
+class Table(Mapping[str, Function]):
+    """Functions by name, chosen by one key of the configuration."""
+
+    def __init__(self, key: str, entries: Mapping[str, str]) -> None:
+        """Args: key: the key that chooses among them; entries: name -> `module:attribute` below this package."""
+        self.key = key
+        self._entries: dict[str, str | Function] = {name: f"{HERE}.{place}" for name, place in entries.items()}
+
+    def __getitem__(self, name: str) -> Function:
+        entry = self._entries[name]
+        return attribute(entry) if isinstance(entry, str) else entry
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    __hash__ = object.__hash__  # rules of configuration keys are hashed
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def register(self, name: str, function: Function) -> None:
+        """Add a function of a user. Raises: ValueError where the name is another function's."""
+        if self._entries.get(name, function) is not function:
+            raise ValueError(f"{self.key}: the name {name} is taken; register the function under another one")
+        self._entries[name] = function
+
+    def place(self, name: str) -> str | None:
+        """The module of a registered function; None for any other name."""
+        entry = self._entries.get(name)
+        return None if entry is None or isinstance(entry, str) else entry.__module__
+
+    def resolve(self, name: str) -> Function:
+        """The function called `name`, or found at `module:attribute`.
+
+        Raises: ValueError naming the key, the valid names and the nearest one, or why the import failed.
+        """
+        if name in self._entries:
+            return self[name]
+        if ":" in name:
+            function: Function = imported(self.key, name)
+            if not callable(function):
+                raise ValueError(f"{self.key} is {name}, which is a {type(function).__name__}: it must be a function")
+            return function
+        raise ValueError(f"{self.key} is {name}: {self.problem(name)}")
+
+    def problem(self, name: str) -> str | None:
+        """The end of a sentence that begins with the key and the name; None for a valid name."""
+        if name in self._entries or ":" in name:
+            return None
+        close = nearest(name, self)
+        return (f"did you mean {close}? " if close else "") + f"It must be {self}"
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self)}, or module:attribute of your own"
+
+
+def compares_samples(estimator: str) -> bool:
+    """Whether a group of one sample has no advantage under the estimator of this name."""
+    return getattr(ADVANTAGES.resolve(estimator), "compares_samples", False)
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import `trainer.custom_modules`. Raises: ValueError naming the module and the reason."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ValueError(
+                f"trainer.custom_modules names {name}, which cannot be imported: {error}. Its folder must be in "
+                "PYTHONPATH, or be the one that the program is started in"
+            ) from error
+
+
+LOSSES = Table(
+    "trainer.algorithm.policy_loss_type",
+    {
+        "regular": "losses.ppo:regular",
+        "dual_clip": "losses.ppo:dual_clip",
+        "cispo": "losses.cispo:cispo",
+        "gspo": "losses.gspo:gspo",
+        "cross_entropy": "losses.cross_entropy:cross_entropy",
+    },
+)
+"""f(TokenInputs, *, parameters) -> LossTerms"""
+
+ADVANTAGES = Table(
+    "trainer.algorithm.advantage_estimator",
+    {
+        "grpo": "advantages.groups:grpo",
+        "rloo": "advantages.groups:rloo",
+        "reinforce++": "advantages.reinforce:reinforce_plus_plus",
+    },
+)
+"""f(CreditInputs, *, parameters) -> advantages [T] float32; or lifted by `per_sample` (credit.py)"""
+
+CORRECTIONS = Table(
+    "trainer.algorithm.corrections",
+    {"token_tis": "corrections:token_tis", "icepop": "corrections:icepop"},
+)
+"""f(TokenInputs, *, parameters) -> Correction"""
+
+KL_ESTIMATORS = Table("trainer.algorithm.kl_estimator_type", {"k1": "kl:k1", "k2": "kl:k2", "k3": "kl:k3"})
+"""f(logprobs [P], ref_logprobs [P]) -> [P]"""
+
+REDUCTIONS = Table(
+    "trainer.algorithm.loss_reduction",
+    {name: f"reductions:{name}" for name in ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")},
+)
+"""f(num_tokens [B] int64, trained tokens of each sample of one mini-batch; group_ids [B]; max_generate_length) -> [B]
+int64, the divisor of each sample's tokens (any value where it has none)"""

@@ -1,0 +1,62 @@
+"""Configuration -> what each engine is started with, or connected to."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from typing import TypeVar
+
+from skyrl_train.cluster.sharing import build_sharing
+from skyrl_train.config import Config
+from skyrl_train.config.policy import LoraConfig
+from skyrl_train.engines.settings import EngineSettings
+from skyrl_train.hf.hub import seen_from_anywhere
+
+
+def all_engine_settings(
+    config: Config, max_model_len: int, backend: str, policy_version: int = 0
+) -> list[EngineSettings]:
+    """Args: backend: the transport that was chosen for generator.weight_sync_backend; policy_version: which the engines
+    serve first; a run that resumes samples with other random numbers than at its start."""
+    generator, trainer, sharing = config.generator, config.trainer, build_sharing(config)
+    variable, lora = generator.remote_api_key_env, trainer.policy.model.lora
+    number = len(generator.remote_inference_engine_urls)
+    return [
+        EngineSettings(
+            generator=replace(generator, weight_sync_backend=backend),
+            index=index,
+            model_path=seen_from_anywhere(trainer.policy.model.path),
+            served_model_name=served_model_name(config),
+            max_model_len=max_model_len,
+            seed=_seed(trainer.seed + index, policy_version),
+            rpc_timeout_s=trainer.timeout_s,
+            api_key=None if generator.run_engines_locally or variable is None else os.environ[variable],
+            margin=sharing.engine_margin(max_model_len if trainer.verify_sync_every else 0),
+            enable_sleep_mode=sharing.is_shared,
+            cached_sequences=sharing.cached_sequences,
+            lora=lora_arguments(lora) if lora.rank > 0 and lora.sync == "adapter" else None,
+            lora_seed=trainer.seed,
+        )
+        for index in range(generator.num_inference_engines if generator.run_engines_locally else number)
+    ]
+
+
+def _seed(seed: int, policy_version: int) -> int:
+    """At most 32 bits, as numpy takes, which the engines seed."""
+    if policy_version == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed} {policy_version}".encode()).digest()[:4], "big")
+
+
+L = TypeVar("L", bound=LoraConfig)
+
+
+def lora_arguments(lora: L) -> L:
+    """The adapters' configuration for processes with other working directories."""
+    return lora if lora.path is None else replace(lora, path=seen_from_anywhere(lora.path))
+
+
+def served_model_name(config: Config) -> str:
+    """What the engines call the model; over HTTP it is NAME and NAME@VERSION."""
+    return config.generator.served_model_name or config.trainer.run_name

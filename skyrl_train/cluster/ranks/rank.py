@@ -1,0 +1,167 @@
+"""The process of one rank: it holds a plain worker, and sends that worker's weights to the engines."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from skyrl_train.cluster.process import host
+from skyrl_train.device import memory_in_use
+from skyrl_train.imports import attribute, quick_imports
+from skyrl_train.ranks import Rendezvous, free_port
+from skyrl_train.stores import LOOPBACK
+from skyrl_train.weight_sync.channels.table import TRANSPORTS, open_sender
+from skyrl_train.weight_sync.control import ControlMessage
+from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.send_report import SendReport
+from skyrl_train.weight_sync.settings import SyncSettings
+
+if TYPE_CHECKING:
+    from skyrl_train.weight_sync.channels.channel import WeightSender
+
+
+class Rank:
+    """Makes a plain worker in `build`, hands calls on to it, and sends its weights to the engines."""
+
+    def __init__(self, log_path: str) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._sender: WeightSender | None = None
+        self._worker: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    def find_place(self) -> tuple[str, int, str]:
+        """(node, process id, visible devices)"""
+        return ray.get_runtime_context().get_node_id(), os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def memory(self) -> dict[str, float]:
+        return memory_in_use()
+
+    def find_meeting_place(self) -> tuple[str, int]:
+        return host(), free_port()
+
+    def build(self, entry_point: str, rendezvous: Rendezvous, kwargs: dict[str, Any]) -> Any:
+        """Make the worker `module:Class` and return its place in the layout."""
+        with quick_imports(without=("wandb",)):  # Megatron would; no rank logs to it
+            worker = attribute(entry_point)
+        self._worker = worker(rendezvous, **kwargs)
+        return self._worker.ranks
+
+    def open_sender(
+        self,
+        engines: Mapping[str, Any],
+        settings: SyncSettings,
+        num_workers: int,
+        name: str,
+        nodes: Collection[str] | None = None,
+    ) -> ControlMessage:
+        """Make this rank a sender of weights and return what the engines (name -> actor) must be told.
+
+        Args: engines: to whom this rank posts its messages; num_workers: of all engines; name: of the sender;
+            nodes: of the engines, None where they may be anywhere.
+        """
+        from skyrl_train.device import device
+        from skyrl_train.weight_sync.channels.channel import SendingEnd
+
+        if self._sender is not None:
+            self._sender.close()
+        timeout_s = settings.weight_sync_timeout_s
+
+        def post(message: ControlMessage) -> PostedCalls:
+            message = message | {"sender": name}
+            calls = {
+                engine_name: engine.call.remote("update_weights", message) for engine_name, engine in engines.items()
+            }
+            return PostedCalls("take in the weights", calls, timeout_s)
+
+        is_alone = nodes is not None and set(nodes) <= {ray.get_runtime_context().get_node_id()}
+        end = SendingEnd(
+            post=post,
+            bucket_bytes=settings.weight_sync_bucket_mb << 20,
+            num_receivers=num_workers,
+            device=device(),
+            timeout_s=timeout_s,
+            host=LOOPBACK if is_alone else host(),
+        )
+        self._sender = open_sender(settings.weight_sync_backend, end)
+        return self._sender.init_info | {"sender": name, "weight_sync_timeout_s": timeout_s}
+
+    def close(self) -> None:
+        """Before the end of the process: leave nothing behind that outlives it."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    def connect_sender(self, joining: Mapping[str, Any]) -> None:
+        """Wait until every receiver has joined.
+
+        Args: joining: name of each engine -> the call in which it joins; when one fails the others are let go.
+        Raises: WeightSyncError.
+        """
+        assert self._sender is not None
+        self._sender.connect(PostedCalls("join the weight sync", joining).check)
+
+    def close_sender(self) -> None:
+        """Let the receivers of a sync that broke off go; `open_sender` opens another."""
+        if self._sender is not None:
+            self._sender.close()
+
+    def send_weights(self, settings: SyncSettings) -> SendReport | None:
+        """Export weights, in which every rank takes part; a sender sends them and reports.
+
+        The export runs to its end also where sending fails: the other ranks of the stage wait for this one in it.
+        """
+        import torch
+
+        dtype, scope = getattr(torch, settings.model_dtype), TRANSPORTS[settings.weight_sync_backend].scope
+        if scope == "first_stage":
+            specs, tensors = self._worker.export_to_first_stage(dtype)
+        elif scope == "every_stage":
+            specs, tensors = self._worker.export_to_every_stage(dtype)
+        else:
+            specs, tensors = self._worker.export_specs(dtype), self._worker.export(dtype)
+        try:
+            return None if self._sender is None else self._sender.send(specs, tensors)
+        finally:
+            for _ in tensors:
+                pass
+
+
+class PostedCalls:
+    """Calls to several engines that run, as a sender of weights waits for them."""
+
+    def __init__(self, what: str, calls: Mapping[str, Any], timeout_s: float = 0.0) -> None:
+        """Args: what they are to do; calls: name of the engine -> reference to its result; timeout_s of `wait`."""
+        self._what, self._timeout_s = what, timeout_s
+        self._names = {call: name for name, call in calls.items()}
+
+    def check(self) -> None:
+        self._raise_errors(0.0)
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while late := self._raise_errors(min(1.0, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() > deadline:
+                raise WeightSyncError(f"{', '.join(late)} did not {self._what} within {self._timeout_s:g} s")
+
+    def _raise_errors(self, timeout_s: float) -> list[str]:
+        """Returns: the engines that are still at work after that time."""
+        done, running = ray.wait(list(self._names), num_returns=len(self._names), timeout=timeout_s)
+        for call in done:
+            try:
+                ray.get(call)
+            except RayActorError as error:
+                raise WeightSyncError(f"{self._names[call]} died when asked to {self._what}") from error
+            except RayTaskError as error:
+                raise WeightSyncError(
+                    f"{self._names[call]} could not {self._what}: {type(error.cause).__name__}: {error.cause}"
+                ) from error
+        return [self._names[call] for call in running]

@@ -1,0 +1,177 @@
+"""Weight sync: the policy's weights reach every engine, are proven there, and are served under their version."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.cluster.pool.pool import EnginePool
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup
+from skyrl_train.cluster.senders import Senders
+from skyrl_train.types import Group
+from skyrl_train.weight_sync.errors import SyncCheckFailed
+from skyrl_train.weight_sync.send_report import SendReport
+from skyrl_train.weight_sync.settings import SyncSettings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SyncResult:
+    """One weight sync."""
+
+    num_bytes: int
+    seconds: float
+    """From pausing the engines to their resuming."""
+    begin_s: float
+    """Of it, pausing and opening the update."""
+    finish_s: float
+    """Of it, comparing digests, closing the update and resuming."""
+    reports: tuple[SendReport, ...]
+    """One of each pipeline stage."""
+
+
+class Check(Protocol):
+    """A comparison of engine and trainer on the same samples, which a sync makes now and then."""
+
+    def is_due(self, sync: int) -> bool:
+        """Syncs count from 1."""
+
+    def has_samples(self, groups: Sequence[Group]) -> bool:
+        """Whether there are samples to compare on, these or earlier ones."""
+
+    async def expect(self, policy: PolicyGroup, groups: Sequence[Group]) -> Any:
+        """What the trainer computes; the policy is on its devices."""
+
+    async def compare(self, engines: EnginePool, expected: Any) -> None:
+        """Raises: SyncCheckFailed if an engine computes something else; it must be able to generate."""
+
+
+class WeightSync:
+    """Sends the policy's weights to every engine, and again to those that are left when one fails meanwhile."""
+
+    def __init__(
+        self, policy: PolicyGroup, engines: EnginePool, settings: SyncSettings, check: Check | None = None
+    ) -> None:
+        """Args: check: None for none, until one is given with `verify_with`."""
+        self._policy, self._engines, self._check = policy, engines, check
+        self.senders = Senders(policy, engines, settings)
+        self._num_syncs = 0
+        self._check_is_due = False
+        self._lock = asyncio.Lock()
+        engines.when_all_are_lost(self.restore)
+
+    def verify_with(self, check: Check) -> None:
+        """Have later syncs make this check."""
+        self._check = check
+
+    async def publish(self, groups: Sequence[Group]) -> SyncResult:
+        """Send the weights, and where a check is due compare the logprobs of samples that were just generated.
+
+        Raises: RemoteFailed, SyncCheckFailed; the engines then serve nothing more.
+        """
+        result, expected = await self.send(groups)
+        await self.verify(expected)
+        return result
+
+    async def send(self, groups: Sequence[Group]) -> tuple[SyncResult, Any]:
+        """The first half of `publish`, for which the policy must be on its devices: send, and where a check is due
+        compute what `verify` compares with, else None. A check stays due until it was made."""
+        self._num_syncs += 1
+        result = await self._send_to_all()
+        if self._check is None:
+            return result, None
+        self._check_is_due |= self._check.is_due(self._num_syncs)
+        if not self._check_is_due:
+            return result, None
+        if not self._check.has_samples(groups):
+            log.info("the comparison of logprobs waits for the first samples to compare on")
+            return result, None
+        return result, await self._check.expect(self._policy, groups)
+
+    async def verify(self, expected: Any) -> None:
+        """The second half, for which the engines must be able to generate.
+
+        Raises: as `publish`.
+        """
+        while expected is not None:
+            assert self._check is not None
+            before = self._engines.num_changes
+            try:
+                await self._check.compare(self._engines, expected)
+                self._check_is_due = False
+                return
+            except SyncCheckFailed:
+                try:
+                    await self._engines.pause()
+                except RemoteFailed as error:
+                    log.error("engines that hold other weights than the trainer could not be paused: %s", error)
+                raise
+            except RemoteFailed as error:
+                await self._drop_blamed(error, before, "the comparison of logprobs")
+                if not self._engines.actors:
+                    await self._send_to_all()
+
+    async def restore(self) -> None:
+        """Give the same weights to an engine that was started when all had failed, so that it answers in their place.
+
+        To be called while requests wait, in a phase in which the policy does not change.
+        """
+        async with self._lock:
+            if self._engines.router.is_holding:  # else a sync that was under way has given them an engine
+                await self._repeat_until_sent()
+
+    async def _send_to_all(self) -> SyncResult:
+        async with self._lock:
+            return await self._repeat_until_sent()
+
+    async def _repeat_until_sent(self) -> SyncResult:
+        """Ends, for every round loses an engine and each of them is replaced only so many times."""
+        while True:
+            await self._engines.admit_replacements()
+            before = self._engines.num_changes
+            try:
+                return await self.send_once()
+            except RemoteFailed as error:
+                await self._drop_blamed(error, before, "the weight sync")
+
+    async def _drop_blamed(self, error: RemoteFailed, before: int, what: str) -> None:
+        """Raises: the error if no engine is to blame for it."""
+        names = await self._engines.drop_blamed(error, before)
+        log.error("%s broke off with %s (%s); it is repeated without", what, names, error)
+
+    async def send_once(self) -> SyncResult:
+        """Move the current weights into the engines that are up and have them served as the current version.
+
+        Senders and engines are connected first where one of them is new, or the last sync failed.
+        Raises: RemoteFailed; the engines then stay paused, and none of them waits for the senders any more.
+        """
+        version = self._policy.versions.give()
+        try:
+            if not self.senders.are_connected:
+                await self.senders.connect()
+            return await self._send(version)
+        except BaseException:
+            await self.senders.disconnect()
+            raise
+
+    async def _send(self, policy_version: int) -> SyncResult:
+        engines, started = self._engines, time.perf_counter()
+        await engines.begin_weight_update()
+        begun = time.perf_counter()
+        reports = await self.senders.send()
+        digests: dict[str, int] = {}
+        for report in reports:
+            digests |= report.digests
+        assert len(digests) == sum(len(report.digests) for report in reports), "two stages sent the same tensor"
+        sent = time.perf_counter()
+        await engines.finish_weight_update(policy_version, digests)
+        await engines.resume()
+        ended = time.perf_counter()
+        num_bytes = sum(report.num_bytes for report in reports)
+        return SyncResult(num_bytes, ended - started, begun - started, ended - sent, tuple(reports))

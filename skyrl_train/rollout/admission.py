@@ -1,0 +1,116 @@
+"""What becomes of the rollouts of a prompt: a group to train on, or a failure with its reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skyrl_train.types import Group, Metrics, Prompt, Sample
+
+log = logging.getLogger(__name__)
+
+SHOWN_REASONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A rollout that ended without a sample."""
+
+    uid: str
+    """That of its prompt."""
+    error: Exception
+
+    def __str__(self) -> str:
+        return f"prompt {self.uid}: {type(self.error).__name__}: {self.error}"
+
+
+class TooManyFailures(RuntimeError):
+    """More rollouts failed than generator.max_failed_share allows."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Groups by what became of them, since the source was made."""
+
+    generated: int = 0
+    """All of them, whatever became of them later."""
+    waiting: int = 0
+    trained: int = 0
+    """Handed to the trainer."""
+    filtered: int = 0
+    """Complete, and left out on purpose."""
+    failed: int = 0
+
+    def check(self) -> None:
+        """Raises: RuntimeError unless every group is in one column; some were then lost or would be trained twice."""
+        if min(self.waiting, self.trained) < 0 or (
+            self.generated != self.trained + self.filtered + self.failed + self.waiting
+        ):
+            raise RuntimeError(f"groups were lost or counted twice, this is a bug in their source: {self}")
+
+    def train(self, num_groups: int) -> None:
+        """Count groups that waited as handed to the trainer. Raises: as `check`."""
+        self.waiting -= num_groups
+        self.trained += num_groups
+        self.check()
+
+    def leave_out(self, num_groups: int) -> None:
+        """Count groups that waited as filtered. Raises: as `check`."""
+        self.waiting -= num_groups
+        self.filtered += num_groups
+        self.check()
+
+
+class Admission:
+    """Decides about finished rollouts of one source.
+
+    A failed rollout is left out of its group. With fewer than two samples left (one, in groups that have one) the group
+    has failed; the source replaces it.
+    """
+
+    def __init__(self, max_failed_share: float) -> None:
+        """Args: max_failed_share: of the rollouts of a step, from 0 to 1."""
+        self.ledger = Ledger()
+        self._max_failed_share = max_failed_share
+        self._num_rollouts = 0
+        self._failures: list[Failure] = []
+        self._num_failed_groups = 0
+
+    def begin(self, num_rollouts: int) -> None:
+        """A step of so many rollouts begins; failures are counted from 0 on."""
+        self._num_rollouts, self._failures, self._num_failed_groups = num_rollouts, [], 0
+
+    def fail(self, failure: Failure) -> Failure:
+        """Count a failed rollout. Raises: its own error where none may fail, else TooManyFailures past the limit."""
+        self._failures.append(failure)
+        if len(self._failures) <= self._max_failed_share * self._num_rollouts:
+            log.warning("a rollout failed (%d in this step): %s", len(self._failures), failure)
+            return failure
+        if self._max_failed_share == 0:
+            raise failure.error
+        reasons = "; ".join(str(other) for other in self._failures[-SHOWN_REASONS:])
+        raise TooManyFailures(
+            f"{len(self._failures)} of {self._num_rollouts} rollouts of the step failed, more than "
+            f"generator.max_failed_share={self._max_failed_share:g}. The last ones: {reasons}"
+        ) from failure.error
+
+    def finish(self, prompt: Prompt, outcomes: Sequence[Sequence[Sample] | Failure]) -> Group | None:
+        """The group of a prompt whose rollouts have ended, which waits for the trainer; None where it has failed."""
+        made = [samples for samples in outcomes if not isinstance(samples, Failure)]
+        self.ledger.generated += 1
+        if len(made) < min(2, len(outcomes)):
+            self.ledger.failed += 1
+            self._num_failed_groups += 1
+            return None
+        self.ledger.waiting += 1
+        return Group(prompt, tuple(sample for samples in made for sample in samples))
+
+    def metrics(self) -> Metrics:
+        """Failures of the step, where any may happen."""
+        if self._max_failed_share == 0:
+            return {}
+        return {
+            "generate/num_failed_rollouts": float(len(self._failures)),
+            "generate/num_failed_groups": float(self._num_failed_groups),
+        }

@@ -1,0 +1,100 @@
+"""A conversation in tokens, as it grows, and the Sample that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from skyrl_train.types import Generation, Message, Sample, VersionSpans
+
+
+@dataclass(slots=True)
+class Trace:
+    """The conversation so far: what the policy read and wrote, in turns.
+
+    What was read after the last answer is not part of the sample, unless nothing was written at all.
+    """
+
+    stop_reason: str = "length"
+    """That of the last generation."""
+    turns: int = 0
+    """Generations."""
+    token_ids: list[int] = field(default_factory=list)
+    """[L] up to the end of the last answer."""
+    loss_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    transcript: list[Message] = field(default_factory=list)
+    _unanswered: list[int] = field(default_factory=list)
+    _unanswered_messages: list[Message] = field(default_factory=list)
+    _prompt_length: int = 0
+    _rewards: dict[int, float] = field(default_factory=dict)
+    _spans: list[tuple[int, int]] = field(default_factory=list)
+
+    def read(self, token_ids: Sequence[int], messages: Sequence[Message] = ()) -> None:
+        """Add tokens that the policy reads: the prompt, later replies. Args: messages: the same, for people to read."""
+        self._unanswered += token_ids
+        self._unanswered_messages += messages
+
+    def input_ids(self) -> list[int]:
+        """[L] what the policy reads before its next turn."""
+        return self.token_ids + self._unanswered
+
+    def write(self, generation: Generation) -> None:
+        """Add the policy's answer to what it has read."""
+        assert len(generation.token_ids) == len(generation.logprobs), "an engine returns one logprob per token"
+        self._take_unanswered()
+        self.token_ids += generation.token_ids
+        self.loss_mask += [True] * len(generation.token_ids)
+        self.logprobs += generation.logprobs
+        self.transcript.append({"role": "assistant", "content": generation.text})
+        self.turns += 1
+        self.stop_reason = generation.stop_reason
+        self._spans += generation.version_spans or ((generation.policy_version, len(generation.token_ids)),)
+
+    def add_reward(self, reward: float) -> None:
+        """Reward the answer that was written last."""
+        last = len(self.token_ids) - 1
+        self._rewards[last] = self._rewards.get(last, 0.0) + reward
+
+    def to_sample(self, env_metrics: Mapping[str, Any] | None = None) -> Sample:
+        """The conversation as a sample; of version 0 where nothing was written."""
+        if self.turns == 0:
+            self._take_unanswered()
+        rewards = torch.zeros(len(self.token_ids), dtype=torch.float64)
+        for token, reward in self._rewards.items():
+            rewards[token] = reward
+        return Sample(
+            token_ids=torch.tensor(self.token_ids, dtype=torch.int64),
+            loss_mask=torch.tensor(self.loss_mask, dtype=torch.bool),
+            rollout_logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
+            prompt_length=self._prompt_length,
+            rewards=rewards,
+            stop_reason=self.stop_reason,
+            turns=self.turns,
+            policy_version=min((version for version, _ in self._spans), default=0),
+            version_spans=_merged(self._spans),
+            env_metrics=dict(env_metrics or {}),
+            transcript=self.transcript,
+        )
+
+    def _take_unanswered(self) -> None:
+        if self.turns == 0:
+            self._prompt_length = len(self._unanswered)
+        self.token_ids += self._unanswered
+        self.loss_mask += [False] * len(self._unanswered)
+        self.logprobs += [0.0] * len(self._unanswered)
+        self.transcript += self._unanswered_messages
+        self._unanswered, self._unanswered_messages = [], []
+
+
+def _merged(spans: Sequence[tuple[int, int]]) -> VersionSpans:
+    """Neighbours of one version as one span."""
+    merged: list[tuple[int, int]] = []
+    for version, num_tokens in spans:
+        if merged and merged[-1][0] == version:
+            num_tokens += merged.pop()[1]
+        merged.append((version, num_tokens))
+    return tuple(merged)

@@ -1,0 +1,145 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_train.algorithms.advantages.groups import grpo, rloo
+from skyrl_train.algorithms.advantages.reinforce import reinforce_plus_plus
+from skyrl_train.algorithms.build import bind
+from skyrl_train.algorithms.credit import CreditInputs, advantages, per_sample
+from skyrl_train.algorithms.tables import ADVANTAGES
+
+IDS = torch.tensor([7, 7, 7, 7, 2, 2])
+REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 3.0, 1.0])
+
+
+# Two samples of one prompt, of three and two tokens; the first token of each is the prompt.
+INPUTS = CreditInputs(
+    rewards=torch.tensor([0.0, 0.25, 0.5, 0.0, 0.25], dtype=torch.float64),
+    loss_mask=torch.tensor([False, True, True, False, True]),
+    cu_seqlens=torch.tensor([0, 3, 5], dtype=torch.int32),
+    group_ids=torch.tensor([0, 0]),
+)
+
+
+def estimator(name, norm_by_std=True):
+    """f(rewards, group_ids) of samples that have one token each."""
+    bound = bind(ADVANTAGES[name], {"grpo_norm_by_std": norm_by_std})
+
+    def of_samples(rewards, group_ids):
+        size = len(rewards)
+        trained = torch.ones(size, dtype=torch.bool)
+        inputs = CreditInputs(rewards.double(), trained, torch.arange(size + 1, dtype=torch.int32), group_ids)
+        return advantages(bound.function, inputs, bound.parameters)
+
+    return of_samples
+
+
+rewards_and_ids = st.lists(st.tuples(st.floats(-10, 10, width=32), st.integers(0, 4)), min_size=1, max_size=40)
+
+
+def test_grpo_divides_by_the_sample_standard_deviation_of_the_group():
+    # Group 7: mean 0.5, variance 4 * 0.25 / 3; group 2: mean 2, variance 2.
+    a, b = 0.5 / (math.sqrt(1 / 3) + 1e-6), 1 / (math.sqrt(2) + 1e-6)
+    expected = torch.tensor([a, -a, -a, a, b, -b])
+    torch.testing.assert_close(grpo(REWARDS, IDS, grpo_norm_by_std=True), expected, rtol=1e-7, atol=0)
+
+
+def test_grpo_without_std_subtracts_the_group_mean():
+    expected = torch.tensor([0.5, -0.5, -0.5, 0.5, 1.0, -1.0])
+    assert torch.equal(grpo(REWARDS, IDS, grpo_norm_by_std=False), expected)
+
+
+def test_rloo_subtracts_the_mean_of_the_other_samples():
+    # 1 - 1/3, 0 - 2/3, ...; 3 - 1, 1 - 3.
+    expected = torch.tensor([2 / 3, -2 / 3, -2 / 3, 2 / 3, 2.0, -2.0])
+    torch.testing.assert_close(rloo(REWARDS, IDS), expected, rtol=1e-7, atol=0)
+
+
+def test_reinforce_plus_plus_normalises_returns_over_all_trained_tokens():
+    # Returns of the trained tokens: 0.75, 0.5 and 0.25; mean 0.5, variance 2 * 0.0625 / 2.
+    s = 0.25 / math.sqrt(0.0625 + 1e-8)
+    expected = torch.tensor([s, s, 0.0, -s, -s])
+    torch.testing.assert_close(advantages(reinforce_plus_plus, INPUTS, {}), expected, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("norm_by_std", [True, False])
+@settings(deadline=None)
+@given(reward=st.floats(-1e6, 1e6, width=32), size=st.integers(1, 33))
+def test_equal_rewards_give_exactly_zero(name, norm_by_std, reward, size):
+    estimate = estimator(name, norm_by_std)
+    assert torch.equal(estimate(torch.full((size,), reward), torch.zeros(size, dtype=torch.int64)), torch.zeros(size))
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_a_group_of_one_sample_gets_no_advantage(name):
+    alone, worse, better = estimator(name)(torch.tensor([5.0, 1.0, 3.0]), torch.tensor([0, 1, 1])).tolist()
+    assert alone == 0 and worse < 0 < better
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@settings(deadline=None)
+@given(rows=rewards_and_ids, seed=st.integers(0, 100))
+def test_advantages_follow_their_samples_when_these_are_permuted(name, rows, seed):
+    rewards = torch.tensor([r for r, _ in rows])
+    ids = torch.tensor([i for _, i in rows])
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    permuted = estimator(name)(rewards[order], ids[order])
+    torch.testing.assert_close(permuted, estimator(name)(rewards, ids)[order], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+@settings(deadline=None)
+@given(rows=rewards_and_ids)
+def test_advantages_of_a_group_sum_to_zero(name, rows):
+    rewards = torch.tensor([r for r, _ in rows])
+    ids = torch.tensor([i for _, i in rows])
+    estimates = estimator(name, norm_by_std=False)(rewards, ids)
+    for group in ids.unique():
+        assert abs(float(estimates[ids == group].double().sum())) < 1e-4
+
+
+def test_advantages_are_float32_for_every_input_dtype():
+    assert grpo(REWARDS.double(), IDS, grpo_norm_by_std=True).dtype == torch.float32
+
+
+def test_shapes_that_differ_are_refused():
+    with pytest.raises(ValueError, match=r"\(6,\).*\(5,\)"):
+        grpo(REWARDS, IDS[:5], grpo_norm_by_std=True)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_valid_one():
+    with pytest.raises(ValueError, match=r"advantage_estimator is gpro: did you mean grpo\? It must be one of grpo"):
+        ADVANTAGES.resolve("gpro")
+
+
+def test_an_estimator_of_samples_gets_sums_of_rewards_and_its_numbers_reach_every_token():
+    assert advantages(grpo, INPUTS, {"grpo_norm_by_std": False}).tolist() == [0.25, 0.25, 0.25, -0.25, -0.25]
+
+
+def test_an_estimator_of_tokens_sees_where_each_reward_was_earned():
+    def reward_to_go(inputs):
+        parts = torch.split(inputs.rewards, inputs.cu_seqlens.diff().tolist())
+        return torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts])
+
+    assert advantages(reward_to_go, INPUTS, {}).tolist() == [0.75, 0.75, 0.5, 0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (torch.zeros(3), r"wrong returned \(3,\); it must return 2 numbers"),
+        (1.0, "wrong returned float; it must return 2 numbers"),
+        (torch.tensor([0.0, math.nan]), "wrong returned a number that is not finite"),
+    ],
+)
+def test_what_is_no_advantage_is_refused(result, message):
+    @per_sample
+    def wrong(rewards, group_ids):
+        return result
+
+    with pytest.raises(ValueError, match=message):
+        advantages(wrong, INPUTS, {})

@@ -1,0 +1,397 @@
+"""Values that cannot work together are refused at once, before anything heavy starts, each with its cure."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.checks.model import looks_local
+from skyrl_train.checks.rl import check
+from skyrl_train.config import ConfigError, load_config
+
+MEGATRON = "trainer.policy.megatron_config"
+URLS = "generator.remote_inference_engine_urls"
+REMOTE = ["generator.run_engines_locally=false", f"{URLS}=[http://h:8000]"]
+STOCK = "generator.weight_sync_backend=vllm_nccl"
+SMALL = ["trainer.train_batch_size=8", "trainer.policy_mini_batch_size=4"]
+
+SERVERS = "generator.remote_inference_engine_urls=['http://127.0.0.1:9']"
+TWO_ENGINES = ["generator.num_inference_engines=2"]
+
+
+def problems(*overrides: str, num_train_prompts: int | None = 100, files: bool = False) -> tuple[str, ...]:
+    config = load_config([*SMALL, *overrides])
+    try:
+        check(config, num_train_prompts=num_train_prompts, files=files)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("train.jsonl").write_text("{}\n")
+    return tmp_path
+
+
+def model(path: str, **values: object) -> str:
+    """A folder with a config.json, as an override."""
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4} | values
+    Path(path).mkdir(parents=True)
+    Path(path, "config.json").write_text(json.dumps(shape))
+    return f"trainer.policy.model.path={path}"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_an_endpoint_that_only_this_computer_reaches_needs_no_key(host: str):
+    assert problems("generator.enable_http_endpoint=true", f"generator.http_endpoint_host='{host}'") == ()
+
+
+def test_an_endpoint_with_a_key_may_listen_anywhere_and_one_that_is_off_need_not_be_right():
+    anywhere = "generator.http_endpoint_host=0.0.0.0"
+    assert problems("generator.enable_http_endpoint=true", anywhere, "generator.http_api_key=x") == ()
+    assert problems(anywhere) == ()
+
+
+def test_the_base_and_the_quickstart_pass():
+    assert problems() == ()
+    assert problems("+experiment=quickstart", "trainer.train_batch_size=128", num_train_prompts=128) == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["trainer.policy_mini_batch_size=3"], "not a multiple of trainer.policy_mini_batch_size 3: .* such as 2"),
+        (
+            ["trainer.train_batch_size=104"],
+            "is 104, more than the 100 prompts of data.train_data: set it to at most 100",
+        ),
+        (["trainer.algorithm.use_kl_in_reward=true"], "both true: set one of them to false"),
+        (["generator.n_samples_per_prompt=1"], "n_samples_per_prompt is 1: grpo compares .* at least 2"),
+        (
+            ["generator.enable_http_endpoint=true", "generator.http_endpoint_host=0.0.0.0"],
+            "http_endpoint_host is 0.0.0.0 and http_api_key null: anybody .* set a key .* or the host to 127.0.0.1",
+        ),
+        (
+            ["generator.enable_http_endpoint=true", "generator.run_engines_locally=false", SERVERS],
+            "enable_http_endpoint is true and .* have endpoints of their own, set it to false",
+        ),
+        (
+            ["generator.enable_http_endpoint=true", "generator.http_endpoint_port=65535", *TWO_ENGINES],
+            "http_endpoint_port is 65535: 2 engines would need ports above 65535, set it to at most 65534",
+        ),
+        (["generator.sampling_params.temperature=0"], "temperature is 0: .* set it above 0"),
+        (
+            ["generator.sampling_params.top_p=0.9"],
+            r"sampling_params.top_p is 0.9: the engine would .* Set it to 1.0 \(",
+        ),
+        (["trainer.logprob_difference={warn: 0.2, fail: 0.1}"], "fail is 0.1: it is below .*warn 0.2. Set it to at"),
+        (["generator.sampling_params.top_k=20"], r"sampling_params.top_k is 20: .* Set it to -1 \(evaluation may"),
+        (["generator.sampling_params.min_p=0.1"], r"sampling_params.min_p is 0.1: .* Set it to 0.0 \("),
+        *[
+            ([f"generator.engine_init_kwargs.{name}={value}"], f"{name} is .*from the distribution .* Remove {name}$")
+            for name, value in {
+                "generation_config": "auto",
+                "override_generation_config": "{top_k: 1}",
+                "hf_overrides": "{rope_theta: 5}",
+                "hf_config_path": "other",
+                "logits_processors": "[mine:Mine]",
+                "watermark_config": "{}",
+            }.items()
+        ],
+        (
+            ["generator.engine_init_kwargs.speculative_config={rejection_sample_method: synthetic}"],
+            "synthetic acceptance keeps tokens that the model did not sample. Use the method standard",
+        ),
+        (["trainer.resume_mode=from_path"], "resume_mode is from_path and resume_path null: name the folder of a"),
+        (["trainer.resume_path=x"], "trainer.resume_path is x and resume_mode null: set resume_mode to from_path"),
+        (["trainer.prepare=quickstart"], "trainer.prepare is 'quickstart': write module:function, or null"),
+        (["generator.max_input_length=100"], "max_input_length is 100, below trainer.max_prompt_length 512"),
+        (
+            ["generator.engine_init_kwargs.tensor_parallel_size=4"],
+            r"tensor_parallel_size is 4: leave it out and set generator\.inference_engine_tensor_parallel_size",
+        ),
+        (
+            [
+                "trainer.placement.colocate_all=true",
+                "trainer.placement.release=exit",
+                f"{MEGATRON}.torch_profiler_config.enable=true",
+            ],
+            "torch_profiler_config.enable is true and trainer.placement.release exit: .* profile with release=offload",
+        ),
+        (
+            ["generator.engine_init_kwargs.logprobs_mode=raw_logprobs"],
+            "logprobs_mode is 'raw_logprobs': leave it out, training relies on the value",
+        ),
+        (["generator.engine_init_kwargs.max_model_len=1000"], r"is 1536 tokens, more than .*max_model_len 1000"),
+        ([f"{MEGATRON}.tensor_model_parallel_size=2"], "is 1 ranks, not a multiple of .* = 2: add ranks or lower"),
+        (
+            ["trainer.placement.policy_num_gpus_per_node=6", f"{MEGATRON}.pipeline_model_parallel_size=4"],
+            "is 6 ranks, not a multiple of .*pipeline 4",
+        ),
+        (
+            ["trainer.placement.policy_num_gpus_per_node=4", f"{MEGATRON}.expert_model_parallel_size=8"],
+            "is 4 ranks, not a multiple of .* expert 8 x expert tensor 1 x pipeline 1 = 8",
+        ),
+        ([f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"], "needs a pipeline of at least 2"),
+        (
+            [f"{MEGATRON}.recompute_granularity=selective", f"{MEGATRON}.recompute_modules=[]"],
+            "recompute_modules empty: name modules",
+        ),
+        (
+            [f"{MEGATRON}.torch_profiler_config.enable=true", f"{MEGATRON}.torch_profiler_config.ranks=[7]"],
+            "nothing would be traced, name ranks from 0 to 0",
+        ),
+        (
+            [f"{MEGATRON}.torch_profiler_config.enable=true", f"{MEGATRON}.torch_profiler_config.steps=[]"],
+            "steps is empty: nothing would be traced",
+        ),
+        (["trainer.ref.megatron_config.context_parallel_size=2"], "trainer.placement.ref_num_nodes .* is 1 ranks"),
+        (["generator.run_engines_locally=false"], "remote_inference_engine_urls is empty: name the servers"),
+        ([f"{URLS}=[http://h:8000]"], "names 1 servers: set generator.run_engines_locally=false"),
+        ([*REMOTE, f"{URLS}=[http://h:8000/v1]"], "names 'http://h:8000/v1': write http://host:port, without /v1"),
+        ([*REMOTE, f"{URLS}=[http://h:1,http://h:2,http://h:1]"], "names http://h:1 twice"),
+        (["generator.weight_sync_backend=nccl"], "is nccl: it must be one of auto, shm, broadcast"),
+        ([STOCK], "vllm_nccl, which is for stock vLLM servers .*: use auto"),
+        ([*REMOTE, STOCK, "trainer.verify_sync_every=0"], "comparing logprobs is the only proof; set it to at least 1"),
+        ([*REMOTE, "generator.remote_api_key_env=NOT_SET"], "NOT_SET: no such environment variable is set"),
+    ],
+)
+def test_values_that_do_not_fit_are_one_sentence_with_the_cure(overrides: list[str], expected: str):
+    (problem,) = problems(*overrides)
+    assert re.search(expected, problem), problem
+
+
+def test_evaluation_may_truncate_and_speculate_exactly():
+    eval_params = "generator.eval_sampling_params={temperature: 0.6, top_p: 0.9, top_k: 20, min_p: 0.1}"
+    drafts = "generator.engine_init_kwargs.speculative_config={method: ngram, num_speculative_tokens: 2}"
+    assert problems(eval_params, drafts) == ()
+
+
+def test_remote_engines_pass_with_servers_and_the_key_of_a_variable(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KEY_OF_A_TEST", "secret")
+    assert problems(*REMOTE, "generator.remote_api_key_env=KEY_OF_A_TEST") == ()
+    assert problems(*REMOTE, STOCK) == ()
+    assert problems(REMOTE[0], f"{URLS}=[http://10.0.0.1:8000,https://engine.example/]") == ()
+
+
+def test_all_failures_come_at_once():
+    found = problems(
+        "trainer.train_batch_size=200",
+        "trainer.policy_mini_batch_size=3",
+        "trainer.algorithm.use_kl_in_reward=true",
+        f"{MEGATRON}.tensor_model_parallel_size=2",
+    )
+    assert len(found) == 4
+
+
+def test_the_reference_layout_does_not_matter_without_a_reference():
+    wrong = "trainer.ref.megatron_config.tensor_model_parallel_size=3"
+    assert len(problems(wrong)) == 1
+    assert problems(wrong, "trainer.algorithm.use_kl_loss=false") == ()
+    assert problems(wrong, "trainer.algorithm.kl_loss_coef=0") == ()
+
+
+def test_one_sample_per_prompt_is_enough_for_estimators_without_groups():
+    assert problems("generator.n_samples_per_prompt=1", "trainer.algorithm.advantage_estimator=reinforce++") == ()
+
+
+def test_missing_models_and_data_name_the_path(folder: Path):
+    found = problems(
+        "data.train_data=[train.jsonl,gone.parquet,openai/gsm8k:train,notes.txt]",
+        "trainer.policy.model.path=./gone",
+        files=True,
+    )
+    assert [problem.split(":")[0] for problem in found] == [
+        "data.train_data names gone.parquet",
+        "data.train_data names notes.txt",
+        "trainer.policy.model.path is ./gone",
+    ]
+    assert problems("data.train_data=[gone.parquet]", "trainer.policy.model.path=./gone", files=False) == ()
+
+
+def test_data_may_lie_in_the_home_folder_be_compressed_or_far_away(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(folder))
+    Path("train.jsonl.gz").touch()
+    names = ["'~/train.jsonl'", "train.jsonl.gz", "'s3://bucket/train.parquet'", "'part-*.parquet'"]
+    model = "trainer.policy.model.path=Qwen/Qwen3-0.6B"
+    assert problems(f"data.train_data=[{','.join(names)}]", model, files=True) == ()
+    (found,) = problems("data.train_data=['~/gone.jsonl']", model, files=True)
+    assert "~/gone.jsonl: there is no such file" in found
+
+
+def test_hub_names_pass_and_folders_are_recognised(folder: Path):
+    assert problems("data.train_data=[train.jsonl]", "trainer.policy.model.path=Qwen/Qwen3-0.6B", files=True) == ()
+    Path("models").mkdir()
+    assert [looks_local(p) for p in ("/a", "./a", "~/a", "a/b/c", "models/new")] == [True] * 5
+    assert [looks_local(p) for p in ("gpt2", "Qwen/Qwen3-0.6B")] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("shape", "overrides", "expected"),
+    [
+        ({"num_attention_heads": 3}, ["tensor_model_parallel_size=2"], "it must divide the model's 3 attention heads"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            ["tensor_model_parallel_size=2"],
+            "it must divide the model's 3 key-value heads, or be a multiple of them",
+        ),
+        (
+            {"num_hidden_layers": 1},
+            ["pipeline_model_parallel_size=2"],
+            "is 2 stages, more than the model's 1 layers",
+        ),
+        (
+            {"num_hidden_layers": 3},
+            ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2"],
+            "x virtual_pipeline_model_parallel_size 2 is 4 stages, more than the model's 3 layers",
+        ),
+        ({}, ["expert_model_parallel_size=2"], "is 2 and the model has no experts"),
+        ({"num_local_experts": 3}, ["expert_model_parallel_size=2"], "it must divide the model's 3 experts"),
+        ({"text_config": {"num_attention_heads": 5}}, ["tensor_model_parallel_size=2"], "5 attention heads"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_model_is_refused(
+    folder: Path, shape: dict[str, object], overrides: list[str], expected: str
+):
+    found = problems(
+        model("model", **shape),
+        "data.train_data=[train.jsonl]",
+        "trainer.placement.policy_num_gpus_per_node=4",
+        "trainer.algorithm.use_kl_loss=false",
+        *(f"{MEGATRON}.{override}" for override in overrides),
+        files=True,
+    )
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+def test_stages_need_not_divide_the_layers(folder: Path):
+    layout = [
+        model("model", num_hidden_layers=5),
+        "data.train_data=[train.jsonl]",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        "trainer.algorithm.use_kl_loss=false",
+        f"{MEGATRON}.pipeline_model_parallel_size=2",
+    ]
+    assert problems(*layout, files=True) == ()
+    kwargs = f"{MEGATRON}.transformer_config_kwargs"
+    assert problems(*layout, f"{kwargs}.num_layers_in_first_pipeline_stage=3", files=True) == ()
+    (even,) = problems(*layout, f"{kwargs}.pipeline_model_parallel_layout=null", files=True)
+    assert "2 stages: they must divide the model's 5 layers" in even
+
+
+def test_conversations_longer_than_the_models_positions_are_refused(folder: Path):
+    data = "data.train_data=[train.jsonl]"
+    (found,) = problems(model("model", max_position_embeddings=1535), data, files=True)
+    assert "is 1536 tokens, more than the model's 1535 positions" in found
+    assert problems(model("other", max_position_embeddings=1536), data, files=True) == ()
+
+
+def test_an_engine_layout_that_does_not_fit_the_model_is_refused(folder: Path):
+    tp = "generator.inference_engine_tensor_parallel_size=3"
+    (found,) = problems(model("model"), tp, "data.train_data=[train.jsonl]", files=True)
+    assert found.startswith("generator.inference_engine_tensor_parallel_size is 3: it must divide the model's 4")
+
+
+def test_a_reference_of_its_own_is_checked_too(folder: Path):
+    model("ref", num_hidden_layers=1)
+    found = problems(
+        model("model"),
+        "data.train_data=[train.jsonl]",
+        "trainer.ref.model.path=./ref",
+        "trainer.placement.ref_num_gpus_per_node=2",
+        "trainer.ref.megatron_config.pipeline_model_parallel_size=2",
+        files=True,
+    )
+    assert len(found) == 1
+    assert found[0].startswith("trainer.ref.megatron_config.pipeline_model_parallel_size 2 is 2 stages")
+
+
+def test_packages_that_are_asked_for_and_missing_are_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = problems("trainer.logger=wandb", f"{MEGATRON}.transformer_impl=transformer_engine")
+    assert [problem.split(":")[0] for problem in found] == [
+        "trainer.logger asks for wandb, which is not installed",
+        f"{MEGATRON}.transformer_impl is transformer_engine, which is not installed",
+    ]
+
+
+def test_transformer_engine_is_refused_for_float32(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    asked = f"{MEGATRON}.transformer_impl=transformer_engine"
+    (found,) = problems(asked, "trainer.bf16=false", "generator.model_dtype=float32")
+    assert found.startswith(f"{MEGATRON}.transformer_impl is transformer_engine, which rounds float32")
+    assert problems(asked) == ()
+
+
+def test_checking_takes_less_than_half_a_second():
+    config = load_config(["+experiment=quickstart"])
+    start, imported = time.perf_counter(), set(sys.modules)
+    check(config, num_train_prompts=1000, files=False)
+    assert time.perf_counter() - start < 0.5
+    assert "vllm" not in set(sys.modules) - imported
+
+
+def test_lora_must_have_something_to_adapt_and_the_adapter_that_is_named(tmp_path: Path):
+    lora = "trainer.policy.model.lora"
+
+    def found(*overrides: str) -> str:
+        return "; ".join(problems(*overrides, files=True))
+
+    assert "rank 0: set rank" in found(f"{lora}.path={tmp_path}")
+    assert "no such folder" in found(f"{lora}.rank=8", f"{lora}.path={tmp_path}/none")
+    assert "target_modules is empty" in found(f"{lora}.rank=8", f"{lora}.target_modules=[]")
+
+
+def test_the_reference_of_adapters_is_their_own_base_model():
+    (problem,) = problems("trainer.policy.model.lora.rank=8", "trainer.ref.model.path=other")
+    assert "leave the key as it is" in problem
+
+
+COLOCATED = ["trainer.placement.colocate_all=true", "trainer.placement.policy_num_gpus_per_node=4"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([*COLOCATED, "generator.num_inference_engines=2"], "4 policy ranks and .* 2 x .* 1 = 2 engine ranks"),
+        (
+            [*COLOCATED, "generator.num_inference_engines=4", "trainer.placement.ref_num_gpus_per_node=2"],
+            "4 policy ranks and 2 reference ranks",
+        ),
+        (["trainer.placement.release=exit"], "set colocate_all to true"),
+        ([*COLOCATED, "generator.run_engines_locally=false"], "cannot take turns with the trainer"),
+    ],
+)
+def test_who_shares_devices_must_fit_on_them(overrides: list[str], expected: str):
+    (problem,) = [one for one in problems(*overrides) if "trainer.placement" in one and "remote_inference" not in one]
+    assert re.search(expected, problem)
+
+
+def test_one_engine_over_all_devices_or_one_on_each_may_share_them():
+    assert problems(*COLOCATED, "generator.num_inference_engines=4") == ()
+    wide = ["generator.inference_engine_tensor_parallel_size=2", "generator.num_inference_engines=2"]
+    assert problems(*COLOCATED, *wide, "trainer.placement.release=exit") == ()
+    assert (
+        problems(*COLOCATED[:1], "trainer.placement.ref_num_gpus_per_node=2", "trainer.algorithm.use_kl_loss=false")
+        == ()
+    )
+
+
+def test_servers_that_run_already_get_merged_weights():
+    (problem,) = problems("trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.sync=adapter", *REMOTE)
+    assert "set lora.sync=merged" in problem
+
+
+def test_a_rank_that_engines_cannot_serve_is_told_before_they_start():
+    rank = "trainer.policy.model.lora.rank=513"
+    (problem,) = problems(rank, "trainer.policy.model.lora.sync=adapter")
+    assert "rank is 513: vLLM has slots up to 512" in problem
+    assert problems(rank) == ()

@@ -1,0 +1,327 @@
+"""Placement, calls of many actors at once, and leaving no trace, on one small local Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+from ray.util import placement_group_table
+
+from skyrl_train.cluster.calls import Calls, RemoteFailed
+from skyrl_train.cluster.host import Host
+from skyrl_train.cluster.placement import Demand, Placement, PlacementError
+from skyrl_train.cluster.pool.replica import EngineReplica
+from skyrl_train.cluster.ranks.worker_group import RANK, WorkerGroup
+from skyrl_train.cluster.session import CPU_ENVIRONMENT, Cluster, connect, cpu_environment, worker_environment
+from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.settings import SyncSettings
+from tests.support.settings import engine_settings
+
+pytestmark = pytest.mark.slow
+NUM_CPUS = 2
+SETTINGS = engine_settings("model", "name", "float32", max_model_len=64)
+
+
+class Member:
+    """An actor that does as it is told."""
+
+    def answer(self, value: int) -> int:
+        return value
+
+    def fail(self, after_s: float, text: str) -> None:
+        time.sleep(after_s)
+        raise ArithmeticError(text)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def fail_in(self, other: Any) -> None:
+        ray.get(other.fail.remote(0, "first of all"))
+
+    def ask(self, other: Any) -> None:
+        ray.get(other.answer.remote(1))
+
+    def init_weight_sync(self, info: dict[str, Any]) -> None:
+        from skyrl_train.weight_sync.channels.broadcast import BroadcastReceiveChannel
+
+        BroadcastReceiveChannel(info, 0, torch.device("cpu"), info["weight_sync_timeout_s"])
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    init = ray.init
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("RAY_ADDRESS", *CPU_ENVIRONMENT):  # or all processes would inherit what conftest.py sets
+                patch.delenv(name, raising=False)
+            patch.setattr("ray.init", lambda **arguments: init(**arguments, num_cpus=NUM_CPUS))
+            joined = stack.enter_context(connect())
+        yield joined
+
+
+@pytest.fixture(scope="module")
+def members(cluster: Cluster) -> list[Any]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
+    actor = ray.remote(Member)
+    return [actor.options(num_cpus=0).remote() for _ in range(3)]
+
+
+@pytest.fixture
+def calls() -> Calls:
+    return Calls(("policy-0", "policy-1", "policy-2"), timeout_s=60, log_folder="runs/x/logs")
+
+
+def demand(count: int) -> list[Demand]:
+    return [Demand("policy ranks", count, 1), Demand("engines", 1, 1)]
+
+
+def reserve(count: int, cpus_each: float, timeout_s: float = 30) -> Placement:
+    place = Placement.reserve(demand(count), use_gpus=False, cpus_each=cpus_each, strategy="PACK", timeout_s=timeout_s)
+    return asyncio.run(place)
+
+
+def groups_held() -> int:
+    """Placement groups that have room or wait for it."""
+    return sum(group["state"] != "REMOVED" for group in placement_group_table().values())
+
+
+def test_an_impossible_placement_fails_at_once_and_says_what_was_asked_and_what_there_is(cluster: Cluster):
+    started = time.monotonic()
+    with pytest.raises(PlacementError) as caught:
+        reserve(3, cpus_each=100)
+    assert time.monotonic() - started < 3
+    message = str(caught.value)
+    assert "3 policy ranks, 1 engines: together 400 CPUs" in message and "has 2 CPUs and 0 GPUs in all" in message
+    assert "trainer.placement.cpus_per_worker" in message
+
+
+def test_a_process_wider_than_every_node_cannot_be_placed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    nodes = [{"Alive": True, "Resources": {"CPU": 1.0}}, {"Alive": True, "Resources": {"CPU": 1.0}}]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    with pytest.raises(PlacementError, match="1 CPUs and 0 GPUs on its largest node"):
+        reserve(0, cpus_each=1.5)
+
+
+def test_a_busy_cluster_is_waited_for_until_the_deadline_and_the_place_is_given_back(cluster: Cluster):
+    first = reserve(2, cpus_each=0.5)
+    started = time.monotonic()
+    with pytest.raises(PlacementError) as caught:
+        reserve(1, cpus_each=1.0, timeout_s=1)
+    assert 1 <= time.monotonic() - started < 5
+    assert "within trainer.placement.timeout_s=1 s" in str(caught.value)
+    assert "0.5 CPUs and 0 GPUs are free" in str(caught.value)
+    assert groups_held() == 1
+    first.remove()
+    assert groups_held() == 0
+
+
+def test_waiting_for_a_place_leaves_the_event_loop_free(cluster: Cluster):
+    async def main() -> int:
+        blocker = await Placement.reserve(demand(1), use_gpus=False, cpus_each=1.0, strategy="PACK", timeout_s=30)
+        waiting = asyncio.ensure_future(
+            Placement.reserve(demand(1), use_gpus=False, cpus_each=1.0, strategy="PACK", timeout_s=60)
+        )
+        turns = 0
+        while turns < 20:
+            await asyncio.sleep(0.01)
+            turns += 1
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert groups_held() == 1
+        blocker.remove()
+        return turns
+
+    assert asyncio.run(main()) == 20
+    reserve(1, cpus_each=1.0).remove()
+
+
+def test_slots_of_one_kind_are_as_many_as_asked(cluster: Cluster):
+    placement = reserve(3, cpus_each=0.2)
+    assert {name: len(slots) for name, slots in placement.slots.items()} == {"policy ranks": 3, "engines": 1}
+    indexes = [slot.strategy.placement_group_bundle_index for slots in placement.slots.values() for slot in slots]
+    assert sorted(indexes) == [0, 1, 2, 3]
+    placement.remove()
+
+
+def test_results_come_in_the_order_of_the_members(members: list[Any], calls: Calls):
+    refs = [members[0].sleep.remote(0.3), members[1].answer.remote(1), members[2].answer.remote(2)]
+    assert asyncio.run(calls.gather("answer", refs)) == [None, 1, 2]
+
+
+def test_the_first_failure_is_raised_at_once_with_process_and_log(members: list[Any], calls: Calls):
+    refs = [members[0].sleep.remote(4), members[1].fail.remote(0.2, "one"), members[2].fail.remote(2, "two")]
+    started = time.monotonic()
+    with pytest.raises(RemoteFailed) as caught:
+        asyncio.run(calls.gather("update", refs))
+    assert time.monotonic() - started < 2
+    assert str(caught.value) == "policy-1 failed to update: ArithmeticError: one (log: runs/x/logs/policy-1.log)"
+    ray.wait(refs, num_returns=3, timeout=10)
+
+
+def test_a_failure_inside_a_call_of_another_process_is_told_without_ray(members: list[Any], calls: Calls):
+    with pytest.raises(RemoteFailed) as caught:
+        asyncio.run(calls.gather("sync", [members[0].fail_in.remote(members[1])]))
+    assert str(caught.value) == "policy-0 failed to sync: ArithmeticError: first of all (log: runs/x/logs/policy-0.log)"
+
+
+def test_a_member_that_does_not_answer_is_named_at_the_deadline(members: list[Any]):
+    calls = Calls(("a", "b"), timeout_s=0.5, log_folder="logs")
+    refs = [members[0].answer.remote(1), members[1].sleep.remote(2)]
+    with pytest.raises(RemoteFailed, match=r"^b did not update within 0.5 s \(logs: logs\)$"):
+        asyncio.run(calls.gather("update", refs))
+    ray.wait(refs, num_returns=2, timeout=10)
+
+
+def test_a_killed_member_is_noticed_within_seconds(members: list[Any], calls: Calls):
+    """Kills the last member, so it stands last of those that use it."""
+    pid = ray.get(members[2].process.remote())
+    refs = [members[0].sleep.remote(8), members[2].sleep.remote(60)]
+
+    async def main() -> None:
+        waiting = asyncio.ensure_future(calls.gather("update", refs, [0, 2]))
+        await asyncio.sleep(0.3)
+        os.kill(pid, signal.SIGKILL)
+        await waiting
+
+    started = time.monotonic()
+    with pytest.raises(RemoteFailed, match="policy-2 died when asked to update"):
+        asyncio.run(main())
+    assert time.monotonic() - started < 6
+    with pytest.raises(RemoteFailed) as caught:
+        asyncio.run(calls.gather("sync", [members[1].ask.remote(members[2])], [1]))
+    assert str(caught.value) == (
+        "policy-1 failed to sync: a process that it called crashed or was killed (log: runs/x/logs/policy-1.log)"
+    )
+
+
+def test_processes_with_gpus_get_none_of_the_cpus_environment_from_a_driver_without(cluster: Cluster, tmp_path: Path):
+    async def body() -> list[dict[str, str]]:
+        place = await Placement.reserve(demand(2), use_gpus=False, cpus_each=0.5, strategy="PACK", timeout_s=30)
+        first, second = place.slots["policy ranks"]
+        third = place.slots["engines"][0]
+        group = WorkerGroup("policy", [first, replace(second, uses_gpus=True)], str(tmp_path), timeout_s=60)
+        calls = Calls(("engine-0",), 60, str(tmp_path))
+        engine = EngineReplica(0, calls, replace(third, uses_gpus=True), SETTINGS, max_restarts=0)
+        try:
+            refs = [one.__ray_call__.remote(lambda _: dict(os.environ)) for one in (*group.actors, engine.actor)]
+            return await asyncio.wait_for(asyncio.gather(*refs), 60)
+        finally:
+            ray.kill(engine.actor)
+            await group.shutdown()
+            place.remove()
+
+    without, *others = asyncio.run(body())
+    assert without.items() >= CPU_ENVIRONMENT.items()
+    for environment in others:
+        assert "TORCHDYNAMO_DISABLE" not in environment and environment["RAY_DEDUP_LOGS"] == "0"
+
+
+def test_what_the_job_sets_is_left_to_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    assert worker_environment()["RAY_DEDUP_LOGS"] == "0"
+    env_vars = {"OMP_NUM_THREADS": "4", "RAY_DEDUP_LOGS": "1"}
+    job = json.dumps({"runtime_env": {"env_vars": env_vars, "working_dir": "gcs://x.zip"}})
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", job)
+    assert worker_environment() == {"TOKENIZERS_PARALLELISM": "false"}
+    context = SimpleNamespace(runtime_env={"env_vars": env_vars})
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    assert cpu_environment() == {"TORCHDYNAMO_DISABLE": "1"}
+
+
+def test_the_handlers_of_signals_are_those_from_before(cluster: Cluster):
+    """Ray's own SIGTERM handler exits on the spot."""
+    assert "ray" not in getattr(signal.getsignal(signal.SIGTERM), "__module__", "")
+
+
+def test_leaving_the_local_cluster_ends_its_processes(tmp_path: Path, cluster: Cluster):
+    """The last test of the module: its cluster is gone afterwards."""
+    session = ray.get_runtime_context().get_session_name()
+    ray.shutdown()
+    deadline = time.monotonic() + 15
+    while (left := _processes_of(session)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+
+
+def _processes_of(session: str) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            command = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if session in command:
+            found.append(command[:100])
+    return found
+
+
+@pytest.mark.parametrize(("address", "tries"), [("", 2), ("127.0.0.1:1", 1)], ids=["local", "a cluster"])
+def test_a_local_ray_that_is_slow_to_start_has_a_second_try(address: str, tries: int, monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+
+    def slow(address: str, **arguments: Any) -> Any:
+        asked.append(address)
+        raise Exception("The current node timed out during startup. This could happen because ...")
+
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr("skyrl_train.cluster.session._check_answers", lambda address: None)
+    monkeypatch.setattr(ray, "init", slow)
+    with pytest.raises(Exception, match="timed out during startup"), connect():
+        pass
+    assert asked == [address or "local"] * tries
+
+
+def test_an_address_where_no_cluster_answers_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="RAY_ADDRESS is '127.0.0.1:9', but no Ray cluster answers there"), connect():
+        pass
+    assert time.monotonic() - started < 5
+
+
+def test_a_driver_outside_of_the_cluster_is_told_how_to_get_in(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:10001")
+    with pytest.raises(ValueError, match="ray job submit"), connect():
+        pass
+
+
+def test_a_sender_and_the_engines_that_wait_for_it_hear_of_one_that_dies_while_they_meet(
+    cluster: Cluster, members: list[Any], tmp_path: Path
+):
+    del members  # for what it registers
+    engines = {f"engine-{n}": ray.remote(Member).options(num_cpus=0).remote() for n in range(2)}
+    rank = ray.remote(Host).options(num_cpus=0).remote(RANK, str(tmp_path / "log"), None)
+    settings = SyncSettings("broadcast", weight_sync_bucket_mb=1, weight_sync_timeout_s=60.0, model_dtype="float32")
+    info = ray.get(rank.call.remote("open_sender", engines, settings, 3, "policy-0"))
+    store = torch.distributed.TCPStore(info["host"], info["port"], is_master=False)
+    calls = {
+        name: engine.init_weight_sync.remote(info | {"rank_offset": 1 + n})
+        for n, (name, engine) in enumerate(engines.items())
+    }
+    connecting = rank.call.remote("connect_sender", calls)
+    store.wait([f"weights/came {n}" for n in (1, 2)])  # a third one never comes
+    ray.kill(engines["engine-1"])
+    killed = time.monotonic()
+    with pytest.raises(WeightSyncError, match="engine-1 died when asked to join the weight sync"):
+        ray.get(connecting, timeout=30)
+    with pytest.raises(WeightSyncError, match="gave up"):
+        ray.get(calls["engine-0"], timeout=30)
+    assert time.monotonic() - killed < 3

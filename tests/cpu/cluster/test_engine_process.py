@@ -1,0 +1,33 @@
+"""What is left of an engine is killed, and what its processes have named goes with them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from skyrl_train.cluster.pool.engine_process import kill_processes
+
+HOLD_A_SEMAPHORE = """
+import multiprocessing, time
+lock = multiprocessing.get_context("spawn").Lock()
+print(lock._semlock.name.strip("/"), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="where POSIX semaphores are files")
+def test_named_semaphores_are_removed_with_the_processes_that_held_them():
+    """multiprocessing's resource tracker does it, if it is not killed with the others."""
+    with subprocess.Popen([sys.executable, "-c", HOLD_A_SEMAPHORE], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        file = Path("/dev/shm", f"sem.{process.stdout.readline().strip()}")
+        assert file.exists()
+        held = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
+        assert len(held) == 2, "the process and its tracker"
+        kill_processes(tuple((one.pid, one.create_time()) for one in held))
+        assert not file.exists()
+    assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in held)

@@ -1,0 +1,44 @@
+"""A GPU without memory ends a call with who holds it and the keys that help."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skyrl_train.cluster.host import Host
+from skyrl_train.cluster.out_of_memory import DeviceOutOfMemory, explained
+from skyrl_train.nvml import DeviceUse
+
+GIB = 2**30
+
+
+def test_the_message_names_the_holders_and_the_keys():
+    device = DeviceUse("0", GIB // 2, 80 * GIB, ((71, 60 * GIB), (72, 19 * GIB)))
+    memory = {"allocated": 55.0 * GIB, "reserved": 60.0 * GIB}
+    text = str(explained(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), memory, [device]))
+    for part in (
+        "This process holds 55.0 GiB in tensors, of 60.0 GiB that it has reserved",
+        "0.5 of 80.0 GiB are free (process 71 holds 60.0, process 72 holds 19.0)",
+        "trainer.max_tokens_per_microbatch",
+        "recompute_granularity=full",
+        "generator.gpu_memory_utilization",
+        "torch: CUDA out of memory. Tried to allocate 2 GiB",
+    ):
+        assert part in text
+
+
+class Full:
+    def update(self) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def other(self) -> None:
+        raise RuntimeError("something else")
+
+
+def test_a_call_that_runs_out_of_memory_is_explained_and_other_errors_are_left_alone():
+    host = Host.__new__(Host)
+    host._object = Full()
+    with pytest.raises(DeviceOutOfMemory, match=r"the device has no memory left\. .*torch: CUDA out of memory"):
+        host.call("update")
+    with pytest.raises(RuntimeError, match="^something else$"):
+        host.call("other")

@@ -1,0 +1,297 @@
+import gzip
+import json
+
+import datasets
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from skyrl_train.data.order import Order
+from skyrl_train.data.prompts import load_prompts
+from skyrl_train.types import Prompt
+from tests.support.tiny import chatml_tokenizer, tiny_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def no_traces_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def row(content="1+2=", **columns):
+    return {"prompt": [{"role": "user", "content": content}], "reward_spec": {"ground_truth": "3"}, **columns}
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return str(path)
+
+
+def load(*sources, tokenizer=None, max_prompt_length=100, env_class="gsm8k", allowed=(), **options):
+    return load_prompts(
+        sources,
+        tokenizer=tokenizer or tiny_tokenizer(),
+        max_prompt_length=max_prompt_length,
+        default_env_class=env_class,
+        allowed_env_classes=allowed,
+        chat_template_kwargs=options,
+    )
+
+
+ROWS = [row("1+2=", data_source="sums", env_class="addition"), row("say hi", extra_info={"index": 7})]
+
+
+def test_row_becomes_a_prompt_with_all_other_columns_as_extras(tmp_path):
+    first, second = load(write_jsonl(tmp_path / "a.jsonl", ROWS)).prompts
+    assert first == Prompt(
+        uid="0",
+        messages=[{"role": "user", "content": "1+2="}],
+        env_class="addition",
+        extras={"reward_spec": {"ground_truth": "3"}, "data_source": "sums"},
+        data_source="sums",
+    )
+    assert (second.uid, second.env_class, second.data_source) == ("1", "gsm8k", "unknown")
+    assert second.extras["extra_info"] == {"index": 7}
+
+
+def test_every_file_format_gives_the_same_prompts(tmp_path):
+    rows = [row(f"{i}+2=", data_source="sums", env_class="addition") for i in range(3)]
+    expected = load(write_jsonl(tmp_path / "a.jsonl", rows)).prompts
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
+    write_jsonl(tmp_path / "lines.json", rows)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "hub").mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "hub" / "train.parquet")
+    for source in ("a.json", "lines.json", "a.jsonl.gz", "hub/train.parquet", "hub:train"):
+        assert load(str(tmp_path / source)).prompts == expected, source
+
+
+def test_several_sources_are_joined_and_uids_count_on(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    assert [p.uid for p in load(source, source).prompts] == ["0", "1", "2", "3"]
+
+
+def test_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    assert len(load("~/a.jsonl").prompts) == 2
+
+
+def test_prompts_longer_than_the_limit_are_dropped_and_counted_and_the_others_keep_their_uids(tmp_path):
+    rows = [row("a" * 9), row("a" * 10), row("a" * 11), row("a")]
+    loaded = load(write_jsonl(tmp_path / "a.jsonl", rows), max_prompt_length=10)
+    assert [p.uid for p in loaded.prompts] == ["0", "1", "3"]
+    assert loaded.num_dropped == 1
+
+
+def test_prompt_length_counts_the_chat_template_and_its_variables(tmp_path):
+    tokenizer = chatml_tokenizer()
+    tokenizer.chat_template += "{% if think %}think{% endif %}"
+    source = write_jsonl(tmp_path / "a.jsonl", [row("hi")])
+    messages = [{"role": "user", "content": "hi"}]
+    for options in ({}, {"think": True}):
+        length = len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options))
+        assert load(source, tokenizer=tokenizer, max_prompt_length=length, **options).num_dropped == 0
+        with pytest.raises(
+            ValueError, match=f"max_prompt_length={length - 1} tokens .the shortest prompt has {length}"
+        ):
+            load(source, tokenizer=tokenizer, max_prompt_length=length - 1, **options)
+
+
+def test_json_values_stay_as_they_were_written(tmp_path):
+    rows = [row(reward_spec={"ground_truth": "2024-01-01"}), row(reward_spec={"ground_truth": 3, "other": None})]
+    prompts = load(write_jsonl(tmp_path / "a.jsonl", rows)).prompts
+    assert [p.extras["reward_spec"] for p in prompts] == [r["reward_spec"] for r in rows]
+
+
+def test_fields_that_parquet_adds_to_messages_are_left_out(tmp_path):
+    rows = [row(), {**row(), "prompt": [{"role": "user", "content": "x", "name": "kim"}]}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    first, second = load(str(tmp_path / "a.parquet")).prompts
+    assert first.messages == [{"role": "user", "content": "1+2="}]
+    assert second.messages == [{"role": "user", "content": "x", "name": "kim"}]
+
+
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [
+        ({"question": "1+2="}, "no `prompt`; the columns are question"),
+        ({"prompt": "1+2="}, "expected a list of chat messages, got str '1\\+2='"),
+        ({"prompt": []}, "`prompt` has no messages"),
+        ({"prompt": ["hi"]}, "message 0 must be a dict with `role` and `content`"),
+        ({"prompt": [{"role": "user"}]}, "message 0 must be a dict with `role` and `content`"),
+        ({"prompt": [{"role": "robot", "content": "x"}]}, "message 0 has role 'robot'; roles are system"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "`content` of message 0 must be text, got list",
+        ),
+        (row(env_class=3), "`env_class` must be a str, got int 3"),
+        (row(reward_spec="3"), "`reward_spec` must be a dict, got str '3'"),
+        (row(data_source=["a"]), "`data_source` must be a str"),
+        ([1, 2], "a row must be a JSON object, got list"),
+    ],
+)
+def test_malformed_row_is_an_error_that_names_file_line_and_problem(tmp_path, bad, problem):
+    source = write_jsonl(tmp_path / "rows.jsonl", [row(), bad])
+    with pytest.raises(ValueError, match=f"rows.jsonl, line 2: .*{problem}"):
+        load(source)
+
+
+@pytest.fixture
+def only_short_texts_are_tokenised(monkeypatch):
+    """60 MB in a tokenizer took 21.7 GB of memory and did not end."""
+    tokenise = PreTrainedTokenizerFast.__call__
+
+    def checked(self, text, *args, **kwargs):
+        assert max(map(len, [text] if isinstance(text, str) else text)) <= 1_000_000
+        return tokenise(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", checked)
+
+
+def test_a_row_of_60_mb_is_dropped_without_being_tokenised(tmp_path, only_short_texts_are_tokenised):
+    loaded = load(write_jsonl(tmp_path / "a.jsonl", [row("1" * 60_000_000), row("1+2=")]))
+    assert [p.uid for p in loaded.prompts] == ["1"] and loaded.num_dropped == 1
+
+
+def test_prompts_that_are_not_tokenised_count_as_too_long(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [row("1" * 1_200_000), row("1+2=")])
+    with pytest.raises(ValueError, match=r"max_prompt_length=2 tokens .the shortest prompt has 4"):
+        load(source, max_prompt_length=2)
+
+
+def test_a_prompt_that_may_have_few_enough_tokens_is_tokenised_however_long(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["1" * 30_000])
+    assert len(load(write_jsonl(tmp_path / "a.jsonl", [row("1" * 1_200_000)]), tokenizer=tokenizer).prompts) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (json.dumps(row("ok\ud800")), r"the text .*ends with half of a surrogate pair"),
+        (json.dumps(row(extra_info={"author": "\udfff"})), r"the text .*ends with half of a surrogate pair"),
+        (json.dumps(row(**{"\ud83d": 1})), r"the text .*ends with half of a surrogate pair"),
+        (json.dumps(row("")), "`prompt` is empty: the chat template makes no token of it"),
+        (json.dumps(row("")).replace("user", "system"), "`prompt` is empty"),
+        ('{"prompt": [], "prompt": [{"role": "user", "content": "1"}]}', "key 'prompt' is given more than once"),
+        ('{"prompt": [{"role": "user", "content": "1", "content": "2"}]}', "key 'content' is given more than once"),
+        ('{"prompt": ' + "[" * 100_000, "not usable JSON: maximum recursion depth"),
+        ('{"prompt": ' + "9" * 5_000 + "}", "not usable JSON: Exceeds the limit"),
+        ('{"prompt": NaN}', "expected a list of chat messages, got float nan"),
+        ('{"prompt": ' + "[" * 500 + "]" * 500 + "}", "message 0 must be a dict .*, got \\["),
+        (json.dumps(row(reward_spec="x" * 10_000)), "must be a dict, got str 'x{10,60}"),
+    ],
+    ids=lambda value: value[:60],
+)
+def test_a_line_that_no_prompt_can_be_made_of_is_named(tmp_path, line, problem):
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(row())}\n{line}\n")
+    with pytest.raises(ValueError, match=f"a.jsonl, line 2: .*{problem}") as caught:
+        load(str(tmp_path / "a.jsonl"))
+    assert len(str(caught.value)) < 500
+
+
+def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json.dumps(row()).encode() + b'\n{"prompt": "\xff"}\n')
+    with pytest.raises(ValueError, match="a.jsonl, line 2: its bytes are not UTF-8"):
+        load(str(tmp_path / "a.jsonl"))
+
+
+def test_a_pair_of_surrogates_is_a_character(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(row("\N{GRINNING FACE}")) + "\n")
+    assert "\\ud83d" in (tmp_path / "a.jsonl").read_text()
+    assert load(str(tmp_path / "a.jsonl")).prompts[0].messages[0]["content"] == "\N{GRINNING FACE}"
+
+
+def test_a_row_that_the_chat_template_refuses_is_named(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}1"
+    bad = {"prompt": [{"role": "tool", "content": "1"}]}
+    with pytest.raises(ValueError, match="a.jsonl, line 2: the chat template refused .*: no tools"):
+        load(write_jsonl(tmp_path / "a.jsonl", [row(), bad]), tokenizer=tokenizer)
+
+
+def test_malformed_parquet_row_is_an_error_that_names_its_index(tmp_path):
+    datasets.Dataset.from_list([row(), {"prompt": None}]).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="a.parquet, row 1: no `prompt`"):
+        load(str(tmp_path / "a.parquet"))
+
+
+def test_unreadable_json_line_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(row()) + "\n\n" + '{"prompt": [}\n')
+    with pytest.raises(ValueError, match=r"a.jsonl, line 3: not valid JSON: .*\(character 13\)"):
+        load(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("missing.parquet", "data file .*missing.parquet does not exist"),
+        ("empty.jsonl", "data file .*empty.jsonl is empty"),
+        ("torn.parquet", "data source .*torn.parquet cannot be read: .*Parquet"),
+        ("hub:test", "data source .*hub:test cannot be read: .*train"),
+        ("rows.csv", "neither a file .* nor `hub_name:split`"),
+    ],
+)
+def test_source_that_cannot_be_read_is_an_error_that_names_it(tmp_path, source, problem):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "torn.parquet").write_text("PAR1 not really")
+    (tmp_path / "hub").mkdir()
+    datasets.Dataset.from_list([row()]).to_parquet(tmp_path / "hub" / "train.parquet")
+    with pytest.raises(ValueError, match=problem):
+        load(str(tmp_path / source))
+
+
+def test_tokenizer_without_chat_template_is_refused(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template"):
+        load(write_jsonl(tmp_path / "a.jsonl", ROWS), tokenizer=tokenizer)
+
+
+def prompts(n):
+    return [Prompt(str(i), [], "gsm8k", {}, "unknown") for i in range(n)]
+
+
+def uids(batches):
+    return [[p.uid for p in batch] for batch in batches]
+
+
+def test_epoch_is_a_shuffle_without_repeats_and_drops_the_last_partial_batch():
+    order = Order(prompts(10), batch_size=4, seed=1)
+    first, second = [[p.uid for _ in range(2) for p in order.next_batch()] for _ in range(2)]
+    assert len(set(first)) == len(set(second)) == 8
+    assert first != second and first != sorted(first)
+
+
+def test_order_depends_on_the_seed_and_not_on_seed_plus_epoch():
+    def epoch(seed, index):
+        order = Order(prompts(100), batch_size=100, seed=seed)
+        return uids([order.next_batch() for _ in range(index + 1)])[index]
+
+    assert epoch(42, 0) == epoch(42, 0)
+    assert epoch(42, 0) != epoch(43, 0)
+    assert epoch(42, 1) != epoch(43, 0)
+
+
+def test_epoch_is_that_of_the_rows_given_out_last_also_of_fewer_than_a_batch():
+    order = Order(prompts(10), batch_size=4, seed=1)
+    epochs = [(order.next_batch(), order.epoch)[1] for _ in range(5)]
+    assert epochs == [0, 0, 1, 1, 2]
+    rows = [prompt.uid for number in (3, 3) for prompt in order.next_rows(number)]
+    assert order.epoch == 2 and len(set(rows)) == 6
+    assert len(order.next_rows(1)) == 1 and order.epoch == 3
+
+
+def test_batch_larger_than_the_data_set_is_refused():
+    with pytest.raises(ValueError, match="train_batch_size=11 must be between 1 and .*10"):
+        Order(prompts(10), batch_size=11, seed=1)
+
+
+def test_a_row_cannot_choose_code_that_the_configuration_does_not_name(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [row("1"), row("2", env_class="os:system")])
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl.*2.*`env_class` is 'os:system': rows may import only what the conf"
+    ):
+        load(source)
+    assert load(source, env_class="os:system").prompts[0].env_class == "os:system"
+    assert load(source, allowed=["other:Env", "os:system"]).prompts[1].env_class == "os:system"

@@ -1,0 +1,59 @@
+"""What an engine is started with: its mode on each device, and variables that it must not inherit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from skyrl_train.config import load_config
+from skyrl_train.engines.settings import CLOSED, engine_arguments, engine_environment, seeds_requests, set_environment
+from tests.support.settings import MIB, engine_settings
+
+SETTINGS = engine_settings("model", "name", "float32", 64, kv_cache_memory_gb=MIB)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "device", "eager"),
+    [(None, "cuda", False), (None, "cpu", True), (True, "cuda", True), (False, "cpu", False)],
+)
+def test_cuda_graphs_are_used_on_gpus_unless_eager_mode_is_chosen(chosen: bool | None, device: str, eager: bool):
+    settings = engine_settings("model", "name", "float32", 64, enforce_eager=chosen, kv_cache_memory_gb=MIB)
+    assert engine_arguments(settings, device)["enforce_eager"] is eager
+    assert ("TORCHDYNAMO_DISABLE" in engine_environment(settings, device)) == (eager and device == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "device", "seeded"), [(None, "cuda", False), (None, "cpu", True), (True, "cuda", True)]
+)
+def test_requests_have_seeds_where_sampling_one_by_one_costs_nothing(chosen: bool | None, device: str, seeded: bool):
+    assert seeds_requests(engine_settings("model", "name", "float32", 64, seed_requests=chosen), device) is seeded
+
+
+def test_the_mode_of_engines_is_left_open_by_the_configuration():
+    assert load_config().generator.enforce_eager is None and load_config().generator.seed_requests is None
+    assert load_config(["generator.enforce_eager=true"]).generator.enforce_eager is True
+
+
+def test_an_engine_does_not_inherit_what_opens_it_to_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(os, "environ", {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": "secret", "VLLM_PORT": "1"})
+    set_environment(SETTINGS, "cpu")
+    assert {name: os.environ.get(name) for name in CLOSED} == CLOSED
+    assert os.environ["VLLM_PORT"] == "1"
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["VLLM_SERVER_DEV_MODE", "VLLM_API_KEY"]
+
+
+@pytest.mark.slow
+def test_vllm_reads_every_closed_variable_as_closed():
+    """A renamed variable would close nothing."""
+    program = (
+        "from skyrl_train.engines.settings import CLOSED; import vllm.envs as envs; "
+        "names = [name for name in CLOSED if getattr(envs, name)]; assert names == [], names"
+    )
+    closed = {name: value for name, value in CLOSED.items() if value is not None}
+    environment = {name: value for name, value in os.environ.items() if name not in CLOSED}
+    subprocess.run([sys.executable, "-c", program], env=environment | closed, check=True)

@@ -1,0 +1,119 @@
+"""Kinds of engines: the built-in ones, and one that a user brings from a file outside the package."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.checks.engines import engine_problems
+from skyrl_train.cluster.host import AsyncHost
+from skyrl_train.cluster.pool.engine_process import EngineProcess
+from skyrl_train.config import load_config
+from skyrl_train.engines.protocol import ENGINES, Engine, engine_kind
+from skyrl_train.imports import attribute
+from skyrl_train.types import Generation, SamplingParams
+from tests.support.settings import changed, engine_settings
+
+METHODS = [name for name in vars(Engine) if not name.startswith("_")]
+PARROT = '''\
+from skyrl_train.engines.protocol import EngineFacts
+from skyrl_train.types import Generation
+
+
+class Parrot:
+    """Answers each prompt with itself."""
+
+    prepared = []
+
+    @staticmethod
+    def prepare(settings):
+        Parrot.prepared.append(settings.model_path)
+
+    def __init__(self, settings):
+        self.version = settings.generator.engine_init_kwargs["first_version"]
+
+    async def start(self, *, waits_for_weights):
+        return EngineFacts(num_workers=3)
+
+    async def generate_batch(self, requests):
+        for index, token_ids, params in requests:
+            tokens = token_ids[: params.max_generate_length]
+            yield [(index, Generation(tokens, [0.0] * len(tokens), "", "stop", policy_version=self.version))]
+
+    async def finish_weight_update(self, policy_version, sent_digests):
+        self.version = policy_version
+
+    async def nothing(self, *args, **kwargs):
+        """The rest of the protocol."""
+
+    ping = prompt_logprobs = pause = resume = sleep = wake_weights = wake_kv_cache = memory = shutdown = nothing
+    init_weight_sync = begin_weight_update = update_weights = nothing
+
+
+class Lame:
+    def start(self):
+        """All that it can."""
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_engines.py").write_text(PARROT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_built_in_engines_have_the_whole_protocol(name: str):
+    engine = attribute(ENGINES[name].engine)
+    for method in METHODS:
+        wanted = list(inspect.signature(getattr(Engine, method)).parameters)
+        assert list(inspect.signature(getattr(engine, method)).parameters) == wanted, method
+
+
+def test_an_engine_from_outside_the_package_is_built_asked_and_updated(own: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("skyrl_train.cluster.pool.engine_process.host", lambda: "10.0.0.1")
+    monkeypatch.setattr("ray.get_runtime_context", lambda: type("Context", (), {"get_node_id": lambda self: "node"})())
+    settings = changed(
+        engine_settings(str(own), "parrot", "float32", 64, engine_init_kwargs={"first_version": 2}),
+        backend="my_engines:Parrot",
+    )
+    (own / "engine-0.log").touch()
+    host = AsyncHost.__new__(AsyncHost)  # no Ray actor, whose log it would redirect
+    host._object = EngineProcess(str(own / "engine-0.log"))
+
+    async def main() -> list[Any]:
+        await host.call("prepare", settings)
+        started = await host.call("start", settings)
+        assert started.facts.num_workers == 3 and attribute("my_engines:Parrot").prepared == [str(own)]
+        await host.call("finish_weight_update", 7, {})
+        requests = [(5, [1, 2, 3], SamplingParams(max_generate_length=2))]
+        return [item async for item in host.stream("generate_batch", requests)]
+
+    assert asyncio.run(main()) == [[(5, Generation([1, 2], [0.0, 0.0], "", "stop", policy_version=7))]]
+
+
+@pytest.mark.parametrize(
+    ("backend", "problem"),
+    [
+        ("sglang", r"backend is sglang: it must be vllm, or `module:Class` of an engine of your own"),
+        ("nowhere:Engine", "is 'nowhere:Engine', and nowhere cannot be imported .*No module named 'nowhere'"),
+        ("my_engines:Robin", "is 'my_engines:Robin', and my_engines .* has no Robin"),
+        ("my_engines:Lame", "which has no ping, generate_batch, .*, shutdown: see skyrl_train/engines/protocol.py"),
+    ],
+)
+def test_an_engine_that_cannot_be_one_is_refused_before_anything_starts(own: Path, backend: str, problem: str):
+    (found,) = engine_problems(load_config([f"generator.backend={backend}"]))
+    with pytest.raises(ValueError, match=problem):
+        raise ValueError(found)
+
+
+def test_an_own_engine_takes_what_arguments_it_likes(own: Path):
+    config = load_config(["generator.backend=my_engines:Parrot", "generator.engine_init_kwargs.seed=3"])
+    assert list(engine_problems(config)) == [] and engine_kind(config.generator).engine == "my_engines:Parrot"
+    (problem,) = engine_problems(load_config(["generator.engine_init_kwargs.seed=3"]))
+    assert "leave it out and set trainer.seed" in problem

@@ -1,0 +1,128 @@
+"""Training from a script or a notebook. A whole run is in jobs/test_custom_run.py."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyrl_train
+from skyrl_train.config import main_config
+from tests.support.jobs import write_world
+
+
+@pytest.fixture(scope="module")
+def made_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_world(tmp_path_factory.mktemp("api") / "world")
+
+
+@pytest.fixture
+def world(made_world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(made_world)
+    monkeypatch.syspath_prepend(str(made_world))
+    return made_world
+
+
+class NoTraining:
+    """An experiment that starts no process: its run does what a test wants."""
+
+    num_train_rows = 32
+    is_done = False
+    ended: threading.Event
+
+    def __init__(self, config: Any, console: Any) -> None:
+        type(self).made = self
+
+    def find_checkpoint(self) -> bool:
+        return False
+
+    async def run(self, run_dir: Any) -> None:
+        self.thread = threading.current_thread()
+
+    def request_stop(self) -> bool:
+        self.stop.set()
+        return True
+
+
+class Waits(NoTraining):
+    """Interrupts the main thread, and runs until it is told to stop."""
+
+    async def run(self, run_dir: Any) -> None:
+        self.stop = asyncio.Event()
+        _thread.interrupt_main(signal.SIGINT)
+        await asyncio.wait_for(self.stop.wait(), 20)
+
+
+class Fails(NoTraining):
+    async def run(self, run_dir: Any) -> None:
+        raise RuntimeError("rank 1 died")
+
+
+def in_a_notebook(config: Any, experiment: Any) -> Path:
+    """A cell runs while the kernel's event loop does, which leaves SIGINT to Python (asyncio.run would not)."""
+
+    async def cell() -> Path:
+        return skyrl_train.run(config, experiment=experiment)
+
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(cell())
+    finally:
+        loop.close()
+
+
+def test_a_configuration_is_that_of_the_command_line_with_values_of_ones_own(world: Path):
+    overrides = ["trainer.seed=7", "extra.judge.name=strict", "extra.weights=[1, 2]"]
+    config = skyrl_train.load_config(overrides, experiment="tiny")
+    assert config == main_config(["+experiment=tiny", *overrides])
+    assert config.extra == {"judge": {"name": "strict"}, "weights": [1, 2]}
+
+
+def test_a_configuration_that_cannot_work_is_one_error_with_all_problems(world: Path):
+    config = skyrl_train.load_config(["generator.rollout=no_such:f", "trainer.train_batch_size=99"], experiment="tiny")
+    with pytest.raises(skyrl_train.ConfigError) as caught:
+        skyrl_train.run(config)
+    assert any("no_such cannot be imported" in problem for problem in caught.value.problems)
+    assert any("train_batch_size is 99" in problem for problem in caught.value.problems)
+
+
+def test_a_run_has_a_thread_of_its_own_only_where_an_event_loop_runs(world: Path):
+    config = skyrl_train.load_config(["trainer.run_name=plain"], experiment="tiny")
+    folder = skyrl_train.run(config, experiment=NoTraining)  # type: ignore[arg-type]
+    assert folder == world / "runs/plain" and (folder / "config.yaml").exists()
+    assert NoTraining.made.thread is threading.main_thread()
+    config = skyrl_train.load_config(["trainer.run_name=notebook"], experiment="tiny")
+    assert in_a_notebook(config, NoTraining) == world / "runs/notebook"
+    assert NoTraining.made.thread is not threading.main_thread()
+
+
+@pytest.mark.parametrize("is_notebook", [False, True])
+def test_an_interrupt_ends_the_run_after_its_step(world: Path, is_notebook: bool, capsys: pytest.CaptureFixture[str]):
+    config = skyrl_train.load_config([f"trainer.run_name=stop_{is_notebook}"], experiment="tiny")
+    with pytest.raises(KeyboardInterrupt):
+        if is_notebook:
+            in_a_notebook(config, Waits)
+        else:
+            skyrl_train.run(config, experiment=Waits)  # type: ignore[arg-type]
+    assert Waits.made.stop.is_set() and "stopping after this step" in capsys.readouterr().out
+
+
+def test_a_failed_run_raises_its_error(world: Path):
+    config = skyrl_train.load_config(["trainer.run_name=fails"], experiment="tiny")
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        skyrl_train.run(config, experiment=Fails)  # type: ignore[arg-type]
+
+
+def test_importing_the_package_is_quick_and_its_names_are_imported_when_used():
+    code = "import sys, skyrl_train; assert not {'torch', 'ray', 'vllm'} & sys.modules.keys(); skyrl_train.run; "
+    code += "import skyrl_train.entrypoints.run; assert callable(skyrl_train.run) and callable(skyrl_train.load_config)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="has no attribute 'train'"):
+        _ = skyrl_train.train

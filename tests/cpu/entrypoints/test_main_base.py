@@ -1,0 +1,185 @@
+"""What the command line says to a person: one clear error each, before anything heavy starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from skyrl_train.entrypoints import command, main_base, run
+from tests.support.jobs import write_world
+
+
+@pytest.fixture(scope="module")
+def made_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_world(tmp_path_factory.mktemp("errors") / "world")
+
+
+@pytest.fixture
+def world(made_world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder is a world whose runs must never come as far as Ray."""
+
+    def never() -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.chdir(made_world)
+    monkeypatch.syspath_prepend(str(made_world))
+    monkeypatch.setattr(run, "connect", never)
+    # main sets SIGTERM's handler, which is the test runner's own business here.
+    monkeypatch.setattr(command.signal, "signal", lambda *arguments: None)
+    monkeypatch.setenv("COLUMNS", "500")
+    return made_world
+
+
+def error(capsys: pytest.CaptureFixture[str], *arguments: str, experiment_name: str = "tiny") -> str:
+    """The console of a command line that must end with exit code 2 and begin with the error."""
+    code = main_base.main([f"+experiment={experiment_name}", *arguments])
+    printed = capsys.readouterr().out
+    assert code == 2 and printed.startswith("error: ") and printed.count("error: ") == 1, printed
+    return printed
+
+
+def test_a_misspelt_key_on_the_command_line_names_the_nearest(world: Path, capsys: pytest.CaptureFixture[str]):
+    message = error(capsys, "trainer.train_batchsize=4")
+    assert "trainer.train_batchsize" in message and "trainer.train_batch_size" in message
+    assert "command line" in message
+
+
+def test_a_misspelt_key_in_an_experiment_file_names_file_and_nearest(world: Path, capsys: pytest.CaptureFixture[str]):
+    text = (world / "configs/experiment/tiny.yaml").read_text()
+    (world / "configs/experiment/wrong.yaml").write_text(
+        text.replace("policy_mini_batch_size", "policy_mini_batchsize")
+    )
+    message = error(capsys, experiment_name="wrong")
+    assert "trainer.policy_mini_batchsize" in message and "trainer.policy_mini_batch_size" in message
+    assert "configs/experiment/wrong.yaml" in message
+
+
+def test_a_missing_model_is_named(world: Path, capsys: pytest.CaptureFixture[str]):
+    message = error(capsys, "trainer.policy.model.path=./absent")
+    assert "trainer.policy.model.path" in message and "./absent" in message
+
+
+def test_a_hub_model_that_cannot_be_had_is_named(world: Path, capsys: pytest.CaptureFixture[str]):
+    message = error(capsys, "trainer.policy.model.path=nobody/no-such-model")
+    assert "nobody/no-such-model" in message and "hub" in message
+
+
+@pytest.fixture
+def broken(world: Path, tmp_path: Path) -> Path:
+    """A copy of the model, to be damaged."""
+    return Path(shutil.copytree(world / "model", tmp_path / "broken"))
+
+
+def cut_the_weights(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def say_another_width(model: Path) -> None:
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**values, "intermediate_size": 80}))
+
+
+def lose_the_tokenizer(model: Path) -> None:
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (cut_the_weights, "model.safetensors is not a complete safetensors file"),
+        (say_another_width, "tensors have other shapes than its config.json says"),
+        (lose_the_tokenizer, "has no tokenizer"),
+    ],
+)
+def test_a_damaged_model_is_refused_before_anything_starts(
+    world: Path, capsys: pytest.CaptureFixture[str], broken: Path, damage: Callable[[Path], None], problem: str
+):
+    damage(broken)
+    assert problem in error(capsys, f"trainer.policy.model.path={broken}", f"trainer.ref.model.path={broken}")
+
+
+def test_a_damaged_reference_is_refused_before_anything_starts(
+    world: Path, capsys: pytest.CaptureFixture[str], broken: Path
+):
+    cut_the_weights(broken)
+    message = error(capsys, f"trainer.ref.model.path={broken}", "trainer.algorithm.use_kl_loss=true")
+    assert f"trainer.ref.model.path is {broken}: " in message and "not a complete safetensors file" in message
+
+
+@pytest.mark.parametrize(
+    "row", ['{"prompt": "not a list of messages"}', '{"reward_spec": {}}', '{"prompt": '], ids=["text", "none", "cut"]
+)
+def test_a_bad_row_names_file_and_row(world: Path, capsys: pytest.CaptureFixture[str], row: str):
+    good = (world / "rows.jsonl").read_text().splitlines()
+    (world / "bad.jsonl").write_text("\n".join([*good[:3], row, *good[3:]]) + "\n")
+    message = error(capsys, "data.train_data=[bad.jsonl]")
+    assert "bad.jsonl" in message and ("row 3" in message or "line 4" in message), message
+
+
+def test_an_unknown_environment_names_those_that_are_known(world: Path, capsys: pytest.CaptureFixture[str]):
+    message = error(capsys, "environment.env_class=adition")
+    assert "adition" in message and "addition" in message
+
+
+def test_an_environment_that_cannot_be_imported_is_named(world: Path, capsys: pytest.CaptureFixture[str]):
+    message = error(capsys, "environment.env_class=no_such_module:Env")
+    assert "no_such_module" in message and "PYTHONPATH" in message
+
+
+def test_all_problems_are_told_at_once(world: Path, capsys: pytest.CaptureFixture[str]):
+    message = error(
+        capsys,
+        "trainer.policy_mini_batch_size=3",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        "trainer.policy.megatron_config.pipeline_model_parallel_size=4",
+    )
+    assert "policy_mini_batch_size" in message and "pipeline" in message and "problems" in message
+
+
+def test_more_prompts_per_step_than_rows_is_an_error(world: Path, capsys: pytest.CaptureFixture[str]):
+    message = error(capsys, "trainer.train_batch_size=64")
+    assert "64" in message and "32 prompts" in message
+
+
+def test_a_folder_that_is_no_runs_folder_is_refused(world: Path, capsys: pytest.CaptureFixture[str]):
+    code = main_base.main(["+experiment=tiny", "trainer.run_dir=configs"])
+    printed = capsys.readouterr().out
+    assert code == 2 and "error: trainer.run_dir" in printed and "not the folder of a run" in printed
+    assert sorted(path.name for path in (world / "configs").iterdir()) == ["experiment"]
+
+
+def test_an_interrupt_while_the_experiment_is_prepared_is_no_stack(
+    world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (world / "preparing.py").write_text("def prepare(config):\n    raise KeyboardInterrupt\n")
+    assert main_base.main(["+experiment=tiny", "trainer.prepare=preparing:prepare"]) == 130
+    assert capsys.readouterr().out == "interrupted\n"
+
+
+def test_a_config_that_is_printed_starts_nothing(world: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main_base.main(["+experiment=tiny", "--cfg", "job"])
+    assert ended.value.code in (0, None) and "train_batch_size: 8" in capsys.readouterr().out
+
+
+def test_a_full_disk_does_not_hide_the_error_that_ended_the_run(capsys: pytest.CaptureFixture[str]):
+    class FullDisk:
+        def __truediv__(self, name: str) -> FullDisk:
+            return self
+
+        def open(self, mode: str) -> None:
+            raise OSError("No space left on device")
+
+    run_dir: Any = SimpleNamespace(logs=FullDisk())
+    command.report_failure(RuntimeError("engine-0 died"), run_dir, Console())
+    printed = capsys.readouterr().out
+    assert "error: engine-0 died" in printed and "No space left" in printed and "RuntimeError: engine-0 died" in printed

@@ -1,0 +1,138 @@
+"""Whoever takes turns on the same devices computes what those with devices of their own compute, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.jobs import GREEDILY, GREEDY_MAIN, Job, run_to_end, write_world
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+# Samples are drawn greedily: what is drawn otherwise depends on which requests meet in a batch of the engine.
+OVERRIDES = [
+    "environment.env_class=watching:Watches",
+    *GREEDILY,
+    "trainer.algorithm.advantage_estimator=reinforce++",
+    "trainer.algorithm.use_kl_loss=true",
+    "trainer.algorithm.kl_loss_coef=0.1",
+    "trainer.hf_save_interval=1",
+    "trainer.ckpt_interval=1",
+    "trainer.max_ckpts_to_keep=-1",
+    "trainer.eval_interval=1",
+    "data.val_data=[rows.jsonl]",
+    "trainer.verify_sync_every=10",
+]
+# During generation, writes down which trainers live.
+WATCHING = """\
+import os
+from pathlib import Path
+import psutil
+from rewards import Digits
+
+class Watches(Digits):
+    def step(self, action):
+        names = []
+        for process in psutil.process_iter():
+            try:
+                log = os.readlink(f"/proc/{process.pid}/fd/1")
+            except OSError:
+                continue
+            if log.endswith(".log") and log.startswith(f"{os.environ['RUN_DIR']}/logs"):
+                names.append(Path(log).stem)
+        with open(os.environ["RUN_DIR"] + "/alive", "a") as file:
+            file.write(" ".join(sorted(set(names))) + "\\n")
+        return super().step(action)
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_world(tmp_path_factory.mktemp("residency") / "world", num_rows=16)
+    (folder / "watching.py").write_text(WATCHING)
+    return folder
+
+
+def train(world: Path, name: str, *overrides: str) -> Job:
+    environment = {"RUN_DIR": str(world / "runs" / name)}
+    settings = [f"trainer.run_name={name}", *OVERRIDES, *overrides]
+    code, job = run_to_end(world, *settings, environment=environment, main=GREEDY_MAIN)
+    assert code == 0, job.story()
+    return job
+
+
+@pytest.fixture(scope="module")
+def dedicated(world: Path) -> Job:
+    return train(world, "dedicated")
+
+
+def weights(job: Job, step: int) -> dict[str, torch.Tensor]:
+    files = (job.run_dir / f"exports/global_step_{step}").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def alive(job: Job) -> set[str]:
+    """Names of the processes that lived in any of the moments when a sample was scored."""
+    return {name for line in (job.run_dir / "alive").read_text().splitlines() for name in line.split()}
+
+
+@pytest.fixture(scope="module")
+def offloaded(world: Path, dedicated: Job) -> Job:
+    """After the other: two jobs at once would keep each other from answering."""
+    return train(world, "offload", "trainer.placement.colocate_all=true", "trainer.placement.release=offload")
+
+
+def assert_same_weights(job: Job, other: Job, step: int) -> None:
+    mine, theirs = weights(job, step), weights(other, step)
+    assert mine.keys() == theirs.keys() and mine
+    assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_ends_at_the_same_weights(world: Path, dedicated: Job, offloaded: Job):
+    """Of step 1 of the run that offloads, with trainers whose processes end between their turns."""
+    folder = offloaded.run_dir / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["global_step_1", "global_step_2"]
+    job = train(
+        world,
+        "resumed",
+        "trainer.resume_mode=from_path",
+        f"trainer.resume_path={folder}/global_step_1",
+        "trainer.placement.colocate_all=true",
+        "trainer.placement.release=exit",
+    )
+    assert f"resumes after step 1, from {folder.resolve()}/global_step_1" in job.output
+    assert [row["trainer/global_step"] for row in job.metrics] == [2]
+    assert_same_weights(job, dedicated, 2)
+    (mine,), theirs = job.metrics, dedicated.metrics[2]
+    same = [name for name in theirs if name.split("/")[0] in ("policy", "reward", "eval", "loss")]
+    assert [(name, mine[name]) for name in same] == [(name, theirs[name]) for name in same]
+    assert {path.name for path in (job.run_dir / "checkpoints/global_step_2").iterdir()} == {
+        "rank_0.pt",
+        "checkpoint.json",
+    }
+    assert alive(job) == {"engine-0"}, "trainers end between their turns"
+
+
+def test_taking_turns_ends_at_the_same_weights(world: Path, dedicated: Job, offloaded: Job):
+    """By offloading; processes that end between turns are above, in test_lora_jobs.py and test_service.py."""
+    job = offloaded
+    for step in (1, 2):
+        assert_same_weights(job, dedicated, step)
+    before = load_file(world / "model/model.safetensors")
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in weights(job, 2).items())
+    for mine, theirs in zip(job.metrics, dedicated.metrics, strict=True):
+        same = [name for name in theirs if name.split("/")[0] in ("policy", "reward", "eval", "loss")]
+        assert [(name, mine[name]) for name in same] == [(name, theirs[name]) for name in same]
+    for row in job.metrics[1:]:
+        assert {"timing/offload", "timing/reload", "timing/engine_sleep", "timing/engine_wake"} <= row.keys()
+        assert row["perf/offload_gb_per_s"] > 0 and row["memory/training/policy_gib"] > 0
+        assert {
+            "memory/rollout/engine_gib",
+            "memory/reference/reference_gib",
+            "memory/sync/device_free_gib",
+        } <= row.keys()
+    trainers = {"policy-0", "reference-0"}
+    assert alive(dedicated) == trainers | {"engine-0"}
+    assert alive(job) == trainers | {"engine-0"}

@@ -1,0 +1,100 @@
+"""What goes wrong in a running job: one clear error within its deadline, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import DEADLY, MAIN, Job, error_of, run_to_end, running, write_world
+from tests.support.tiny import write_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+# Starts the engines on another model than the trainer's.
+OTHER_WEIGHTS = f"""\
+import dataclasses, os, sys
+from skyrl_train.cluster import launch
+from {MAIN} import main
+
+def others(*args):
+    return [dataclasses.replace(one, model_path=os.path.abspath("other")) for one in settings(*args)]
+
+if __name__ == "__main__":
+    settings, launch.all_engine_settings = launch.all_engine_settings, others
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_world(tmp_path_factory.mktemp("failures") / "world")
+
+
+def status(job: Job) -> str:
+    return json.loads((job.run_dir / "run.json").read_text())["status"]
+
+
+def test_an_impossible_placement_fails_in_seconds_with_what_was_asked(world: Path):
+    code, job = run_to_end(world, "trainer.run_name=placement", "trainer.placement.cpus_per_worker=100")
+    assert code == 1 and status(job) == "failed"
+    message = error_of(job)
+    assert "1 policy ranks, 1 engines: together 200 CPUs" in message and "the cluster has" in message
+    assert not list(job.run_dir.glob("logs/policy*")), "processes were started for a run that has no room"
+
+
+def test_an_environment_that_raises_names_itself_the_prompt_and_the_line(world: Path):
+    code, job = run_to_end(world, "trainer.run_name=raises", "environment.env_class=rewards:Raises")
+    assert code == 1 and status(job) == "failed"
+    message = error_of(job)
+    assert "environment 'rewards:Raises' failed in env.step (prompt " in message
+    assert "KeyError: 'no_such_column'" in message and "rewards.py:" in message
+    assert "Traceback" in (job.run_dir / "logs/driver.log").read_text()
+
+
+def test_a_killed_policy_rank_ends_the_run_within_seconds(world: Path):
+    overrides = [
+        "trainer.run_name=rank",
+        "trainer.max_training_steps=100",
+        "trainer.epochs=100",
+        "environment.env_class=rewards:Slow",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        "trainer.policy.megatron_config.pipeline_model_parallel_size=2",
+    ]
+    with running(world, *overrides) as job:
+        job.wait_for_step(1)
+        job.find("policy-1").kill()
+        killed = time.monotonic()
+        assert job.wait(60) == 1
+        assert time.monotonic() - killed < 40
+        message = error_of(job)
+        assert "policy-1" in message and "policy-1.log" in message
+        assert "crashed or was killed" in message
+        assert not (left := job.left_behind()), left
+        assert (job.run_dir / "report.html").exists()
+
+
+def test_a_run_goes_on_when_its_only_engine_is_killed_after_its_last_answer(world: Path):
+    """By the environment that scores the last sample of the first step: the sync of that step finds it dead.
+    tests/cpu/trainer/test_publish.py has the other moments."""
+    (world / "deadly.py").write_text(DEADLY)
+    overrides = ["trainer.run_name=replaced", "environment.env_class=deadly:Deadly", "trainer.verify_sync_every=1"]
+    log = world / "runs/replaced/logs/engine-0.log"
+    code, job = run_to_end(world, *overrides, environment={"DEADLY_CALL": "32", "DEADLY_LOG": str(log)})
+    assert code == 0 and status(job) == "finished", job.story()
+    assert [line["trainer/global_step"] for line in job.metrics] == [1, 2]
+    assert job.output.count("engine-0 is lost") == 1 and "engine-0 was started anew" in job.output
+
+
+def test_a_run_whose_engine_holds_other_weights_ends_before_it_trains(world: Path):
+    """Without checks of the syncs, so that the samples of the step alone give it away."""
+    (world / "other_weights.py").write_text(OTHER_WEIGHTS)
+    write_tiny_model(world / "other", seed=1)
+    overrides = ["trainer.run_name=other", "trainer.verify_sync_every=0", "trainer.ckpt_interval=1"]
+    code, job = run_to_end(world, *overrides, main="other_weights")
+    assert code == 1 and status(job) == "failed"
+    message = error_of(job)
+    assert "trainer.logprob_difference.fail is 0.001: the logprobs of engine and trainer differ by" in message
+    assert "an engine that holds other weights" in message
+    assert not job.metrics and not list(job.run_dir.glob("checkpoints/*"))

@@ -1,0 +1,306 @@
+"""The gradient of a mini-batch, and everything logged about it, does not depend on how it was split.
+
+Every layout runs real Megatron-core in as many processes over gloo and is compared with Hugging Face's own model in one
+process, and its metrics with those of one Megatron process with one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.algorithms.build import bind
+from skyrl_train.algorithms.tables import CORRECTIONS, LOSSES, REDUCTIONS
+from skyrl_train.megatron.verify.hf_reference import comparable, hugging_face
+from skyrl_train.megatron.verify.layout_check import run_layout
+from skyrl_train.megatron.verify.outcome import FLOAT32, Outcome, compare
+from skyrl_train.megatron.verify.trial import Trial
+from tests.support.families import FAMILIES, MOE, lengths, make_trial, write_family
+from tests.support.layouts import (
+    DENSE,
+    EXPERT,
+    EXPERT_FOUR,
+    FOUR,
+    WHOLE,
+    Sizes,
+    assert_exact,
+    check,
+    layout,
+    model,
+    reference,
+)
+from tests.support.own_functions import geometric
+
+QUICK = {
+    "qwen3_tied": {*DENSE},
+    "qwen3": {"TP2 PP2", "DP2 PP2", "TP2 DP2", "CP2 TP2", "PP3"},
+    "qwen3_moe": {*EXPERT, "EP2 PP2", "EP2 ETP2"},
+}
+"""Family -> layouts that are also tested where the slow tests are left out."""
+
+
+def families(names: list[str], table: Sizes) -> Any:
+    """Each with each layout of the table."""
+    each = []
+    for one, sizes in table.items():
+        for name in names:
+            marks = () if one in QUICK.get(name, ()) else pytest.mark.slow
+            each.append(pytest.param(name, *sizes, marks=marks, id=f"{one}-{name}"))
+    return pytest.mark.parametrize(("name", "processes", "sizes"), each)
+
+
+PARTIAL_ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "processes", "sizes"),
+    [
+        ("qwen3_tied", {"pad_token_id": 3}, 2, {"tp": 2, "sp": False}),
+        ("qwen3_tied", {"pad_token_id": 3}, 2, {"pp": 2}),
+        ("qwen3_tied", {"pad_token_id": 3}, 4, {"cp": 2, "tp": 2}),
+        ("qwen3", {"pad_token_id": 3}, 2, {"tp": 2}),
+        ("glm4_moe", PARTIAL_ROTARY, 4, {"cp": 2, "ep": 2}),
+        ("glm4_moe", PARTIAL_ROTARY, 2, {"tp": 2}),
+        ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}, 2, {"ep": 2}),
+        ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}, 2, {"tp": 2, "etp": 1}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
+)
+def test_variants_of_a_family_have_hugging_faces_gradient(
+    name: str, changes: dict[str, Any], processes: int, sizes: dict[str, Any], tmp_path: Path
+):
+    trial = make_trial(write_family(name, tmp_path, **changes))
+    trial.experience.token_ids[::9] = 3  # the padding token, where there is one
+    hf = hugging_face(trial).outcome
+    assert_exact(compare(comparable(run_layout(trial, layout(processes, sizes)), hf), hf))
+
+
+@families([name for name in FAMILIES if name not in MOE], DENSE | FOUR)
+def test_every_dense_family_has_hugging_faces_gradient(name: str, processes: int, sizes: dict[str, Any]):
+    check(name, layout(processes, sizes))
+
+
+@families(MOE, EXPERT | EXPERT_FOUR)
+def test_every_family_of_experts_has_hugging_faces_gradient(name: str, processes: int, sizes: dict[str, Any]):
+    check(name, layout(processes, sizes))
+
+
+@pytest.mark.parametrize("max_tokens", [16, 40, 100, WHOLE])
+def test_gradient_is_unchanged_by_the_token_limit(max_tokens: int):
+    check("qwen3_tied", layout(2, {"pp": 2}, max_tokens))
+
+
+@pytest.mark.parametrize("num", [1, 2, 5, 10])
+def test_gradient_is_unchanged_by_the_number_of_micro_batches(num: int):
+    check("qwen3_tied", replace(layout(2, {}, WHOLE), min_micro_batches=num))
+
+
+def test_gradient_is_unchanged_by_the_order_of_the_groups():
+    trial, hf, _ = reference("qwen3_tied")
+    experience = trial.experience
+    bounds = experience.cu_seqlens.tolist()
+    order = [i for group in (3, 0, 4, 2, 1) for i in (2 * group, 2 * group + 1)]
+    tokens = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in order])
+    shuffled = replace(
+        experience,
+        token_ids=experience.token_ids[tokens],
+        cu_seqlens=torch.tensor([0] + [bounds[i + 1] - bounds[i] for i in order]).cumsum(0).int(),
+        loss_mask=experience.loss_mask[tokens],
+        rollout_logprobs=experience.rollout_logprobs[tokens],
+        staleness=experience.staleness[tokens],
+        rewards=experience.rewards[tokens],
+        group_ids=experience.group_ids[order],
+    )
+    moved = replace(
+        trial,
+        experience=shuffled,
+        advantages=trial.advantages[tokens],
+        old_offsets=trial.old_offsets[tokens],
+        ref_offsets=trial.ref_offsets[tokens],
+    )
+    outcome = run_layout(moved, layout(2, {}))
+    expected = Outcome(hf.gradients, hf.logprobs[tokens], hf.metrics)
+    assert_exact(compare(comparable(outcome, hf), expected))
+
+
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+@pytest.mark.parametrize("name", ["qwen3_tied", "qwen3_moe"])
+def test_recomputing_activations_leaves_the_gradient_as_it_is(name: str, granularity: str):
+    check(name, layout(2, {"pp": 2}, recompute_granularity=granularity))
+
+
+def with_terms(trial: Trial, **changes: Any) -> Trial:
+    """The trial with every term of its objective changed."""
+    terms = tuple(replace(term, **changes) for term in trial.objective.terms)
+    return replace(trial, objective=replace(trial.objective, terms=terms))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_every_reduction_is_that_of_the_whole_mini_batch(reduction: str):
+    trial = with_terms(reference("qwen3_tied")[0], reduction=reduction)
+    hf = hugging_face(trial).outcome
+    outcome = run_layout(trial, layout(2, {}))
+    assert_exact(compare(comparable(outcome, hf), hf))
+
+
+def test_each_term_may_have_a_reduction_of_its_own():
+    trial = reference("qwen3_tied")[0]
+    terms = zip(trial.objective.terms, ("token_mean", "sequence_mean", "prompt_mean"), strict=True)
+    objective = replace(trial.objective, terms=tuple(replace(term, reduction=name) for term, name in terms))
+    trial = replace(trial, objective=objective)
+    hf = hugging_face(trial).outcome
+    assert_exact(compare(comparable(run_layout(trial, layout(2, {"cp": 2})), hf), hf))
+
+
+VALUES = {
+    **{"eps_clip_low": 0.05, "eps_clip_high": 0.05, "clip_ratio_c": 1.2, "strength": 0.01},
+    **{"cispo_eps_clip_low": 0.1, "cispo_eps_clip_high": 0.1},
+    **{"token_tis_ratio_clip_high": 1.1, "icepop_low": 0.8, "icepop_high": 1.2},
+}
+LAYOUTS = {"CP2": {"cp": 2}, "TP2 SP": {"tp": 2}, "PP2": {"pp": 2}}
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("loss", [*LOSSES, geometric], ids=[*LOSSES, "a loss of the user"])
+def test_every_loss_has_hugging_faces_gradient(loss: str | Callable[..., Any], sizes: dict[str, int]):
+    trial = reference("qwen3_tied")[0]
+    function = LOSSES[loss] if isinstance(loss, str) else loss
+    trial = replace(trial, objective=trial.objective.with_policy_loss(bind(function, VALUES)))
+    hf = hugging_face(trial).outcome
+    outcome = run_layout(trial, layout(2, sizes))
+    assert_exact(compare(comparable(outcome, hf), hf))
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_every_correction_has_hugging_faces_gradient(correction: str):
+    trial = reference("qwen3_tied")[0]
+    # Engines that were close to the trainer, so that weights lie on both sides of the bounds.
+    experience = trial.experience
+    engine = trial.old_offsets + reference("qwen3_tied")[1].logprobs
+    noise = 0.3 * torch.randn(engine.shape, generator=torch.Generator().manual_seed(5))
+    objective = replace(trial.objective, corrections=(bind(CORRECTIONS[correction], VALUES),))
+    trial = replace(trial, experience=replace(experience, rollout_logprobs=engine + noise), objective=objective)
+    hf = hugging_face(trial).outcome
+    outcome = run_layout(trial, layout(2, {"cp": 2}))
+    assert_exact(compare(comparable(outcome, hf), hf))
+    assert outcome.metrics["policy/correction/is_ratio_mean"] == pytest.approx(1.0, abs=0.2)
+
+
+UNEVEN = [257, 2, 1, 3, 130, 2, 5, 64, 2, 17]
+"""Samples of one to 257 tokens, some with a single response token, one with nothing but its first token."""
+
+
+@pytest.mark.parametrize(
+    ("processes", "sizes"),
+    [(2, {}), (2, {"pp": 2}), (2, {"cp": 2}), (2, {"tp": 2}), (4, {"pp": 2, "vpp": 2})],
+    ids=["DP2", "PP2", "CP2", "TP2 SP", "DP2 PP2 VPP2"],
+)
+def test_uneven_lengths_neither_deadlock_nor_change_the_gradient(processes: int, sizes: dict[str, Any]):
+    trial = make_trial(model("qwen3_tied"), UNEVEN)
+    hf = hugging_face(trial).outcome
+    assert_exact(compare(comparable(run_layout(trial, layout(processes, sizes)), hf), hf))
+
+
+@pytest.mark.parametrize("sample_lengths", [[40], [40, 9, 30]], ids=["one rank has none", "one rank has one"])
+@pytest.mark.parametrize(
+    ("name", "processes", "sizes"),
+    [("qwen3_tied", 2, {}), ("qwen3_tied", 4, {"pp": 2}), ("qwen3_moe", 2, {"ep": 2})],
+    ids=["DP2", "DP2 PP2", "EP2"],
+)
+def test_a_rank_with_one_sample_or_none_takes_part(
+    name: str, processes: int, sizes: dict[str, Any], sample_lengths: list[int]
+):
+    trial = make_trial(model(name), sample_lengths)
+    hf = hugging_face(trial).outcome
+    assert_exact(compare(comparable(run_layout(trial, layout(processes, sizes)), hf), hf))
+
+
+def test_fully_masked_samples_change_nothing():
+    trial = make_trial(model("qwen3_tied"), lengths())
+    bounds = trial.experience.cu_seqlens.tolist()
+    mask = trial.experience.loss_mask.clone()
+    for sample in (0, 1, 5):
+        mask[bounds[sample] : bounds[sample + 1]] = False
+    trial = replace(trial, experience=replace(trial.experience, loss_mask=mask))
+    hf = hugging_face(trial).outcome
+    for sizes in ({}, {"cp": 2}):
+        assert_exact(compare(comparable(run_layout(trial, layout(2, sizes)), hf), hf))
+
+
+def test_a_mini_batch_without_a_trained_token_has_a_gradient_of_zero():
+    trial = make_trial(model("qwen3_tied"))
+    nothing = torch.zeros_like(trial.experience.loss_mask)
+    outcome = run_layout(replace(trial, experience=replace(trial.experience, loss_mask=nothing)), layout(2, {"pp": 2}))
+    assert all(not gradient.any() for gradient in outcome.gradients.values())
+    assert outcome.metrics["policy/final_loss"] == 0
+
+
+@pytest.mark.parametrize(
+    ("processes", "sizes", "recompute"),
+    [
+        (1, {}, None),
+        (1, {}, "full"),
+        (2, {"tp": 2}, None),
+        (2, {"ep": 2}, None),
+        (2, {"cp": 2}, None),
+        (2, {"pp": 2}, "selective"),
+        (2, {"pp": 2, "vpp": 2}, "full"),
+    ],
+    ids=["one process", "recomputed", "TP2 SP", "EP2", "CP2", "PP2 experts recomputed", "PP2 VPP2 recomputed"],
+)
+def test_the_load_balancing_loss_is_that_of_the_whole_mini_batch(processes: int, sizes: dict[str, Any], recompute: Any):
+    trial = reference("qwen3_moe")[0]
+    hf = hugging_face(trial, aux_loss_coeff=0.5).outcome
+    changes = {"moe_aux_loss_coeff": 0.5, "recompute_granularity": recompute, "recompute_modules": ("moe",)}
+    outcome = run_layout(trial, layout(processes, sizes, **changes))
+    assert_exact(compare(comparable(outcome, hf), hf))
+
+
+def test_a_frozen_router_has_no_gradient_and_all_else_has_its_own():
+    trial, hf, _ = reference("qwen3_moe")
+    outcome = run_layout(trial, layout(2, {"ep": 2}, freeze_moe_router=True))
+    routers = {name for name in hf.gradients if ".gate." in name}
+    assert routers and all(not outcome.gradients[name].any() for name in routers)
+    rest = {name: g for name, g in outcome.gradients.items() if name not in routers}
+    expected = {name: g for name, g in hf.gradients.items() if name not in routers}
+    difference = compare(Outcome(rest, outcome.logprobs, {}), Outcome(expected, hf.logprobs, {}))
+    assert difference.gradient <= FLOAT32.gradient
+
+
+UNEVEN_STAGES: dict[str, tuple[str, dict[str, int], int, dict[str, int]]] = {
+    "7 layers PP2 VPP2": ("qwen3_tied", {"num_hidden_layers": 7}, 2, {"pp": 2, "vpp": 2}),
+    "a stage of dense layers alone": (
+        "deepseek_v3",
+        {"num_hidden_layers": 5, "first_k_dense_replace": 3},
+        4,
+        {"pp": 2, "ep": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "changes", "processes", "sizes"), UNEVEN_STAGES.values(), ids=UNEVEN_STAGES)
+def test_uneven_stages_have_hugging_faces_gradient(
+    name: str, changes: dict[str, int], processes: int, sizes: dict[str, int], tmp_path: Path
+):
+    trial = make_trial(write_family(name, tmp_path, **changes))
+    hf = hugging_face(trial).outcome
+    assert_exact(compare(comparable(run_layout(trial, layout(processes, sizes)), hf), hf))
+
+
+def test_the_norm_of_many_gradients_does_not_depend_on_how_they_are_cut(tmp_path: Path):
+    """Half a million numbers in the embedding: added one by one in float32 their norm is 1e-5 off."""
+    trial = make_trial(write_family("qwen3_tied", tmp_path, num_hidden_layers=2, vocab_size=8003))
+    hf = hugging_face(trial).outcome
+    for processes, sizes in ((1, {}), (2, {}), (2, {"tp": 2})):
+        outcome = run_layout(trial, layout(processes, sizes))
+        assert outcome.metrics["policy/grad_norm"] == pytest.approx(norm(outcome), rel=2e-7)
+        assert_exact(compare(comparable(outcome, hf), hf))
+
+
+def norm(outcome: Outcome) -> float:
+    return float(torch.cat([gradient.double().flatten() for gradient in outcome.gradients.values()]).norm())

@@ -1,0 +1,287 @@
+"""Weights leave Megatron as the Hugging Face checkpoint they came from, bit for bit, each name once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.file_sum import FileSum
+from skyrl_train.megatron.model.model import build_model, build_optimizer
+from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.verify.layout_check import OPTIMIZER
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+from skyrl_train.megatron.weights.export import export, export_specs, require_tensors, save_hf
+from skyrl_train.megatron.weights.export_folder import SUMS, export_folder
+from skyrl_train.megatron.weights.gather import to_every_stage, to_first_stage
+from skyrl_train.ranks import Rendezvous
+from skyrl_train.weight_sync.bucket import TensorSpec
+from skyrl_train.weight_sync.errors import WeightSyncError
+from tests.support.checkpoints import tensors_of
+from tests.support.families import FAMILIES, write_family
+from tests.support.layouts import layout
+
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "tied, one process": ("qwen3_tied", 1, {}),
+    "tied TP2": ("qwen3_tied", 2, {"tp": 2}),
+    "tied PP2": ("qwen3_tied", 2, {"pp": 2}),
+    "tied PP2 VPP2": ("qwen3_tied", 2, {"pp": 2, "vpp": 2}),
+    "tied PP3": ("qwen3_tied", 3, {"pp": 3}),
+    "tied PP4": ("llama3_rope_tied", 4, {"pp": 4}),
+    "biases TP2 PP2": ("qwen2", 4, {"tp": 2, "pp": 2}),
+    "experts EP2": ("qwen3_moe", 2, {"ep": 2}),
+    "experts TP2 ETP1": ("mixtral", 2, {"tp": 2, "etp": 1}),
+    "experts TP2 EP2": ("qwen2_moe", 4, {"tp": 2, "ep": 2}),
+    "latent attention PP2 EP2": ("deepseek_v3", 4, {"pp": 2, "ep": 2}),
+}
+one_of_each = pytest.mark.parametrize(("family", "processes", "sizes"), CASES.values(), ids=CASES)
+
+
+def _export(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, str, torch.dtype]) -> dict[str, Any]:
+    path, megatron, target, dtype = arguments
+    ranks = join(rendezvous, megatron, seed=1)
+    model = build_model(path, megatron, dtype, trainable=True)
+    build_optimizer(model, OPTIMIZER)
+    specs = [(spec.name, spec.dtype, tuple(spec.shape)) for spec in export_specs(model, dtype)]
+    stream = [(name, tensor.clone()) for name, tensor in export(model, dtype)]
+    all_specs, all_tensors = to_first_stage(export_specs(model, dtype), export(model, dtype))
+    with patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as together:
+        gathered = [(name, tensor.clone()) for name, tensor in all_tensors]
+    spread_specs, spread_tensors = to_every_stage(export_specs(model, dtype), export(model, dtype))
+    assert spread_specs == all_specs
+    spread = [(name, tensor.clone()) for name, tensor in spread_tensors]
+    save_hf(model, path, target)
+    return {
+        "specs": specs,
+        "stream": stream,
+        "owner": ranks.owns_stage,
+        "stage": ranks.pp_rank,
+        "all specs": [(spec.name, spec.dtype, tuple(spec.shape)) for spec in all_specs],
+        "gathered": gathered,
+        "messages": [len(call.args[0]) for call in together.mock_calls],
+        "spread": spread,
+    }
+
+
+def run(family: str, processes: int, sizes: dict[str, Any], folder: Path, dtype: torch.dtype) -> list[dict[str, Any]]:
+    source = write_family(family, folder / "source")
+    arguments = (str(source), layout(processes, sizes).megatron, str(folder / "saved"), dtype)
+    return run_on_ranks(_export, arguments, processes, timeout_s=120)
+
+
+@one_of_each
+def test_every_weight_leaves_once_as_it_came(family: str, processes: int, sizes: dict[str, Any], tmp_path: Path):
+    parts = run(family, processes, sizes, tmp_path, torch.float32)
+    source = tensors_of(tmp_path / "source")
+    streams = [part["stream"] for part in parts if part["owner"]]
+    names = [name for stream in streams for name, _ in stream]
+    assert sorted(names) == sorted(source)
+    for name, tensor in (item for stream in streams for item in stream):
+        assert torch.equal(tensor, source[name]), name
+    for part in parts:
+        assert part["specs"] == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part["stream"]]
+
+    # For receivers with one sender: all of it, in the same order, on the first stage's owner.
+    (first,) = (part for part in parts if part["owner"] and part["stage"] == 0)
+    assert [name for name, _ in first["gathered"]] == names
+    assert all(torch.equal(tensor, source[name]) for name, tensor in first["gathered"])
+    # Each in a batch of its own: NCCL would make a communicator for the two ranks of a message that is in none.
+    for part in (part for part in parts if part["owner"]):
+        count = len(names) - len(first["stream"]) if part is first else len(part["stream"])
+        assert part["messages"] == [1] * count
+    assert first["all specs"] == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in first["gathered"]]
+
+    # For receivers beside each rank: all of it on every rank.
+    for part in parts:
+        assert [name for name, _ in part["spread"]] == names
+        assert all(torch.equal(tensor, source[name]) for name, tensor in part["spread"])
+
+    saved = tensors_of(tmp_path / "saved")
+    assert saved.keys() == source.keys()
+    assert all(torch.equal(saved[name], source[name]) for name in source)
+    index = json.loads((tmp_path / "saved/model.safetensors.index.json").read_text())
+    assert sorted(index["weight_map"]) == sorted(source)
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in source.values())
+
+
+def _gather_with_failures(rendezvous: Rendezvous, megatron: MegatronConfig) -> list[tuple[list[str], str]]:
+    """Both ways of gathering the tensors of two stages, of which one fails after some: (names, error) of each."""
+    stage = join(rendezvous, megatron, seed=1).pp_rank
+    specs = [TensorSpec(f"{stage}.{number}", torch.float32, (2, number + 1)) for number in range(3)]
+
+    def tensors(num_good: int) -> Iterator[tuple[str, Tensor]]:
+        for spec in specs[:num_good]:
+            yield spec.name, torch.full(spec.shape, float(stage))
+        raise WeightSyncError(f"stage {stage} cannot go on")
+
+    ended = []
+    for gather, failing, num_good in product((to_first_stage, to_every_stage), (0, 1), (0, 2, 3)):
+        good = ((spec.name, torch.full(spec.shape, float(stage))) for spec in specs)
+        names, error = [], ""
+        try:
+            for name, tensor in gather(specs, tensors(num_good) if stage == failing else good)[1]:
+                names.append(name)
+                assert stage == failing or not name.startswith(str(stage)) or tensor.eq(stage).all()
+        except WeightSyncError as raised:
+            error = str(raised)
+        ended.append((names, error))
+    return ended
+
+
+def test_ranks_are_not_left_in_a_collective_by_a_stage_that_cannot_export():
+    """Over gloo each wait would last the 20 seconds that the group is given, over NCCL for ever."""
+    found = run_on_ranks(_gather_with_failures, layout(2, {"pp": 2}).megatron, 2, timeout_s=20)
+    cases = list(product(("first", "every"), (0, 1), (0, 2, 3)))
+    for stage, ended in enumerate(found):
+        for (reach, failing, num_good), (names, error) in zip(cases, ended, strict=True):
+            assert error == (f"stage {stage} cannot go on" if stage == failing else "")
+            own = [f"{stage}.{number}" for number in range(num_good if stage == failing else 3)]
+            theirs = [f"{1 - stage}.{number}" for number in range(3)] if reach == "every" or stage == 0 else []
+            assert sorted(names) == sorted(own + theirs)
+
+
+def test_a_saved_checkpoint_is_the_same_model_for_transformers(tmp_path: Path):
+    run("qwen3_moe", 2, {"ep": 2}, tmp_path, torch.float32)
+    before, after = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        for name in ("source", "saved")
+    )
+    tokens = torch.arange(20)[None]
+    assert torch.equal(before(tokens).logits, after(tokens).logits)
+
+
+def test_a_model_trained_in_bfloat16_is_saved_in_it(tmp_path: Path):
+    run("qwen3_tied", 2, {"tp": 2}, tmp_path, torch.bfloat16)
+    source, saved = tensors_of(tmp_path / "source"), tensors_of(tmp_path / "saved")
+    assert all(torch.equal(saved[name], source[name].bfloat16()) for name in source)
+    config = json.loads((tmp_path / "saved/config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    given = json.loads((tmp_path / "source/config.json").read_text())
+    assert {k: v for k, v in config.items() if k != "dtype"} == {k: v for k, v in given.items() if k != "dtype"}
+
+
+def test_the_routers_bias_stays_in_float32(tmp_path: Path):
+    parts = run("deepseek_v3", 2, {"ep": 2}, tmp_path, torch.bfloat16)
+    source = tensors_of(tmp_path / "source")
+    stream = dict(parts[0]["stream"])
+    biases = [name for name in source if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 3 and all(torch.equal(stream[name], source[name]) for name in biases)
+    assert parts[0]["specs"] == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in stream.items()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_leaves_as_it_came(family: str, tmp_path: Path):
+    parts = run(family, 2, {"pp": 2}, tmp_path, torch.float32)
+    source = tensors_of(tmp_path / "source")
+    stream = [item for part in parts if part["owner"] for item in part["stream"]]
+    assert sorted(name for name, _ in stream) == sorted(source)
+    assert all(torch.equal(tensor, source[name]) for name, tensor in stream)
+
+
+def _save_where_it_cannot(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, str]) -> list[str]:
+    path, megatron, target = arguments
+    join(rendezvous, megatron, seed=1)
+    model = build_model(path, megatron, torch.float32, trainable=False)
+    told = []
+    for folder in ("/dev/null/saved", target):
+        with pytest.raises(ValueError) as error:
+            save_hf(model, path, folder)
+        told.append(str(error.value))
+    Path(target, "model-00002-of-00002.safetensors").rmdir() if rendezvous.rank == 1 else None
+    save_hf(model, path, target)
+    return told
+
+
+def test_all_ranks_hear_of_one_that_cannot_write_and_the_next_export_works(tmp_path: Path):
+    source, target = write_family("qwen3_tied", tmp_path / "source"), tmp_path / "saved"
+    (target / "model-00002-of-00002.safetensors").mkdir(parents=True)  # in the way of the second stage's file
+    arguments = (str(source), layout(2, {"pp": 2}).megatron, str(target))
+    told = run_on_ranks(_save_where_it_cannot, arguments, 2, timeout_s=60)
+    assert told[0] == told[1]
+    assert told[0][0].startswith("the checkpoint cannot be written") and "/dev/null/saved" in told[0][0]
+    assert "irectory" in told[0][1] and str(target) in told[0][1]
+    assert tensors_of(target).keys() == tensors_of(tmp_path / "source").keys()
+
+
+def _export_after_a_replacement(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig]) -> tuple[Tensor, Tensor]:
+    path, megatron = arguments
+    join(rendezvous, megatron, seed=1)
+    model = build_model(path, megatron, torch.float32, trainable=False)
+    before = dict(export(model, torch.float32))
+    norm = model.modules[0].decoder.final_layernorm
+    norm.weight = torch.nn.Parameter(norm.weight.detach() + 1)
+    after = dict(export(model, torch.float32))
+    assert all(torch.equal(after[name], before[name]) for name in before if name != "model.norm.weight")
+    return before["model.norm.weight"], after["model.norm.weight"]
+
+
+def test_a_parameter_in_the_place_of_another_is_what_is_exported(tmp_path: Path):
+    """What is exported is found once and read each time."""
+    arguments = (str(write_family("qwen3_tied", tmp_path)), layout(1, {}).megatron)
+    ((before, after),) = run_on_ranks(_export_after_a_replacement, arguments, 1, timeout_s=60)
+    assert torch.equal(after, before + 1)
+
+
+def test_a_file_of_an_export_is_compared_with_the_tensors_bit_by_bit(tmp_path: Path):
+    tensors = {"a": torch.tensor([1.0, float("nan"), -0.0]), "b": torch.arange(4), "c": torch.ones(())}
+    save_file(tensors, file := tmp_path / "model.safetensors")
+    require_tensors(file, tensors)
+    for name, other in (
+        ("a", tensors["a"] + 0.0),
+        ("b", tensors["b"].int()),
+        ("c", torch.ones(1)),
+        ("d", torch.ones(1)),
+    ):
+        with pytest.raises(OSError, match=f"does not hold the {name} that was written"):
+            require_tensors(file, tensors | {name: other})
+
+
+def _save_whole_folders(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, str, str]) -> list[str]:
+    """A new folder, one that is there, then each of them where the second stage cannot write."""
+    path, megatron, new, there = arguments
+    join(rendezvous, megatron, seed=1)
+    model = build_model(path, megatron, torch.float32, trainable=False)
+    for folder in (new, there):
+        with export_folder(folder) as (unfinished, sums):
+            sums |= save_hf(model, path, unfinished)
+            assert not Path(folder, "config.json").exists()
+    told = []
+    for folder in (f"{new}_again", there):
+        with pytest.raises(ValueError) as error, export_folder(folder) as (unfinished, sums):
+            in_the_way = Path(unfinished, "model-00002-of-00002.safetensors")
+            in_the_way.mkdir(parents=True) if rendezvous.rank == 1 else None
+            sums |= save_hf(model, path, unfinished)
+        told.append(str(error.value))
+    unseen = pytest.raises(ValueError, match="model-9.safetensors is missing. The folder of an export must be one")
+    with unseen, export_folder(f"{new}_unseen") as (unfinished, sums):
+        sums |= save_hf(model, path, unfinished) | {"model-9.safetensors": FileSum(1, "")}
+    return told
+
+
+def test_an_export_has_its_name_when_it_is_complete_and_lists_its_digests(tmp_path: Path):
+    source, new, there = write_family("qwen3_tied", tmp_path / "source"), tmp_path / "new", tmp_path / "there"
+    there.mkdir()
+    (there / "notes.txt").write_text("mine")
+    arguments = (str(source), layout(2, {"pp": 2}).megatron, str(new), str(there))
+    told = run_on_ranks(_save_whole_folders, arguments, 2, timeout_s=60)
+    assert all("cannot be written" in message for message in told[0])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "source", "there"], "no half folder is left"
+    assert (there / "notes.txt").read_text() == "mine" and not (there / ".unfinished").exists()
+    for folder in (new, there):
+        assert tensors_of(folder).keys() == tensors_of(source).keys()
+        listed = dict(reversed(line.split("  ")) for line in (folder / SUMS).read_text().splitlines())
+        files = {path.name for path in folder.iterdir()} - {SUMS, "notes.txt"}
+        assert listed == {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files}

@@ -1,0 +1,159 @@
+"""An export is checked against the live parameters: right ones pass in every layout, planted faults are named."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.megatron.model.model import Model, build_model, build_optimizer
+from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.verify.layout_check import OPTIMIZER
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+from skyrl_train.megatron.weights import export as export_module
+from skyrl_train.megatron.weights.export import export
+from skyrl_train.megatron.weights.live_sums import LiveSums
+from skyrl_train.ranks import Rendezvous
+from skyrl_train.weight_sync.errors import WeightSyncError
+from tests.support.families import write_family
+from tests.support.layouts import layout
+
+Named = Iterator[tuple[str, Tensor]]
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "tied, padded vocabulary, TP2": ("qwen3_tied", 2, {"tp": 2}),
+    "biases, TP2 PP2": ("qwen2", 4, {"tp": 2, "pp": 2}),
+    "DP2": ("qwen3", 2, {}),
+    "experts EP2 PP2": ("qwen3_moe", 4, {"ep": 2, "pp": 2}),
+    "experts TP2 ETP2": ("mixtral", 2, {"tp": 2, "etp": 2}),
+    "latent attention EP2": ("deepseek_v3", 2, {"ep": 2}),
+    "shared expert TP2 ETP1": ("qwen2_moe", 2, {"tp": 2, "etp": 1}),
+}
+
+
+def plain(model: Model, dtype: torch.dtype) -> Named:
+    return export(model, dtype)
+
+
+def reused_tasks(model: Model, dtype: torch.dtype) -> Named:
+    """Tasks that were made before the last step and hold what they read then."""
+    tasks = [replace(task, tensor=_copy(task.tensor)) for task in export_module.export_tasks(model)]
+    _train(model)
+    return _export_of(tasks, model, dtype)
+
+
+def one_stale(model: Model, dtype: torch.dtype) -> Named:
+    old = {name: tensor.clone() for name, tensor in export(model, dtype)}
+    _train(model)
+    for name, tensor in export(model, dtype):
+        yield name, old[name] if name.endswith("layers.0.self_attn.o_proj.weight") else tensor
+
+
+def swapped_pair(model: Model, dtype: torch.dtype) -> Named:
+    """Two tensors of equal shape under each other's names."""
+    for name, tensor in list(export(model, dtype)):
+        other = {"0": "1", "1": "0"}
+        parts = name.split(".")
+        if name.endswith("o_proj.weight") and parts[2] in other:
+            parts[2] = other[parts[2]]
+        yield ".".join(parts), tensor
+
+
+def a_shard_twice(model: Model, dtype: torch.dtype) -> Named:
+    """Every rank's part in the place of its neighbour's."""
+    gather = export_module.gather_parts
+
+    def own_part(part: Tensor, group: Any) -> list[Tensor]:
+        return [part] * len(gather(part, group))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_module, "gather_parts", own_part)
+        yield from export(model, dtype)
+
+
+def _copy(tensor: Any) -> Tensor:
+    copied = tensor.detach().clone()
+    for name in ("tensor_model_parallel", "partition_dim"):
+        if hasattr(tensor, name):
+            setattr(copied, name, getattr(tensor, name))
+    return copied
+
+
+def _export_of(tasks: Any, model: Model, dtype: torch.dtype) -> Named:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_module, "export_tasks", lambda model: tasks)
+        yield from export(model, dtype)
+
+
+@torch.no_grad()
+def _train(model: Model) -> None:
+    for module in model.modules:
+        for parameter in module.parameters():
+            parameter.mul_(1.01)
+
+
+Plan = Callable[[Model, torch.dtype], Named]
+
+
+def _check(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, Plan, torch.dtype]) -> str | None:
+    """What the check said on this rank; None if nothing."""
+    path, megatron, exported, dtype = arguments
+    join(rendezvous, megatron, seed=1)
+    model = build_model(path, megatron, torch.float32, trainable=True)
+    build_optimizer(model, OPTIMIZER)
+    sums = LiveSums(model)
+    for _ in sums.checked(export(model, dtype), dtype):
+        pass
+    try:
+        for _ in sums.checked(exported(model, dtype), dtype):
+            pass
+    except WeightSyncError as error:
+        return str(error)
+    return None
+
+
+def said(case: str, exported: Plan, folder: Path, dtype: torch.dtype = torch.float32) -> list[str]:
+    family, processes, sizes = LAYOUTS[case]
+    source = _source(family, folder)
+    arguments = (str(source), layout(processes, sizes).megatron, exported, dtype)
+    return [text for text in run_on_ranks(_check, arguments, processes, timeout_s=120) if text is not None]
+
+
+@functools.cache
+def _source(family: str, folder: Path) -> Path:
+    return write_family(family, folder / family)
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_an_export_of_the_weights_of_this_moment_passes(case: str, tmp_path: Path):
+    dtype = torch.bfloat16 if "EP2" in case else torch.float32
+    assert said(case, plain, tmp_path, dtype) == []
+
+
+def test_tasks_that_are_used_again_are_caught(tmp_path: Path):
+    for case in ("biases, TP2 PP2", "experts EP2 PP2"):
+        found = said(case, reused_tasks, tmp_path)
+        assert len(found) == 2, "one owner per stage"
+        assert all("does not yield the model's weights of this moment" in text for text in found)
+
+
+def test_one_stale_tensor_is_named(tmp_path: Path):
+    (found,) = said("DP2", one_stale, tmp_path)
+    assert "of 1 of " in found and "model.layers.0.self_attn.o_proj.weight" in found
+
+
+def test_a_swapped_pair_of_equal_shape_is_named(tmp_path: Path):
+    (found,) = said("DP2", swapped_pair, tmp_path)
+    assert "of 2 of " in found
+    assert "layers.0.self_attn.o_proj.weight" in found and "layers.1.self_attn.o_proj.weight" in found
+
+
+def test_a_shard_that_was_taken_twice_is_caught(tmp_path: Path):
+    (found,) = said("tied, padded vocabulary, TP2", a_shard_twice, tmp_path)
+    assert "q_proj.weight" in found or "embed_tokens.weight" in found

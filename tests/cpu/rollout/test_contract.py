@@ -1,0 +1,149 @@
+"""Rollouts of the user's own: what they get, and what becomes of what they return."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from skyrl_train.rollout.admission import Admission, TooManyFailures
+from skyrl_train.rollout.collect import Collector
+from skyrl_train.rollout.contract import Engines, GenerationAborted, Rollout
+from skyrl_train.rollout.trace import Trace
+from skyrl_train.types import Generation, Group, Prompt, Sample, SamplingParams
+from tests.support.rollouts import Quiet, engines_of, prompt, sample
+
+PARAMS = SamplingParams(max_generate_length=4, seed=7)
+
+
+class Recorder:
+    """Answers each request with its own number of tokens, and keeps what was asked."""
+
+    def __init__(self, stop_reason: str = "stop") -> None:
+        self.asked: list[tuple[list[int], SamplingParams, str]] = []
+        self.stop_reason = stop_reason
+
+    async def __call__(self, token_ids: list[int], params: SamplingParams, route_key: str) -> Generation:
+        self.asked.append((token_ids, params, route_key))
+        return Generation([9] * len(token_ids), [-0.5] * len(token_ids), "9", self.stop_reason, 3)
+
+
+def collect(
+    rollout: Rollout, uids: str, n_samples: int = 2, share: float = 0.0, progress: Quiet | None = None
+) -> tuple[list[Group], Admission]:
+    admission = Admission(share)
+    admission.begin(len(uids) * n_samples)
+    collector = Collector(rollout, engines_of(Recorder()))
+    prompts = [prompt(uid) for uid in uids]
+    groups = asyncio.run(collector.collect(prompts, n_samples, PARAMS, progress or Quiet(), admission))
+    return groups, admission
+
+
+def test_a_rollout_asks_the_engines_and_each_of_its_requests_has_a_seed_of_its_own():
+    generate = Recorder()
+
+    async def rollout(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+        trace = Trace()
+        for _ in range(2):
+            trace.read([1, 2])
+            trace.write(await engines.generate(trace.input_ids(), params, prompt.uid))
+        return trace.to_sample()
+
+    collector, admission = Collector(rollout, engines_of(generate)), Admission(0)
+    (group,) = asyncio.run(collector.collect([prompt("a")], 2, PARAMS, Quiet(), admission))
+    assert sorted(len(ids) for ids, _, _ in generate.asked) == [2, 2, 6, 6]
+    assert {key for _, _, key in generate.asked} == {"a"}
+    seeds = [params.seed for _, params, _ in generate.asked]
+    assert len(set(seeds)) == 4 and None not in seeds
+    assert [len(one.token_ids) for one in group.samples] == [12, 12]
+
+
+def test_a_list_of_samples_is_one_rollout_whose_samples_join_the_group():
+    async def rollout(prompt: Prompt, params: SamplingParams, engines: Engines) -> list[Sample]:
+        return [sample(float(n)) for n in range(int(prompt.uid))]
+
+    progress = Quiet()
+    groups, admission = collect(rollout, "13", progress=progress)
+    assert [[one.reward for one in group.samples] for group in groups] == [[0, 0], [0, 1, 2, 0, 1, 2]]
+    assert sorted(progress.rewards) == [0, 0, 2, 2], "the last sample of each rollout"
+    assert admission.ledger.generated == admission.ledger.waiting == 2
+
+
+def fails_for(*failing: tuple[str, int]) -> Rollout:
+    """A rollout that fails for the given (uid, number of the call for it)."""
+    calls: dict[str, int] = {}
+
+    async def rollout(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+        number = calls[prompt.uid] = calls.get(prompt.uid, -1) + 1
+        if (prompt.uid, number) in failing:
+            raise KeyError("no sandbox")
+        return sample(number)
+
+    return rollout
+
+
+def test_a_failed_rollout_is_left_out_of_its_group_and_a_group_of_fewer_than_two_has_failed():
+    groups, admission = collect(fails_for(("a", 1), ("b", 0), ("b", 2)), "abc", n_samples=3, share=0.5)
+    assert [(group.prompt.uid, [one.reward for one in group.samples]) for group in groups] == [
+        ("a", [0, 2]),
+        ("c", [0, 1, 2]),
+    ]
+    ledger = admission.ledger
+    assert (ledger.generated, ledger.waiting, ledger.failed) == (3, 2, 1)
+    assert admission.metrics() == {"generate/num_failed_rollouts": 3, "generate/num_failed_groups": 1}
+
+
+def test_where_none_may_fail_the_first_failure_ends_the_collection_with_its_own_error():
+    with pytest.raises(KeyError, match="no sandbox"):
+        collect(fails_for(("b", 1)), "abc")
+
+
+def test_more_failures_than_allowed_end_the_collection_with_their_reasons():
+    with pytest.raises(TooManyFailures, match="2 of 6 rollouts .*max_failed_share=0.2. .*prompt b: KeyError: 'no sa"):
+        collect(fails_for(("a", 1), ("b", 0)), "abc", share=0.2)
+    assert len(collect(fails_for(("a", 1)), "abc", share=0.2)[0]) == 2
+
+
+@pytest.mark.parametrize("made", [None, [], [1], ()])
+def test_a_rollout_that_returns_something_else_has_failed(made: Any):
+    async def rollout(prompt: Prompt, params: SamplingParams, engines: Engines) -> Any:
+        return made
+
+    with pytest.raises(TypeError, match="a rollout must return a Sample or a list of at least one, and it returned"):
+        collect(rollout, "a")
+
+
+def test_an_error_of_the_engines_is_no_failure_of_the_rollout_whatever_that_makes_of_it():
+    async def broken(token_ids: list[int], params: SamplingParams, route_key: str) -> Generation:
+        raise ConnectionError("engine 0 is gone")
+
+    async def rollout(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+        try:
+            await engines.generate([1], params, prompt.uid)
+        except ConnectionError:
+            raise ValueError("something went wrong") from None
+        return sample(0)
+
+    admission = Admission(0.9)
+    admission.begin(10)
+    with pytest.raises(ConnectionError, match="engine 0 is gone"):
+        collector = Collector(rollout, engines_of(broken))
+        asyncio.run(collector.collect([prompt("a")], 2, PARAMS, Quiet(), admission))
+
+
+def test_a_request_that_is_too_long_is_the_rollouts_own_failure():
+    async def rollout(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+        await engines.generate([1] * (9 if prompt.uid == "a" else 8), params, prompt.uid)
+        return sample(0)
+
+    groups, _ = collect(rollout, "abc", share=0.5)
+    assert [group.prompt.uid for group in groups] == ["b", "c"]
+    with pytest.raises(ValueError, match="9 tokens, more than generator.max_input_length 8"):
+        collect(rollout, "a")
+
+
+def test_an_aborted_generation_is_an_error_that_names_turn_and_prompt():
+    engines = engines_of(Recorder("abort"))
+    with pytest.raises(GenerationAborted, match="aborted turn 1 of a sample of prompt a"):
+        asyncio.run(engines.generate([1], PARAMS, "a"))

@@ -1,0 +1,123 @@
+"""Sources: which groups come when, what a checkpoint keeps of it, and the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from skyrl_train.config import load_config
+from skyrl_train.rollout.admission import Admission, Failure, Ledger
+from skyrl_train.rollout.collect import Collector
+from skyrl_train.rollout.contract import Engines
+from skyrl_train.rollout.source import OnPolicySource, SourceParts
+from skyrl_train.tracking.timers import Timers
+from skyrl_train.types import Prompt, Sample, SamplingParams
+from tests.support.rollouts import Quiet, engines_of, prompt, sample
+
+CONFIG = ["trainer.train_batch_size=4", "trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=2"]
+
+
+class World:
+    """A source of 10 rows, what it asked for, and a rollout that fails for some of them."""
+
+    def __init__(self, *overrides: str, fails: Callable[[str], bool] = lambda uid: False) -> None:
+        self.seeds: dict[str, list[int | None]] = {}
+        self.waked, self.fails = 0, fails
+
+        async def rollout(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+            self.seeds.setdefault(prompt.uid, []).append(params.seed)
+            if self.fails(prompt.uid):
+                raise KeyError("no sandbox")
+            return sample(1.0)
+
+        self.timers = Timers()
+        self.source = OnPolicySource(
+            SourceParts(
+                config=load_config([*CONFIG, *overrides]),
+                prompts=[prompt(str(n)) for n in range(10)],
+                sampling_params=SamplingParams(max_generate_length=4),
+                collector=Collector(rollout, engines_of(None)),
+                progress=Quiet(),
+                timers=self.timers,
+                wake_engines=self.wake,
+            )
+        )
+
+    async def wake(self) -> None:
+        self.waked += 1
+
+    def steps(self, number: int) -> list[list[str]]:
+        async def main() -> list[list[str]]:
+            return [[group.prompt.uid for group in await self.source.next()] for _ in range(number)]
+
+        return asyncio.run(main())
+
+
+def test_a_step_has_the_next_rows_of_the_epoch_in_order_and_wakes_the_engines_first():
+    world = World()
+    steps = world.steps(3)
+    assert [len(set(step)) for step in steps] == [4, 4, 4]
+    assert not set(steps[0]) & set(steps[1]) and world.waked == 3
+    assert world.source.metrics() == {"trainer/epoch": 1.0}, "two batches of four in ten rows"
+    assert world.timers.metrics().keys() == {"timing/sync_weights", "timing/generate"}
+
+
+def test_the_seeds_of_a_row_depend_on_its_epoch_and_not_on_the_step():
+    whole, resumed = World(), World()
+    steps = whole.steps(2)
+    state = json.loads(json.dumps(whole.source.state))
+    steps += whole.steps(2)
+    resumed.source.resume(state)
+    assert resumed.steps(2) == steps[2:]
+    for uid in {uid for step in steps[2:] for uid in step}:
+        assert resumed.seeds[uid] == whole.seeds[uid][-len(resumed.seeds[uid]) :]
+    repeated = next(uid for uid in steps[0] if uid in {uid for step in steps[2:] for uid in step})
+    assert len(set(whole.seeds[repeated])) == 4, "two samples in each of two epochs"
+    assert World("trainer.seed=5").steps(1) != steps[:1]
+
+
+@pytest.mark.parametrize("state", [{}, {"file": 3}, {"epoch": 0, "position": 4, "num_rows": 11, "seed": 42}])
+def test_a_state_that_is_not_its_own_is_refused(state: dict[str, Any]):
+    with pytest.raises(ValueError, match=r"Set trainer.source as it was|Give the same data and seed"):
+        World().source.resume(state)
+
+
+def test_groups_that_failed_are_replaced_one_for_one_by_the_next_rows():
+    first, second = World().steps(2)
+    world = World("generator.max_failed_share=0.5", fails=lambda uid: uid in (first[1], second[0]))
+    assert world.steps(1) == [[first[0], first[2], first[3], second[1]]], "the first replacement failed too"
+    assert world.source.metrics() == {
+        "trainer/epoch": 0.0,
+        "generate/num_failed_rollouts": 4.0,
+        "generate/num_failed_groups": 2.0,
+    }
+    assert world.source._admission.ledger == Ledger(generated=6, trained=4, failed=2)
+    assert world.source.state["position"] == 6
+    (after,) = world.steps(1)
+    assert after[:2] == second[2:] and len(set(after)) == 4, "the next rows of the epoch"
+
+
+def test_prompts_that_always_fail_end_the_run_instead_of_using_up_all_rows():
+    world = World("generator.max_failed_share=0.5", fails=lambda uid: True)
+    with pytest.raises(RuntimeError, match="5 of 8 rollouts of the step failed"):
+        world.steps(1)
+
+
+def test_the_ledger_finds_groups_that_were_lost_or_handed_out_twice():
+    admission = Admission(0.5)
+    admission.begin(6)
+    for uid, reward in (("a", 1.0), ("b", 0.0)):
+        assert admission.finish(prompt(uid), [[sample(reward)], [sample(0.0)]]) is not None
+    failure = Failure("c", KeyError("x"))
+    assert admission.finish(prompt("c"), [failure, [sample(0.0)]]) is None
+    ledger = admission.ledger
+    ledger.train(2)
+    assert ledger == Ledger(generated=3, trained=2, failed=1)
+    with pytest.raises(RuntimeError, match="lost or counted twice"):
+        ledger.train(1)
+    with pytest.raises(RuntimeError, match="lost or counted twice"):
+        Ledger(generated=3, trained=2).check()

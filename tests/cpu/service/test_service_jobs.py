@@ -1,0 +1,252 @@
+"""What callers of a service hand in: what becomes of it, and what is refused before it is queued."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_train.algorithms.credit import per_sample
+from skyrl_train.algorithms.tables import ADVANTAGES
+from skyrl_train.config import ConfigError, load_config
+from skyrl_train.service.checks import check_service
+from skyrl_train.service.client import listed
+from skyrl_train.service.job import ChatSample, TokenSample
+from skyrl_train.service.job_reader import JobReader
+from skyrl_train.types import UNKNOWN_VERSION
+from tests.support.tiny import chatml_tokenizer
+
+TOKENIZER = chatml_tokenizer()
+CONFIG = load_config(["trainer.train_batch_size=4", "trainer.policy_mini_batch_size=2", "data.train_data=[]"])
+READER = JobReader(CONFIG, TOKENIZER, vocab_size=66, max_tokens=40)
+ASKED = [{"role": "user", "content": "1+1="}]
+
+
+def chat(answer: str, reward: float) -> dict[str, Any]:
+    return {"messages": [*ASKED, {"role": "assistant", "content": answer}], "reward": reward}
+
+
+def tokens(**changes: Any) -> dict[str, Any]:
+    return {"token_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "reward": 1.0} | changes
+
+
+GROUP = [tokens(), tokens(reward=0.0)]
+SAMPLED = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""What an engine's answer says where the whole distribution was sampled."""
+
+
+def test_messages_become_the_tokens_of_the_chat_template_with_the_loss_on_the_assistant():
+    job = JobReader(CONFIG, TOKENIZER, 66, 500).train([[chat("2", 1.0), chat("3", -0.5)]])
+    good, bad = job.groups[0].samples
+    text = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+    assert TOKENIZER.decode(good.token_ids) == text
+    assert TOKENIZER.decode(good.token_ids[good.loss_mask]) == "2<|im_end|>"
+    assert (good.reward, bad.reward, good.turns, good.prompt_length) == (1.0, -0.5, 1, len(good.token_ids) - 3)
+    assert not job.has_logprobs and job.num_mini_batches == 1
+
+
+def test_tokens_are_taken_as_they_are_and_the_first_is_never_trained():
+    given = TokenSample(token_ids=[5, 6, 7, 8], loss_mask=[1, 1, 0, 1], reward=1, logprobs=[-9, -0.5, -3, -0.25])
+    (sample, _) = READER.train([[given, given]]).groups[0].samples
+    assert sample.token_ids.tolist() == [5, 6, 7, 8]
+    assert sample.loss_mask.tolist() == [False, True, False, True]
+    assert sample.rollout_logprobs.tolist() == [0.0, -0.5, 0.0, -0.25]
+    assert sample.turns == 2 and sample.prompt_length == 1
+
+
+def test_numbers_may_be_those_of_numpy_and_torch():
+    plain = READER.train([[tokens(reward=0.5, logprobs=[0.0, -0.5, -0.25], policy_versions=[3])] * 2])
+    for of, whole, real in [(np.array, np.int64, np.float32), (torch.tensor, torch.tensor, torch.tensor)]:
+        arrays = tokens(
+            token_ids=of([5, 6, 7]),
+            loss_mask=of([False, True, True]),
+            reward=real(0.5),
+            logprobs=of([0.0, -0.5, -0.25]),
+            policy_versions=of([3]),
+        )
+        lists = tokens(
+            token_ids=[whole(one) for one in (5, 6, 7)],
+            loss_mask=[whole(one) for one in (0, 1, 1)],
+            reward=of([0.0, 0.5]).mean() * 2,
+            logprobs=[real(one) for one in (0.0, -0.5, -0.25)],
+            policy_versions=[whole(3)],
+        )
+        job = READER.train([[arrays, lists]])
+        assert job.drawn_by == plain.drawn_by and job.has_logprobs
+        for sample in job.groups[0].samples:
+            expected = plain.groups[0].samples[0]
+            assert sample.reward == 0.5 and type(sample.reward) is float
+            assert torch.equal(sample.token_ids, expected.token_ids)
+            assert torch.equal(sample.loss_mask, expected.loss_mask)
+            assert torch.equal(sample.rollout_logprobs, expected.rollout_logprobs)
+
+
+def test_logprobs_count_as_given_only_if_every_sample_has_them():
+    with_them = tokens(logprobs=[0.0, -1.0, -1.0])
+    assert READER.train([[with_them, with_them]]).has_logprobs
+    assert not READER.train([[with_them, tokens()]]).has_logprobs
+
+
+def test_versions_that_drew_samples_are_kept_with_the_first_place_of_each():
+    groups = [[tokens(policy_versions=[3]), chat("2", 1.0) | {"policy_versions": [3, 4]}], [tokens(), tokens()]]
+    job = JobReader(CONFIG, TOKENIZER, 66, 500).train([*groups, [tokens(policy_versions=[4])] * 2, GROUP])
+    assert job.drawn_by == {3: "group 0, sample 0", 4: "group 0, sample 1"}
+    one_version, two_versions = job.groups[0].samples
+    assert one_version.version_spans == ((3, int(one_version.loss_mask.sum())),)
+    assert two_versions.version_spans == (), "which tokens are of which version is not known"
+
+
+def test_only_logprobs_of_a_known_version_are_compared_with_the_trainers():
+    known = tokens(logprobs=[0.0, -1.0, -1.0], policy_versions=[3], sampling_params=SAMPLED)
+    no_version, no_logprobs = tokens(logprobs=[0.0, -1.0, -1.0]), tokens(policy_versions=[3])
+    (group,) = READER.train([[known, no_version, no_logprobs]]).groups
+    assert [sample.policy_version for sample in group.samples] == [3, UNKNOWN_VERSION, UNKNOWN_VERSION]
+
+
+def test_groups_and_rows_may_come_from_generators():
+    groups = listed(((tokens(reward=reward) for reward in (0.0, 1.0)) for _ in range(2)), 2)
+    assert [len(group.samples) for group in READER.train(groups).groups] == [2, 2]
+    rows = listed(({"input_ids": [5, 6], "loss_mask": [0, 1]} for _ in range(3)), 1)
+    assert len(READER.sft(rows).examples) == 3
+
+
+def test_groups_are_cut_into_the_configured_mini_batches():
+    assert [READER.train([GROUP] * num).num_mini_batches for num in (1, 2, 4)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([], "groups must be a list of at least one group, got list []"),
+        ("text", "groups must be a list of at least one group, got str 'text'"),
+        ([[]], "group 0 must be a list of at least one sample"),
+        ([GROUP, [tokens()]], "group 1 has one sample, to which trainer.algorithm.advantage_estimator=grpo gives no"),
+        ([GROUP] * 3, "3 groups cannot be cut into mini-batches of trainer.policy_mini_batch_size=2"),
+        (5, "groups must be a list of at least one group, got int 5"),
+        ([5], "group 0 must be a list of at least one sample, got int 5"),
+        (tokens(), "groups must be a list of at least one group, got dict {'loss_mask': [0, 1, 1]"),
+        ([tokens()], "group 0 must be a list of at least one sample, got dict {'loss_mask': [0, 1, 1]"),
+        (iter([TokenSample(**tokens())]), "group 0 must be a list of at least one sample, got TokenSample"),
+        ([[tokens(), 5]], "group 0, sample 1: expected a dict, ChatSample or TokenSample, got int 5"),
+        ([[tokens(rewards=1), tokens()]], "group 0, sample 0: 'rewards' is no field of a TokenSample; did you mean"),
+        ([[{"token_ids": [1, 2]}, tokens()]], "loss_mask, reward is missing"),
+        ([[{"messages": ASKED}, tokens()]], "group 0, sample 0: reward is missing: a sample has messages, reward"),
+        ([[tokens(reward=float("nan")), tokens()]], "group 0, sample 0: reward is float nan: it must be a finite"),
+        ([[tokens(reward=1e39), tokens()]], "reward is float 1e+39: it must be a finite number"),
+        ([[tokens(reward=np.float32("nan")), tokens()]], "reward is float nan: it must be a finite number"),
+        ([[tokens(reward=np.array([0.5, 1])), tokens()]], "reward is list [0.5, 1.0]: it must be a finite number"),
+        ([[tokens(token_ids=[5, 6, np.float64(7)]), tokens()]], "token_ids holds 7.0: they must be whole numbers"),
+        ([[tokens(token_ids=[5, 6, np.True_]), tokens()]], "token_ids holds True: they must be whole numbers"),
+        ([[tokens(reward="1"), tokens()]], "reward is str '1': it must be a finite number"),
+        ([[tokens(loss_mask=[0, 1]), tokens()]], "token_ids has 3 entries and loss_mask 2: they must be equally many"),
+        ([[tokens(loss_mask=[0, 2, 1]), tokens()]], "loss_mask holds 2: 1 marks a token that the policy wrote"),
+        ([[tokens(loss_mask=[1, 0, 0]), tokens()]], "no token of it would be trained"),
+        ([[tokens(logprobs=[0.0, -1.0]), tokens()]], "token_ids has 3 entries and logprobs 2"),
+        ([[tokens(logprobs=[0, -1, float("-inf")]), tokens()]], "logprobs is float -inf: it must be a finite number"),
+        ([[tokens(token_ids=[5, 6, 66]), tokens()]], "token 66 is outside the model's vocabulary of 66"),
+        ([[tokens(token_ids=[5, 6, 7.5]), tokens()]], "token_ids holds 7.5: they must be whole numbers"),
+        ([[tokens(token_ids=[5] * 41, loss_mask=[1] * 41), tokens()]], "it has 41 tokens, and the model takes 40"),
+        ([[ChatSample(messages=ASKED, reward=1.0), tokens()]], "no message has the role assistant"),
+        ([[tokens(policy_versions=["7"]), tokens()]], "policy_versions holds '7': they must be whole numbers"),
+        ([[tokens(policy_versions=7), tokens()]], "policy_versions must be a list of at least one number, got int 7"),
+        (
+            [[tokens(sampling_params={"temperature": 0.7}), tokens()]],
+            "group 0, sample 0: sampling_params.temperature is 0.7: the service trains at 1 (generator.sampling_",
+        ),
+        (
+            [[tokens(sampling_params=SAMPLED | {"top_k": 20}), tokens()]],
+            "sampling_params.top_k is 20: the sample is not from the distribution that is trained, over all tokens. ",
+        ),
+        ([[chat("2", 1.0) | {"sampling_params": {"top_p": 0.9}}, tokens()]], "over all tokens. Set it to 1"),
+        (
+            [[tokens(sampling_params={"repetition_penalty": 1.1}), tokens()]],
+            "sampling_params.repetition_penalty is 1.1",
+        ),
+        (
+            [[tokens(sampling_params={"logit_bias": True}), tokens()]],
+            "over all tokens. Remove it from the request",
+        ),
+        ([[tokens(sampling_params="greedy"), tokens()]], "sampling_params must be a dict, as in the engine's answer"),
+        ([[{"messages": "hi", "reward": 1}, tokens()]], "expected a list of chat messages, got str 'hi'"),
+    ],
+)
+def test_groups_that_cannot_be_trained_on_are_refused_with_place_and_reason(groups: Any, expected: str):
+    with pytest.raises(ValueError) as error:
+        READER.train(listed(groups, 2))
+    assert expected in str(error.value)
+
+
+def test_rows_are_those_of_fine_tuning():
+    (example,) = READER.sft([{"input_ids": [5, 6, 7], "labels": [-100, 6, -100]}]).examples
+    assert example.token_ids.tolist() == [5, 6, 7] and example.loss_mask.tolist() == [False, True, False]
+
+
+NESTED: Any = functools.reduce(lambda inside, _: [inside], range(100_000), "x")
+
+
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        (chat("2\ud800", 1.0), "`content` of message 1 has '.ud800' at character 1, half of a surrogate pair"),
+        (chat("2" * 1_000_001, 1.0), "it has 1,000,0.. characters, which are more than 40 tokens"),
+        (chat(NESTED, 1.0), "`content` of message 1 must be text, got list"),
+        (chat("2", NESTED), "reward is list .*it must be a finite number"),
+        (tokens(token_ids=[5, NESTED, 7]), "token_ids holds .*: they must be whole numbers"),
+        (tokens(loss_mask=[0, NESTED, 1]), "loss_mask holds .*: 1 marks a token"),
+        (tokens(token_ids=[5, 6, 10**30]), "is outside the model's vocabulary of 66"),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
+)
+def test_text_that_cannot_be_used_and_values_of_any_depth_are_named(sample: Any, expected: str):
+    with pytest.raises(ValueError, match=f"group 0, sample 1: .*{expected}") as caught:
+        READER.train([[tokens(), sample]])
+    assert len(str(caught.value)) < 300
+
+
+def test_a_service_refuses_an_advantage_that_only_the_callers_program_has(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ADVANTAGES, "_entries", dict(ADVANTAGES._entries))
+    ADVANTAGES.register("mine", per_sample(lambda rewards, group_ids: rewards))
+    with pytest.raises(ConfigError, match="advantage_estimator is mine, which this program registered"):
+        check_service(load_config(["trainer.algorithm.advantage_estimator=mine"]), files=False)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], "rows must be a list of at least one row"),
+        (tokens(), "rows must be a list of at least one row, got dict"),
+        ([7], "row 0 must be a dict, got int 7"),
+        ([{"input_ids": [5, 6], "loss_mask": [0, 1]}, {"text": "x"}], "row 1: a row needs `messages`, or"),
+        ([{"input_ids": [5] * 41, "loss_mask": [1] * 41}], "row 0: it has 41 tokens, and the model takes 40"),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_are_refused_with_place_and_reason(rows: Any, expected: str):
+    with pytest.raises(ValueError) as error:
+        READER.sft(listed(rows, 1))
+    assert expected in str(error.value)
+
+
+def test_a_checkpoint_goes_to_an_absolute_path():
+    assert READER.save("/models/a").folder == "/models/a"
+    with pytest.raises(ValueError, match="folder must be an absolute path"):
+        READER.save("models/a")
+
+
+def test_a_service_has_no_last_step_and_no_checkpoints():
+    with pytest.raises(ConfigError, match="scheduler is linear, which falls towards the last step"):
+        check_service(load_config(["trainer.policy.optimizer_config.scheduler=linear"]))
+    with pytest.raises(ConfigError, match="trainer.resume_mode is latest, and a service writes no checkpoints"):
+        check_service(load_config(["trainer.resume_mode=latest"]))
+    with pytest.raises(ConfigError, match="trainer.source or generator.rollout is set, and a service trains on"):
+        check_service(load_config(["generator.rollout=asyncio:create_subprocess_exec"]))

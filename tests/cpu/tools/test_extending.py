@@ -1,0 +1,52 @@
+"""docs/extending.md: its code is that of examples/custom, which tests run."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from skyrl_train.config import load_config
+from tests.support.scripted import PARAMS, Script, prompt, sampler
+from tests.support.tiny import tiny_tokenizer
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/extending.md").read_text()
+QUOTED = re.findall(r"\[(examples/custom/\w+\.py)\]\([^)]*\)[^`]*?```python\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/custom/{name}.py")
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.mark.parametrize(("file", "code"), QUOTED, ids=[file for file, _ in QUOTED])
+def test_quoted_code_is_that_of_the_file(file: str, code: str):
+    assert code.strip() in (ROOT / file).read_text(), f"docs/extending.md does not quote {file} as it is"
+
+
+def test_every_example_is_quoted():
+    files = {f"examples/custom/{path.name}" for path in (ROOT / "examples/custom").glob("*.py")}
+    assert {file for file, _ in QUOTED} == files
+
+
+def test_the_environment_plays_in_the_default_rollout(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples/custom"))
+    of_digits = prompt("own_environment:Digits")
+    with sampler(tiny_tokenizer(), Script(tiny_tokenizer(), "12"), extra={"wanted_digits": 4}) as s:
+        played = asyncio.run(s.sample(of_digits, PARAMS))
+    assert played.reward == 0.5 and played.turns == 1
+
+
+def test_the_example_experiment_is_a_configuration_that_loads():
+    config = load_config(["+experiment=custom"], [ROOT / "examples/custom/configs"])
+    assert config.extra == {"wanted_digits": 4, "max_batches": 2}
+    assert config.trainer.source == "own_source:GroupsThatTeach"
+    assert hasattr(module("own_rollout"), config.generator.rollout.partition(":")[2])

@@ -1,0 +1,436 @@
+"""Checkpoints of a run: when they are written, which stay, and which one a run goes on from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.cluster.pool.settings import all_engine_settings
+from skyrl_train.config import load_config
+from skyrl_train.config.training import TrainingConfig
+from skyrl_train.data.order import OrderState
+from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_folder, lock_checkpoints
+from skyrl_train.file_sum import FileSum, sum_of
+from skyrl_train.tracking.run_dir import write_record
+from skyrl_train.trainer import run_state
+from skyrl_train.trainer.problems import RunIncomplete
+from skyrl_train.trainer.run_state import DRAFT, RECORD, Checkpoints, RunState, load_checkpoint, settings_of
+from tests.support.counting import NUM_ROWS, Counting, steps, trainer_config
+
+
+def save(trainer: TrainingConfig, global_step: int, **changes: Any) -> Path:
+    """A checkpoint as a run of `trainer` leaves it."""
+    checkpoints = Checkpoints(trainer.ckpt_path, trainer.max_ckpts_to_keep)
+    folder = checkpoints.folder(global_step)
+    checkpoints.begin(folder)
+    (folder / "rank_0.pt").write_text("state")
+    sums = [sum_of(folder / "rank_0.pt")]
+    checkpoints.finish(folder, replace(state_of(trainer, global_step), **changes), sums)
+    return folder
+
+
+def state_of(trainer: TrainingConfig, global_step: int) -> RunState:
+    order = OrderState(epoch=0, position=2 * global_step, num_rows=NUM_ROWS, seed=3)
+    return RunState(global_step, global_step, False, asdict(order), 1, settings_of(trainer), "this run")
+
+
+def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path):
+    trainer = trainer_config(tmp_path)
+    folder = save(trainer, 4)
+    read = load_checkpoint(folder)
+    assert read.state == state_of(trainer, 4) and read.number == 1
+    assert (read.saved.folder, read.saved.policy_version) == (str(folder), 4)
+
+
+def test_a_checkpoint_from_before_there_were_sources_is_read(tmp_path: Path):
+    trainer = trainer_config(tmp_path)
+    file = save(trainer, 4) / "checkpoint.json"
+    record = json.loads(file.read_text())
+    record["state"]["order"] = record["state"].pop("source")
+    del record["sha256"]
+    file.write_text(json.dumps(record | {"sha256": run_state._digest(record)}))
+    assert load_checkpoint(file.parent).state == state_of(trainer, 4)
+
+
+def test_a_run_with_another_source_does_not_resume_and_a_state_of_ones_own_comes_back_as_it_was(tmp_path: Path):
+    own, resume = "trainer.source=own_source:Files", "trainer.resume_mode=latest"
+
+    def reinforcement(*overrides: str) -> TrainingConfig:
+        return load_config([f"trainer.run_dir={tmp_path}/run", *overrides]).trainer
+
+    save(reinforcement(own), 4, source={"file": 3, "line": [1, 2]})
+    chosen = chosen_checkpoint(reinforcement(own, resume), NUM_ROWS + 1)
+    assert chosen is not None and chosen.state.source == {"file": 3, "line": [1, 2]}
+    with pytest.raises(ValueError, match="trainer.source was own_source:Files and is None"):
+        chosen_checkpoint(reinforcement(resume), NUM_ROWS)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[1]", '{"format": 1}', '{"format": 1, "state": {"order": 2}}', '{"format": 0}']
+)
+def test_what_this_program_did_not_write_is_no_checkpoint_and_disturbs_none(content: str, tmp_path: Path):
+    trainer = trainer_config(tmp_path, "trainer.max_ckpts_to_keep=1")
+    other = Path(trainer.ckpt_path) / "global_step_9"
+    other.mkdir(parents=True)
+    (other / RECORD).write_text(content)
+    with pytest.raises(ValueError, match="checkpoint.json cannot be read"):
+        load_checkpoint(other)
+    save(trainer, 10)
+    save(trainer, 11)
+    assert (other / RECORD).read_text() == content
+    (other / RECORD).unlink()
+    assert steps(trainer) == [11]
+
+
+def test_without_its_record_or_a_rank_a_folder_is_no_checkpoint(tmp_path: Path):
+    trainer = trainer_config(tmp_path)
+    folder = save(trainer, 4)
+    with pytest.raises(
+        ValueError, match="is not a complete checkpoint: it has no checkpoint.json. Name one of global_step_4 in"
+    ):
+        load_checkpoint(folder.parent)
+    (folder / "rank_0.pt").rename(folder / "elsewhere")
+    with pytest.raises(ValueError, match="is damaged: rank_0.pt is missing"):
+        load_checkpoint(folder)
+    (folder / RECORD).unlink()
+    assert steps(trainer) == []
+    with pytest.raises(ValueError, match="is not a complete checkpoint: it has no checkpoint.json$"):
+        load_checkpoint(folder)
+
+
+def flip(file: Path, position: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+def digit_of_the_step(folder: Path) -> int:
+    return (folder / RECORD).read_bytes().index(b'"global_step": ') + len('"global_step": ')
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped bit of a rank": (lambda folder: flip(folder / "rank_0.pt", 2), "rank_0.pt has other bytes than were"),
+    "a truncated rank": (lambda folder: (folder / "rank_0.pt").write_text("stat"), "has 4 bytes instead of 5"),
+    "a missing rank": (lambda folder: (folder / "rank_0.pt").unlink(), "rank_0.pt is missing"),
+    "another step in the record": (
+        lambda folder: flip(folder / RECORD, digit_of_the_step(folder)),
+        "was changed after",
+    ),
+    "a truncated record": (lambda folder: os.truncate(folder / RECORD, 40), "checkpoint.json cannot be read"),
+    "an empty record": (lambda folder: os.truncate(folder / RECORD, 0), "checkpoint.json cannot be read"),
+    "no text in the record": (lambda folder: (folder / RECORD).write_bytes(b"\xff\xfe"), "cannot be read"),
+    "a missing record": (lambda folder: (folder / RECORD).unlink(), "it has no checkpoint.json"),
+    "a format without digests": (
+        lambda folder: (folder / RECORD).write_text(
+            (folder / RECORD).read_text().replace('"format": 2', '"format": 1')
+        ),
+        "it has the format 1, and this version of skyrl_train reads 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_of_damaged_checkpoints_the_next_older_intact_one_is_used_and_said(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    do, message = DAMAGES[damage]
+    trainer = trainer_config(tmp_path, "trainer.resume_mode=latest")
+    folders = [save(trainer, step) for step in (2, 4, 6)]
+    do(folders[2])
+    chosen = chosen_checkpoint(trainer, NUM_ROWS)
+    assert chosen is not None and chosen.folder == folders[1]
+    assert message in caplog.text and str(folders[2]) in caplog.text
+    assert f"the newest intact checkpoint is {folders[1]}" in caplog.text
+    do(folders[1])
+    chosen = chosen_checkpoint(trainer, NUM_ROWS)
+    assert chosen is not None and chosen.folder == folders[0]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_without_an_intact_checkpoint_nothing_starts(damage: str, tmp_path: Path):
+    do, message = DAMAGES[damage]
+    trainer = trainer_config(tmp_path, "trainer.resume_mode=latest")
+    folder = save(trainer, 2)
+    do(folder)
+    with pytest.raises(
+        ValueError, match="none of its checkpoints is intact .*To start again from the model, move"
+    ) as e:
+        chosen_checkpoint(trainer, NUM_ROWS)
+    assert message in str(e.value)
+    named = trainer_config(tmp_path, "trainer.resume_mode=from_path", f"trainer.resume_path={folder}")
+    with pytest.raises(ValueError, match=message):
+        chosen_checkpoint(named, NUM_ROWS)
+
+
+def test_a_run_killed_while_it_wrote_its_first_checkpoint_starts_from_the_model(tmp_path: Path):
+    trainer = trainer_config(tmp_path, "trainer.resume_mode=latest")
+    checkpoints, folder = Checkpoints(trainer.ckpt_path, 1), Path(trainer.ckpt_path) / "global_step_2"
+    checkpoints.begin(folder)
+    (folder / "rank_0.pt").write_text("state")
+    assert chosen_checkpoint(trainer, NUM_ROWS) is None
+
+
+def test_an_old_checkpoint_stays_until_the_new_one_is_known_to_be_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = trainer_config(tmp_path, "trainer.max_ckpts_to_keep=1")
+    save(trainer, 2)
+    checkpoints, folder = Checkpoints(trainer.ckpt_path, 1), Path(trainer.ckpt_path) / "global_step_4"
+    checkpoints.begin(folder)
+    (folder / "rank_0.pt").write_text("sta")
+    with pytest.raises(OSError, match="rank_0.pt has 3 bytes instead of 5"):
+        checkpoints.finish(folder, state_of(trainer, 4), [FileSum(5, "")])
+    (folder / "rank_0.pt").write_text("state")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda draft, record: record.write_text("{"))
+        with pytest.raises(OSError, match="checkpoint.json cannot be read"):
+            checkpoints.finish(folder, state_of(trainer, 4), [sum_of(folder / "rank_0.pt")])
+    assert steps(trainer) == [2]
+
+
+def test_files_that_the_driver_does_not_see_make_no_checkpoint(tmp_path: Path):
+    trainer = trainer_config(tmp_path)
+    checkpoints, folder = Checkpoints(trainer.ckpt_path, 1), Path(trainer.ckpt_path) / "global_step_4"
+    checkpoints.begin(folder)
+    sums = [FileSum(5, "")] * 2
+    with pytest.raises(OSError, match=r"rank_0.pt is missing; rank_1.pt is missing. trainer.ckpt_path must be one"):
+        checkpoints.finish(folder, state_of(trainer, 4), sums)
+    assert steps(trainer) == []
+
+
+def test_the_newest_stay_and_what_broke_off_makes_room(tmp_path: Path):
+    trainer = trainer_config(tmp_path, "trainer.max_ckpts_to_keep=2")
+    broken = save(trainer, 1)
+    (broken / RECORD).rename(broken / DRAFT)
+    (broken / "rank_1.tmp").write_text("half")
+    Checkpoints(trainer.ckpt_path, 2).begin(Path(trainer.ckpt_path) / "global_step_2")
+    assert not broken.exists(), "before the next is written"
+    for step in (2, 3, 4):
+        save(trainer, step)
+    (Path(trainer.ckpt_path) / "global_step_3/notes.txt").write_text("mine")
+    save(trainer, 5)
+    assert steps(trainer) == [4, 5]
+    assert [path.name for path in (Path(trainer.ckpt_path) / "global_step_3").iterdir()] == ["notes.txt"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_cost_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    trainer = trainer_config(tmp_path, "trainer.max_ckpts_to_keep=1")
+    archived = save(trainer, 1).rename(tmp_path / "archived")
+    (Path(trainer.ckpt_path) / "global_step_1").symlink_to(archived)
+    save(trainer, 2)
+    assert load_checkpoint(archived), "what was linked is the user's"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rmdir", lambda path: (_ for _ in ()).throw(OSError("Device or resource busy")))
+        save(trainer, 3)
+    assert "global_step_2 could not be removed: Device or resource busy" in caplog.text
+    assert steps(trainer) == [1, 3]
+
+
+def test_a_run_goes_on_from_what_was_written_last_and_not_from_the_highest_step(tmp_path: Path):
+    """As after going back to an earlier step."""
+    trainer = trainer_config(tmp_path, "trainer.resume_mode=latest")
+    save(trainer, 8)
+    save(trainer, 4)
+    chosen = chosen_checkpoint(trainer, NUM_ROWS)
+    assert chosen is not None and chosen.state.global_step == 4
+    assert goes_on_in_its_folder(trainer, chosen)
+
+
+def test_without_a_checkpoint_latest_starts_anew(tmp_path: Path):
+    trainer = trainer_config(tmp_path, "trainer.resume_mode=latest")
+    assert chosen_checkpoint(trainer, NUM_ROWS) is None and not goes_on_in_its_folder(trainer, None)
+
+
+def test_a_run_stays_in_its_folder_and_in_no_other(tmp_path: Path):
+    """By the checkpoints in it, and by its number where these lie elsewhere."""
+    run_dir = tmp_path / "run"
+    elsewhere = save(trainer_config(tmp_path / "other"), 4)
+    own, shared = (
+        save(trainer_config(tmp_path), 2),
+        save(trainer_config(tmp_path, f"trainer.ckpt_path={tmp_path}/c"), 6),
+    )
+    for folder, run_id, stays in (
+        (elsewhere, "another", False),
+        (own, "another", True),
+        (shared, "another", False),
+        (shared, "this run", True),
+    ):
+        write_record(run_dir, {"run_id": run_id})
+        trainer = trainer_config(tmp_path, "trainer.resume_mode=from_path", f"trainer.resume_path={folder}")
+        chosen = chosen_checkpoint(trainer, NUM_ROWS)
+        assert chosen is not None and chosen.folder == folder
+        assert goes_on_in_its_folder(trainer, chosen) is stays
+
+
+@pytest.mark.parametrize("mode", [None, "from_path"])
+def test_a_run_does_not_write_beside_the_checkpoints_of_another(mode: str | None, tmp_path: Path):
+    shared = f"trainer.ckpt_path={tmp_path}/shared"
+    save(trainer_config(tmp_path, shared), 4)
+    asked = []
+    if mode is not None:
+        other = save(trainer_config(tmp_path / "other"), 2)
+        asked = [f"trainer.resume_mode={mode}", f"trainer.resume_path={other}"]
+    with pytest.raises(ValueError, match=r"holds checkpoints already \(global_step_4\). Resume with .*=latest, or"):
+        chosen_checkpoint(trainer_config(tmp_path, shared, *asked), NUM_ROWS)
+    chosen_checkpoint(trainer_config(tmp_path, shared, *asked, "trainer.ckpt_interval=-1"), NUM_ROWS)
+
+
+def test_two_runs_at_once_do_not_share_a_folder(tmp_path: Path):
+    shared = f"trainer.ckpt_path={tmp_path}/shared"
+    first, second = (trainer_config(tmp_path / name, shared, "trainer.resume_mode=latest") for name in ("a", "b"))
+    held = lock_checkpoints(first)
+    assert held is not None
+    with pytest.raises(
+        ValueError, match=r"trainer.ckpt_path=.*shared belongs to a run .*; choose another folder, or end"
+    ):
+        lock_checkpoints(second)
+    held.close()
+    assert lock_checkpoints(second) is not None
+    assert lock_checkpoints(trainer_config(tmp_path)) is None, "the run's own folder has a lock"
+    assert lock_checkpoints(trainer_config(tmp_path, shared, "trainer.ckpt_interval=-1")) is None
+
+
+PP = "trainer.policy.megatron_config.pipeline_model_parallel_size"
+LORA = "trainer.policy.model.lora"
+
+
+@pytest.mark.parametrize(
+    ("before", "overrides", "num_rows", "message"),
+    [
+        ([], [], NUM_ROWS + 1, "is of 10 training rows .* and these are 11 rows .* Give the same data and seed"),
+        ([], ["trainer.seed=4"], NUM_ROWS, "the order of trainer.seed=3, and these are 10 rows with trainer.seed=4"),
+        (
+            [],
+            ["trainer.placement.policy_num_gpus_per_node=2", f"{PP}=2"],
+            NUM_ROWS,
+            f"cannot be gone on with: {PP} was 1 and is 2, .*policy_num_gpus_per_node was 1 and is 2. Give the same",
+        ),
+        ([], ["trainer.train_batch_size=5"], NUM_ROWS, "trainer.train_batch_size was 2 and is 5"),
+        ([], [f"{LORA}.rank=4"], NUM_ROWS, "lora.rank was 0 and is 4, .*model.path was None and is Qwen"),
+        (
+            [f"{LORA}.rank=4"],
+            [f"{LORA}.rank=4", f"{LORA}.alpha=64", "trainer.policy.model.path=other"],
+            NUM_ROWS,
+            "model.path was Qwen.* and is other, trainer.policy.model.lora.alpha was 16.* and is 64",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_kind_of_run_is_refused_before_anything_starts(
+    before: list[str], overrides: list[str], num_rows: int, message: str, tmp_path: Path
+):
+    save(trainer_config(tmp_path, *before), 4)
+    with pytest.raises(ValueError, match=message):
+        chosen_checkpoint(trainer_config(tmp_path, "trainer.resume_mode=latest", *overrides), num_rows)
+
+
+def test_what_a_checkpoint_does_not_depend_on_may_change(tmp_path: Path):
+    save(trainer_config(tmp_path), 4)
+    free = ["trainer.epochs=9", "trainer.policy.model.path=moved", "trainer.max_tokens_per_microbatch=8"]
+    assert chosen_checkpoint(trainer_config(tmp_path, "trainer.resume_mode=latest", *free), NUM_ROWS) is not None
+
+
+def test_steps_and_learning_rate_of_reinforcement_learning_depend_on_its_batches():
+    settings = settings_of(load_config([]).trainer)
+    assert {"trainer.policy_mini_batch_size", "trainer.update_epochs_per_batch"} <= settings.keys()
+
+
+def test_engines_of_a_run_that_goes_on_draw_other_numbers():
+    config = load_config(["generator.num_inference_engines=2", "trainer.seed=2147483646"])
+
+    def seeds(policy_version: int) -> list[int]:
+        return [one.seed for one in all_engine_settings(config, 64, "shm", policy_version)]  # type: ignore[union-attr]
+
+    assert seeds(0) == [2147483646, 2147483647]
+    assert len({*seeds(0), *seeds(40), *seeds(80)}) == 6 and max(seeds(40) + seeds(80)) < 2**32
+    assert seeds(40) == seeds(40)
+
+
+def test_checkpoints_are_written_every_few_steps_and_after_the_last(tmp_path: Path):
+    trainer = trainer_config(tmp_path, "trainer.ckpt_interval=3")
+    asyncio.run(Counting(trainer, 7).train())
+    assert steps(trainer) == [3, 6, 7]
+    never = trainer_config(tmp_path / "never", "trainer.ckpt_interval=-1")
+    asyncio.run(Counting(never, 7).train())
+    assert steps(never) == [] and not Path(never.ckpt_path).exists()
+
+
+def test_a_run_that_is_told_to_stop_writes_one(tmp_path: Path):
+    trainer = trainer_config(tmp_path, "trainer.ckpt_interval=3")
+    for stop_at in (3, 4):
+        asyncio.run(Counting(trainer, 7, stop_at=stop_at).train())
+    assert sorted(steps(trainer)) == [3, 4]
+
+
+@pytest.mark.parametrize("stop_at", [4, 7])
+def test_an_evaluation_that_was_left_out_is_made_when_the_run_goes_on(stop_at: int, tmp_path: Path):
+    trainer = trainer_config(tmp_path, "trainer.ckpt_interval=3", "trainer.eval_interval=2")
+    stopped, resumed = Counting(trainer, 7, stop_at=stop_at), Counting(trainer, 7)
+    asyncio.run(stopped.train())
+    state = load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(stop_at)).state
+    assert state.owes
+    resumed.go_on(state)
+    asyncio.run(resumed.train())
+    assert stopped.evaluated + resumed.evaluated == [0, 2, 4, 6, 7]
+    assert not load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(7)).state.owes or stop_at == 7
+
+
+def test_processes_that_end_with_the_run_cost_it_a_checkpoint_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    loop = Counting(trainer_config(tmp_path, "trainer.ckpt_interval=3"), 7, stop_at=4)
+    loop.policy.error, loop.policy.answers = RemoteFailed("policy-0 died"), False
+    loop._saved_step, loop.global_step = 3, 3
+    loop.stop_at = 1
+    asyncio.run(loop.train())
+    assert loop.global_step == 4 and "the checkpoint of step 4 could not be written: policy-0 died" in caplog.text
+
+
+def test_a_run_that_goes_on_trains_on_the_rows_that_are_left_in_their_order(tmp_path: Path):
+    """Through the end of an epoch of 5 steps."""
+    trainer = trainer_config(tmp_path, "trainer.ckpt_interval=4")
+    whole = Counting(trainer, 12)
+    asyncio.run(whole.train())
+    for step in (4, 8):
+        resumed = Counting(trainer, 12)
+        resumed.go_on(load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(step)).state)
+        asyncio.run(resumed.train())
+        assert resumed.batches == whole.batches[step:] and resumed.global_step == 12
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_nothing_but_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    trainer = trainer_config(tmp_path, "trainer.ckpt_interval=1")
+    loop = Counting(trainer, 3)
+    asyncio.run(loop.train())
+    loop.policy.error, loop._num_steps = RemoteFailed("policy-0: No space left on device"), 4
+    with pytest.raises(
+        RunIncomplete, match="the checkpoint of step 4, the last one, could not be written: policy-0: No"
+    ):
+        asyncio.run(loop.train())
+    assert steps(trainer) == [1, 2, 3] and not Checkpoints(trainer.ckpt_path, -1).folder(4).exists()
+    loop = Counting(trainer_config(tmp_path / "other", "trainer.ckpt_interval=1"), 2)
+    loop.policy.error = RemoteFailed("policy-0: No space left on device")
+    loop.after_step = lambda: setattr(loop.policy, "error", loop.policy.error if loop.policy.num_steps == 1 else None)
+    asyncio.run(loop.train())
+    assert "the checkpoint of step 1 could not be written, the run continues: policy-0: No space left" in caplog.text
+    loop.policy.error, loop.policy.answers, loop._num_steps = RemoteFailed("policy-0 died"), False, 5
+    loop.after_step = None
+    with pytest.raises(RemoteFailed):
+        asyncio.run(loop.train())
+
+
+def test_a_folder_that_cannot_be_made_costs_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "file").write_text("")
+    loop = Counting(trainer_config(tmp_path, "trainer.ckpt_interval=1", f"trainer.ckpt_path={tmp_path}/file/x"), 2)
+    with pytest.raises(RunIncomplete, match="the checkpoint of step 2, the last one, could not be written"):
+        asyncio.run(loop.train())
+    assert loop.global_step == 2 and "step 1 could not be written, the run continues" in caplog.text

@@ -1,0 +1,188 @@
+"""Steps whose groups all have equal rewards, which must not be trained."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.algorithms.objective import Objective
+from skyrl_train.algorithms.tables import LOSSES
+from skyrl_train.batching.build import build_experience
+from skyrl_train.cluster.ranks.policy_group import UpdateReports
+from skyrl_train.config import load_config
+from skyrl_train.ranks import UpdateReport
+from skyrl_train.service.learning import Learning
+from skyrl_train.tracking.timers import Timers
+from skyrl_train.trainer import learner as learner_module
+from skyrl_train.trainer.build import _signal
+from skyrl_train.trainer.credit import CreditAssignment
+from skyrl_train.trainer.learner import Learner
+from skyrl_train.trainer.rules import objective
+from skyrl_train.trainer.signal import Signal
+from skyrl_train.types import Group, Metrics, Prompt, Sample, final_reward
+
+EQUAL, DIFFERENT = (1.0, 1.0), (0.0, 1.0)
+WITHOUT_KL = "trainer.algorithm.use_kl_loss=false"
+
+
+def group(rewards: tuple[float, ...], mask: tuple[bool, ...] = (False, True)) -> Group:
+    samples = tuple(
+        Sample(torch.tensor([1, 2]), torch.tensor(mask), torch.zeros(2), 1, final_reward(2, reward), "stop", 1, 0)
+        for reward in rewards
+    )
+    return Group(Prompt("0", [], "addition", {}, "sums"), samples)
+
+
+def metrics_of(*groups: Group) -> Metrics:
+    credit = CreditAssignment(load_config().trainer.algorithm)
+    return credit(build_experience(groups, policy_version=0)).metrics
+
+
+def objective_of(*overrides: str) -> Objective:
+    config = load_config([WITHOUT_KL, *overrides])
+    return objective(config.trainer.algorithm, config.generator.sampling_params, 1024)
+
+
+class Policy:
+    """Counts what costs something, and moves its version."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.policy_version = self.num_updates = self.num_steps = 0
+
+    async def keep_old_logprobs(self, shards: Any, ref: Any) -> None:
+        self.calls.append("old logprobs")
+
+    async def update(self, *args: Any, **kwargs: Any) -> tuple[Metrics, UpdateReports]:
+        self.calls.append("update")
+        self.policy_version, self.num_updates = self.policy_version + 1, self.num_updates + 1
+        return {"policy/num_optimizer_steps": 2.0}, UpdateReports((UpdateReport({}, 1.0, 0.0, 0.0, 0.0, None),), 0.0)
+
+
+class World:
+    """A learner whose devices and first comparison only note that they were used."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.policy = Policy()
+        calls = self.policy.calls
+
+        def noting(name: str, result: Any = None) -> Any:
+            async def call(*args: Any) -> Any:
+                calls.append(name)
+                return result
+
+            return call
+
+        moves = {name: noting(name) for name in ("for_reference", "for_training", "for_rollout")}
+        sync = noting("sync", SimpleNamespace(num_bytes=1, seconds=1.0))
+        self.learner = Learner(
+            load_config([WITHOUT_KL]),
+            rules=SimpleNamespace(),  # type: ignore[arg-type]
+            policy=self.policy,  # type: ignore[arg-type]
+            reference=None,
+            residency=SimpleNamespace(**moves, sync_weights=sync, metrics=lambda: {}),  # type: ignore[arg-type]
+            timers=Timers(),
+            bound=SimpleNamespace(fail=1.0, look=lambda difference: None),  # type: ignore[arg-type]
+            first_check=SimpleNamespace(scores=noting("scores"), judge=noting("judge")),  # type: ignore[arg-type]
+            signal=Signal(objective_of(), has_other_terms=False),
+        )
+        shards = SimpleNamespace(batches=[SimpleNamespace(mini_batches=[None, None])], put=lambda *args: [])
+        monkeypatch.setattr(self.learner, "_shards", lambda *args: shards)
+        monkeypatch.setattr(learner_module, "balance_metrics", lambda *args: {})
+
+    async def learn(self, *rewards: tuple[float, ...]) -> Metrics:
+        self.policy.calls.clear()
+        return await self.learner.learn([group(one) for one in rewards], 2)
+
+
+def test_a_step_whose_groups_all_have_equal_rewards_trains_and_syncs_nothing(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        world = World(monkeypatch)
+        metrics = await world.learn(EQUAL, (0.0, 0.0))
+        assert world.policy.calls == [] and world.policy.policy_version == 0
+        assert metrics["policy/num_optimizer_steps"] == 0 and metrics["reward/zero_variance_share"] == 1
+        assert metrics["loss/avg_final_rewards"] == 0.5
+
+    asyncio.run(main())
+
+
+def test_the_first_update_after_steps_without_signal_is_checked_like_any_first_update(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        world = World(monkeypatch)
+        await world.learn(EQUAL)
+        await world.learn(EQUAL, DIFFERENT)
+        assert world.policy.calls == [
+            *("scores", "for_reference", "for_training", "judge", "old logprobs", "update", "sync")
+        ]
+        assert world.policy.policy_version == 1
+
+    asyncio.run(main())
+
+
+def test_steps_without_signal_are_logged_once_in_a_row(caplog: pytest.LogCaptureFixture):
+    signal = Signal(objective_of(), has_other_terms=False)
+    metrics = [metrics_of(group(rewards)) for rewards in (EQUAL, EQUAL, DIFFERENT, EQUAL)]
+    assert [signal.is_in(one) for one in metrics] == [False, False, True, False]
+    assert caplog.text.count("has no signal") == 2 and "100 % of the groups have equal rewards" in caplog.text
+
+
+def test_advantages_of_tokens_that_are_not_trained_are_no_signal():
+    signal = Signal(objective_of(), has_other_terms=False)
+    assert not signal.is_in(metrics_of(group(DIFFERENT, mask=(False, False))))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.algorithm.use_kl_loss=true"],
+        ["trainer.algorithm.use_kl_in_reward=true"],
+        ["trainer.algorithm.use_entropy_loss=true"],
+        ["trainer.algorithm.policy_loss_type=cross_entropy"],
+        ["trainer.policy.megatron_config.moe_aux_loss_coeff=0.01"],
+    ],
+)
+def test_an_objective_with_another_term_is_trained_without_advantages(overrides: list[str]):
+    config, experts = load_config([WITHOUT_KL, *overrides]), SimpleNamespace(num_experts=4)
+    assert _signal(config, experts).is_in(metrics_of(group(EQUAL)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.algorithm.use_kl_loss=true", "trainer.algorithm.kl_loss_coef=0"],
+        ["trainer.algorithm.use_entropy_loss=true", "trainer.algorithm.entropy_loss_coef=0"],
+        ["trainer.policy.megatron_config.moe_aux_loss_coeff=0.01"],
+    ],
+)
+def test_terms_of_weight_zero_and_routers_of_a_dense_model_are_no_signal(overrides: list[str]):
+    config = load_config([WITHOUT_KL, *overrides])
+    assert not _signal(config, SimpleNamespace()).is_in(metrics_of(group(EQUAL)))  # type: ignore[arg-type]
+
+
+def test_every_loss_but_cross_entropy_needs_advantages():
+    trained = {
+        loss
+        for loss in LOSSES
+        if Signal(objective_of(f"trainer.algorithm.policy_loss_type={loss}"), has_other_terms=False).is_in(
+            metrics_of(group(EQUAL))
+        )
+    }
+    assert trained == {"cross_entropy"}
+
+
+def test_every_job_of_a_service_moves_the_version(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        world = World(monkeypatch)
+        processes: Any = SimpleNamespace(policy=world.policy)
+        learning = Learning(processes, world.learner, Timers(), state_path=None, max_model_len=9)
+        world.learner._timers = learning._timers
+        monkeypatch.setattr("skyrl_train.service.learning.TrainJob", SimpleNamespace)
+        job: Any = SimpleNamespace(groups=[group(EQUAL)], num_mini_batches=2, has_logprobs=True, drawn_by={})
+        metrics = await learning.run(job)
+        assert metrics["service/policy_version"] == 1 and world.policy.calls[-3:] == ["update", "sync", "for_rollout"]
+
+    asyncio.run(main())

@@ -1,0 +1,117 @@
+"""Who is asleep when, where engines and trainer take turns and a sync fails: Colocated over fake engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.cluster.ranks.release import KeepResident
+from skyrl_train.cluster.weight_sync import WeightSync
+from skyrl_train.trainer.memory_report import MemoryReport
+from skyrl_train.trainer.residency import Colocated
+from tests.support.fake_actors import SYNC, FakeEngine, FakeRank, engine_group, policy_group
+
+MOVES = ("sleep", "wake_weights", "begin_weight_update", "resume", "wake_kv_cache", "policy starts")
+
+
+class World:
+    """One engine that shares the device of one policy rank; `story` says what happened to its memory."""
+
+    def __init__(self) -> None:
+        self.engine, self.rank = FakeEngine(), FakeRank()
+        self.fails = True
+
+    async def build(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        engines = engine_group(monkeypatch, self.engine)
+        self.policy = await policy_group(monkeypatch, self.rank)
+        check: Any = SimpleNamespace(is_due=lambda sync: False)
+        sync, report = WeightSync(self.policy, engines, SYNC, check), MemoryReport(self.policy, None, engines)
+        await sync.senders.connect()
+        self.residency = Colocated(self.policy, None, engines, sync, KeepResident(), report)
+
+    def fail(self, method: str) -> None:
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise RuntimeError(f"no {method}")
+
+        actor = self.rank if method == "send_weights" else self.engine
+        self.kept = actor, method, actor.answers.get(method)
+        actor.answers[method] = refuse
+
+    def mend(self) -> None:
+        actor, method, answer = self.kept
+        actor.answers[method] = answer
+
+    @property
+    def story(self) -> list[str]:
+        return [one for one in self.engine.called if one in MOVES]
+
+    async def start_again(self) -> None:
+        async def start() -> None:
+            self.engine.called.append("policy starts")
+
+        async def nothing() -> None:
+            """There is no reference."""
+
+        await self.residency.start_again(start, nothing)
+
+
+def in_world(monkeypatch: pytest.MonkeyPatch, main: Callable[[World], Awaitable[None]]) -> None:
+    async def run() -> None:
+        world = World()
+        await world.build(monkeypatch)
+        await main(world)
+
+    asyncio.run(asyncio.wait_for(run(), 5))
+
+
+@pytest.mark.parametrize("method", ["wake_weights", "send_weights", "finish_weight_update", "wake_kv_cache"])
+def test_engines_are_asleep_before_the_policy_starts_again_whatever_failed(
+    monkeypatch: pytest.MonkeyPatch, method: str
+):
+    """They may hold their weights' memory by then, in which the policy's optimizer would find no room."""
+
+    async def main(world: World) -> None:
+        await world.residency.for_rollout()
+        await world.residency.for_training()
+        world.fail(method)
+        with pytest.raises(RemoteFailed, match=f"RuntimeError: no {method}"):
+            await world.residency.sync_weights(())
+            await world.residency.for_rollout()
+        world.mend()
+        await world.start_again()
+        assert world.story[-2:] == ["sleep", "policy starts"]
+        await world.residency.sync_weights(())
+        await world.residency.for_rollout()
+        assert world.story[-5:] == ["wake_weights", "begin_weight_update", "resume", "wake_weights", "wake_kv_cache"]
+
+    in_world(monkeypatch, main)
+
+
+def test_an_engine_with_half_an_update_gets_a_whole_one_before_it_answers(monkeypatch: pytest.MonkeyPatch):
+    async def main(world: World) -> None:
+        world.fail("send_weights")
+        with pytest.raises(RemoteFailed):
+            await world.residency.sync_weights(())
+        world.mend()
+        await world.residency.for_rollout()
+        assert world.story.count("resume") == 1 and world.rank.num_sends == 1
+
+    in_world(monkeypatch, main)
+
+
+def test_a_quiet_step_wakes_and_sleeps_once(monkeypatch: pytest.MonkeyPatch):
+    async def main(world: World) -> None:
+        for _ in range(2):
+            await world.residency.for_rollout()
+            await world.residency.for_reference()
+            await world.residency.for_training()
+            await world.residency.sync_weights(())
+        step = ["sleep", "wake_weights", "begin_weight_update", "resume"]
+        assert world.story == [*step, "wake_weights", "wake_kv_cache", *step]
+
+    in_world(monkeypatch, main)

@@ -1,0 +1,1 @@
+"""What tests share: tiny models and their tokenizers, layouts and whole jobs to run, fakes, and planted faults."""
