@@ -22,14 +22,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from skyrl_train.batching.pack import Plan, deal
-from skyrl_train.batching.rules import MicroBatchRules
+from skyrl_train.batching.pack import Plan, distribute
+from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.hf.flops import ModelCost
 
-Strategy = Callable[[Sequence[int], MicroBatchRules], Plan]
+Strategy = Callable[[Sequence[int], MicroBatchLimits], Plan]
 
 
-def first_fit(lengths: Sequence[int], rules: MicroBatchRules) -> Plan:
+def first_fit(lengths: Sequence[int], rules: MicroBatchLimits) -> Plan:
     bins: list[list[int]] = []
     free: list[int] = []
     for i, length in enumerate(lengths):
@@ -45,7 +45,7 @@ def first_fit(lengths: Sequence[int], rules: MicroBatchRules) -> Plan:
     return [bins[rank :: rules.dp_size] for rank in range(rules.dp_size)]
 
 
-def equal_rows(lengths: Sequence[int], rules: MicroBatchRules) -> Plan:
+def equal_rows(lengths: Sequence[int], rules: MicroBatchLimits) -> Plan:
     per_rank = -(-len(lengths) // rules.dp_size)
     rows = max(1, rules.max_tokens * len(lengths) // sum(lengths))
     indices = list(range(len(lengths)))
@@ -53,10 +53,10 @@ def equal_rows(lengths: Sequence[int], rules: MicroBatchRules) -> Plan:
     return [[chunk[start : start + rows] for start in range(0, per_rank, rows)] for chunk in chunks]
 
 
-STRATEGIES: dict[str, Strategy] = {"balanced": deal, "first-fit": first_fit, "equal rows": equal_rows}
+STRATEGIES: dict[str, Strategy] = {"balanced": distribute, "first-fit": first_fit, "equal rows": equal_rows}
 
 
-def measure(name: str, mini_batches: Sequence[Sequence[int]], rules: MicroBatchRules) -> dict[str, float]:
+def measure(name: str, mini_batches: Sequence[Sequence[int]], rules: MicroBatchLimits) -> dict[str, float]:
     """One strategy over the mini-batches of one step; the seconds are those of the cut."""
     heaviest = mean = floor = padded = 0.0
     num_micro_batches = num_empty = 0
@@ -107,7 +107,7 @@ def main() -> None:
     rows = []
     for dp_size in arguments.dp:
         for max_tokens in arguments.max_tokens:
-            rules = MicroBatchRules(
+            rules = MicroBatchLimits(
                 dp_size=dp_size,
                 max_tokens=max_tokens,
                 max_sample_tokens=arguments.longest,

@@ -1,5 +1,5 @@
-"""From groups of samples to what each data-parallel rank computes on.
+"""Groups of samples -> one batch per data-parallel rank.
 
-build.py: Groups -> ExperienceBatch; rules.py: what a micro-batch may hold and what it costs;
-pack.py: which sample goes to which rank and micro-batch (integers only); split.py: ExperienceBatch -> TrainBatches.
+build.py: Groups -> ExperienceBatch; limits.py: size limits and cost of a micro-batch;
+pack.py: assignment of samples to ranks and micro-batches (integers only); split.py: ExperienceBatch -> TrainBatches.
 """

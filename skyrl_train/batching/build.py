@@ -1,4 +1,4 @@
-"""Groups of samples, or examples, -> one batch: everything end to end, no padding."""
+"""Groups of samples, or examples -> one batch: everything end to end, no padding."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from skyrl_train.types import UNKNOWN_VERSION, Example, ExperienceBatch, Group, 
 
 
 def build_experience(groups: Sequence[Group], policy_version: int) -> ExperienceBatch:
-    """Lay the samples of all groups end to end, in order.
+    """Concatenate the samples of all groups in order; group_ids are indices into `groups`.
 
-    Args: policy_version: of the policy that will be trained on them.
-    Returns: an ExperienceBatch whose group_ids are the indices of `groups`.
+    Args: policy_version: version of the policy that will be trained on them.
     Raises: ValueError if there is no group, a group has no sample, a reward is not finite, or the tensors of a sample
         differ in length.
     """
     if not groups:
-        raise ValueError("there are no groups to train on; every prompt of the step was dropped")
+        raise ValueError("there are no groups to train on: every prompt of the step was dropped")
     samples = [sample for group in groups for sample in group.samples]
     token_ids = torch.cat([sample.token_ids for sample in samples])
     loss_mask = torch.cat([sample.loss_mask for sample in samples])
@@ -58,7 +57,7 @@ def _staleness(sample: Sample, policy_version: int) -> Tensor:
 
 
 def build_examples(examples: Sequence[Example]) -> TokenBatch:
-    """Lay the examples end to end, each a group of its own."""
+    """Concatenate the examples, each its own group."""
     bounds = torch.tensor([0] + [len(example.token_ids) for example in examples]).cumsum(0)
     return TokenBatch(
         token_ids=torch.cat([example.token_ids for example in examples]),
@@ -69,9 +68,9 @@ def build_examples(examples: Sequence[Example]) -> TokenBatch:
 
 
 def credit_inputs(experience: ExperienceBatch, kl: Tensor | None = None, kl_coef: float = 0.0) -> CreditInputs:
-    """What the advantage estimator reads.
+    """Inputs of the advantage estimator.
 
-    Args: kl [T]: the KL divergence from the reference, taken off the rewards of the tokens that the policy wrote.
+    Args: kl [T]: KL divergence from the reference, subtracted from the rewards of the tokens that the policy wrote.
     """
     rewards = experience.rewards
     if kl is not None:
@@ -80,11 +79,7 @@ def credit_inputs(experience: ExperienceBatch, kl: Tensor | None = None, kl_coef
 
 
 def credit_metrics(inputs: CreditInputs, advantages: Tensor) -> Metrics:
-    """Rewards over samples, advantages over the tokens they will be applied to, and groups that teach nothing.
-
-    `reward/zero_variance_share` is the share of groups (of 0 to 1) whose rewards are all equal: under a group-relative
-    estimator their advantages are 0. Advantages are 0 where no token is trained.
-    """
+    """Mean reward of the samples, mean advantage of the trained tokens (0 without any), and groups without signal."""
     rewards = inputs.sample_sums(inputs.rewards).float()
     num_tokens = inputs.sample_sums(inputs.loss_mask)
     share = num_tokens / num_tokens.sum().clamp(min=1)
@@ -108,7 +103,7 @@ def _zero_variance_share(rewards: Tensor, group_ids: Tensor) -> float:
 
 
 def _faults(groups: Sequence[Group]) -> list[str]:
-    """What is wrong with each group that cannot be trained on."""
+    """Errors of the groups that cannot be trained on."""
     empty = [f"prompt {group.prompt.uid} has no samples" for group in groups if not group.samples]
     samples = [
         f"sample {number} of prompt {group.prompt.uid} {fault}"
@@ -123,8 +118,8 @@ def _sample_faults(sample: Sample) -> list[str]:
     lengths = len(sample.token_ids), len(sample.loss_mask), len(sample.rollout_logprobs), len(sample.rewards)
     faults = []
     if len(set(lengths)) > 1:
-        text = "has {} token_ids, {} loss_mask, {} rollout_logprobs, {} rewards; they must be equally many"
+        text = "has {} token_ids, {} loss_mask, {} rollout_logprobs and {} rewards: the numbers must be equal"
         faults.append(text.format(*lengths))
     if not torch.isfinite(sample.rewards).all():
-        faults.append(f"has reward {sample.reward}; the environment must return finite rewards")
+        faults.append(f"has reward {sample.reward}: the environment must return finite rewards")
     return faults

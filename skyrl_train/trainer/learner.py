@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_train.algorithms.objective import cross_entropy_objective
 from skyrl_train.batching.build import build_experience
-from skyrl_train.batching.rules import MicroBatchRules
+from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.batching.split import balance_metrics, split
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup, UpdateRefused, UpdateReports
 from skyrl_train.cluster.ranks.reference_group import ReferenceGroup
@@ -39,7 +39,7 @@ class Learner:
         self,
         config: Config,
         *,
-        rules: MicroBatchRules,
+        rules: MicroBatchLimits,
         policy: PolicyGroup,
         reference: ReferenceGroup | None,
         residency: Residency,

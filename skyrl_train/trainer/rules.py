@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from skyrl_train.algorithms.build import build_objective
 from skyrl_train.algorithms.objective import Objective
-from skyrl_train.batching.rules import MicroBatchRules
+from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.config.rl import AlgorithmConfig
 from skyrl_train.config.training import TrainingConfig
@@ -15,12 +15,12 @@ from skyrl_train.ranks import pad_multiple
 from skyrl_train.types import SamplingParams
 
 
-def micro_batch_rules(trainer: TrainingConfig, model: PretrainedConfig, dp_size: int) -> MicroBatchRules:
+def micro_batch_rules(trainer: TrainingConfig, model: PretrainedConfig, dp_size: int) -> MicroBatchLimits:
     """How a mini-batch is split for the policy's layout."""
     layout = trainer.policy.megatron_config
     pipeline = layout.pipeline_model_parallel_size
     tp = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
-    return MicroBatchRules(
+    return MicroBatchLimits(
         dp_size=dp_size,
         max_tokens=trainer.max_tokens_per_microbatch,
         max_sample_tokens=model.max_position_embeddings,

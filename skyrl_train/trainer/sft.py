@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from skyrl_train.batching.build import build_examples
-from skyrl_train.batching.rules import MicroBatchRules
+from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.batching.split import balance_metrics, split
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.ranks.shards import Shards
@@ -30,7 +30,7 @@ KEPT = (
 """What an update says that has a meaning without rollouts."""
 
 
-def train_batches(examples: Sequence[Example], rules: MicroBatchRules) -> list[TrainBatch]:
+def train_batches(examples: Sequence[Example], rules: MicroBatchLimits) -> list[TrainBatch]:
     """One mini-batch for each data-parallel rank; the loss is the mean over the trained tokens of all of them."""
     return split(build_examples(examples), rules)
 
@@ -55,7 +55,7 @@ class SftParts:
 
     order: Order[Example]
     held_out: Sequence[Example]
-    rules: MicroBatchRules
+    rules: MicroBatchLimits
     policy: PolicyGroup
     tracker: Tracker
     timers: Timers

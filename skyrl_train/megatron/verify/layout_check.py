@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from torch import Tensor
 
-from skyrl_train.batching.rules import MicroBatchRules
+from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.batching.split import split
 from skyrl_train.config.policy import MegatronConfig, OptimizerConfig
 from skyrl_train.device import device
@@ -77,11 +77,11 @@ def run_layout(trial: Trial, layout: Layout, *, timeout_s: float = 120.0) -> Out
     return Outcome(gradients, logprobs, metrics)
 
 
-def rules(layout: Layout, dp_size: int) -> MicroBatchRules:
+def rules(layout: Layout, dp_size: int) -> MicroBatchLimits:
     """How batching splits a mini-batch for the layout."""
     megatron = layout.megatron
     tp = megatron.tensor_model_parallel_size
-    return MicroBatchRules(
+    return MicroBatchLimits(
         dp_size=dp_size,
         max_tokens=layout.max_tokens,
         max_sample_tokens=2**31 - 1,

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from skyrl_train.batching.build import build_experience
-from skyrl_train.batching.rules import MicroBatchRules
+from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.batching.split import split
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
@@ -49,7 +49,7 @@ def rounding_bound(dtype_name: str, *, tensor_float: bool) -> float:
 class SyncCheck:
     """Compares logprobs before the first update, at the first and at each Nth sync."""
 
-    def __init__(self, every: int, dtype_name: str, rules: MicroBatchRules, *, tensor_float: bool) -> None:
+    def __init__(self, every: int, dtype_name: str, rules: MicroBatchLimits, *, tensor_float: bool) -> None:
         """Args: every: 0 means never; dtype_name: the coarser dtype of trainer and engine; rules: the policy's;
         tensor_float: whether an engine's float32 may be TensorFloat-32."""
         self._every, self._rules = every, rules
@@ -112,7 +112,7 @@ async def _scores(engines: EnginePool, batch: TrainBatch) -> Scores:
     return await engines.prompt_logprobs([token_ids[start:end].tolist() for start, end in pairwise(bounds)])
 
 
-def batch_of(groups: Sequence[Group], rules: MicroBatchRules) -> TrainBatch:
+def batch_of(groups: Sequence[Group], rules: MicroBatchLimits) -> TrainBatch:
     """The first samples, one per group, in micro-batches that the policy's layout can run; it trains nothing."""
     chosen = [replace(group, samples=(_without_last_token(group.samples[0]),)) for group in groups[:NUM_SAMPLES]]
     (batch,) = split(build_experience(chosen, policy_version=0), replace(rules, dp_size=1))

@@ -132,7 +132,7 @@ def test_groups_are_cut_into_the_configured_mini_batches():
         ("text", "groups must be a list of at least one group, got str 'text'"),
         ([[]], "group 0 must be a list of at least one sample"),
         ([GROUP, [tokens()]], "group 1 has one sample, to which trainer.algorithm.advantage_estimator=grpo gives no"),
-        ([GROUP] * 3, "3 groups cannot be cut into mini-batches of trainer.policy_mini_batch_size=2"),
+        ([GROUP] * 3, "policy_mini_batch_size is 2: 3 groups cannot be split into mini-batches"),
         (5, "groups must be a list of at least one group, got int 5"),
         ([5], "group 0 must be a list of at least one sample, got int 5"),
         (tokens(), "groups must be a list of at least one group, got dict {'loss_mask': [0, 1, 1]"),
