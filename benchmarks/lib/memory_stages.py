@@ -32,7 +32,7 @@ def live(rendezvous: Rendezvous, given: tuple[Any, int | None]) -> tuple[list[St
     import torch
 
     from benchmarks.lib.update_ranks import build
-    from skyrl_train.device import empty_cache, memory_in_use
+    from skyrl_train.device.memory import empty_cache, memory_in_use
     from skyrl_train.megatron.policy import MegatronPolicy
 
     job, least_bytes = given

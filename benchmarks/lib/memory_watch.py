@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl_train.device import device_type, memory_in_use, synchronize
-from skyrl_train.nvml import devices_in_use
+from skyrl_train.device import device_type, synchronize
+from skyrl_train.device.memory import memory_in_use
+from skyrl_train.device.nvml import devices_in_use
 
 PROJECT = ("skyrl_train", "megatron", "mbridge", "transformer_engine", "benchmarks")
 NUM_FRAMES = 5

@@ -39,7 +39,8 @@ def turns(rendezvous: Rendezvous, given: tuple[Job, int]) -> Rank:
 
     from benchmarks.lib.copies import come_back, pinned_copies, timed
     from benchmarks.lib.update_ranks import build
-    from skyrl_train.device import device_type, memory_in_use
+    from skyrl_train.device import device_type
+    from skyrl_train.device.memory import memory_in_use
 
     job, num_turns = given
     outside = OutsideTorch(rendezvous.rank)

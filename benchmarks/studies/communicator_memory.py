@@ -1,5 +1,4 @@
-"""What NCCL communicators take of a device: the context first, then each further communicator of all ranks and of one;
-at last what is left once the stacks of the device's threads, which NCCL makes larger, are given back.
+"""Device memory of NCCL communicators: the context first, then each further communicator of all ranks and of one.
 
     python -m benchmarks.studies.communicator_memory [--gpus 2] [--communicators 3]
     python -m benchmarks.studies.communicator_memory --gpus 2 --max-ctas 8
@@ -41,8 +40,6 @@ class Stage:
     name: str
     outside_bytes: int
     """Of its device, outside torch's allocator."""
-    stack_bytes: int
-    """Of each thread of the device."""
     gb_per_s: float | None = None
     """Of what was done, into the rank."""
 
@@ -52,13 +49,14 @@ def live(rendezvous: Rendezvous, given: tuple[int, int | None]) -> list[Stage]:
     import torch
     import torch.distributed as dist
 
-    from skyrl_train.device import KernelStacks, device, device_type, few_channels
+    from skyrl_train.device import device, device_type
+    from skyrl_train.megatron.model.parallel import few_channels
 
     communicators, max_ctas = given
     rank, world_size = rendezvous.rank, rendezvous.world_size
     outside = OutsideTorch(rank)
     sent, received = (torch.ones(SENT_BYTES // 4, device=device()) for _ in range(2))
-    stages = [Stage("context", outside(), KernelStacks.bytes_of_thread())]
+    stages = [Stage("context", outside())]
     dist.init_process_group(
         "nccl" if device_type() == "cuda" else "gloo",
         init_method=f"tcp://{rendezvous.address}:{rendezvous.port}",
@@ -81,7 +79,7 @@ def live(rendezvous: Rendezvous, given: tuple[int, int | None]) -> list[Stage]:
         work()
         used, seconds = outside(), min(timed(work) for _ in range(3))
         speed = share * SENT_BYTES / seconds / 1e9 if share else None
-        stages.append(Stage(name, used, KernelStacks.bytes_of_thread(), speed))
+        stages.append(Stage(name, used, speed))
 
     for number in range(communicators):
         group, name = new_group(list(range(world_size))), f"communicator {number + 1} of all ranks"
@@ -92,7 +90,6 @@ def live(rendezvous: Rendezvous, given: tuple[int, int | None]) -> list[Stage]:
     for number in range(communicators):
         alone = [new_group([one]) for one in range(world_size)]
         after(f"communicator {number + 1} of one rank", partial(dist.all_reduce, sent, group=alone[rank]), 0.0)
-    after("stacks given back", KernelStacks().give_back, 0.0)
     dist.destroy_process_group()
     return stages
 
@@ -111,7 +108,6 @@ def main() -> int:
         "after",
         "outside torch GiB",
         "more GiB",
-        "stack bytes",
         "GB/s into a rank",
         title=f"communicators of {args.gpus} rank(s)",
     )
@@ -119,7 +115,7 @@ def main() -> int:
     for stage in first:
         speed = "" if stage.gb_per_s is None else f"{stage.gb_per_s:.0f}"
         more = (stage.outside_bytes - before) / GIB
-        table.add_row(stage.name, f"{stage.outside_bytes / GIB:.2f}", f"{more:+.2f}", f"{stage.stack_bytes}", speed)
+        table.add_row(stage.name, f"{stage.outside_bytes / GIB:.2f}", f"{more:+.2f}", speed)
         before = stage.outside_bytes
     Console(width=120).print(table)
     if args.json:

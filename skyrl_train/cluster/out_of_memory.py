@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skyrl_train.device import memory_in_use
-from skyrl_train.nvml import DeviceUse, devices_in_use, gib
+from skyrl_train.device.memory import memory_in_use
+from skyrl_train.device.nvml import DeviceUse, devices_in_use, gib
 
 CURES = (
     "lower trainer.max_tokens_per_microbatch or logprobs_chunk_size of the model's megatron_config, recompute "

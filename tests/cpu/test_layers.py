@@ -19,7 +19,6 @@ MAY_IMPORT = {
     "algorithms": "imports spelling",
     "config": "algorithms spelling",
     "device": "",
-    "nvml": "",
     "file_sum": "",
     "ranks": "types",
     "stores": "ranks",
@@ -29,7 +28,7 @@ MAY_IMPORT = {
     "weight_sync": "device imports stores kernels",
     "hf": "config",
     "tracking": "types config",
-    "engines": "types config device nvml imports ranks hf weight_sync",
+    "engines": "types config device imports ranks hf weight_sync",
     "checks": "config imports algorithms hf weight_sync engines spelling",
     "data": "types config",
     "batching": "types algorithms",
@@ -37,7 +36,7 @@ MAY_IMPORT = {
     # the heaviest package; it knows no engine, and no engine knows it
     "megatron": "types config device file_sum ranks stores algorithms kernels hf batching weight_sync",
     # processes: ranks are named to them as text (module:class), so cluster imports no Megatron
-    "cluster": "types config device nvml imports file_sum ranks stores algorithms hf rollout weight_sync engines",
+    "cluster": "types config device imports file_sum ranks stores algorithms hf rollout weight_sync engines",
     # the driver
     "trainer": "types config file_sum ranks algorithms hf weight_sync tracking data batching rollout cluster",
     "service": "types config algorithms spelling hf weight_sync tracking checks data batching rollout cluster trainer",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.device import CopyStream
 from skyrl_train.megatron.policy import MegatronPolicy
+from skyrl_train.megatron.residency.host_memory import CopyStream
 from skyrl_train.megatron.residency.memory import torch_optimizers
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER, Layout, Trial, share_of
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.device import allocate_in_pages
+from skyrl_train.device.memory import allocate_in_pages
 from skyrl_train.weight_sync.bucket import unpack
 from skyrl_train.weight_sync.digest import bucket_digests
 from tests.support.sending import pack, specs_of
@@ -40,7 +40,7 @@ def test_a_gpu_computes_the_digests_that_a_cpu_does():
 
 SETTINGS = """
 import torch
-from skyrl_train.device import allocate_in_pages, memory_to_share
+from skyrl_train.device.memory import allocate_in_pages, memory_to_share
 
 def settings():
     found = torch.cuda.memory._snapshot()["allocator_settings"]

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from skyrl_train.cluster.process import host
-from skyrl_train.device import memory_in_use
+from skyrl_train.device.memory import memory_in_use
 from skyrl_train.imports import attribute, quick_imports
 from skyrl_train.ranks import Rendezvous, free_port
 from skyrl_train.stores import LOOPBACK

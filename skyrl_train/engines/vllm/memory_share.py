@@ -12,10 +12,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skyrl_train.device.nvml import DeviceUse, devices_in_use, gib
 from skyrl_train.engines.settings import NUM_BYTES, EngineSettings, Margin
 from skyrl_train.engines.vllm.cache_size import most_cache_bytes
 from skyrl_train.hf.checkpoint import tensor_shapes
-from skyrl_train.nvml import DeviceUse, devices_in_use, gib
 
 LEAST = 3 << 30
 """Bytes: a CUDA context and NCCL, and two buckets of arriving weights."""

@@ -23,7 +23,6 @@ from torch import Tensor
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
 from skyrl_train.algorithms.metrics import Metric, Reduce, Total, partial_sums
 from skyrl_train.algorithms.objective import Objective, objective_loss
-from skyrl_train.device import finish_computing
 from skyrl_train.megatron.model.model import Model
 from skyrl_train.megatron.passes.logprobs import vocab_parallel_logprobs
 from skyrl_train.megatron.passes.packing import MicroBatch, Targets, unpack
@@ -115,13 +114,13 @@ def forward_backward(
         return value, None
 
     timers = ComputeTimers()
-    finish_computing()
+    _finish_computing()
     started = time.perf_counter()
     if model.balance is not None:
         _count_choices(model, micro_batches, timers)
     _run(model, micro_batches, loss, forward_only=False, timers=timers)
     balance_loss = None if model.balance is None else model.balance.finish()
-    finish_computing()
+    _finish_computing()
     seconds = time.perf_counter() - started
     totals = sums.totals()
     if totals and balance_loss is not None:
@@ -129,6 +128,12 @@ def forward_backward(
         (final, count) = totals["policy/final_loss"].sums
         totals["policy/final_loss"] = Total(Reduce.STEP_MEAN, (final + balance_loss, count))
     return PassMetrics(totals, seconds, timers.seconds())
+
+
+def _finish_computing() -> None:
+    """Wait until the device has finished the work of this thread's stream; copies on other streams continue."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
 
 
 class MicroBatchSums:

@@ -1,85 +1,112 @@
-"""Pinned host memory in which storages wait for their next turn on the device."""
+"""Pinned host memory that holds offloaded storages, and the stream that copies them."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from skyrl_train.device import CopyStream, device_type
-from skyrl_train.megatron.residency.storages import Piece, padded
+from skyrl_train.device import device_type
+from skyrl_train.megatron.residency.storages import StorageBlock, padded
 
 THREADS = 8
-"""That have the system find pages. Pinning finds those that are missing too, but one after the other."""
+"""Threads that touch new host memory. Pinning maps missing pages too, but one after the other."""
+
+
+class CopyStream:
+    """A stream for copies that run while the device computes; without a GPU they are synchronous."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._is_busy = False
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copies issued inside begin when the device's earlier work has finished."""
+        if device_type() == "cpu":
+            yield
+            return
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        self._is_busy = True
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def settle(self) -> None:
+        """Have later work of the device begin after the copies. The host does not wait."""
+        if self._stream is not None and self._is_busy:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            self._is_busy = False
 
 
 class HostMemory:
-    """A place for each piece, made when it leaves for the first time and used at every turn."""
+    """A host buffer for each storage block, allocated at its first offload and reused."""
 
     def __init__(self) -> None:
-        self._places: dict[int, Tensor] = {}
+        self._buffers: dict[int, Tensor] = {}
         """By the key of a storage."""
-        self._away: dict[Piece, Tensor] = {}
-        """Places of the pieces that were taken."""
+        self._offloaded: dict[StorageBlock, Tensor] = {}
+        """Buffers of the blocks that are on the host now."""
         self._current: set[int] = set()
-        """Keys of frozen storages whose place holds what they hold."""
+        """Keys of frozen storages whose buffer holds their contents."""
         self._copies = CopyStream()
         self._registered: list[int] = []
         weakref.finalize(self, _unregister, self._registered)
 
-    def take(self, pieces: Sequence[Piece]) -> int:
-        """Let the pieces be copied from the device; returns the bytes. Empty none before the device has done it."""
-        self._make_room(pieces)
-        moving = [piece for piece in pieces if not (piece.is_frozen and piece.key in self._current)]
+    def save(self, blocks: Sequence[StorageBlock]) -> int:
+        """Start copying the blocks to the host; returns the bytes. Free none before the device has finished."""
+        self._allocate(blocks)
+        moving = [block for block in blocks if not (block.is_frozen and block.key in self._current)]
         with self._copies.copying():
-            for piece in moving:
-                for offset, run in piece.runs():
-                    self._away[piece][offset : offset + len(run)].copy_(run, non_blocking=True)
-        return sum(piece.num_bytes for piece in moving)
+            for block in moving:
+                for offset, data in block.parts():
+                    self._offloaded[block][offset : offset + len(data)].copy_(data, non_blocking=True)
+        return sum(block.num_bytes for block in moving)
 
-    def give(self, pieces: Sequence[Piece]) -> int:
-        """Let the pieces come back with what was taken; returns the bytes. The copies are under way until `settle`.
+    def restore(self, blocks: Sequence[StorageBlock]) -> int:
+        """Allocate the blocks and start copying their contents back; returns the bytes. `settle` ends the copies.
 
-        While one is copied, memory is asked for the next.
+        The next block is allocated while one is copied.
         """
-        for piece in pieces:
-            piece.come_back()
-            place = self._away[piece]
-            ((_, whole),) = piece.runs()
+        for block in blocks:
+            block.allocate()
+            buffer = self._offloaded[block]
+            ((_, data),) = block.parts()
             with self._copies.copying():
-                whole.copy_(place, non_blocking=True)
-            assert piece.key is not None
-            self._places[piece.key] = place
-            if piece.is_frozen:
-                self._current.add(piece.key)
-        for piece in pieces:
-            del self._away[piece]
-        return sum(piece.num_bytes for piece in pieces)
+                data.copy_(buffer, non_blocking=True)
+            assert block.key is not None
+            self._buffers[block.key] = buffer
+            if block.is_frozen:
+                self._current.add(block.key)
+        for block in blocks:
+            del self._offloaded[block]
+        return sum(block.num_bytes for block in blocks)
 
     def settle(self) -> None:
-        """What the device is asked from now on finds what was given."""
+        """Have later work of the device begin after the copies."""
         self._copies.settle()
 
     def forget_frozen(self) -> None:
         self._current.clear()
 
-    def _make_room(self, pieces: Sequence[Piece]) -> None:
+    def _allocate(self, blocks: Sequence[StorageBlock]) -> None:
         missing = []
-        for piece in pieces:
-            place = None if piece.key is None else self._places.get(piece.key)
-            if place is None or len(place) != piece.num_bytes:
-                missing.append(piece)
+        for block in blocks:
+            buffer = None if block.key is None else self._buffers.get(block.key)
+            if buffer is None or len(buffer) != block.num_bytes:
+                missing.append(block)
             else:
-                self._away[piece] = place
+                self._offloaded[block] = buffer
         if missing:
-            sizes = [padded(piece.num_bytes) for piece in missing]
-            places = self._pinned(sum(sizes)).split(sizes)
-            self._away |= {piece: place[: piece.num_bytes] for piece, place in zip(missing, places, strict=True)}
+            sizes = [padded(block.num_bytes) for block in missing]
+            buffers = self._pinned(sum(sizes)).split(sizes)
+            self._offloaded |= {b: buffer[: b.num_bytes] for b, buffer in zip(missing, buffers, strict=True)}
 
     def _pinned(self, num_bytes: int) -> Tensor:
         """[num_bytes] uint8. torch's own pinned memory would be rounded up to a power of two."""
@@ -88,7 +115,7 @@ class HostMemory:
             region.madvise(mmap.MADV_HUGEPAGE)
         arena = torch.frombuffer(region, dtype=torch.uint8)
         with ThreadPoolExecutor(THREADS) as pool:
-            # A byte of each page.
+            # One byte of each page.
             list(pool.map(Tensor.zero_, arena[:: mmap.PAGESIZE].chunk(THREADS)))
         if device_type() == "cuda":
             runtime: Any = torch.cuda.cudart()
@@ -96,8 +123,8 @@ class HostMemory:
             if int(error) != 0:
                 raise MemoryError(
                     f"{num_bytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {int(error)}): the "
-                    "machine has too little free, or `ulimit -l` forbids it; with trainer.placement.release=none "
-                    "nothing is offloaded"
+                    "machine has too little free memory, or `ulimit -l` forbids it. Free host memory, raise the limit, "
+                    "or set trainer.placement.release=none, with which nothing is offloaded"
                 )
             self._registered.append(arena.data_ptr())
         return arena

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from skyrl_train.device import memory_to_share
+from skyrl_train.device.memory import memory_to_share
 from skyrl_train.weight_sync.channels.channel import ReceivingEnd, SendingEnd
 from skyrl_train.weight_sync.channels.ring import SLOTS, ReceiveRing, SendRing
 from skyrl_train.weight_sync.channels.signals import SignalHub, SignalPeer

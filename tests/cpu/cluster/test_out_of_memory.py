@@ -7,7 +7,7 @@ import torch
 
 from skyrl_train.cluster.host import Host
 from skyrl_train.cluster.out_of_memory import DeviceOutOfMemory, explained
-from skyrl_train.nvml import DeviceUse
+from skyrl_train.device.nvml import DeviceUse
 
 GIB = 2**30
 

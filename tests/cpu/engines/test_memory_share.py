@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 
 from skyrl_train.cluster.pool.settings import all_engine_settings
 from skyrl_train.config import load_config
+from skyrl_train.device.nvml import DeviceUse, devices_in_use
 from skyrl_train.engines.settings import EngineSettings, Margin, engine_arguments
 from skyrl_train.engines.vllm import memory_share as shares
 from skyrl_train.engines.vllm.cache_size import most_cache_bytes
 from skyrl_train.engines.vllm.memory_share import ModelSize, memory_share, with_memory_share
-from skyrl_train.nvml import DeviceUse, devices_in_use
 from tests.support.settings import MIB, changed, engine_settings
 
 GIB = 2**30

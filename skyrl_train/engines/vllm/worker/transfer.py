@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from skyrl_train.device import memory_in_use
+from skyrl_train.device.memory import memory_in_use
 from skyrl_train.engines.settings import ADAPTER
 from skyrl_train.engines.vllm.worker.adapter_slots import AdapterUpdate, Bound, bind, first_adapter
 from skyrl_train.engines.vllm.worker.sleeping import Unsynced, sleepable_bytes

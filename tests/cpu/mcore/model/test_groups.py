@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from skyrl_train.config.policy import MegatronConfig
-from skyrl_train.megatron.model import groups
+from skyrl_train.megatron.model import parallel
 from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
@@ -70,18 +69,20 @@ def test_groups_of_the_same_number_of_ranks_are_told_apart():
 def _channels(rendezvous: Rendezvous, config: MegatronConfig) -> tuple[int, dict[tuple[str, int], int | None]]:
     """Of the default group, and of each that is made, by Megatron's name and number of ranks; None is NCCL's choice."""
     asked: dict[tuple[str, int], int | None] = {}
-    create = parallel_state.create_group
+    create, init = parallel_state.create_group, dist.init_process_group
 
     def note(ranks: list[int], **kwargs: Any) -> Any:
         asked[kwargs["group_desc"], len(ranks)] = kwargs["pg_options"]
         return create(ranks, **kwargs)
 
-    # gloo takes no notice of the options, so that the number itself can be one.
-    with patch.object(groups, "few_channels", lambda count, timeout: count):
-        default = groups.options_of_default_group(rendezvous.world_size, timedelta(seconds=1))
-        with patch.object(parallel_state, "create_group", note):
-            join(rendezvous, config, 1)
-    return default, asked
+    # gloo ignores the options, so the number itself can be one.
+    with (
+        patch.object(parallel, "few_channels", lambda count, timeout: count),
+        patch.object(dist, "init_process_group", MagicMock(wraps=init)) as default,
+        patch.object(parallel_state, "create_group", note),
+    ):
+        join(rendezvous, config, 1)
+    return default.call_args.kwargs["pg_options"], asked
 
 
 def test_groups_that_send_little_have_few_channels_and_those_of_one_rank_one():

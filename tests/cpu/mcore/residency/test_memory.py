@@ -11,7 +11,7 @@ import torch
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.megatron.reference import MegatronReference
 from skyrl_train.megatron.residency.memory import Offloaded
-from skyrl_train.megatron.residency.storages import ALIGNMENT, Piece
+from skyrl_train.megatron.residency.storages import ALIGNMENT, StorageBlock
 from skyrl_train.megatron.verify.layout_check import Layout, Trial, share_of
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
@@ -169,28 +169,28 @@ def _run_out_while_coming_back(rendezvous: Rendezvous, arguments: tuple[Trial, L
     before = everything(policy)
     policy.offload()
     policy.reload("weights")
-    left, come_back = storage_bytes(policy), Piece.come_back
+    left, allocate = storage_bytes(policy), StorageBlock.allocate
 
-    def run_out(piece: Piece) -> None:
-        come_back(piece)
-        raise MemoryError("planted")
+    def run_out(block: StorageBlock) -> None:
+        allocate(block)
+        raise MemoryError("injected")
 
-    Piece.come_back = run_out  # type: ignore[method-assign]
+    StorageBlock.allocate = run_out  # type: ignore[method-assign]
     try:
         policy.reload("optimizer")
     except MemoryError as error:
         found = [str(error), storage_bytes(policy) - left, _error(policy.update, batch)]
-    Piece.come_back = come_back  # type: ignore[method-assign]
+    StorageBlock.allocate = allocate  # type: ignore[method-assign]
     policy.reload("optimizer")
     after = everything(policy)
     return [*found, [name for name in before if not torch.equal(before[name], after[name])]]
 
 
 def test_a_part_for_which_memory_runs_out_takes_none_and_can_come_back_later(dense: Path):
-    """Gathered moments come first, then a gradient's storage fails."""
+    """Merged moments come first, then a gradient's storage fails."""
     arguments = (make_trial(dense, [7, 30, 12, 9]), layout(1, {}))
     ((error, more, missing, differ),) = run_on_ranks(_run_out_while_coming_back, arguments, 1, timeout_s=120)
-    assert error == "planted" and more == 0 and differ == []
+    assert error == "injected" and more == 0 and differ == []
     assert "needs the optimizer of this rank" in missing
 
 

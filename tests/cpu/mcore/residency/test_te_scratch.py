@@ -10,11 +10,12 @@ import weakref
 import pytest
 import torch
 
-from skyrl_train.megatron.residency import te_scratch
+from skyrl_train.megatron.residency.memory import free_te_scratch
 
 
 def test_what_transformer_engine_keeps_is_forgotten_and_made_again(monkeypatch: pytest.MonkeyPatch):
-    base, products = (types.ModuleType(name) for name, *_ in (te_scratch.GRADIENTS, te_scratch.WORKSPACES))
+    names = ("module.base", "cpp_extensions.gemm")
+    base, products = (types.ModuleType(f"transformer_engine.pytorch.{name}") for name in names)
     for module in (base, products):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     base._dummy_wgrads = {(8, 8): torch.empty(8, 8)}  # type: ignore[attr-defined]
@@ -25,10 +26,10 @@ def test_what_transformer_engine_keeps_is_forgotten_and_made_again(monkeypatch: 
 
     products.get_cublas_workspace = get_cublas_workspace  # type: ignore[attr-defined]
     kept = [weakref.ref(get_cublas_workspace(0, False, False)), weakref.ref(base._dummy_wgrads[8, 8])]
-    te_scratch.free()
+    free_te_scratch()
     assert [one() for one in kept] == [None, None]
     assert get_cublas_workspace(0, False, False).numel() == 32
 
 
 def test_without_it_there_is_nothing_to_forget():
-    te_scratch.free()
+    free_te_scratch()
