@@ -86,10 +86,10 @@ def import_modules(names: Iterable[str]) -> None:
     for name in names:
         try:
             importlib.import_module(name)
-        except ImportError as error:
+        except Exception as error:  # a user's module may raise anything
             raise ValueError(
-                f"trainer.custom_modules names {name}, which cannot be imported: {error}. Its folder must be in "
-                "PYTHONPATH, or be the one that the program is started in"
+                f"trainer.custom_modules names {name}, which cannot be imported ({type(error).__name__}: {error}). Its "
+                "folder must be in PYTHONPATH, or be the one that the program is started in"
             ) from error
 
 

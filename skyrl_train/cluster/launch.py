@@ -144,10 +144,11 @@ async def _spawn(
 ) -> Processes:
     """Ask Ray for all processes."""
     trainer, generator, slots = config.trainer, config.generator, placement.slots
-    groups = [WorkerGroup("policy", slots[POLICY], logs, trainer.timeout_s)]
+    modules = trainer.custom_modules
+    groups = [WorkerGroup("policy", slots[POLICY], logs, trainer.timeout_s, custom_modules=modules)]
     if trainer.starts_reference:
         devices = await sharing.visible_devices(groups[0], slots[REFERENCE])
-        groups.append(WorkerGroup("reference", slots[REFERENCE], logs, trainer.timeout_s, devices))
+        groups.append(WorkerGroup("reference", slots[REFERENCE], logs, trainer.timeout_s, devices, modules))
     engines = EnginePool(
         slots[ENGINES],
         settings,

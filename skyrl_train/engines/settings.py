@@ -70,6 +70,8 @@ class EngineSettings:
     """With it every request carries the policy's adapter, which the weight sync brings."""
     lora_seed: int = 0
     """Of the adapter before the first sync, which changes nothing."""
+    custom_modules: tuple[str, ...] = ()
+    """`trainer.custom_modules`, imported before the engine is built."""
 
     @property
     def url(self) -> str:

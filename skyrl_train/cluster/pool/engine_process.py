@@ -13,6 +13,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from skyrl_train.algorithms.tables import import_modules
 from skyrl_train.cluster.process import host
 from skyrl_train.engines.protocol import EngineFacts, engine_kind
 from skyrl_train.engines.settings import EngineSettings
@@ -48,6 +49,7 @@ class EngineProcess:
     async def prepare(self, settings: EngineSettings) -> None:
         """What `start` does before it needs the device: a hub model is downloaded to this node, libraries imported."""
         settings = _on_this_node(settings)
+        import_modules(settings.custom_modules)
         prepare = getattr(attribute(engine_kind(settings.generator).engine), "prepare", None)
         if prepare is not None:
             prepare(settings)
@@ -59,6 +61,7 @@ class EngineProcess:
         Raises: RuntimeError with what the engine's processes raised, if one did; ValueError for settings that
             contradict.
         """
+        import_modules(settings.custom_modules)
         engine = attribute(engine_kind(settings.generator).engine)
         begun = self._log.stat().st_size
         try:

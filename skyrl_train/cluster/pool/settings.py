@@ -37,6 +37,7 @@ def all_engine_settings(
             cached_sequences=sharing.cached_sequences,
             lora=lora_arguments(lora) if lora.rank > 0 and lora.sync == "adapter" else None,
             lora_seed=trainer.seed,
+            custom_modules=trainer.custom_modules,
         )
         for index in range(generator.num_inference_engines if generator.run_engines_locally else number)
     ]

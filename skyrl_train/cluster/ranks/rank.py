@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from skyrl_train.algorithms.tables import import_modules
 from skyrl_train.cluster.process import host
 from skyrl_train.device.memory import memory_in_use
 from skyrl_train.imports import attribute, quick_imports
@@ -47,6 +48,10 @@ class Rank:
 
     def find_meeting_place(self) -> tuple[str, int]:
         return host(), free_port()
+
+    def import_modules(self, names: Sequence[str]) -> None:
+        """Import trainer.custom_modules. Raises: ValueError naming the module that cannot be imported."""
+        import_modules(names)
 
     def build(self, entry_point: str, rendezvous: Rendezvous, kwargs: dict[str, Any]) -> Any:
         """Make the worker `module:Class` and return its place in the layout."""

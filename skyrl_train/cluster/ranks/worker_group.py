@@ -40,15 +40,18 @@ class WorkerGroup:
         log_folder: str,
         timeout_s: float,
         visible_devices: Sequence[str | None] | None = None,
+        custom_modules: Sequence[str] = (),
     ) -> None:
-        """Asks Ray to start the actors and returns at once.
+        """Ask Ray to start the actors and return at once.
 
-        Args: visible_devices of each rank, where they are not those that Ray gives it.
+        Args: visible_devices: CUDA_VISIBLE_DEVICES of each rank that differs from Ray's; custom_modules: imported by
+            every rank before anything else.
         """
         names = tuple(f"{name}-{rank}" for rank in range(len(slots)))
         self.calls = Calls(names, timeout_s, log_folder)
         self._slots = tuple(slots)
         self._visible_devices = visible_devices or [None] * len(slots)
+        self._custom_modules = tuple(custom_modules)
         self.actors: list[Any] = []
         self._places: list[tuple[str, int, str]] = []
         """As they were last found: a process that hangs cannot be asked."""
@@ -108,7 +111,9 @@ class WorkerGroup:
         return len(self._slots)
 
     async def build(self, entry_point: str, kwargs: dict[str, Any]) -> list[Any]:
-        """Make `module:Class` on every rank; returns each rank's place in the layout."""
+        """Make `module:Class` on every rank. Returns: each rank's position in the layout."""
+        if self._custom_modules:  # a call of its own, before arguments are unpickled that may refer to these modules
+            await self.all("import_modules", self._custom_modules)
         address, port = await self.one(0, "find_meeting_place")
         if len({node for node, _, _ in await self._find_places()}) == 1:
             address = LOOPBACK

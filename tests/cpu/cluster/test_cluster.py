@@ -234,6 +234,25 @@ def test_processes_with_gpus_get_none_of_the_cpus_environment_from_a_driver_with
         assert "TORCHDYNAMO_DISABLE" not in environment and environment["RAY_DEDUP_LOGS"] == "0"
 
 
+def test_a_rank_that_cannot_import_a_custom_module_names_it_before_anything_is_built(cluster: Cluster, tmp_path: Path):
+    async def body() -> None:
+        place = await Placement.reserve(demand(1), use_gpus=False, cpus_each=0.5, strategy="PACK", timeout_s=30)
+        slots = place.slots["policy ranks"]
+        group = WorkerGroup("policy", slots, str(tmp_path), 60, custom_modules=("json", "no_such_module"))
+        try:
+            await group.build("no.such.module:Class", {})
+        finally:
+            await group.shutdown()
+            place.remove()
+
+    with pytest.raises(RemoteFailed) as caught:
+        asyncio.run(body())
+    assert str(caught.value).startswith(
+        "policy-0 failed to import modules: ValueError: trainer.custom_modules names no_such_module, which cannot be "
+        "imported (ModuleNotFoundError: "
+    )
+
+
 def test_what_the_job_sets_is_left_to_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
     assert worker_environment()["RAY_DEDUP_LOGS"] == "0"

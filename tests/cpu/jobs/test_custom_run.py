@@ -25,6 +25,7 @@ if __name__ == "__main__":
     print("the run is in", asyncio.run(cell()))
 """
 OWN = [
+    "trainer.custom_modules=[own_names]",
     "generator.rollout=own_rollout:draft_and_revise",
     "trainer.source=own_source:GroupsThatTeach",
     "extra={wanted_digits: 4, max_batches: 2}",
@@ -45,6 +46,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in (ROOT / "examples/custom").glob("own_*.py"):
         shutil.copy(file, folder)
     (folder / "in_a_notebook.py").write_text(IN_A_NOTEBOOK)
+    (folder / "own_names.py").write_text('print("own_names is imported", flush=True)')
     return folder
 
 
@@ -65,6 +67,9 @@ def test_own_parts_train_by_the_command_and_the_same_way_by_a_call_inside_a_runn
         assert row["policy/correction/dropped_share"] == 0, "the engine computes what the trainer does"
         assert 0 < row["own/share_of_teaching_groups"] <= 1 and "reward/avg_pass_at_8" in row
     assert "eval/all/pass_at_2" in steps[-1], "an evaluation plays the same rollout"
+    for process in ("policy-0", "engine-0"):
+        log = (by_command.run_dir / "logs" / f"{process}.log").read_text()
+        assert log.count("own_names is imported") == 1, f"{process} has not imported trainer.custom_modules: {log}"
 
     code, by_call = run_to_end(world, "trainer.run_name=by_call", *OWN, main="in_a_notebook")
     assert code == 0, by_call.story()
