@@ -12,7 +12,7 @@ from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.values import is_loopback
 from skyrl_train.engines.protocol import engine_kind
 from skyrl_train.imports import attribute
-from skyrl_train.weight_sync.channels.table import TRANSPORTS
+from skyrl_train.weight_sync.channels.table import transport
 
 SERVER_URL = re.compile(r"^https?://[^/\s]+/?$")
 LAST_PORT = 65535
@@ -111,19 +111,21 @@ def _paths_of_remote_code(value: Any, path: str) -> Iterator[str]:
 
 
 def transport_problems(config: Config) -> Iterator[str]:
-    """A transport of the weights that is unknown, or that these engines cannot have."""
+    """A weight transport that does not exist, or that these engines cannot use."""
     generator, name = config.generator, config.generator.weight_sync_backend
     if name == "auto":
         return
-    transport, key = TRANSPORTS.get(name), f"generator.weight_sync_backend is {name}"
-    if transport is None:
-        yield f"{key}: it must be one of {', '.join(['auto', *TRANSPORTS])}"
+    key = f"generator.weight_sync_backend is {name}"
+    try:
+        asked = transport(name)
+    except ValueError as error:
+        yield str(error)
         return
-    if transport.shares_gpus and not config.trainer.placement.colocate_all:
+    if asked.shares_gpus and not config.trainer.placement.colocate_all:
         yield (
             f"{key}, which needs policy and engines on the same GPUs (trainer.placement.colocate_all=true): use auto"
         )
-    if not transport.for_stock_servers:
+    if not asked.for_stock_servers:
         return
     if generator.run_engines_locally:
         yield f"{key}, which is for stock vLLM servers (generator.run_engines_locally=false): use auto"

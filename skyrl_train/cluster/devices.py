@@ -8,7 +8,7 @@ from skyrl_train.cluster.sharing import build_sharing
 from skyrl_train.config import Config
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.training import TrainingConfig
-from skyrl_train.weight_sync.channels.table import TRANSPORTS
+from skyrl_train.weight_sync.channels.table import transport
 
 
 def require_gpus_for_snapshots(trainer: TrainingConfig, cluster: Cluster) -> None:
@@ -48,11 +48,11 @@ def sync_backend(config: Config, cluster: Cluster) -> str:
         if cluster.has_gpus:
             return "cuda_ipc" if is_shared else "broadcast"
         return "shm" if cluster.is_local else "broadcast"
-    transport = TRANSPORTS[asked]
-    if transport.needs_gpus and not cluster.has_gpus:
-        cure = "broadcast" if transport.for_stock_servers else "auto"
+    needs = transport(asked)
+    if needs.needs_gpus and not cluster.has_gpus:
+        cure = "broadcast" if needs.for_stock_servers else "auto"
         raise PlacementError(f"generator.weight_sync_backend is {asked}, and the cluster has no GPUs: use {cure}")
-    if transport.shares_gpus is False and cluster.has_gpus and is_shared:
+    if needs.shares_gpus is False and cluster.has_gpus and is_shared:
         raise PlacementError(
             f"generator.weight_sync_backend is {asked} and trainer.placement.colocate_all true: NCCL takes each GPU "
             "once, and policy and engines share them, use auto"

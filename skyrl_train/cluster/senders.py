@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
-from skyrl_train.weight_sync.channels.table import TRANSPORTS
+from skyrl_train.weight_sync.channels.table import transport
 from skyrl_train.weight_sync.control import ControlMessage
 from skyrl_train.weight_sync.send_report import SendReport
 from skyrl_train.weight_sync.settings import SyncSettings
@@ -26,7 +26,7 @@ class Senders:
 
     def __init__(self, policy: PolicyGroup, engines: EnginePool, settings: SyncSettings) -> None:
         self._policy, self._engines, self._settings = policy, engines, settings
-        self._scope = TRANSPORTS[settings.weight_sync_backend].scope
+        self._scope = transport(settings.weight_sync_backend).scope
         self._connected: tuple[int, int] | None = None
         """The processes that are connected: `num_starts` of the policy and `num_changes` of the engines."""
         self._feeders: list[int] = []

@@ -14,7 +14,7 @@ from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.senders import Senders
 from skyrl_train.types import Group
-from skyrl_train.weight_sync.errors import SyncCheckFailed
+from skyrl_train.weight_sync.control import SyncCheckFailed
 from skyrl_train.weight_sync.send_report import SendReport
 from skyrl_train.weight_sync.settings import SyncSettings
 

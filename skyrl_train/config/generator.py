@@ -89,7 +89,7 @@ class GeneratorConfig:
     """Passed to the tokenizer's chat template."""
     weight_sync_backend: Text
     """auto, or one of weight_sync/channels/table.py: shm, broadcast, cuda_ipc (policy and engines on the same GPUs), or
-    vllm_nccl for stock vLLM servers."""
+    vllm_nccl for stock vLLM servers; or `module:attribute` of a Transport of your own (docs/extending.md)."""
     weight_sync_bucket_mb: Count
     """MiB of one packed bucket of weights."""
     pause_mode: Annotated[str, OneOf(("keep", "wait", "abort"))]

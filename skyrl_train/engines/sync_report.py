@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.digest import compare
-from skyrl_train.weight_sync.errors import WeightSyncError
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from skyrl_train.service.source import JobSource
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.learner import Learner
 from skyrl_train.types import Metrics
-from skyrl_train.weight_sync.errors import SyncCheckFailed
+from skyrl_train.weight_sync.control import SyncCheckFailed
 
 log = logging.getLogger(__name__)
 

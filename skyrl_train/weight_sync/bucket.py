@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 
 ALIGNMENT = 1024
 """Bytes; also the row of `digest.py`, so that no row holds bytes of two tensors."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, offsets
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 
 WORDS_PER_ROW = ALIGNMENT // 8
 ROWS_PER_CHUNK = 1024

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from skyrl_train.weight_sync.bucket import Bucket, BucketPlan, NamedTensors, TensorSpec, cut, fill, unpack
 from skyrl_train.weight_sync.channels.channel import ReceiveChannel, SendChannel
-from skyrl_train.weight_sync.control import Check, ControlMessage, Pending, Post
+from skyrl_train.weight_sync.control import Check, ControlMessage, PeerLostError, Pending, Post, WeightSyncError
 from skyrl_train.weight_sync.digest import digests, row_hashes
-from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
 from skyrl_train.weight_sync.send_report import SendClock, SendReport
 
 Load = Callable[[list[tuple[str, Tensor]]], None]

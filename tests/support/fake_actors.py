@@ -21,7 +21,7 @@ from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.engines.protocol import EngineFacts
 from skyrl_train.ranks import ParallelRanks
 from skyrl_train.types import Generation
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.send_report import SendReport
 from skyrl_train.weight_sync.settings import SyncSettings
 from tests.support.settings import engine_settings

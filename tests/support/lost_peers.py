@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from skyrl_train.weight_sync.channels.broadcast import BroadcastReceiveChannel, BroadcastSendChannel
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.transport import Receiver, Sender
 from tests.support.sending import specs_of
 

@@ -16,9 +16,8 @@ from skyrl_train.device.memory import memory_in_use
 from skyrl_train.imports import attribute, quick_imports
 from skyrl_train.ranks import Rendezvous, free_port
 from skyrl_train.stores import LOOPBACK
-from skyrl_train.weight_sync.channels.table import TRANSPORTS, open_sender
-from skyrl_train.weight_sync.control import ControlMessage
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.channels.table import open_sender, transport
+from skyrl_train.weight_sync.control import ControlMessage, WeightSyncError
 from skyrl_train.weight_sync.send_report import SendReport
 from skyrl_train.weight_sync.settings import SyncSettings
 
@@ -97,7 +96,8 @@ class Rank:
             host=LOOPBACK if is_alone else host(),
         )
         self._sender = open_sender(settings.weight_sync_backend, end)
-        return self._sender.init_info | {"sender": name, "weight_sync_timeout_s": timeout_s}
+        told = {"transport": settings.weight_sync_backend, "sender": name, "weight_sync_timeout_s": timeout_s}
+        return told | self._sender.init_info
 
     def close(self) -> None:
         """Before the end of the process: leave nothing behind that outlives it."""
@@ -126,7 +126,7 @@ class Rank:
         """
         import torch
 
-        dtype, scope = getattr(torch, settings.model_dtype), TRANSPORTS[settings.weight_sync_backend].scope
+        dtype, scope = getattr(torch, settings.model_dtype), transport(settings.weight_sync_backend).scope
         if scope == "first_stage":
             specs, tensors = self._worker.export_to_first_stage(dtype)
         elif scope == "every_stage":

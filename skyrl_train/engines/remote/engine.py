@@ -17,8 +17,7 @@ from skyrl_train.engines.remote.lifecycle import HttpLifecycle
 from skyrl_train.engines.settings import EngineSettings, PauseMode, still_running
 from skyrl_train.engines.sync_report import SyncReport, checked_report
 from skyrl_train.types import Generation, SamplingParams
-from skyrl_train.weight_sync.control import ControlMessage
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import ControlMessage, WeightSyncError
 
 MAX_CONNECTIONS = 512
 """Requests in flight at the server; more wait here. Each is an open socket, of which a process may have 1024."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from skyrl_train.engines.remote.client import ServerClient, ServerError
 from skyrl_train.engines.settings import EXTENSION, EngineSettings
-from skyrl_train.weight_sync.channels.table import STOCK, TRANSPORTS
+from skyrl_train.weight_sync.channels.table import STOCK, transport
 
 OLDEST = (0, 26)
 ROUTES_SINCE = {"/update_weight_version": (0, 27), "/shutdown_weight_transfer_engine": (0, 32)}
@@ -133,7 +133,7 @@ def check_server(facts: ServerFacts, settings: EngineSettings) -> None:
             f"its data parallel size is {facts.data_parallel_size}: start one server per replica and name them all in "
             "generator.remote_inference_engine_urls"
         )
-    wants_stock = TRANSPORTS[settings.generator.weight_sync_backend].for_stock_servers
+    wants_stock = transport(settings.generator.weight_sync_backend).for_stock_servers
     if wants_stock and facts.backend != "nccl":
         problems.append(
             f"its weight transfer backend is {facts.backend} and generator.weight_sync_backend is "

@@ -25,8 +25,7 @@ from skyrl_train.weight_sync.channels.channel import SendingEnd
 from skyrl_train.weight_sync.channels.flight import Flight, Land
 from skyrl_train.weight_sync.channels.meeting import wait_until
 from skyrl_train.weight_sync.channels.table import STOCK
-from skyrl_train.weight_sync.control import Check, ControlMessage
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import Check, ControlMessage, WeightSyncError
 from skyrl_train.weight_sync.send_report import SendClock, SendReport
 
 Chunk = tuple[TensorSpec, ...]

@@ -36,8 +36,7 @@ from skyrl_train.engines.vllm.sleep import Sleeps
 from skyrl_train.engines.vllm.weights import Weights
 from skyrl_train.imports import first_in_children, quick_imports
 from skyrl_train.types import Generation, SamplingParams
-from skyrl_train.weight_sync.control import ControlMessage
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import ControlMessage, WeightSyncError
 
 if TYPE_CHECKING:
     from skyrl_train.engines.vllm.http.server import HttpServer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.device import device_type
 from skyrl_train.engines.protocol import EngineDeadError
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 
 if TYPE_CHECKING:
     from skyrl_train.engines.settings import EngineSettings

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.engines.sync_report import SyncReport, checked_report
 from skyrl_train.engines.vllm.core import Core
-from skyrl_train.weight_sync.control import ControlMessage
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import ControlMessage, WeightSyncError
 
 if TYPE_CHECKING:
     from skyrl_train.engines.vllm.worker.adapter_slots import EveryRequest

@@ -30,8 +30,8 @@ from skyrl_train.megatron.weights.export import (
     whole_shape,
 )
 from skyrl_train.megatron.weights.export import export_tasks as plan_tasks
+from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.digest import name_list
-from skyrl_train.weight_sync.errors import WeightSyncError
 
 WORD_BYTES = 8
 

@@ -15,8 +15,8 @@ from skyrl_train.hf import adapter
 from skyrl_train.megatron.lora.adapters import Adapter, Lora
 from skyrl_train.megatron.weights.export import is_stage_owner
 from skyrl_train.megatron.weights.lora_export import export_adapter
+from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.digest import name_list
-from skyrl_train.weight_sync.errors import WeightSyncError
 
 
 def checked_adapters(lora: Lora, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -18,7 +18,7 @@ from skyrl_train.batching.split import split
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.types import Group, Sample, TrainBatch
-from skyrl_train.weight_sync.errors import SyncCheckFailed
+from skyrl_train.weight_sync.control import SyncCheckFailed
 
 NUM_SAMPLES = 8
 # Mean |difference| in nats on equal weights: 4e-7 in float32 on CPUs and GPUs; 5e-4 where vLLM's attention computes

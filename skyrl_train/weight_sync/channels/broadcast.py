@@ -22,8 +22,7 @@ from skyrl_train.weight_sync.channels.broadcast_group import BroadcastGroup
 from skyrl_train.weight_sync.channels.channel import ReceivingEnd, SendingEnd
 from skyrl_train.weight_sync.channels.flight import BUFFERS, Flight
 from skyrl_train.weight_sync.channels.meeting import has, join_store
-from skyrl_train.weight_sync.control import Check, ControlMessage
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import Check, ControlMessage, WeightSyncError
 from skyrl_train.weight_sync.transport import Sender
 
 GIVEN_UP = "given up"

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_train.weight_sync.channels.meeting import meet, wait_until
-from skyrl_train.weight_sync.control import Check
-from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
+from skyrl_train.weight_sync.control import Check, PeerLostError, WeightSyncError
 
 POLL_S = 0.0002
 CONNECT_S = 20.0

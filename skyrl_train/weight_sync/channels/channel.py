@@ -50,7 +50,7 @@ class WeightSender(Protocol):
 
     @property
     def init_info(self) -> ControlMessage:
-        """What the receivers are told once to join; its "transport" is the name in the table."""
+        """Message with which every receiver joins, once per connection."""
 
     def connect(self, check: Check = lambda: None) -> None:
         """Returns when all receivers have joined."""

@@ -16,8 +16,7 @@ from skyrl_train.device.memory import memory_to_share
 from skyrl_train.weight_sync.channels.channel import ReceivingEnd, SendingEnd
 from skyrl_train.weight_sync.channels.ring import SLOTS, ReceiveRing, SendRing
 from skyrl_train.weight_sync.channels.signals import SignalHub, SignalPeer
-from skyrl_train.weight_sync.control import Check, ControlMessage
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import Check, ControlMessage, WeightSyncError
 from skyrl_train.weight_sync.transport import Sender
 
 

@@ -14,8 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from skyrl_train.weight_sync.control import Check
-from skyrl_train.weight_sync.errors import PeerLostError
+from skyrl_train.weight_sync.control import Check, PeerLostError
 
 CHECK_EVERY_S = 0.2
 MEETING_POLL_S = 0.02

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from skyrl_train.weight_sync.channels.signals import ABORTED, SignalHub, SignalPeer
-from skyrl_train.weight_sync.control import Check
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import Check, WeightSyncError
 
 SLOTS = 2
 

@@ -17,8 +17,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.weight_sync.control import Check
-from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
+from skyrl_train.weight_sync.control import Check, PeerLostError, WeightSyncError
 
 CHECK_EVERY_S = 0.05
 FOLDERS = "/tmp"

@@ -27,7 +27,7 @@ from skyrl_train.cluster.placement import Demand, Placement, PlacementError
 from skyrl_train.cluster.pool.replica import EngineReplica
 from skyrl_train.cluster.ranks.worker_group import RANK, WorkerGroup
 from skyrl_train.cluster.session import CPU_ENVIRONMENT, Cluster, connect, cpu_environment, worker_environment
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.settings import SyncSettings
 from tests.support.settings import engine_settings
 

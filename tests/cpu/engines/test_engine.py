@@ -18,7 +18,7 @@ from skyrl_train.engines.protocol import EngineDeadError
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.channels.broadcast import BroadcastSendChannel
 from skyrl_train.weight_sync.channels.shm import ShmSendChannel
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.live_engine import (
     PROMPTS,
     TIMEOUT_S,

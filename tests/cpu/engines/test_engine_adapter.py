@@ -16,7 +16,7 @@ from skyrl_train.engines.vllm.engine import VllmEngine
 from skyrl_train.hf.adapter import identity_adapter
 from skyrl_train.types import SamplingParams
 from skyrl_train.weight_sync.channels.shm import ShmSendChannel
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.transport import Sender
 from tests.support.adapters import lora_config, peft_model, read_adapter, write_adapter
 from tests.support.live_engine import TIMEOUT_S, Posted, run

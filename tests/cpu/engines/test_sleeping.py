@@ -16,7 +16,7 @@ from skyrl_train.engines.vllm.core import Core
 from skyrl_train.engines.vllm.engine import VllmEngine
 from skyrl_train.engines.vllm.weights import Weights
 from skyrl_train.engines.vllm.worker.sleeping import Unsynced, plain_tensors
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.settings import MIB, engine_settings
 
 SETTINGS = engine_settings("model", "tiny", "float32", 128, kv_cache_memory_gb=MIB, enable_sleep_mode=True)

@@ -26,6 +26,7 @@ if __name__ == "__main__":
 """
 OWN = [
     "trainer.custom_modules=[own_names]",
+    "generator.weight_sync_backend=own_transport:FILES",
     "generator.rollout=own_rollout:draft_and_revise",
     "trainer.source=own_source:GroupsThatTeach",
     "extra={wanted_digits: 4, max_batches: 2}",

@@ -16,7 +16,7 @@ from skyrl_train.engines.settings import EXTENSION, engine_environment
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.channels.channel import SendingEnd
 from skyrl_train.weight_sync.channels.table import open_sender
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.jobs import run_to_end, write_world
 from tests.support.remote_servers import KEY, Posted, Server, connect, vllm_server
 from tests.support.sending import specs_of

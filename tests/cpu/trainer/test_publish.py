@@ -24,7 +24,7 @@ from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.memory_report import MemoryReport
 from skyrl_train.trainer.residency import Colocated, Dedicated
 from skyrl_train.types import SamplingParams
-from skyrl_train.weight_sync.errors import SyncCheckFailed
+from skyrl_train.weight_sync.control import SyncCheckFailed
 from tests.support.fake_actors import SYNC, FakeEngine, FakeRank, engine_group, policy_group, ref
 
 PARAMS = SamplingParams(max_generate_length=4)

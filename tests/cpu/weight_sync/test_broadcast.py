@@ -16,7 +16,7 @@ import torch.distributed as dist
 from skyrl_train.weight_sync.channels import broadcast_group
 from skyrl_train.weight_sync.channels.broadcast import BroadcastReceiveChannel, BroadcastSendChannel
 from skyrl_train.weight_sync.channels.broadcast_group import BroadcastGroup
-from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
+from skyrl_train.weight_sync.control import PeerLostError, WeightSyncError
 from skyrl_train.weight_sync.transport import Receiver, Sender
 from tests.support.lost_peers import Processes, lose_receiver, lose_sender
 from tests.support.sending import InThread, specs_of

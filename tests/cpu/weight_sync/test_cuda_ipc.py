@@ -16,7 +16,7 @@ import torch
 from skyrl_train.weight_sync.channels import cuda_ipc
 from skyrl_train.weight_sync.channels.cuda_ipc import CudaIpcReceiveChannel, CudaIpcSendChannel
 from skyrl_train.weight_sync.channels.signals import SignalHub, SignalPeer
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.transport import Receiver, Sender
 from tests.support.sending import InThread, ReceivingEnd, specs_of
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.digest import bucket_digests, compare
-from skyrl_train.weight_sync.errors import WeightSyncError
 from tests.support.sending import pack, tensor_digest
 
 

@@ -13,7 +13,7 @@ import torch
 
 from skyrl_train.weight_sync.channels.broadcast import BroadcastReceiveChannel, BroadcastSendChannel
 from skyrl_train.weight_sync.channels.shm import ShmSendChannel
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.transport import Sender
 from tests.support.lost_peers import CONTEXT, DEADLINE_S, START_S, Processes
 from tests.support.sending import InThread

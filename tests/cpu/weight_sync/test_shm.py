@@ -21,7 +21,7 @@ import torch
 
 from skyrl_train.weight_sync.channels import signals
 from skyrl_train.weight_sync.channels.shm import ShmReceiveChannel, ShmSendChannel
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.transport import Receiver, Sender
 from tests.support.sending import InThread, Named, ReceivingEnd, specs_of, tensor_digest
 

@@ -1,9 +1,11 @@
-"""A transport that is added with a file and one line of the table is checked, opened and carries weights."""
+"""A transport of one's own, named as module:attribute, is checked, opened and carries weights."""
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,109 +18,119 @@ from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import load_config
 from skyrl_train.weight_sync.channels import table
 from skyrl_train.weight_sync.channels.channel import ReceivingEnd, SendingEnd
-from skyrl_train.weight_sync.channels.table import TRANSPORTS, Transport
-from skyrl_train.weight_sync.control import Check
+from skyrl_train.weight_sync.channels.table import Transport
+from skyrl_train.weight_sync.control import WeightSyncError
+from skyrl_train.weight_sync.digest import compare
 from skyrl_train.weight_sync.transport import Receiver, Sender
 from tests.support.sending import ReceivingEnd as Loading
 from tests.support.sending import specs_of
 
 CPU = torch.device("cpu")
-PIPES: dict[int, queue.Queue[Tensor]] = {}
-
-
-class PipeSender:
-    """Hands copies of the buckets to a receiver in the same process."""
-
-    max_bucket_bytes = 4096
-
-    def __init__(self) -> None:
-        self.init_info = {"transport": "pipe", "pipe": id(self)}
-        self._pipe: queue.Queue[Tensor] = PIPES.setdefault(id(self), queue.Queue())
-
-    def connect(self, check: Check) -> None:
-        """The receiver needs no answer."""
-
-    def begin(self) -> None:
-        """Buckets are made one by one."""
-
-    def buffer(self, num_bytes: int, check: Check) -> Tensor:
-        self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._buffer
-
-    def publish(self, num_bytes: int) -> None:
-        self._pipe.put(self._buffer[:num_bytes].clone())
-
-    def drain(self, check: Check) -> None:
-        """The receiver answers the call of the engine."""
-
-    def abort(self) -> None:
-        """Nobody waits here."""
-
-    def close(self) -> None:
-        PIPES.pop(id(self), None)
-
-
-class PipeReceiver:
-    def __init__(self, pipe: int, timeout_s: float) -> None:
-        self._pipe, self._timeout_s = PIPES[pipe], timeout_s
-
-    def begin(self, sizes: Sequence[int]) -> None:
-        """They come as they are."""
-
-    def next(self) -> Tensor:
-        return self._pipe.get(timeout=self._timeout_s)
-
-    def release(self) -> None:
-        """The sender has no more use for it."""
-
-    def close(self) -> None:
-        """Garbage."""
-
-
-def send(end: SendingEnd) -> Sender:
-    return Sender(PipeSender(), end.bucket_bytes, end.post)
-
-
-def receive(end: ReceivingEnd) -> PipeReceiver:
-    return PipeReceiver(end.info["pipe"], end.timeout_s)
+OWN = "own_transport:FILES"
+NAMED = [(f"layer.{n}", torch.randn(700 + n)) for n in range(5)]
 
 
 @pytest.fixture(autouse=True)
-def with_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = Transport(send=f"{__name__}:send", receive=f"{__name__}:receive", shares_gpus=True)
-    monkeypatch.setitem(TRANSPORTS, "pipe", entry)
+def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples/custom"))
+    yield
+    sys.modules.pop("own_transport", None)
 
 
-def test_an_added_transport_carries_weights_of_which_the_digests_agree():
-    loaded: dict[str, Tensor] = {}
+class Ends:
+    """Both ends of the example transport in this process."""
 
-    def load(tensors: list[tuple[str, Tensor]]) -> None:
-        loaded.update({name: tensor.clone() for name, tensor in tensors})
-
-    end = Loading(load)
-    sender = table.open_sender("pipe", SendingEnd(end.post, 4096, 1, CPU, 5.0, "127.0.0.1"))
-    info = sender.init_info | {"weight_sync_timeout_s": 5.0}
-    end.receiver = Receiver(table.open_receiver(ReceivingEnd(info, 0, CPU)))
-    named = [(f"layer.{n}", torch.randn(700 + n)) for n in range(5)]
-    report = sender.send(specs_of(named), named)
-    assert report.num_buckets == 5 and report.digests == end.digests
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in named)
-    sender.close()
+    def __init__(self, timeout_s: float = 5.0) -> None:
+        self.loaded: dict[str, Tensor] = {}
+        self.end = Loading(lambda tensors: self.loaded.update({name: tensor.clone() for name, tensor in tensors}))
+        sending = SendingEnd(self.end.post, 4096, 1, CPU, timeout_s, "127.0.0.1")
+        sender = table.open_sender(OWN, sending)
+        assert isinstance(sender, Sender)
+        self.sender = sender
+        info = {"transport": OWN, "weight_sync_timeout_s": timeout_s} | sender.init_info
+        self.folder = Path(info["folder"])
+        self.end.receiver = Receiver(table.open_receiver(ReceivingEnd(info, 0, CPU)))
 
 
-def test_an_added_transport_may_be_named_and_is_refused_where_its_line_says(monkeypatch: pytest.MonkeyPatch):
-    def problems(*overrides: str) -> list[str]:
-        return list(transport_problems(load_config(["generator.weight_sync_backend=pipe", *overrides])))
+def test_the_example_transport_carries_updates_of_which_the_digests_agree():
+    ends = Ends()
+    for update in range(3):
+        named = [(name, tensor + update) for name, tensor in NAMED]
+        report = ends.sender.send(specs_of(named), named)
+        assert report.num_buckets == 5
+        compare(report.digests, ends.end.digests)
+        assert all(torch.equal(ends.loaded[name], tensor) for name, tensor in named)
+    ends.sender.close()
+    assert not ends.folder.exists()
 
-    def chosen(**devices: Any) -> str:
-        config = load_config(["generator.weight_sync_backend=pipe", "trainer.placement.colocate_all=true"])
-        return sync_backend(config, Cluster("", is_local=True, **devices))
 
-    assert problems("trainer.placement.colocate_all=true") == [] and chosen(has_gpus=False) == "pipe"
-    (problem,) = problems()
-    assert problem.startswith("generator.weight_sync_backend is pipe, which needs policy and engines on the same GPUs")
-    monkeypatch.delitem(TRANSPORTS, "pipe")
-    (problem,) = problems()
-    assert (
-        problem == "generator.weight_sync_backend is pipe: it must be one of auto, shm, broadcast, cuda_ipc, vllm_nccl"
-    )
+def test_the_digests_find_a_byte_that_the_example_transport_changes(monkeypatch: pytest.MonkeyPatch):
+    ends = Ends()
+    read = torch.from_file
+
+    def misread(*args: Any, **kwargs: Any) -> Tensor:
+        data = read(*args, **kwargs)
+        data[5] ^= 1
+        return data
+
+    monkeypatch.setattr(torch, "from_file", misread)
+    report = ends.sender.send(specs_of(NAMED), NAMED)
+    with pytest.raises(WeightSyncError, match="5 arrived with other bytes: layer.0"):
+        compare(report.digests, ends.end.digests)
+
+
+def test_a_receiver_of_the_example_transport_waits_no_longer_than_the_sender_lives_and_the_deadline():
+    ends = Ends(timeout_s=0.2)
+    assert ends.end.receiver is not None
+    message = {"bucket_bytes": 4096, "plan": "x", "specs": [spec.to_message() for spec in specs_of(NAMED)]}
+    with pytest.raises(WeightSyncError, match="was not written within 0.2 s"):
+        ends.end.receiver.receive(message, lambda tensors: None)
+    ends = Ends()
+    ends.sender.close()
+    assert ends.end.receiver is not None
+    with pytest.raises(WeightSyncError, match="gave up"):
+        ends.end.receiver.receive(message, lambda tensors: None)
+
+
+def problems(name: str, *overrides: str) -> list[str]:
+    return list(transport_problems(load_config([f"generator.weight_sync_backend={name}", *overrides])))
+
+
+def named(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> str:
+    ends: dict[str, Any] = {"send": "own_transport:send", "receive": "own_transport:receive"}
+    entry = SimpleNamespace(ENTRY=Transport(**(ends | fields)), NUMBER=3, __file__="mine.py")
+    monkeypatch.setitem(sys.modules, "mine", entry)  # type: ignore[arg-type]
+    return "mine:ENTRY"
+
+
+def test_a_transport_of_ones_own_is_refused_where_its_entry_says(monkeypatch: pytest.MonkeyPatch):
+    name, shared = named(monkeypatch, shares_gpus=True), "trainer.placement.colocate_all=true"
+    config = load_config([f"generator.weight_sync_backend={name}", shared])
+    assert problems(OWN) == problems(name, shared) == []
+    assert sync_backend(config, Cluster("", is_local=True, has_gpus=False)) == name
+    (problem,) = problems(name)
+    assert problem.startswith(f"generator.weight_sync_backend is {name}, which needs policy and engines on the same")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("pipe", {}, "is pipe: it must be one of auto, shm, broadcast, cuda_ipc, vllm_nccl, or `module:attribute` of"),
+        ("nowhere:FILES", {}, "is 'nowhere:FILES', and nowhere cannot be imported (ModuleNotFoundError"),
+        ("own_transport:PIPE", {}, "is 'own_transport:PIPE', and own_transport ("),
+        (
+            "mine:NUMBER",
+            {},
+            "is mine:NUMBER: it is a int. Make it a Transport of skyrl_train.weight_sync.channels.table",
+        ),
+        ("mine:ENTRY", {"scope": "all"}, "its scope is all, allowed are own_stage, first_stage, every_stage"),
+        ("mine:ENTRY", {"send": "own_transport:sent"}, "send of generator.weight_sync_backend=mine:ENTRY is"),
+        ("mine:ENTRY", {"receive": "own_transport:FILES"}, "is 'own_transport:FILES': it is not a function"),
+    ],
+)
+def test_what_is_no_transport_is_named_at_the_check(
+    name: str, fields: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+):
+    named(monkeypatch, **fields)
+    (problem,) = problems(name)
+    assert said in problem

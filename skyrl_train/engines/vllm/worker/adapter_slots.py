@@ -24,7 +24,7 @@ from skyrl_train.config.policy import LoraConfig
 from skyrl_train.engines.settings import ADAPTER
 from skyrl_train.engines.vllm.compat import rename_mapper
 from skyrl_train.hf.adapter import identity_adapter, linear_shapes, targets, tensor_names
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 
 ADAPTER_ID = 1
 MODULES = ("target_modules", "exclude_modules")

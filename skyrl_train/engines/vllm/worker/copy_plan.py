@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_train.weight_sync.bucket import ALIGNMENT, TensorSpec, cut, fill
+from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.digest import bucket_digests, name_list
-from skyrl_train.weight_sync.errors import WeightSyncError
 
 WRITES_NOTHING_NEW = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 """Loaders set the rows of vocabulary padding to zero, which they are already."""

@@ -25,8 +25,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from skyrl_train.engines.vllm.compat import NOT_RELOADED
+from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.digest import name_list
-from skyrl_train.weight_sync.errors import WeightSyncError
 
 WRAPPER_NAME = "online_process_loader"
 """vLLM recognises its wrapped weight loaders by this name, and unwraps them by `__wrapped__`."""

@@ -14,7 +14,7 @@ from skyrl_train.engines.remote.client import ServerError, ServerUnreachableErro
 from skyrl_train.engines.remote.engine import RemoteEngine
 from skyrl_train.engines.remote.facts import ServerUnsuitableError
 from skyrl_train.types import Generation, SamplingParams
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.fake_servers import PACKED, FakeServer, serving
 from tests.support.settings import remote_settings
 from tests.support.tiny import chatml_tokenizer, tiny_tokenizer

@@ -15,8 +15,7 @@ from torch import Tensor
 from skyrl_train.engines.remote.stock_nccl import StockNcclSender, cut_updates
 from skyrl_train.weight_sync.bucket import TensorSpec
 from skyrl_train.weight_sync.channels.channel import SendingEnd
-from skyrl_train.weight_sync.control import ControlMessage
-from skyrl_train.weight_sync.errors import PeerLostError, WeightSyncError
+from skyrl_train.weight_sync.control import ControlMessage, PeerLostError, WeightSyncError
 from tests.support.sending import InThread, specs_of
 
 BUCKET = 4096

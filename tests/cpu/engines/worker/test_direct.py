@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from skyrl_train.engines.vllm.worker.copy_plan import CopyPlan, NoPlanError, Trial, find_plan
 from skyrl_train.weight_sync.bucket import Bucket, TensorSpec, unpack
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.sending import pack, specs_of
 
 

@@ -28,7 +28,7 @@ from skyrl_train.megatron.weights.export_folder import SUMS, export_folder
 from skyrl_train.megatron.weights.gather import to_every_stage, to_first_stage
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.weight_sync.bucket import TensorSpec
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.checkpoints import tensors_of
 from tests.support.families import FAMILIES, write_family
 from tests.support.layouts import layout

@@ -21,7 +21,7 @@ from skyrl_train.megatron.weights import export as export_module
 from skyrl_train.megatron.weights.export import export
 from skyrl_train.megatron.weights.live_sums import LiveSums
 from skyrl_train.ranks import Rendezvous
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.families import write_family
 from tests.support.layouts import layout
 

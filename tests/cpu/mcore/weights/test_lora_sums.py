@@ -20,7 +20,7 @@ from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.weights import lora_sums
 from skyrl_train.megatron.weights.lora_export import export_adapter
 from skyrl_train.ranks import Rendezvous
-from skyrl_train.weight_sync.errors import WeightSyncError
+from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.adapters import write_adapter
 from tests.support.families import write_family
 from tests.support.layouts import layout
