@@ -1,6 +1,6 @@
-"""The configuration as the programs read it: YAML, overrides and experiments -> frozen dataclasses, strictly.
+"""The configuration: YAML, experiments and overrides -> frozen dataclasses, strictly.
 
-`rl.py` and `sft.py` are the wholes of the two programs; what others import by hand is here.
+Read `program` (command line), `compose` (Hydra), `schema` (types), then `rl`, `sft` and `verify` (one per program).
 """
 
 from skyrl_train.config.errors import ConfigError

@@ -1,7 +1,7 @@
-"""Hydra's side of the configuration: base + `+experiment=NAME` + overrides -> one plain dictionary.
+"""Composition with Hydra: base + `+experiment=NAME` + overrides -> one plain dictionary.
 
-Every override and every file is compared with the schema here, so that a misspelt key is one sentence that names the
-place it was written, instead of Hydra's message about struct mode (or, in an experiment file, no message at all).
+Overrides and files are compared with the schema first, so that the error for a misspelt key names the key and its
+origin; Hydra's own message is about struct mode, and a misspelt key in an experiment file gives none.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Composed:
 
 
 def compose(schema: type, base: Path, overrides: Sequence[str], folders: Sequence[Path] = ()) -> Composed:
-    """The values of `base`, the chosen experiments and the overrides, interpolations resolved.
+    """Values of `base`, the chosen experiments and the overrides, interpolations resolved.
 
-    Raises: ConfigError with all misspelt overrides, or with the first thing that Hydra cannot read or find.
+    Raises: ConfigError with all misspelt overrides, or with the first error of Hydra.
     """
     base = base.resolve()
     extra = list(dict.fromkeys(f.resolve() for f in folders if f.resolve() != base.parent))
@@ -66,7 +66,7 @@ def compose(schema: type, base: Path, overrides: Sequence[str], folders: Sequenc
         except MissingConfigException as error:
             raise ConfigError(_missing(error, [base.parent, *extra])) from None
         except yaml.YAMLError as error:
-            raise ConfigError(f"not valid YAML: {error}") from None
+            raise ConfigError(f"invalid YAML: {error}") from None
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(str(error)) from None
     check_files(schema, files)
@@ -77,7 +77,7 @@ def compose(schema: type, base: Path, overrides: Sequence[str], folders: Sequenc
 
 
 def base_yaml(schema: type, base: Path) -> str:
-    """`base` laid over the base that it builds on, the keys that `schema` does not have left out."""
+    """`base` laid over the base that it builds on, without keys that `schema` does not have."""
     whole = cast(DictConfig, OmegaConf.load(base))
     builds_on = [name for name in whole.pop("defaults", []) if name != "_self_"]
     for name in reversed(builds_on):
@@ -88,17 +88,17 @@ def base_yaml(schema: type, base: Path) -> str:
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:
-    """Plain dictionaries with every `${...}` replaced; ConfigError where one cannot be."""
+    """Plain dictionaries with every `${...}` resolved. Raises: ConfigError."""
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"{error.full_key} cannot be worked out: {reason}") from None
+        raise ConfigError(f"{error.full_key} cannot be resolved: {reason}") from None
     return cast(dict[str, Any], plain)
 
 
 def of_hydra(schema: type, config: DictConfig) -> tuple[dict[str, Any], Callable[[str], str]]:
-    """Values and `Composed.where` of what a running `@hydra.main` composed."""
+    """Values and `Composed.where` of the configuration that a running `@hydra.main` composed."""
     if not HydraConfig.initialized():
         return resolved(config), lambda path: ""
     hydra = HydraConfig.get()
@@ -127,12 +127,15 @@ def _origins(schema: type, overrides: Sequence[Override], files: Sequence[Config
 
 
 def _missing(error: MissingConfigException, folders: Sequence[Path]) -> str:
-    """The sentence for a file that is not there; for an experiment, with those that are."""
+    """The error for a missing file; for an experiment, with the available ones."""
     missing = error.missing_cfg_file or str(error)
     group, _, name = missing.partition("/")
     if group != "experiment":
-        return f"there is no {missing}.yaml in {', '.join(shown_path(folder) for folder in folders)}"
+        return f"{missing}.yaml was not found in {', '.join(shown_path(folder) for folder in folders)}"
     names = experiments(folders)
     close = nearest(name, names)
     meant = f"did you mean {close}? " if close else ""
-    return f"there is no experiment {name!r}: {meant}There are {', '.join(names)}; --config-dir adds a folder of yours"
+    return (
+        f"experiment {name!r} does not exist: {meant}Available: {', '.join(names)}. Use --config-dir to add a folder "
+        "with your own"
+    )

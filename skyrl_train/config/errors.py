@@ -1,4 +1,4 @@
-"""The one error of a configuration."""
+"""The error of a configuration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class ConfigError(ValueError):
-    """What is wrong with a configuration, written for the person who wrote it. `str(error)` is the whole message."""
+    """Problems of a configuration, as sentences for the user; `str(error)` is the complete message."""
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)

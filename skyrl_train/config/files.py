@@ -1,4 +1,4 @@
-"""The YAML files of a composition: which Hydra chose, what they say, and keys in them that the schema does not have."""
+"""The YAML files of a composition: their contents, and keys that the schema does not have."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class ConfigFile:
     """One YAML file of a composition."""
 
     shown: str
-    """Its path as a person would type it here."""
+    """Path relative to the working directory, if below it."""
     package: str
-    """Where Hydra puts its keys, "" for the top level."""
+    """Section into which Hydra puts its keys, "" for the top level."""
     values: dict[str, Any]
-    """From the top level down, interpolations as written."""
+    """Contents from the top level down, interpolations unresolved."""
     is_lower_base: bool
-    """The base of another program, on which this one's builds: it may have keys that this program does not."""
+    """Base of another program, on which this one builds; it may have keys that this program does not."""
 
 
 def shipped_folder() -> Path:
@@ -44,9 +44,9 @@ def experiments(folders: Sequence[Path]) -> list[str]:
 
 
 def chosen_files(hydra: DictConfig, base: str | None, lines: Sequence[str]) -> list[ConfigFile]:
-    """Every file that the composition read, in order, Hydra's own left out; `hydra` is the node of that name.
+    """Every file of the composition in order, except Hydra's own; `hydra` is the node of that name.
 
-    Raises: ConfigError where a name stands for two files.
+    Raises: ConfigError where a name matches two files.
     """
     folders = [folder for source in hydra.runtime.config_sources if (folder := _folder(source)) is not None]
     loader = GlobalHydra.instance().config_loader()
@@ -58,7 +58,7 @@ def chosen_files(hydra: DictConfig, base: str | None, lines: Sequence[str]) -> l
         matches = [file for folder in folders if (file := folder / f"{name}.yaml").is_file()]
         shown = [shown_path(file) for file in matches]
         if len(matches) > 1 and name != base:
-            raise ConfigError(f"{name} stands for two files, rename yours: {', '.join(shown)}")
+            raise ConfigError(f"{name} is ambiguous: it matches {' and '.join(shown)}. Rename yours")
         if matches:
             package = default.package or ""
             lower = name != base and "/" not in name
@@ -67,7 +67,7 @@ def chosen_files(hydra: DictConfig, base: str | None, lines: Sequence[str]) -> l
 
 
 def _folder(source: DictConfig) -> Path | None:
-    """The folder of one entry of the search path; None for Hydra's own and for what is no folder."""
+    """Folder of an entry of the search path; None for Hydra's own and entries that are not folders."""
     if source.schema == "file":
         return Path(source.path)
     if source.schema == "pkg" and not source.path.startswith("hydra"):
@@ -76,7 +76,7 @@ def _folder(source: DictConfig) -> Path | None:
 
 
 def _contents(file: Path, package: str) -> dict[str, Any]:
-    """What a file says, placed as it lies in the whole configuration."""
+    """Contents of a file, nested below its package."""
     loaded = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     values: dict[str, Any] = {name: item for name, item in cast(dict[str, Any], loaded).items() if name != "defaults"}
     for name in reversed(package.split(".")) if package else ():
@@ -89,7 +89,7 @@ def shown_path(file: Path) -> str:
 
 
 def dotted_keys(schema: type, values: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted keys in a file, down to what the schema does not know or does not look into."""
+    """Dotted keys in a file; keys below unknown ones and below free-form mappings are not listed."""
     kinds = key_types(schema)
     for name in values if isinstance(values, dict) else ():
         path = f"{prefix}{name}"
@@ -102,7 +102,7 @@ def check_files(schema: type, files: Sequence[ConfigFile]) -> None:
     problems = []
     for file in files:
         if file.package == "experiment":
-            problems.append(f"{file.shown}: the first line must be `# @package _global_`")
+            problems.append(f"{file.shown}: the first line is missing. Add `# @package _global_`")
             continue
         if not file.is_lower_base:
             problems += [f"{unknown_key(path, schema)} (in {file.shown})" for path in _foreign(file, schema)]
@@ -111,13 +111,13 @@ def check_files(schema: type, files: Sequence[ConfigFile]) -> None:
 
 
 def _foreign(file: ConfigFile, schema: type) -> list[str]:
-    """Its keys that the schema does not have."""
+    """Keys that the schema does not have."""
     kinds = key_types(schema)
     return [path for path in dotted_keys(schema, file.values) if path not in kinds]
 
 
 def leave_out_foreign(config: DictConfig, schema: type, files: Sequence[ConfigFile]) -> None:
-    """Take away what only another program reads."""
+    """Remove keys that only another program reads."""
     for path in [path for file in files if file.is_lower_base for path in _foreign(file, schema)]:
         section, _, name = path.rpartition(".")
         node = OmegaConf.select(config, section) if section else config

@@ -1,4 +1,4 @@
-"""Overrides on a command line: what is wrong with one, as a sentence, and the line that Hydra gets for it."""
+"""Overrides on a command line: their errors, and the line that Hydra gets for each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parse(text: str) -> Override:
     except HydraException as error:
         shown, reason = BY_NAME.argument(text), str(error).splitlines()[0]
         if shown != text:  # the reason quotes a part of the secret
-            reason = "put the value into quotes inside the shell's, as in \"key='a,b c'\""
+            reason = "put quotes around the value, inside those of the shell, as in \"key='a,b c'\""
         raise ConfigError(f"cannot read {shown!r} on the command line, expected key=value: {reason}") from None
 
 
@@ -34,7 +34,7 @@ def is_searchpath(override: Override) -> bool:
 def strings(override: Override) -> list[str]:
     value = override.value()
     if not isinstance(value, list):
-        raise ConfigError(f"hydra.searchpath is {value!r}, expected a list such as [file:///folder]")
+        raise ConfigError(f"hydra.searchpath is {value!r}: it must be a list. Write [file:///folder]")
     return [str(item) for item in value]
 
 
@@ -48,35 +48,35 @@ def _below_free_form(path: str, kinds: Mapping[str, Any]) -> bool:
 
 
 def problem(override: Override, schema: type, folders: Sequence[Path]) -> str | None:
-    """What is wrong with one override, as a sentence, or None."""
+    """The error of an override, or None."""
     key, text = override.key_or_group, BY_NAME.argument(str(override.input_line))
     kinds = key_types(schema)
     if override.is_sweep_override():
-        return f"{text}: sweeps are not supported, start one run per value"
+        return f"{text}: sweeps are not supported. Start one run per value"
     if is_searchpath(override) or _below_free_form(key, kinds):
         return None
     if key == "hydra" or key.startswith("hydra."):
-        return f"{text}: of Hydra's own settings only hydra.searchpath has a meaning here; runs go to trainer.run_dir"
+        return f"{text}: hydra.* settings are not supported, except hydra.searchpath. Output goes to trainer.run_dir"
     is_group = "." not in key and key not in kinds and any((folder / key).is_dir() for folder in folders)
     if is_group and not (override.is_add() and not override.is_force_add()) and not override.is_delete():
-        return f"{text}: write +{text.lstrip('+')}"
+        return f"{text}: a group is selected with a plus sign. Write +{text.lstrip('+')}"
     if is_group:
         return None
     if key not in kinds:
         return unknown_key(key, schema) + " (on the command line)"
     if override.is_delete():
-        return f"{text}: a key cannot be taken away, set it instead"
+        return f"{text}: keys cannot be deleted. Set a value"
     if not dataclasses.is_dataclass(kinds[key]):
         return None
     value = override.value()
     if not isinstance(value, dict):
-        return f"{text}: {key} is a section, set one of its keys: {', '.join(field_types(kinds[key]))}"
+        return f"{text}: {key} is a section. Set one of its keys: {', '.join(field_types(kinds[key]))}"
     unknown = [path for path in dotted_keys(schema, value, f"{key}.") if path not in kinds]
     return unknown_key(unknown[0], schema) + " (on the command line)" if unknown else None
 
 
 def hydra_line(override: Override, schema: type) -> str:
-    """Known keys are set with or without `+`; keys of a free-form mapping are set whether they exist or not."""
+    """The override for Hydra: known keys with or without `+`, keys of a free-form mapping whether they exist or not."""
     line, kinds = str(override.input_line), key_types(schema)
     if override.is_delete():
         return line

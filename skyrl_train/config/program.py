@@ -1,28 +1,33 @@
-"""A program's configuration: its base YAML, `+experiment=NAME` and overrides -> frozen dataclasses, converted once."""
+"""A program's command line and configuration: base YAML, `+experiment=NAME` and overrides -> frozen dataclasses."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import yaml
 from omegaconf import DictConfig
 
 from skyrl_train.algorithms.tables import import_modules
 from skyrl_train.config import compose
-from skyrl_train.config.command_line import read_command_line
 from skyrl_train.config.errors import ConfigError
-from skyrl_train.config.files import shipped_folder
+from skyrl_train.config.files import experiments, shipped_folder
 from skyrl_train.config.redaction import Secrets, secrets_of
 from skyrl_train.config.schema import build
 
 T = TypeVar("T")
 
 config_dir: str = str(shipped_folder())
-"""Folder of the bases and the experiments, of the source checkout or of the installed package."""
+"""Folder of the bases and the experiments, in the source checkout or the installed package."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. Usage: {self.usage}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +35,12 @@ class Program(Generic[T]):
     """A command line and the configuration that it reads."""
 
     module: str
-    """`python -m` this."""
+    """Module that `python -m` runs."""
     purpose: str
-    """One sentence for `--help`."""
+    """Sentence for `--help`."""
     schema: type[T]
     base_name: str
-    """Name of its YAML in config_dir, without `.yaml`."""
+    """Name of the base YAML in config_dir, without `.yaml`."""
 
     @property
     def base(self) -> Path:
@@ -44,8 +49,7 @@ class Program(Generic[T]):
     def load(self, overrides: Sequence[str] = (), folders: Sequence[str | Path] = ()) -> T:
         """The base with `+experiment=NAME` and `key=value` overrides on top.
 
-        Args: folders are searched for `experiment/NAME.yaml` too.
-        Raises: ConfigError.
+        Args: folders: also searched for `experiment/NAME.yaml`. Raises: ConfigError.
         """
         composed = compose.compose(self.schema, self.base, overrides, [Path(f) for f in folders])
         return self._built(composed.values, composed.where)
@@ -59,21 +63,47 @@ class Program(Generic[T]):
         return build(self.schema, values, where)
 
     def read(self, argv: Sequence[str]) -> T:
-        """What a command line (without the program's name) asks for; docs/configuration.md says what it may hold.
+        """The configuration of a command line (without the program's name); see docs/configuration.md.
 
-        Prints nothing, except that `--help` and `--cfg job` print and raise SystemExit(0), as argparse does.
+        The current folder's `configs/` is searched for experiments too. Prints nothing, except that `--help` and
+        `--cfg job` print and raise SystemExit(0), as argparse does.
         Raises: ConfigError.
         """
-        request = read_command_line(argv, self.base, self.module, self.purpose)
-        composed = compose.compose(self.schema, request.base, request.overrides, request.folders)
+        flags = self._parser().parse_intermixed_args(list(argv))
+        base = self.base
+        folders = [Path("configs")] if Path("configs/experiment").is_dir() else []
+        if flags.config_dir is not None:
+            folders.append(Path(flags.config_dir))
+            if not folders[-1].is_dir():
+                raise ConfigError(f"--config-dir is {flags.config_dir}: there is no such folder")
+        if flags.config_file is not None:
+            folders.append(base.parent)
+            base = Path(flags.config_file)
+            if not base.is_file() or base.suffix != ".yaml":
+                raise ConfigError(f"--config-file is {base}: there is no such .yaml file")
+        composed = compose.compose(self.schema, base, flags.overrides, folders)
         config = self._built(composed.values, composed.where)
-        if request.print_config:
+        if flags.cfg == "job":
             print(to_yaml(config), end="")
             raise SystemExit(0)
         return config
 
+    def _parser(self) -> _Parser:
+        names = ", ".join(experiments([self.base.parent]))
+        parser = _Parser(
+            usage=f"python -m {self.module} [+experiment=NAME] [key=value ...]",
+            description=self.purpose,
+            epilog=f"Every key with its value and meaning: {self.base}. Experiments: {names}.",
+            allow_abbrev=False,
+        )
+        parser.add_argument("overrides", nargs="*", help="+experiment=NAME and key=value")
+        parser.add_argument("--config-dir", "-cd", help="folder that contains your experiment/ folder")
+        parser.add_argument("--config-file", help="start from this complete file, such as the config.yaml of a run")
+        parser.add_argument("--cfg", "-c", choices=["job"], help="print the configuration and exit")
+        return parser
+
     def from_hydra(self, cfg: DictConfig) -> T:
-        """What `@hydra.main(config_path=config_dir, config_name=BASE_NAME, version_base=None)` hands over.
+        """Typed configuration in a `@hydra.main(config_path=config_dir, config_name=BASE_NAME, version_base=None)`.
 
         Raises: ConfigError.
         """
@@ -85,11 +115,11 @@ class Program(Generic[T]):
 
 
 def to_yaml(config: Any) -> str:
-    """Every value, in the order of the dataclasses, with secrets masked; `--config-file` reads it again."""
+    """YAML of every value, secrets masked, which `--config-file` reads."""
     values = dataclasses.asdict(config)
     return yaml.safe_dump(secrets_of(values).plain(values), sort_keys=False, allow_unicode=True)
 
 
 def secrets_in(config: Any) -> Secrets:
-    """The secrets of a program's configuration and of its environment."""
+    """Secrets of a configuration and of the environment."""
     return secrets_of(dataclasses.asdict(config))

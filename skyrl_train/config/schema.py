@@ -1,8 +1,7 @@
-"""Plain nested dictionaries into frozen dataclasses, strictly, with every problem of a configuration in one error.
+"""Nested dictionaries -> frozen dataclasses, strictly, with every problem of a configuration in one error.
 
-A schema is a dataclass whose fields are dataclasses (sections), `str`, `int`, `float`, `bool`, `tuple[X, ...]`,
-`tuple[X, Y]`, `dict[str, Any]` (free-form, passed on as it is), one of them `| None`, or `Annotated` with an object
-of values.py that says which values are right.
+Fields of a schema are dataclasses (sections), `str`, `int`, `float`, `bool`, `tuple[X, ...]`, `tuple[X, Y]`,
+`dict[str, Any]` (free-form, unchecked), one of these `| None`, or `Annotated` with a rule of values.py.
 """
 
 from __future__ import annotations
@@ -49,18 +48,18 @@ def _is_union(kind: Any) -> bool:
 
 
 def _rule(kind: Any) -> Any:
-    """The object of values.py of an `Annotated` type, or None."""
+    """Rule of values.py of an `Annotated` type, or None."""
     return kind.__metadata__[0] if typing.get_origin(kind) is typing.Annotated else None
 
 
 def rules(kind: Any) -> list[Any]:
-    """Every such object within a type."""
+    """Every rule within a type."""
     own = [] if _rule(kind) is None else [_rule(kind)]
     return own + [rule for part in typing.get_args(kind) for rule in rules(part)]
 
 
 def type_name(kind: Any) -> str:
-    """A type as a person would write it in a sentence: `int`, `list of str`, `float or null`."""
+    """Name of a type for messages: `int`, `list of str`, `float or null`."""
     if kind is type(None):
         return "null"
     if _rule(kind) is not None:
@@ -76,10 +75,9 @@ def type_name(kind: Any) -> str:
 
 
 def unknown_key(path: str, schema: type) -> str:
-    """The sentence for a key that does not exist: with the nearest one that does, else with six of its neighbours.
+    """The error for an unknown key: with the nearest known one, else with six keys of its section.
 
-    A candidate scores by its last name (twice) and by its whole path: a right name in the wrong section is found, and
-    so is a misspelt section above a right name.
+    The last name counts twice, the path once, so a right name in a wrong or misspelt section is found.
     """
     kinds = key_types(schema)
     leaf = path.rpartition(".")[2]
@@ -96,14 +94,15 @@ def unknown_key(path: str, schema: type) -> str:
         section = section.rpartition(".")[0]
     prefix = f"{section}." if section else ""
     names = sorted(field_types(kinds[section] if section else schema), key=lambda name: -score(prefix + name))
-    return f"unknown key {path}: {section or 'the top level'} has {', '.join(names[:6])}{', ...' * (len(names) > 6)}"
+    more = ", ..." if len(names) > 6 else ""
+    return f"unknown key {path}: {section or 'the top level'} has {', '.join(names[:6])}{more}"
 
 
 def build(schema: type[T], plain: Mapping[str, Any], where: Callable[[str], str] = lambda path: "") -> T:
     """`plain` as an instance of `schema`.
 
-    Args: where(dotted path) names the place a value came from, such as ` (in my.yaml)`, or gives "".
-    Raises: ConfigError with every unknown key, missing key and wrong type at once.
+    Args: where(dotted path): origin of a value, such as ` (in my.yaml)`, or "".
+    Raises: ConfigError with every unknown key, missing key and wrong value at once.
     """
     problems: list[str] = []
 
@@ -118,7 +117,7 @@ def build(schema: type[T], plain: Mapping[str, Any], where: Callable[[str], str]
 
 def _section(kind: type, value: Any, path: str, schema: type, report: Callable[[str, str], None]) -> Any:
     if not isinstance(value, Mapping):
-        report(path, f"{path} is {value!r}, expected a {type_name(kind)}")
+        report(path, f"{path} is {value!r}: expected a {type_name(kind)}")
         return None
     prefix = f"{path}." if path else ""
     kinds = field_types(kind)
@@ -147,18 +146,18 @@ def _value(kind: Any, value: Any, path: str, schema: type, report: Callable[[str
     except TypeError:
         hint = ""
         if type_name(kind).startswith("str") and isinstance(value, int | float):
-            hint = f"; a text that looks like a number needs quotes: \"'{shown}'\" on the command line"
-        report(path, f"{path} is {shown!r} ({_given(value)}), expected {type_name(kind)}{hint}")
+            hint = f". Quote text that looks like a number: \"'{shown}'\" on the command line"
+        report(path, f"{path} is {shown!r} ({_given(value)}): expected {type_name(kind)}{hint}")
         return None
 
 
 def _require_given(value: Any) -> None:
-    """Raises: ValueError (the end of a sentence) for a mask that a written configuration has in place of a secret."""
+    """Raises: ValueError for the mask that replaces a secret in a saved configuration."""
     if isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
             _require_given(item)
     elif isinstance(value, str) and MASK in value:
-        raise ValueError("this is written in place of a secret. Give the value again, or null where it may be null")
+        raise ValueError("this is the mask of a secret in saved configurations. Set the real value, or null if allowed")
 
 
 def _given(value: Any) -> str:
@@ -170,7 +169,7 @@ def _given(value: Any) -> str:
 def _plain(kind: Any, value: Any) -> Any:
     """`value` as `kind`. An int is a float; one value is a list of one.
 
-    Raises: TypeError where it is something else, ValueError (the end of a sentence) where a rule forbids it.
+    Raises: TypeError for another type, ValueError (the end of a sentence) for a value that a rule forbids.
     """
     if _rule(kind) is not None:
         value = _plain(kind.__origin__, value)

@@ -1,4 +1,7 @@
-"""Which values a key of the configuration may have: the types of its fields beyond str, int, float and bool."""
+"""Rules for the values of keys: the types of fields beyond str, int, float and bool.
+
+`problem(value)` of a rule is the end of a sentence that begins with the key and the value, or None.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from skyrl_train.spelling import nearest
 
 @dataclass(frozen=True)
 class Bounds:
-    """Finite numbers from `low` to `high`, and `-1` where it has a meaning of its own."""
+    """Finite numbers from `low` to `high`, and -1 if it has its own meaning."""
 
     low: float = 0
     high: float = math.inf
     above: bool = False
-    """`low` itself is outside."""
+    """Exclude `low`."""
     below: bool = False
-    """`high` itself is outside."""
+    """Exclude `high`."""
     or_minus_one: bool = False
 
     def __str__(self) -> str:
@@ -29,7 +32,6 @@ class Bounds:
         return " and ".join(parts) + (", or -1" if self.or_minus_one else "")
 
     def problem(self, value: float) -> str | None:
-        """The end of a sentence that begins with the key and the value; None where the value is inside."""
         low = value > self.low if self.above else value >= self.low
         high = value < self.high if self.below or self.high == math.inf else value <= self.high
         return None if (low and high) or (self.or_minus_one and value == -1) else f"it must be {self}"
@@ -37,7 +39,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of these names. The tables of skyrl_train.algorithms are such rules too."""
+    """One of these names; the tables of skyrl_train.algorithms are such rules too."""
 
     names: tuple[str, ...]
 
@@ -45,7 +47,6 @@ class OneOf:
         return f"one of {', '.join(self.names)}"
 
     def problem(self, value: str) -> str | None:
-        """As in Bounds."""
         if value in self.names:
             return None
         close = nearest(value, self.names)
@@ -54,46 +55,34 @@ class OneOf:
 
 @dataclass(frozen=True)
 class NotEmpty:
-    """Text with something in it."""
+    """Text with a character that is not white space."""
+
+    description: str = "not empty"
 
     def __str__(self) -> str:
-        return "not empty"
+        return self.description
 
     def problem(self, value: str) -> str | None:
-        """As in Bounds."""
-        return None if value.strip() else f"it must be {self}"
+        return None if value.strip() else "it must not be empty"
 
 
 @dataclass(frozen=True)
 class FolderName:
-    """A name, or a path of names, that leads nowhere but into the folder it is put in."""
+    """A name or relative path that stays inside its parent folder."""
 
     def __str__(self) -> str:
         return "a name for a folder"
 
     def problem(self, value: str) -> str | None:
-        """As in Bounds."""
-        if not value.strip():
-            return f"it must be {NotEmpty()}"
         outside = value.startswith(("/", "~")) or any(part in (".", "..") for part in value.split("/"))
-        return "it must be a name such as my_run, or names as in sweep/1, without . and .." if outside else None
-
-
-@dataclass(frozen=True)
-class Secret:
-    """Text that is never written out."""
-
-    def __str__(self) -> str:
-        return "never written out"
-
-    def problem(self, value: str) -> str | None:
-        """As in Bounds."""
-        return None if value.strip() else "it must not be empty"
+        if outside:
+            return "it must be a relative path such as my_run or sweep/1, without . and .."
+        return NotEmpty().problem(value)
 
 
 Text = Annotated[str, NotEmpty()]
 FolderText = Annotated[str, FolderName()]
-SecretText = Annotated[str, Secret()]
+SecretText = Annotated[str, NotEmpty("never written out")]
 Count = Annotated[int, Bounds(low=1)]
 CountOrZero = Annotated[int, Bounds(low=0)]
 CountOrNever = Annotated[int, Bounds(low=1, or_minus_one=True)]
@@ -103,13 +92,13 @@ Share = Annotated[float, Bounds(low=0, high=1)]
 ShareAboveZero = Annotated[float, Bounds(low=0, high=1, above=True)]
 ShareBelowOne = Annotated[float, Bounds(low=0, high=1, below=True)]
 Seed = Annotated[int, Bounds(low=0, high=2**31 - 1)]
-"""numpy, which the engines seed, takes 32 bits, and engine N has the seed that is N more."""
+"""numpy, which the engines seed, takes 32 bits; engine N uses seed + N."""
 Port = Annotated[int, Bounds(low=0, high=65535)]
 Decay = ShareBelowOne
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this computer can reach it."""
+    """Whether only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,11 +1,11 @@
 """Check that a parallel layout computes what Hugging Face computes, before thousands of GPU hours go into it.
 
-    python -m skyrl_train.entrypoints.verify_layout model=PATH tp=2 pp=2 [vpp= cp= ep= etp= dp= sp= json=FILE ...]
+    python -m skyrl_train.entrypoints.verify_layout [+experiment=NAME] trainer.policy.model.path=PATH [key=value ...]
 
-One mini-batch of random tokens goes through the model at PATH under the requested layout, under one process, and
-through Hugging Face's own model, in processes of this machine (one GPU each, or CPU). The tables show the differences
-of gradients, logprobs and metrics. Where one process cannot hold the model (against=...), Hugging Face is compared with
-the model made small only.
+One mini-batch of random tokens goes through the model under the layout of trainer.policy.megatron_config, under one
+process (or verify.against), and through Hugging Face's own model, in processes of this machine (one GPU each, or CPU).
+The tables show the differences of gradients, logprobs and metrics. With verify.against above one process, Hugging Face
+is compared with the model made small only.
 Exit code: 0 exact, 1 not exact, 2 the model or layout cannot work, or a process of it failed.
 """
 
@@ -13,16 +13,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from skyrl_train.entrypoints.layout_request import OPTIONS, AskedLayout, Request, read_request
+from skyrl_train.checks.model import cut_problems
+from skyrl_train.checks.training import POLICY, layout_problems
+from skyrl_train.config import ConfigError
+from skyrl_train.config.policy import OWN_STAGES, MegatronConfig
+from skyrl_train.config.verify import VERIFY, VerifyLayoutConfig
+from skyrl_train.entrypoints.command import print_error
 from skyrl_train.megatron.verify.outcome import BFLOAT16, FLOAT32, Difference, Outcome, compare
 from skyrl_train.types import Metrics
 
@@ -31,56 +38,121 @@ if TYPE_CHECKING:
 
 SHOWN_TENSORS = 12
 HUGGING_FACE = "Hugging Face"
+AGAINST = "verify.against"
+MODEL = "trainer.policy.model.path"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedLayout:
+    """A layout that its model allows and this machine has the devices for."""
+
+    megatron: MegatronConfig
+    world_size: int
+
+    @property
+    def name(self) -> str:
+        """Sizes above 1, such as TP2 DP2."""
+        megatron = self.megatron
+        sizes = {
+            "TP": megatron.tensor_model_parallel_size,
+            "PP": megatron.pipeline_model_parallel_size,
+            "VPP": megatron.virtual_pipeline_model_parallel_size or 1,
+            "CP": megatron.context_parallel_size,
+            "EP": megatron.expert_model_parallel_size,
+        }
+        if sizes["EP"] > 1:
+            sizes["ETP"] = megatron.expert_tensor_parallel_size or 1
+        sizes["DP"] = self.world_size // _ranks_per_copy(megatron)
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"
 
 
 def main(argv: Sequence[str]) -> int:
-    console = Console()
-    if not argv or {"-h", "--help"} & set(argv):
-        console.print(__doc__, markup=False, highlight=False)
-        for name, text in OPTIONS.items():
-            console.print(f"  {name + '=':20}{text}", markup=False, highlight=False)
-        return 0
+    """Run what the command line asks for and return the exit code."""
     try:
-        request = read_request(argv)
-        return verify(request, console)
-    # None must end as "not exact". RuntimeError: a rank that failed, with its traceback; OSError: no such file.
+        return verify(VERIFY.read(argv or ["--help"]), Console())
+    # An error must not end as "not exact". RuntimeError: a rank failed, with its traceback; OSError: no such file.
     except (ValueError, RuntimeError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        print_error(str(error), Console(stderr=True))
         return 2
 
 
-def verify(request: Request, console: Console) -> int:
+def checked_layouts(config: VerifyLayoutConfig) -> tuple[CheckedLayout, CheckedLayout]:
+    """The layout and the one to compare with. Raises: ConfigError with everything that cannot work."""
+    megatron, against = config.trainer.policy.megatron_config, dataclasses.asdict(config.verify.against)
+    against_ranks = against.pop("num_ranks")
+    kwargs = {name: value for name, value in megatron.transformer_config_kwargs.items() if name not in OWN_STAGES}
+    other = replace(megatron, **against, transformer_config_kwargs=kwargs)
+    problems: list[str] = []
+    layouts = []
+    for layout, num_ranks, path, ranks_key in (
+        (megatron, config.verify.num_ranks, POLICY, "verify.num_ranks"),
+        (other, against_ranks, AGAINST, f"{AGAINST}.num_ranks"),
+    ):
+        world_size = num_ranks or _fewest_ranks(layout)
+        problems += layout_problems(layout, path, world_size, ranks_key)
+        problems += cut_problems(config.trainer.policy.model.path, MODEL, layout, path)
+        problems += _device_problems(world_size, path)
+        layouts.append(CheckedLayout(layout, world_size))
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return layouts[0], layouts[1]
+
+
+def _ranks_per_copy(megatron: MegatronConfig) -> int:
+    """Processes of one data-parallel copy."""
+    sizes = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size, megatron.context_parallel_size
+    return sizes[0] * sizes[1] * sizes[2]
+
+
+def _fewest_ranks(megatron: MegatronConfig) -> int:
+    """Processes of the fewest data-parallel copies over which the experts can be distributed."""
+    etp = megatron.expert_tensor_parallel_size or megatron.tensor_model_parallel_size
+    return math.lcm(
+        _ranks_per_copy(megatron), megatron.expert_model_parallel_size * etp * megatron.pipeline_model_parallel_size
+    )
+
+
+def _device_problems(world_size: int, path: str) -> Iterator[str]:
+    if torch.cuda.is_available() and torch.cuda.device_count() < world_size:
+        yield (
+            f"{path} needs {world_size} processes with a GPU each: this machine has {torch.cuda.device_count()}. Lower "
+            "the sizes, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+
+
+def verify(config: VerifyLayoutConfig, console: Console) -> int:
     """Run both layouts and Hugging Face, print the tables; 0 if all agree, 1 if not."""
-    # Here, so that a wrong command line is answered at once.
+    layout, against = checked_layouts(config)
+    # Imported here, so that a wrong configuration is reported at once.
     from skyrl_train.checks.model_folder import checked_folder
     from skyrl_train.megatron.verify.hf_reference import comparable, run_hugging_face
     from skyrl_train.megatron.verify.layout_check import Layout, run_layout
 
-    _, config = checked_folder("model", request.model)
+    settings = config.verify
+    _, model = checked_folder(MODEL, config.trainer.policy.model.path)
     torch.set_num_threads(1)  # the processes are forked from this one where there is no GPU
-    trial = _trial(request, config.vocab_size)
-    whole, limit = int(trial.experience.cu_seqlens[-1]), request.micro_batch_tokens
+    trial = _trial(config, model.vocab_size)
+    num_tokens, limit = int(trial.experience.cu_seqlens[-1]), settings.max_tokens_per_microbatch
 
-    def run(layout: AskedLayout, max_tokens: int) -> Outcome:
-        with console.status(f"one mini-batch in {layout.world_size} process(es)"):
-            return run_layout(
-                trial, Layout(layout.megatron, layout.world_size, max_tokens), timeout_s=request.timeout_s
-            )
+    def run(asked: CheckedLayout, max_tokens: int) -> Outcome:
+        with console.status(f"one mini-batch in {asked.world_size} process(es)"):
+            split = Layout(asked.megatron, asked.world_size, max_tokens)
+            return run_layout(trial, split, timeout_s=settings.timeout_s)
 
-    reference = run(request.against, whole if request.against.world_size == 1 else limit)
-    outcome = run(request.layout, limit)
-    differences = {request.against.name: compare(outcome, reference)}
-    if request.against.world_size == 1:
+    reference = run(against, num_tokens if against.world_size == 1 else limit)
+    outcome = run(layout, limit)
+    differences = {against.name: compare(outcome, reference)}
+    if against.world_size == 1:
         with console.status("one mini-batch through Hugging Face"):
-            hugging_face = run_hugging_face(trial, timeout_s=request.timeout_s)
+            hugging_face = run_hugging_face(trial, timeout_s=settings.timeout_s)
         differences[HUGGING_FACE] = compare(comparable(outcome, hugging_face), hugging_face)
-    bounds = BFLOAT16 if request.bf16 else FLOAT32
+    bounds = BFLOAT16 if trial.bf16 else FLOAT32
     broken = [f"{sentence} from {name}" for name, each in differences.items() for sentence in bounds.broken(each)]
-    if request.json_file is not None:
+    if settings.json_file is not None:
         numbers = {name: dataclasses.asdict(each) for name, each in differences.items()}
-        request.json_file.write_text(json.dumps({"exact": not broken, "broken": broken} | numbers, indent=1))
+        Path(settings.json_file).write_text(json.dumps({"exact": not broken, "broken": broken} | numbers, indent=1))
     for name, difference in differences.items():
-        console.print(_table(request, name, difference, outcome.metrics))
+        console.print(_table(f"{layout.name} against {name}", difference, outcome.metrics))
     if broken:
         console.print("[bold red]not exact:[/] " + "; ".join(broken), highlight=False, soft_wrap=True)
         return 1
@@ -88,8 +160,8 @@ def verify(request: Request, console: Console) -> int:
     return 0
 
 
-def _table(request: Request, name: str, difference: Difference, metrics: Metrics) -> Table:
-    table = Table("", "difference", title=f"{request.layout.name} against {name}")
+def _table(title: str, difference: Difference, metrics: Metrics) -> Table:
+    table = Table("", "difference", title=title)
     table.add_row(f"gradient, all {len(difference.tensors)} tensors", f"{difference.gradient:.1e}")
     worst = sorted(difference.tensors.items(), key=lambda item: -item[1])[:SHOWN_TENSORS]
     for name, error in worst:
@@ -103,16 +175,15 @@ def _table(request: Request, name: str, difference: Difference, metrics: Metrics
     return table
 
 
-def _trial(request: Request, vocabulary: int) -> Trial:
+def _trial(config: VerifyLayoutConfig, vocab_size: int) -> Trial:
     """Random tokens with long and short responses."""
     from skyrl_train.megatron.verify.trial import random_trial
 
-    shares = torch.rand(request.num_samples, generator=torch.Generator().manual_seed(0)).square()
-    lengths = (2 + shares * (request.max_length - 2)).long()
+    fractions = torch.rand(config.verify.num_samples, generator=torch.Generator().manual_seed(0)).square()
+    lengths = (2 + fractions * (config.verify.max_length - 2)).long()
     prompts = (lengths // 4).clamp(min=1)
-    return random_trial(
-        request.model, lengths.tolist(), prompts.tolist(), vocabulary, temperature=0.9, bf16=request.bf16
-    )
+    path, bf16 = config.trainer.policy.model.path, config.trainer.bf16
+    return random_trial(path, lengths.tolist(), prompts.tolist(), vocab_size, temperature=0.9, bf16=bf16)
 
 
 if __name__ == "__main__":

@@ -42,9 +42,7 @@ MAY_IMPORT = {
     "service": "types config algorithms spelling hf weight_sync tracking checks data batching rollout cluster trainer",
     # where everything is put together
     "tasks": "types config ranks algorithms megatron",
-    "entrypoints": (
-        "types config spelling imports ranks envs hf tracking checks data rollout megatron cluster trainer service"
-    ),
+    "entrypoints": ("types config imports ranks envs hf tracking checks data rollout megatron cluster trainer service"),
     "api": "config entrypoints",
 }
 HOW_TO_MEND = (

@@ -17,6 +17,7 @@ from skyrl_train.algorithms.tables import LOSSES
 from skyrl_train.config import Config, ConfigError, config_dir, from_hydra, load_config, main_config, to_yaml
 from skyrl_train.config.schema import key_types
 from skyrl_train.config.sft import SFT, SftConfig, load_sft_config
+from skyrl_train.config.verify import VERIFY, VerifyLayoutConfig
 
 
 def message(argv: list[str]) -> str:
@@ -157,29 +158,29 @@ def test_an_experiment_built_on_another_names_the_file_that_is_wrong(project: Pa
 def test_wrong_types_name_key_value_expected_type_and_place_all_at_once(project: Path):
     experiment(project / "mine", "bad", "trainer:\n  epochs: many\n  bf16: 1")
     text = message(["--config-dir", "mine", "+experiment=bad", "trainer.seed=1.5", "trainer.run_name=123"])
-    assert "trainer.epochs is 'many' (str), expected int (in mine/experiment/bad.yaml)" in text
-    assert "trainer.bf16 is 1 (int), expected bool (in mine/experiment/bad.yaml)" in text
-    assert "trainer.seed is 1.5 (float), expected int (on the command line)" in text
-    assert "trainer.run_name is 123 (int), expected str; a text that looks like a number needs quotes" in text
+    assert "trainer.epochs is 'many' (str): expected int (in mine/experiment/bad.yaml)" in text
+    assert "trainer.bf16 is 1 (int): expected bool (in mine/experiment/bad.yaml)" in text
+    assert "trainer.seed is 1.5 (float): expected int (on the command line)" in text
+    assert "trainer.run_name is 123 (int): expected str. Quote text that looks like a number" in text
 
 
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
         ("trainer.policy.optimizer_config.adam_betas=[0.9]", "expected list of 2 float"),
-        ("trainer.seed=true", "trainer.seed is True (bool), expected int (on the command line)"),
-        ("trainer.policy.model={path: 3}", "trainer.policy.model.path is 3 (int), expected str"),
-        ("trainer.epochs=null", "trainer.epochs is None (null), expected int"),
+        ("trainer.seed=true", "trainer.seed is True (bool): expected int (on the command line)"),
+        ("trainer.policy.model={path: 3}", "trainer.policy.model.path is 3 (int): expected str"),
+        ("trainer.epochs=null", "trainer.epochs is None (null): expected int"),
         ("generator.kv_cache_memory_gb=all", "expected float or null"),
-        ("trainer.policy=3", "trainer.policy is a section, set one of its keys: model, optimizer_config"),
-        ("~trainer.seed", "a key cannot be taken away"),
+        ("trainer.policy=3", "trainer.policy is a section. Set one of its keys: model, optimizer_config"),
+        ("~trainer.seed", "keys cannot be deleted"),
         ("trainer.seed=1,2", "sweeps are not supported"),
-        ("hydra.run.dir=x", "runs go to trainer.run_dir"),
-        ("trainer.run_dir=${trainer.nme}", "trainer.run_dir cannot be worked out: Interpolation key 'trainer.nme'"),
-        ("experiment=quickstart", "write +experiment=quickstart"),
+        ("hydra.run.dir=x", "Output goes to trainer.run_dir"),
+        ("trainer.run_dir=${trainer.nme}", "trainer.run_dir cannot be resolved: Interpolation key 'trainer.nme'"),
+        ("experiment=quickstart", "Write +experiment=quickstart"),
         ("quickstart", "cannot read 'quickstart' on the command line, expected key=value"),
-        ("--confg-dir=x", "unrecognized arguments: --confg-dir=x; usage: "),
-        ("--config-dir=nowhere", "--config-dir nowhere: there is no such folder"),
+        ("--confg-dir=x", "unrecognized arguments: --confg-dir=x. Usage: "),
+        ("--config-dir=nowhere", "--config-dir is nowhere: there is no such folder"),
     ],
 )
 def test_what_cannot_be_read_says_what_to_write(override: str, expected: str):
@@ -199,7 +200,7 @@ def test_what_cannot_be_read_says_what_to_write(override: str, expected: str):
         ("generator.sampling_params.top_p=0", "top_p is 0: it must be above 0 and at most 1"),
         ("trainer.algorithm.clip_ratio_c=1", "clip_ratio_c is 1: it must be above 1"),
         ("generator.kv_cache_memory_gb=0", "kv_cache_memory_gb is 0: it must be above 0"),
-        ("trainer.run_name=", "trainer.run_name is '': it must be not empty"),
+        ("trainer.run_name=", "trainer.run_name is '': it must not be empty"),
         ("trainer.logger=[wanb]", "did you mean wandb? It must be one of console, jsonl, tensorboard, wandb"),
         ("trainer.policy.megatron_config.transformer_impl=te", "It must be one of auto, torch, transformer_engine"),
         ("trainer.policy.megatron_config.recompute_granularity=ful", "did you mean full?"),
@@ -242,7 +243,7 @@ def test_an_unknown_experiment_names_the_ones_there_are(project: Path):
     experiment(project / "mine", "big", "trainer: {seed: 1}")
     text = message(["--config-dir", "mine", "+experiment=quikstart"])
     assert text.startswith(
-        "there is no experiment 'quikstart': did you mean quickstart? There are big, long_addition, "
+        "experiment 'quikstart' does not exist: did you mean quickstart? Available: big, long_addition, "
     )
 
 
@@ -257,21 +258,21 @@ def test_experiments_are_found_in_the_configs_folder_here_and_through_hydra_sear
 def test_an_experiment_of_the_same_name_as_a_shipped_one_is_refused(project: Path):
     experiment(project / "configs", "quickstart", "trainer: {seed: 7}")
     text = message(["+experiment=quickstart"])
-    assert text.startswith("experiment/quickstart stands for two files, rename yours: ")
+    assert text.startswith("experiment/quickstart is ambiguous: it matches ")
     assert "configs/experiment/quickstart.yaml" in text
 
 
 def test_an_experiment_without_its_first_line_says_so(project: Path):
     experiment(project / "configs", "bare", "trainer: {seed: 7}", first_line="# my experiment")
     assert message(["+experiment=bare"]) == (
-        "configs/experiment/bare.yaml: the first line must be `# @package _global_`"
+        "configs/experiment/bare.yaml: the first line is missing. Add `# @package _global_`"
     )
 
 
 def test_an_experiment_that_is_not_yaml_names_its_file_and_line(project: Path):
     experiment(project / "configs", "broken", "trainer: {seed: 7")
     text = message(["+experiment=broken"])
-    assert text.startswith("not valid YAML: ")
+    assert text.startswith("invalid YAML: ")
     assert re.search(r"broken\.yaml.*line 3", text, re.DOTALL)
 
 
@@ -289,7 +290,7 @@ def test_a_secret_is_read_and_never_written_out(project: Path, monkeypatch: pyte
     assert "xyzzy" not in repr(config) and "xyzzy" not in to_yaml(config)
     (project / "config.yaml").write_text(to_yaml(config))
     assert message(["--config-file", "config.yaml"]).startswith(
-        "generator.http_api_key is '***': this is written in place of a secret. Give the value again"
+        "generator.http_api_key is '***': this is the mask of a secret in saved configurations. Set the real value"
     )
     assert main_config(["--config-file", "config.yaml", "generator.http_api_key=null"]) == load_config([])
     assert "12345" not in message(["generator.http_api_key=12345"])
@@ -395,3 +396,12 @@ def test_help_of_fine_tuning_names_its_own_program(capsys: pytest.CaptureFixture
         SFT.read(["--help"])
     printed = capsys.readouterr().out
     assert done.value.code == 0 and "skyrl_train.entrypoints.main_sft" in printed and "sft_quickstart" in printed
+
+
+def test_the_base_of_verify_layout_has_the_keys_of_its_dataclasses_and_takes_experiments():
+    base = yaml.safe_load(VERIFY.base_yaml())
+    kinds = key_types(VerifyLayoutConfig)
+    assert sorted(yaml_keys(base, kinds)) == sorted(kinds)
+    config = VERIFY.load(["+experiment=quickstart", "verify.num_ranks=4"])
+    assert config.trainer.policy.megatron_config.pipeline_model_parallel_size == 2 and config.verify.num_ranks == 4
+    assert unread_keys(VerifyLayoutConfig) == []

@@ -18,7 +18,7 @@ from skyrl_train.config.redaction import Secrets, hidden_in_logs, is_secret_name
 from skyrl_train.config.rl import RL
 from skyrl_train.config.schema import key_types, rules
 from skyrl_train.config.sft import SFT
-from skyrl_train.config.values import Secret
+from skyrl_train.config.values import SecretText
 from skyrl_train.entrypoints.command import print_error
 from skyrl_train.tracking.changes import changed_values
 from skyrl_train.tracking.run_dir import create_run_dir
@@ -58,7 +58,7 @@ def test_a_name_that_only_resembles_a_secrets_is_none(name: str):
 def test_no_key_of_the_base_configurations_is_masked_but_those_declared_secret():
     for program in (RL, SFT):
         for key, kind in key_types(program.schema).items():
-            assert is_secret_name(key) == any(isinstance(rule, Secret) for rule in rules(kind)), key
+            assert is_secret_name(key) == any(rule in rules(SecretText) for rule in rules(kind)), key
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_file_that_others_could_read_is_closed_to_them(tmp_path: Path):
 @pytest.mark.parametrize("change", CHANGES[:4])
 def test_a_written_configuration_asks_for_its_secrets_again(tmp_path: Path, change: str):
     (tmp_path / "config.yaml").write_text(to_yaml(load_config([change])))
-    with pytest.raises(ConfigError, match=r"is written in place of a secret\. Give the value again"):
+    with pytest.raises(ConfigError, match="the mask of a secret in saved configurations. Set the real value"):
         main_config(["--config-file", str(tmp_path / "config.yaml")])
 
 
@@ -186,5 +186,5 @@ def test_a_password_with_an_at_sign_is_masked_to_its_end():
 
 
 def test_a_value_with_a_mask_inside_is_not_taken_as_a_value():
-    with pytest.raises(ConfigError, match="in place of a secret"):
+    with pytest.raises(ConfigError, match="mask of a secret"):
         load_config(["trainer.project_name=/models/***-7b"])
