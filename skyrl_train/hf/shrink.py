@@ -28,6 +28,14 @@ SMALL = {
     "kv_lora_rank": 16,
     "n_shared_experts": 2,
 }
+LEFT_OUT = (
+    "quantization_config",
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "num_nextn_predict_layers",
+    "_name_or_path",  # a folder: a check that passed counts for the same model in every folder
+)
 
 
 def shrunk(config: PretrainedConfig) -> PretrainedConfig:
@@ -35,7 +43,7 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
     values = config.to_dict()
     small = values | {name: min(size, values[name]) for name, size in SMALL.items() if values.get(name)}
     small |= _heads(values) | _layers(values) | _experts(values) | _lengths(values) | _tokens(values)
-    for name in ("quantization_config", "transformers_version", "architectures", "dtype", "num_nextn_predict_layers"):
+    for name in LEFT_OUT:
         small.pop(name, None)
     return AutoConfig.for_model(small.pop("model_type"), **small)
 

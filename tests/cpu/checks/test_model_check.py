@@ -174,8 +174,9 @@ def test_a_configuration_is_compared_once_and_needs_no_weights(
 
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("compared again"))
     equivalence.checked_config(str(folder), "model")
-    config_of("qwen3_tied", hidden_size=128, num_hidden_layers=8).save_pretrained(folder)
-    equivalence.checked_config(str(folder), "model")  # as small as the first
+    other = tmp_path / "elsewhere"
+    config_of("qwen3_tied", hidden_size=128, num_hidden_layers=8).save_pretrained(other)
+    equivalence.checked_config(str(other), "model")  # as small as the first
 
 
 @pytest.mark.parametrize(
