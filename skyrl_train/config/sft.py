@@ -14,21 +14,17 @@ __all__ = ["SFT", "SftConfig", "SftDataConfig", "load_sft_config"]
 
 @dataclass(frozen=True, kw_only=True)
 class SftDataConfig(DataConfig):
-    """Where the rows come from and which of their tokens are trained."""
+    """Source of the rows, and which of their tokens are trained."""
 
     max_length: Annotated[int, Bounds(low=2)]
-    """Tokens of the longest row."""
     too_long: Annotated[str, OneOf(("drop", "truncate"))]
-    """What happens to longer rows: drop, or truncate (keep the first max_length tokens)."""
     assistant_turns: Annotated[str, OneOf(("all", "last"))]
-    """Which turns of a conversation are trained: all, or the last alone."""
     chat_template_kwargs: dict[str, Any]
-    """Passed to the tokenizer's chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SftConfig(RunConfig):
-    """The whole configuration of supervised fine-tuning."""
+    """The configuration of supervised fine-tuning."""
 
     data: SftDataConfig
 

@@ -12,10 +12,9 @@ from skyrl_train.config.values import AboveZero, Bounds, Count, Text
 
 @dataclass(frozen=True, kw_only=True)
 class AgainstConfig:
-    """The layout to compare with; its keys are those of trainer.policy.megatron_config."""
+    """The layout to compare with."""
 
     num_ranks: Count | None
-    """Processes; null: the fewest that the layout allows."""
     tensor_model_parallel_size: Count
     pipeline_model_parallel_size: Count
     virtual_pipeline_model_parallel_size: Annotated[int, Bounds(low=2)] | None
@@ -29,7 +28,6 @@ class VerifyConfig:
     """The mini-batch and the layouts that are compared."""
 
     num_ranks: Count | None
-    """Processes; null: the fewest that the layout allows."""
     num_samples: Count
     max_length: Annotated[int, Bounds(low=2)]
     max_tokens_per_microbatch: Count
