@@ -43,7 +43,7 @@ def build_objective(values: Mapping[str, Any], temperature: float, logprobs_chun
         own = values["entropy_loss_reduction"] or reduction
         terms.append(Term("entropy", Bound(negative_entropy), values["entropy_loss_coef"], own))
     if values["use_kl_loss"] and values["kl_loss_coef"]:
-        kl = Bound(kl_to_reference, {"estimator": estimator})
+        kl = bind(kl_to_reference, {**values, "estimator": estimator})
         terms.append(Term("kl", kl, values["kl_loss_coef"], values["kl_loss_reduction"] or reduction))
     return Objective(
         terms=tuple(terms),

@@ -1,12 +1,13 @@
 """Corrections for the difference between the engine's distribution and the trainer's: factors of the policy terms.
 
-The importance weight of a token is w = exp(old_logprobs - rollout_logprobs), where the policy before the step is
-compared with the engine that sampled. Corrections are applied to every policy loss; their product is.
+The importance weight of a token is w = exp(old_logprobs - rollout_logprobs): the policy before the step against the
+engine that sampled. Corrections multiply the terms of any policy loss, and each other; a factor of 0 drops a token and
+leaves the denominators of the reduction unchanged. Log-weights, and their sums over a sample, are clamped at +-20.
 """
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from skyrl_train.algorithms.inputs import Correction, TokenInputs
 from skyrl_train.algorithms.metrics import Metric, Reduce
@@ -19,16 +20,20 @@ def token_tis(tokens: TokenInputs, *, token_tis_ratio_clip_high: float) -> Corre
 
     Source: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, fengyao.notion.site/off-policy-rl
     """
-    weight = _weight(tokens)
-    factor = weight.clamp(max=token_tis_ratio_clip_high)
-    return Correction(
-        factor,
-        {
-            "is_ratio_mean": Metric(weight, Reduce.TOKEN_MEAN),
-            "is_ratio_max": Metric(weight, Reduce.MAX),
-            "tis_token_clip_high_ratio": Metric((weight > token_tis_ratio_clip_high).float(), Reduce.TOKEN_MEAN),
-        },
-    )
+    weight = _log_weight(tokens).exp()
+    above = _share("tis_token_clip_high_ratio", weight > token_tis_ratio_clip_high)
+    return Correction(weight.clamp(max=token_tis_ratio_clip_high), _weights(weight) | above)
+
+
+def sequence_tis(tokens: TokenInputs, *, sequence_tis_ratio_clip_high: float) -> Correction:
+    """Truncated importance sampling of samples: each token weighs min(product of the sample's w, the bound).
+
+    Source: as `token_tis`; unbiased in the limit of a large bound, where `token_tis` is not.
+    """
+    weight = _sum(tokens).exp()
+    above = _share("tis_seq_clip_high_ratio", weight > sequence_tis_ratio_clip_high, Reduce.SAMPLE_MEAN)
+    mean = {"is_ratio_mean": Metric(weight, Reduce.SAMPLE_MEAN), "is_ratio_max": Metric(weight, Reduce.MAX)}
+    return Correction(weight.clamp(max=sequence_tis_ratio_clip_high), mean | above)
 
 
 def icepop(tokens: TokenInputs, *, icepop_low: float, icepop_high: float) -> Correction:
@@ -36,17 +41,69 @@ def icepop(tokens: TokenInputs, *, icepop_low: float, icepop_high: float) -> Cor
 
     Source: Small Leak Can Sink a Great Ship, ringtech.notion.site/icepop
     """
-    weight = _weight(tokens)
-    is_kept = (weight >= icepop_low) & (weight <= icepop_high)
-    return Correction(
-        torch.where(is_kept, weight, torch.zeros_like(weight)),
-        {
-            "is_ratio_mean": Metric(weight, Reduce.TOKEN_MEAN),
-            "icepop_masked_ratio": Metric((~is_kept).float(), Reduce.TOKEN_MEAN),
-        },
-    )
+    weight = _log_weight(tokens).exp()
+    outside = (weight < icepop_low) | (weight > icepop_high)
+    masked = _share("icepop_masked_ratio", outside)
+    return Correction(weight.masked_fill(outside, 0), _weights(weight) | masked)
 
 
-def _weight(tokens: TokenInputs) -> torch.Tensor:
+def token_mask(
+    tokens: TokenInputs, *, token_mask_is_threshold_low: float, token_mask_is_threshold_high: float
+) -> Correction:
+    """Tokens whose w is outside the bounds are dropped, the others are not weighted."""
+    weight = _log_weight(tokens).exp()
+    outside = (weight < token_mask_is_threshold_low) | (weight > token_mask_is_threshold_high)
+    return Correction((~outside).float(), _weights(weight) | _share("token_masked_ratio", outside))
+
+
+def geometric_mask(tokens: TokenInputs, *, geo_mask_low: float, geo_mask_high: float) -> Correction:
+    """Samples whose geometric mean of w is outside the bounds are dropped."""
+    mean = tokens.per_sample.mean(_log_weight(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    outside = (mean < geo_mask_low) | (mean > geo_mask_high)
+    return Correction((~outside).float(), _share("geo_masked_ratio", outside, Reduce.SAMPLE_MEAN))
+
+
+def product_mask(tokens: TokenInputs, *, product_mask_low: float, product_mask_high: float) -> Correction:
+    """Samples whose product of w is outside the bounds are dropped: stricter the longer a sample is."""
+    product = _sum(tokens).exp()
+    outside = (product < product_mask_low) | (product > product_mask_high)
+    return Correction((~outside).float(), _share("product_masked_ratio", outside, Reduce.SAMPLE_MEAN))
+
+
+def outlier_mask(
+    tokens: TokenInputs, *, outlier_token_is_threshold_low: float, outlier_token_is_threshold_high: float
+) -> Correction:
+    """Samples with any token whose w is outside the bounds are dropped: a single such token is a sign of corruption."""
+    weight = _log_weight(tokens).exp()
+    outside = (weight < outlier_token_is_threshold_low) | (weight > outlier_token_is_threshold_high)
+    dropped = tokens.per_sample.sum(outside.float()) > 0
+    return Correction((~dropped).float(), _share("outlier_masked_ratio", dropped, Reduce.SAMPLE_MEAN))
+
+
+def opsm(tokens: TokenInputs, *, opsm_delta: float) -> Correction:
+    """Off-policy sequence masking: where A < 0 and the sample has become less likely by more than opsm_delta nats per
+    token since the step began, its tokens are dropped.
+
+    Source: DeepSeek-V3.2, arXiv:2512.02556, section 3.1.
+    """
+    moved = tokens.per_sample.mean((tokens.old_logprobs - tokens.logprobs).detach())
+    dropped = (tokens.advantages < 0) & (moved > opsm_delta)
+    return Correction((~dropped).float(), _share("opsm_masked_ratio", dropped))
+
+
+def _log_weight(tokens: TokenInputs) -> Tensor:
     difference = tokens.old_logprobs - tokens.rollout_logprobs
-    return difference.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return difference.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _sum(tokens: TokenInputs) -> Tensor:
+    """[P]: log of the product of w over each position's sample."""
+    return tokens.per_sample.sum(_log_weight(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _weights(weight: Tensor) -> dict[str, Metric]:
+    return {"is_ratio_mean": Metric(weight, Reduce.TOKEN_MEAN), "is_ratio_max": Metric(weight, Reduce.MAX)}
+
+
+def _share(name: str, where: Tensor, reduce: Reduce = Reduce.TOKEN_MEAN) -> dict[str, Metric]:
+    return {name: Metric(where.float(), reduce)}

@@ -6,6 +6,8 @@ Source: J. Schulman, Approximating KL Divergence, http://joschu.net/blog/kl-appr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -35,3 +37,28 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """
     log_ratio = (ref_logprobs - logprobs).clamp(max=MAX_LOG_RATIO)
     return torch.expm1(log_ratio) - log_ratio
+
+
+def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """|log p - log ref|: no estimate of the KL divergence; its gradient has one size at any distance."""
+    return (logprobs - ref_logprobs).abs()
+
+
+def k1_plus(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """The value of `k1` with the gradient of `k2`, which is the unbiased one of the KL. Source: verl."""
+    return _with_gradient_of_k2(k1, logprobs, ref_logprobs)
+
+
+def k3_plus(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """The value of `k3` with the gradient of `k2`. Source: verl."""
+    return _with_gradient_of_k2(k3, logprobs, ref_logprobs)
+
+
+def absolute_plus(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """The value of `absolute` with the gradient of `k2`. Source: verl."""
+    return _with_gradient_of_k2(absolute, logprobs, ref_logprobs)
+
+
+def _with_gradient_of_k2(value: Callable[[Tensor, Tensor], Tensor], logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    gradient = k2(logprobs, ref_logprobs)
+    return value(logprobs.detach(), ref_logprobs) + gradient - gradient.detach()

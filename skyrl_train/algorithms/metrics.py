@@ -16,10 +16,14 @@ class Reduce(Enum):
 
     TOKEN_MEAN = "mean over tokens"
     TOKEN_STD = "standard deviation over tokens"
+    TOKEN_EFFECTIVE_SHARE = "effective sample size over the number of tokens"
     SAMPLE_MEAN = "mean over samples"
     STEP_MEAN = "sum over the mini-batch, mean over optimizer steps"
     SUM = "sum"
     MAX = "largest value"
+
+
+WITH_SQUARES = (Reduce.TOKEN_STD, Reduce.TOKEN_EFFECTIVE_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +44,18 @@ class Total:
 
     reduce: Reduce
     sums: tuple[float, ...]
-    """(sum, number), (sum, sum of squares, number) for TOKEN_STD, or the largest value alone."""
+    """(sum, number); with the sum of squares between them for TOKEN_STD and TOKEN_EFFECTIVE_SHARE; or the largest value
+    alone."""
 
     @property
     def value(self) -> float:
         """The number that is logged."""
         if self.reduce in (Reduce.SUM, Reduce.MAX):
             return 0.0 if self.sums[0] == -math.inf else self.sums[0]
-        if self.reduce is Reduce.TOKEN_STD:
+        if self.reduce in WITH_SQUARES:
             total, squares, count = self.sums
+            if self.reduce is Reduce.TOKEN_EFFECTIVE_SHARE:
+                return total**2 / (squares * count) if squares else 0.0
             mean = total / max(1.0, count)
             return math.sqrt(max(0.0, squares / max(1.0, count) - mean**2))
         total, count = self.sums
@@ -79,7 +86,7 @@ def partial_sums(metric: Metric, loss_mask: Tensor, tokens_of_sample: Tensor) ->
         share = mask / tokens_of_sample.double().clamp(min=1)
         return torch.stack([(values.double() * share).sum(), share.sum()])
     count = mask.sum(dtype=torch.float64)
-    if metric.reduce is Reduce.TOKEN_STD:
+    if metric.reduce in WITH_SQUARES:
         return torch.stack([total, values.double().square().sum(), count])
     return torch.stack([total, count])
 

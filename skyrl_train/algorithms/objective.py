@@ -12,6 +12,7 @@ from torch import Tensor
 from skyrl_train.algorithms.inputs import LossTerms, TokenInputs, needs
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.losses.cross_entropy import cross_entropy
+from skyrl_train.algorithms.losses.ppo import MAX_LOG_RATIO, ratio
 from skyrl_train.algorithms.metrics import Metric, Reduce
 from skyrl_train.algorithms.reductions import weighted_sum
 
@@ -84,10 +85,17 @@ def cross_entropy_objective(logprobs_chunk_size: int) -> Objective:
 
 
 @needs("ref_logprobs")
-def kl_to_reference(tokens: TokenInputs, *, estimator: Callable[[Tensor, Tensor], Tensor]) -> LossTerms:
-    """Per-token KL divergence from the policy to the reference."""
+def kl_to_reference(
+    tokens: TokenInputs, *, estimator: Callable[[Tensor, Tensor], Tensor], use_unbiased_kl: bool
+) -> LossTerms:
+    """Per-token KL divergence from the policy to the reference.
+
+    Args: use_unbiased_kl: multiply the estimate by the ratio, with gradient through both, so that it stays unbiased
+        where the policy has moved since it sampled (DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
+    """
     kl = estimator(tokens.logprobs, tokens.ref_logprobs)
-    return LossTerms(kl, {"policy_kl": Metric(kl, Reduce.TOKEN_MEAN), "policy_kl_max": Metric(kl, Reduce.MAX)})
+    metrics = {"policy_kl": Metric(kl, Reduce.TOKEN_MEAN), "policy_kl_max": Metric(kl, Reduce.MAX)}
+    return LossTerms(ratio(tokens) * kl if use_unbiased_kl else kl, metrics)
 
 
 @needs("entropy")
@@ -135,7 +143,11 @@ def _differences(tokens: TokenInputs) -> dict[str, Metric]:
         moved = signals["old_logprobs"] - tokens.logprobs.detach()
         metrics["policy/approx_kl"] = Metric(moved, Reduce.TOKEN_MEAN)
     if "old_logprobs" in signals and "rollout_logprobs" in signals:
-        difference = (signals["old_logprobs"] - signals["rollout_logprobs"]).abs()
+        log_weight = signals["old_logprobs"] - signals["rollout_logprobs"]
         for reduce, name in ((Reduce.TOKEN_MEAN, "mean"), (Reduce.TOKEN_STD, "std"), (Reduce.MAX, "max")):
-            metrics[f"policy/rollout_train_logprobs_abs_diff_{name}"] = Metric(difference, reduce)
+            metrics[f"policy/rollout_train_logprobs_abs_diff_{name}"] = Metric(log_weight.abs(), reduce)
+        k3_values = k3(signals["rollout_logprobs"], signals["old_logprobs"])
+        metrics["policy/rollout_train_kl"] = Metric(k3_values, Reduce.TOKEN_MEAN)
+        weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        metrics["policy/rollout_train_effective_share"] = Metric(weight, Reduce.TOKEN_EFFECTIVE_SHARE)
     return metrics

@@ -100,6 +100,14 @@ LOSSES = Table(
         "dual_clip": "losses.ppo:dual_clip",
         "cispo": "losses.cispo:cispo",
         "gspo": "losses.gspo:gspo",
+        "gmpo": "losses.gmpo:gmpo",
+        "sapo": "losses.sapo:sapo",
+        "dppo": "losses.dppo:dppo",
+        "vespo": "losses.vespo:vespo",
+        "topr": "losses.topr:topr",
+        "reinforce": "losses.policy_gradient:reinforce",
+        "importance_sampling": "losses.policy_gradient:importance_sampling",
+        "rollout_is": "losses.policy_gradient:rollout_is",
         "cross_entropy": "losses.cross_entropy:cross_entropy",
     },
 )
@@ -110,18 +118,36 @@ ADVANTAGES = Table(
     {
         "grpo": "advantages.groups:grpo",
         "rloo": "advantages.groups:rloo",
+        "maxrl": "advantages.groups:maxrl",
+        "opo": "advantages.groups:opo",
+        "gpg": "advantages.groups:gpg",
+        "pass@k": "advantages.groups:pass_at_k",
         "reinforce++": "advantages.reinforce:reinforce_plus_plus",
+        "reinforce++_baseline": "advantages.reinforce:reinforce_plus_plus_baseline",
     },
 )
 """f(CreditInputs, *, parameters) -> advantages [T] float32; or lifted by `per_sample` (credit.py)"""
 
 CORRECTIONS = Table(
     "trainer.algorithm.corrections",
-    {"token_tis": "corrections:token_tis", "icepop": "corrections:icepop"},
+    {
+        name: f"corrections:{name}"
+        for name in (
+            *("token_tis", "sequence_tis", "icepop"),
+            *("token_mask", "geometric_mask", "product_mask", "outlier_mask", "opsm"),
+        )
+    },
 )
 """f(TokenInputs, *, parameters) -> Correction"""
 
-KL_ESTIMATORS = Table("trainer.algorithm.kl_estimator_type", {"k1": "kl:k1", "k2": "kl:k2", "k3": "kl:k3"})
+KL_ESTIMATORS = Table(
+    "trainer.algorithm.kl_estimator_type",
+    {
+        **{name: f"kl:{name}" for name in ("k1", "k2", "k3")},
+        "abs": "kl:absolute",
+        **{"k1+": "kl:k1_plus", "k3+": "kl:k3_plus", "abs+": "kl:absolute_plus"},
+    },
+)
 """f(logprobs [P], ref_logprobs [P]) -> [P]"""
 
 REDUCTIONS = Table(

@@ -48,24 +48,73 @@ class CispoConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SapoConfig:
+    """Temperatures of the soft gate of sapo."""
+
+    tau_pos: AboveZero
+    tau_neg: AboveZero
+
+
+@dataclass(frozen=True, kw_only=True)
+class DppoConfig:
+    """Trust region on probabilities of dppo."""
+
+    dppo_type: Annotated[str, OneOf(("binary_tv", "binary_kl"))]
+    delta_low: AboveZero
+    delta_high: AboveZero
+
+
+@dataclass(frozen=True, kw_only=True)
+class VespoConfig:
+    """Shape of the weight of a sample in vespo."""
+
+    vespo_k_pos: NotNegative
+    vespo_lambda_pos: NotNegative
+    vespo_k_neg: NotNegative
+    vespo_lambda_neg: NotNegative
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffPolicyCorrectionConfig:
+    """Bounds of the corrections. w is the trainer's probability of a token divided by the engine's."""
+
+    token_tis_ratio_clip_high: AboveZero
+    sequence_tis_ratio_clip_high: AboveZero
+    icepop_low: NotNegative
+    icepop_high: AboveZero
+    token_mask_is_threshold_low: NotNegative
+    token_mask_is_threshold_high: AboveZero
+    geo_mask_low: NotNegative
+    geo_mask_high: AboveZero
+    product_mask_low: NotNegative
+    product_mask_high: AboveZero
+    outlier_token_is_threshold_low: NotNegative
+    outlier_token_is_threshold_high: AboveZero
+    opsm_delta: NotNegative
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Settings of the RL algorithm."""
 
     advantage_estimator: Annotated[str, ADVANTAGES]
     grpo_norm_by_std: bool
+    gamma: Share
     policy_loss_type: Annotated[str, LOSSES]
     eps_clip_low: Share
     eps_clip_high: NotNegative
     clip_ratio_c: Annotated[float, Bounds(low=1, above=True)]
     cispo: CispoConfig
+    sapo: SapoConfig
+    dppo: DppoConfig
+    vespo: VespoConfig
     corrections: tuple[Annotated[str, CORRECTIONS], ...]
-    token_tis_ratio_clip_high: AboveZero
-    icepop_low: NotNegative
-    icepop_high: AboveZero
+    off_policy_correction: OffPolicyCorrectionConfig
     loss_reduction: Annotated[str, REDUCTIONS]
     use_kl_loss: bool
     use_kl_in_reward: bool
     kl_estimator_type: Annotated[str, KL_ESTIMATORS]
+    use_unbiased_kl: bool
     kl_loss_coef: NotNegative
     kl_loss_reduction: Annotated[str, REDUCTIONS] | None
     use_entropy_loss: bool
@@ -77,7 +126,10 @@ class AlgorithmConfig:
     def values(self) -> dict[str, Any]:
         """Leaf name -> value of every key, for the keyword-only parameters of functions."""
         fields = dataclasses.asdict(self)
-        return {**fields.pop("parameters"), **fields.pop("cispo"), **fields}
+        values = fields.pop("parameters")
+        for name, value in fields.items():
+            values |= value if isinstance(value, dict) else {name: value}
+        return values
 
     @property
     def needs_reference(self) -> bool:

@@ -113,6 +113,14 @@ METRICS = (
     MetricName("policy/rollout_train_logprobs_abs_diff_std", "nats", "the same, standard deviation"),
     MetricName("policy/rollout_train_logprobs_abs_diff_max", "nats", "the same, largest"),
     MetricName(
+        "policy/rollout_train_kl", "nats", "KL divergence from the engine to the trainer (k3), mean over tokens"
+    ),
+    MetricName(
+        "policy/rollout_train_effective_share",
+        "share",
+        "effective sample size of the importance weights between them, over the number of tokens; 1 is no difference",
+    ),
+    MetricName(
         "policy/rollout_train_logprobs_compared",
         "share",
         "trained tokens of the current version, for which trainer.logprob_difference must hold",

@@ -5,24 +5,55 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.credit import CreditInputs
+from skyrl_train.algorithms.advantages.groups import group_sum, grouped
+from skyrl_train.algorithms.credit import CreditInputs, compares_samples
 
 EPS = 1e-8
 """Added to the variance, as in SkyRL and verl."""
 
 
-def reinforce_plus_plus(inputs: CreditInputs) -> Tensor:
+def reinforce_plus_plus(inputs: CreditInputs, *, gamma: float) -> Tensor:
     """The return of each token, normalised over all trained tokens of the step; groups do not matter.
 
-    The return is the sum of the rewards from the token to the end of its sample, undiscounted, also over tokens that
-    the policy did not write. Long responses weigh more in the mean and in the (sample) variance than short ones.
+    The return is the sum of the rewards from the token to the end of its sample, discounted by gamma for each trained
+    token in between. Long responses weigh more in the mean and in the (sample) variance than short ones.
 
     Returns: [T] float32; 0 where all trained tokens have one return, and where no token is trained.
     Source: REINFORCE++, arXiv:2501.03262, section 3, with the KL term left to the loss or the reward.
     """
-    parts = torch.split(inputs.rewards, inputs.cu_seqlens.diff().tolist())
-    returns = torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts])
-    trained = returns[inputs.loss_mask]
-    centred = returns - (trained.mean() if len(trained) else 0.0)
+    lengths = inputs.cu_seqlens.diff().tolist()
+    discounts = torch.where(inputs.loss_mask, gamma, 1.0).double()
+    samples = zip(torch.split(inputs.rewards, lengths), torch.split(discounts, lengths), strict=True)
+    returns = torch.cat([_returns(rewards, discount) for rewards, discount in samples])
+    return whitened(returns, inputs.loss_mask).to(torch.float32)
+
+
+@compares_samples
+def reinforce_plus_plus_baseline(inputs: CreditInputs) -> Tensor:
+    """The reward minus the group's mean, normalised over all trained tokens of the step.
+
+    Returns: [T] float32; 0 where a group has one sample, if all have. Source: REINFORCE++, arXiv:2501.03262,
+    section 3.3, with the KL term left to the loss or the reward.
+    """
+    r, group, size = grouped(inputs.sample_sums(inputs.rewards), inputs.group_ids)
+    centred = inputs.at_tokens(r - (group_sum(r, group, len(size)) / size)[group])
+    return whitened(centred, inputs.loss_mask).to(torch.float32)
+
+
+def _returns(rewards: Tensor, discounts: Tensor) -> Tensor:
+    """The return at each token of one sample, where what follows a token is multiplied by its discount. [L]"""
+    if bool((discounts == 1).all()):
+        return rewards.flip(0).cumsum(0).flip(0)
+    total, returns = 0.0, []
+    for reward, discount in zip(rewards.flip(0).tolist(), discounts.flip(0).tolist(), strict=True):
+        total = reward + discount * total
+        returns.append(total)
+    return torch.tensor(returns, dtype=rewards.dtype).flip(0)
+
+
+def whitened(values: Tensor, mask: Tensor) -> Tensor:
+    """(values - mean) / sqrt(variance + eps) with the mean and the sample variance of the masked ones. [T] float64"""
+    trained = values[mask]
+    centred = values - (trained.mean() if len(trained) else 0.0)
     variance = trained.var() if len(trained) > 1 else trained.new_zeros(())
-    return (centred * (variance + EPS).rsqrt()).to(torch.float32)
+    return centred * (variance + EPS).rsqrt()

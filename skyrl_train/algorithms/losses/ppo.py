@@ -49,3 +49,8 @@ def clip_ratio(clipped: Tensor) -> dict[str, Metric]:
 def ratio(tokens: TokenInputs) -> Tensor:
     """Probability under the policy over that before the step, [P], with gradient."""
     return (tokens.logprobs - tokens.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def rollout_ratio(tokens: TokenInputs) -> Tensor:
+    """Probability under the policy over that under the engine that sampled, [P], with gradient."""
+    return (tokens.logprobs - tokens.rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

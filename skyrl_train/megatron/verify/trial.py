@@ -84,7 +84,7 @@ def trial_objective(temperature: float, logprobs_chunk_size: int = 1024, eps_cli
         terms=(
             Term("policy", Bound(regular, {"eps_clip_low": 0.2, "eps_clip_high": eps_clip_high})),
             Term("entropy", Bound(negative_entropy), 0.05),
-            Term("kl", Bound(kl_to_reference, {"estimator": k3}), 0.1),
+            Term("kl", Bound(kl_to_reference, {"estimator": k3, "use_unbiased_kl": False}), 0.1),
         ),
         temperature=temperature,
         logprobs_chunk_size=logprobs_chunk_size,

@@ -26,7 +26,7 @@ INPUTS = CreditInputs(
 
 def estimator(name, norm_by_std=True):
     """f(rewards, group_ids) of samples that have one token each."""
-    bound = bind(ADVANTAGES[name], {"grpo_norm_by_std": norm_by_std})
+    bound = bind(ADVANTAGES[name], {"grpo_norm_by_std": norm_by_std, "gamma": 1.0})
 
     def of_samples(rewards, group_ids):
         size = len(rewards)
@@ -62,7 +62,20 @@ def test_reinforce_plus_plus_normalises_returns_over_all_trained_tokens():
     # Returns of the trained tokens: 0.75, 0.5 and 0.25; mean 0.5, variance 2 * 0.0625 / 2.
     s = 0.25 / math.sqrt(0.0625 + 1e-8)
     expected = torch.tensor([s, s, 0.0, -s, -s])
-    torch.testing.assert_close(advantages(reinforce_plus_plus, INPUTS, {}), expected, rtol=1e-7, atol=0)
+    torch.testing.assert_close(advantages(reinforce_plus_plus, INPUTS, {"gamma": 1.0}), expected, rtol=1e-7, atol=0)
+
+
+def test_reinforce_plus_plus_discounts_later_rewards_per_trained_token():
+    inputs = CreditInputs(
+        rewards=torch.tensor([0.0, 1.0, 0.0, 4.0], dtype=torch.float64),
+        loss_mask=torch.tensor([True, True, False, True]),
+        cu_seqlens=torch.tensor([0, 4], dtype=torch.int32),
+        group_ids=torch.tensor([0]),
+    )
+    returns = torch.tensor([1.5, 3.0, 4.0, 4.0], dtype=torch.float64)  # 0 + (1 + 4 / 2) / 2, 1 + 4 / 2, 4, 4
+    trained = returns[inputs.loss_mask]
+    expected = ((returns - trained.mean()) / trained.var().add(1e-8).sqrt()).float()
+    torch.testing.assert_close(advantages(reinforce_plus_plus, inputs, {"gamma": 0.5}), expected)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

@@ -351,7 +351,7 @@ def unread_keys(schema: type) -> list[str]:
     attributes = {*re.findall(r"\.(\w+)", readers), *re.findall(r"self\.(\w+)", properties)}
     # Functions of skyrl_train.algorithms take keys as keyword-only parameters (`AlgorithmConfig.values`).
     algorithms = "\n".join(path.read_text() for path, folder in folders.items() if folder == "algorithms")
-    parameters = re.findall(r"def \w+\([^)]*\*, ([^)]*)\)", algorithms)
+    parameters = re.findall(r"def \w+\([^)]*\*,\s([^)]*)\)", algorithms)
     attributes |= {name for found in parameters for name in re.findall(r"(\w+):", found)}
     attributes |= set(re.findall(r'values\["(\w+)"\]', algorithms))
     keys = [key for key, kind in key_types(schema).items() if not dataclasses.is_dataclass(kind)]

@@ -1,0 +1,22 @@
+"""The geometric mean of each sample's clipped ratios."""
+
+from __future__ import annotations
+
+import torch
+
+from skyrl_train.algorithms.inputs import LossTerms, TokenInputs
+from skyrl_train.algorithms.losses.ppo import MAX_LOG_RATIO, clip_ratio
+
+
+def gmpo(tokens: TokenInputs, *, eps_clip_low: float, eps_clip_high: float) -> LossTerms:
+    """-A * exp(mean over the sample of the clipped log-ratios): one ratio per sample, clipped token by token.
+
+    The bounds hold for the *log*-ratio, on the side that PPO clips; the paper has 0.4 for both. Use it with
+    `loss_reduction=sequence_mean`. Source: Geometric-Mean Policy Optimization, arXiv:2507.20673, equation 4.
+    """
+    advantages = tokens.advantages
+    log_ratio = (tokens.logprobs - tokens.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    bounded = log_ratio.clamp(-eps_clip_low, eps_clip_high)
+    pessimistic = torch.where(advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded))
+    terms = -advantages * tokens.per_sample.mean(pessimistic).exp()
+    return LossTerms(terms, clip_ratio(pessimistic != log_ratio))
