@@ -34,12 +34,11 @@ from skyrl_train.megatron.passes.step_metrics import step_metrics
 from skyrl_train.megatron.reference import batch_logprobs
 from skyrl_train.megatron.residency.memory import DeviceMemory
 from skyrl_train.megatron.residency.state import load_state, save_durable_state, save_state, state_file
-from skyrl_train.megatron.weights.export import export, export_specs, save_hf
-from skyrl_train.megatron.weights.export_folder import export_folder
-from skyrl_train.megatron.weights.gather import to_every_stage, to_first_stage
-from skyrl_train.megatron.weights.live_sums import LiveSums
-from skyrl_train.megatron.weights.lora_export import adapter_specs, merged, save_adapter
-from skyrl_train.megatron.weights.lora_sums import checked_adapters
+from skyrl_train.megatron.weights.all_stages import to_every_stage, to_first_stage
+from skyrl_train.megatron.weights.export import export, export_specs
+from skyrl_train.megatron.weights.lora_export import adapter_specs, merged
+from skyrl_train.megatron.weights.proof import LiveSums, checked_adapters
+from skyrl_train.megatron.weights.save import export_folder, save_adapter, save_hf
 from skyrl_train.ranks import OPTIMIZER, WEIGHTS, LogprobLimit, Moved, ParallelRanks, Rendezvous, UpdateReport, refused
 from skyrl_train.types import TrainBatch
 from skyrl_train.weight_sync.bucket import TensorSpec

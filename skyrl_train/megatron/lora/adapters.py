@@ -32,8 +32,8 @@ from torch import Tensor
 from skyrl_train.config.policy import LoraConfig
 from skyrl_train.megatron.layers.experts import grouped_linear
 from skyrl_train.megatron.layers.norm import rms_norm
-from skyrl_train.megatron.layers.tp_parts import gather_parts, join_parts
 from skyrl_train.megatron.lora.dropout import OF_EXPERT_TENSOR_RANKS, OF_TENSOR_RANKS, OF_THIS_RANK, drop
+from skyrl_train.megatron.weights.gather import gather_parts, join_parts
 
 Factors = Callable[[str], tuple[Tensor, Tensor]]
 """Hugging Face module -> whole A [r, in] and B [out, r]."""

@@ -16,7 +16,7 @@ from skyrl_train.hf.adapter import initial_factors, linear_shapes, targets
 from skyrl_train.hf.adapter_file import AdapterFile
 from skyrl_train.megatron.lora.adapters import Adapter, Lora, Site, base_weights
 from skyrl_train.megatron.lora.dropout import seed_dropout
-from skyrl_train.megatron.weights.gather_plain import gather_json
+from skyrl_train.megatron.weights.gather import gather_json
 
 LINEAR = re.compile(r"\.linear_\w+$")
 """Local names of layers that a Hugging Face linear layer, or several, became."""

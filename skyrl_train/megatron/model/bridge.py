@@ -23,7 +23,7 @@ from skyrl_train.hf.flops import matrix_weights
 from skyrl_train.megatron.model.families import corrections, family
 from skyrl_train.megatron.model.padding import leave_padding_untrained
 from skyrl_train.megatron.model.stages import layers_of_stages, megatron_layout
-from skyrl_train.megatron.weights.gather_plain import gather_json
+from skyrl_train.megatron.weights.gather import gather_json
 
 PINNED = {
     "calculate_per_token_loss": "the gradient would depend on the number of micro-batches and ranks",

@@ -1,4 +1,4 @@
-"""Weights on their way out of the ranks: Hugging Face names, gathering, files and digests.
+"""Weights leaving the ranks: Hugging Face names, gathering, files and verification.
 
-Read `export`, then `gather` and `live_sums`.
+Read `export`, then `proof` and `save`.
 """

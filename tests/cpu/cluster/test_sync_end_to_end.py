@@ -201,7 +201,7 @@ def test_a_sync_of_unchanged_weights_changes_no_answer(world: World):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (planted_faults.TASKS, "does not yield the model's weights of this moment"),
+        (planted_faults.TASKS, "does not yield the current weights"),
         (planted_faults.TENSOR, f"the export of 1 of .*: {planted_faults.STALE}"),
         (planted_faults.SWAP, "the export of 2 of .*o_proj.weight, .*o_proj.weight"),
         (planted_faults.LOST, "bucket 2 arrived where bucket 1 was due: one was lost"),

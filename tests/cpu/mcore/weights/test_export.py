@@ -23,9 +23,9 @@ from skyrl_train.megatron.model.model import build_model, build_optimizer
 from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
-from skyrl_train.megatron.weights.export import export, export_specs, require_tensors, save_hf
-from skyrl_train.megatron.weights.export_folder import SUMS, export_folder
-from skyrl_train.megatron.weights.gather import to_every_stage, to_first_stage
+from skyrl_train.megatron.weights.all_stages import to_every_stage, to_first_stage
+from skyrl_train.megatron.weights.export import export, export_specs
+from skyrl_train.megatron.weights.save import SUMS, export_folder, require_tensors, save_hf
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.weight_sync.bucket import TensorSpec
 from skyrl_train.weight_sync.control import WeightSyncError

@@ -17,7 +17,7 @@ from skyrl_train.megatron.model.model import build_model, build_optimizer
 from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
-from skyrl_train.megatron.weights import lora_sums
+from skyrl_train.megatron.weights import proof
 from skyrl_train.megatron.weights.lora_export import export_adapter
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.weight_sync.control import WeightSyncError
@@ -60,12 +60,12 @@ def _check(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, LoraCon
     build_optimizer(model, OPTIMIZER)
     assert model.lora is not None
     for dtype in (torch.float32, torch.bfloat16):
-        assert {tensor.dtype for _, tensor in lora_sums.checked_adapters(model.lora, dtype)} == {dtype}
+        assert {tensor.dtype for _, tensor in proof.checked_adapters(model.lora, dtype)} == {dtype}
     if faulty is None:
         return ""
-    lora_sums.export_adapter = faulty
+    proof.export_adapter = faulty
     try:
-        list(lora_sums.checked_adapters(model.lora, torch.float32))
+        list(proof.checked_adapters(model.lora, torch.float32))
     except WeightSyncError as error:
         return str(error)
     return ""
@@ -91,7 +91,7 @@ def check(name: str, tmp_path: Path, faulty: Callable[[Lora], Named] | None = No
 def test_adapters_that_are_not_the_live_ones_are_named(name: str, faulty: Any, found: str, tmp_path: Path):
     """Before the fault the same model passes, in both dtypes."""
     message = check(name, tmp_path, faulty)
-    assert "does not yield the adapters of this moment" in message and re.search(found, message), message
+    assert "does not yield the current adapters" in message and re.search(found, message), message
 
 
 def test_adapters_of_latent_attention_and_of_every_stage_pass(tmp_path: Path):

@@ -11,7 +11,7 @@ import pytest
 from skyrl_train.config import load_config
 from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
-from skyrl_train.megatron.weights.gather_plain import gather_bytes, gather_json
+from skyrl_train.megatron.weights.gather import gather_bytes, gather_json
 from skyrl_train.ranks import Rendezvous
 
 ROOT = Path(__file__).parents[4] / "skyrl_train"

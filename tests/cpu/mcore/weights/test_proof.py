@@ -19,7 +19,7 @@ from skyrl_train.megatron.verify.layout_check import OPTIMIZER
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.weights import export as export_module
 from skyrl_train.megatron.weights.export import export
-from skyrl_train.megatron.weights.live_sums import LiveSums
+from skyrl_train.megatron.weights.proof import LiveSums
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.families import write_family
@@ -140,7 +140,7 @@ def test_tasks_that_are_used_again_are_caught(tmp_path: Path):
     for case in ("biases, TP2 PP2", "experts EP2 PP2"):
         found = said(case, reused_tasks, tmp_path)
         assert len(found) == 2, "one owner per stage"
-        assert all("does not yield the model's weights of this moment" in text for text in found)
+        assert all("does not yield the current weights" in text for text in found)
 
 
 def test_one_stale_tensor_is_named(tmp_path: Path):

@@ -1,0 +1,196 @@
+"""Verifies that an export yields the current weights, independently of the export.
+
+Digests compare what was sent with what arrived; a sender that reads stale tensors sends, and digests, stale bytes. But
+joining shards, splitting fused rows, renaming and cutting off padding moves 64-bit words and changes none. So the sum
+of the words of a tensor's shards, modulo 2**64, is the sum over everything that is exported of it. Shards are read from
+the model, not from the export's tasks: results of an earlier export, a tensor under another's name and a missing shard
+do not add up.
+
+On one core 2.6 times as fast as the digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from skyrl_train.hf import adapter as peft
+from skyrl_train.megatron.lora.adapters import Adapter, Lora
+from skyrl_train.megatron.model.model import Model
+from skyrl_train.megatron.weights.export import (
+    Read,
+    dtype_of_name,
+    expert_names,
+    export_tasks,
+    is_stage_owner,
+    live_tensors,
+    whole_shape,
+)
+from skyrl_train.megatron.weights.lora_export import export_adapter
+from skyrl_train.weight_sync.control import WeightSyncError
+from skyrl_train.weight_sync.digest import name_list
+
+WORD_BYTES = 8
+Sums = list[tuple[int, Tensor]]
+"""(position, [] int64) of tensors or of their parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One Megatron tensor of this stage, without its values."""
+
+    position: int
+    hf_names: tuple[str, ...]
+    num_rows: int | None
+    """Rows of the whole tensor without the padding of the vocabulary; None if it has none."""
+    columns: int | None
+    """Columns of a shard; None for vectors."""
+
+
+class LiveSums:
+    """Checks the exports of one model's weights."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._entries: dict[str, _Entry] = {}
+        self._of_hf: dict[str, _Entry] = {}
+        for task in export_tasks(model):
+            shape = whole_shape(task)
+            for name in task.mcore_names:
+                hf_names, tensors = model.bridge._weight_to_hf_format(name, torch.empty(shape, device="meta"))
+                padded = sum(tensor.numel() for tensor in tensors) < prod(shape)
+                entry = _Entry(
+                    len(self._entries),
+                    tuple(hf_names),
+                    tensors[0].shape[0] if padded else None,
+                    task.tensor.shape[-1] if task.tensor.dim() > 1 else None,
+                )
+                self._entries[name] = entry
+                self._of_hf |= dict.fromkeys(hf_names, entry)
+
+    def checked(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype,
+        read: Read = lambda tensor: tensor.detach(),
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `export` yields. A collective over the stage at its end: all its ranks must drain it.
+
+        Args: read as in `export`.
+        Raises: WeightSyncError at the end, on the stage's owner, naming the tensors that are not the model's.
+        """
+        is_owner, exported = is_stage_owner(), Sums()
+        for name, tensor in named_tensors:
+            if is_owner:
+                entry = self._of_hf[name]
+                exported.append((entry.position, _word_sum(tensor, entry)))
+            yield name, tensor
+        device = next(self._model.modules[0].parameters()).device
+        names = [entry.hf_names for entry in self._entries.values()]
+        live = _totals(self._live(dtype, read), len(names), device)
+        _require_equal(live, _totals(exported, len(names), device), names, "weights")
+
+    def _live(self, dtype: torch.dtype, read: Read) -> Sums:
+        """Sums over the shards that this rank counts."""
+        sums = Sums()
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        etp_rank = parallel_state.get_expert_tensor_parallel_rank()
+        ep_rank = parallel_state.get_expert_model_parallel_rank()
+        for live in live_tensors(self._model):
+            entry = self._entries[expert_names(self._model, live)[ep_rank if live.is_expert else 0]]
+            rank = etp_rank if live.is_expert else tp_rank
+            if _is_first_replica(live.is_expert) and (live.is_sharded or rank == 0):
+                part = read(live.tensor).to(dtype_of_name(entry.hf_names[0], dtype))
+                if entry.num_rows is not None:
+                    first = rank * len(part) if live.is_sharded else 0
+                    part = part[: max(0, entry.num_rows - first)]
+                sums.append((entry.position, _word_sum(part, entry)))
+        return sums
+
+
+def checked_adapters(lora: Lora, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `export_adapter` yields, as `dtype`. A collective over the stage: all its ranks must drain it.
+
+    Raises: WeightSyncError at the end, on the stage's owner, naming the tensors that are not the model's.
+    """
+    modules = [name for _, adapter in lora.adapters for group in adapter.site.modules for name in group]
+    names = [name for module in modules for name in peft.tensor_names(module)]
+    positions = {name: index for index, name in enumerate(names)}
+    is_owner, exported = is_stage_owner(), Sums()
+    for name, tensor in export_adapter(lora):
+        converted = tensor.to(dtype)
+        if is_owner:
+            exported.append((positions.pop(name), _elements(converted).sum()))
+        yield name, converted
+    assert not (is_owner and positions), f"not exported: {name_list(list(positions))}"
+    live = torch.cat([_adapter_sums(adapter, dtype).flatten() for _, adapter in lora.adapters])
+    _require_equal(live, _totals(exported, len(names), live.device), [(name,) for name in names], "adapters")
+
+
+def _adapter_sums(adapter: Adapter, dtype: torch.dtype) -> Tensor:
+    """[experts of the model (or 1), P, 2] int64: sums over the shards of A and B that this rank counts."""
+    site, select = adapter.site, adapter.select.bool()
+    sums = torch.zeros(len(site.modules), select.shape[1], 2, dtype=torch.int64, device=select.device)
+    if not _is_first_replica(site.is_expert):
+        return sums
+    first = parallel_state.get_expert_model_parallel_rank() * site.num_local if site.is_expert else 0
+    mine = sums[first : first + site.num_local]
+    if site.shard_axis == 1 or site.group.rank() == 0:
+        mine[:, :, 0] = _elements(adapter.lora_A.to(dtype)).sum((-1, -2))
+    if site.shard_axis == 0 or site.group.rank() == 0:
+        rows = _elements(adapter.lora_B.to(dtype)).sum(-1)
+        mine[:, :, 1] = (rows[:, :, None] * select).sum(1)
+    return sums
+
+
+def _is_first_replica(is_expert: bool) -> bool:
+    """Whether this rank's copy of a tensor is the one of equal copies that counts."""
+    if is_expert:
+        return parallel_state.get_expert_data_parallel_rank() == 0
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+
+
+def _totals(sums: Sums, num: int, device: torch.device) -> Tensor:
+    """[num] int64: the sums added up by position, by one kernel for all of them."""
+    zeros = torch.zeros(num, dtype=torch.int64, device=device)
+    if not sums:
+        return zeros
+    positions, values = zip(*sums, strict=True)
+    return zeros.index_add_(0, torch.tensor(positions, device=device), torch.stack(values))
+
+
+def _require_equal(live: Tensor, exported: Tensor, names: Sequence[tuple[str, ...]], kind: str) -> None:
+    """Compare what the stage's ranks hold with what its owner exported. A collective over the stage."""
+    dist.all_reduce(live, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+    if not is_stage_owner():
+        return
+    if wrong := [name for index in (live != exported).nonzero().flatten().tolist() for name in names[index]]:
+        raise WeightSyncError(
+            f"the export of {len(wrong)} of {sum(map(len, names))} tensors does not yield the current {kind}: "
+            f"{name_list(wrong)}"
+        )
+
+
+def _word_sum(tensor: Tensor, entry: _Entry) -> Tensor:
+    """[] int64: sum of 64-bit words if no shard's row ends within one, otherwise of elements.
+
+    Elements only of vectors, which are short and may be sharded anywhere.
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    size = flat.element_size()
+    if entry.columns is None or entry.columns * size % WORD_BYTES:
+        return _elements(flat).sum()
+    if flat.storage_offset() * size % WORD_BYTES:
+        flat = flat.clone()
+    return flat.view(torch.int64).sum()
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """The bits of each element as an integer, whose sums are int64."""
+    return tensor.detach().contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])

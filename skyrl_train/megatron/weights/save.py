@@ -1,0 +1,188 @@
+"""Exports in files: a Hugging Face checkpoint and its adapters, in a folder that is published when it is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig
+
+from skyrl_train.file_sum import FileSum, size_problems, sum_of
+from skyrl_train.hf import adapter
+from skyrl_train.hf.checkpoint import INDEX
+from skyrl_train.megatron.lora.adapters import Lora
+from skyrl_train.megatron.model.model import Model
+from skyrl_train.megatron.weights.export import Read, export, is_stage_owner
+from skyrl_train.megatron.weights.gather import gather_bytes, gather_json
+from skyrl_train.megatron.weights.lora_export import export_adapter
+
+SUMS = "SHA256SUMS"
+"""Digests of all other files, for `sha256sum -c SHA256SUMS`."""
+
+
+@contextlib.contextmanager
+def export_folder(folder: str) -> Iterator[tuple[str, dict[str, FileSum]]]:
+    """Yield an empty folder for the files of an export, and a dictionary for the sums of files of other ranks.
+
+    The folder becomes `folder` at the end, with a list of all digests. If that fails, or the body raises, rank 0
+    removes it, and the previous contents of `folder` stay. A collective over all ranks, which must all see the folder.
+    Raises: ValueError on every rank if one cannot write.
+    """
+    target, is_first = Path(folder), dist.get_rank() == 0
+    # Inside the folder if it exists: it may be a mount, or its parent may not be writable.
+    unfinished = target / ".unfinished" if target.exists() else target.with_name(f".{target.name}.unfinished")
+    sums: dict[str, FileSum] = {}
+    write_together(unfinished, lambda: _remove(unfinished) if is_first else None)
+    try:
+        yield str(unfinished), sums
+        write_together(folder, lambda: _publish(unfinished, target, sums) if is_first else None)
+    except ValueError:
+        if is_first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _publish(unfinished: Path, target: Path, sums: Mapping[str, FileSum]) -> None:
+    """Make `unfinished` the folder `target`, with the digests of all files.
+
+    In a folder that exists, files are replaced one by one, and its index is missing until the last one is written, so
+    that nobody loads old and new weights together.
+    Args: sums: known digests; the other files are read.
+    Raises: OSError, also if a file is missing: another node wrote it where this one does not see it.
+    """
+    if problems := size_problems(unfinished, sums):
+        raise OSError(f"{'; '.join(problems)}. The folder of an export must be one folder for all nodes")
+    files = sorted(str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file())
+    digests = {name: (sums.get(name) or sum_of(unfinished / name, durable=True)).sha256 for name in files}
+    (unfinished / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
+    if not unfinished.is_relative_to(target):
+        unfinished.replace(target)
+        return
+    (target / INDEX).unlink(missing_ok=True)
+    for name in sorted((*files, SUMS), key=lambda name: name == INDEX):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (unfinished / name).replace(target / name)
+    _remove(unfinished)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: tensor.detach()) -> dict[str, FileSum]:
+    """Write a Hugging Face checkpoint: one safetensors file per pipeline stage, the index, configuration and tokenizer.
+
+    A collective over all ranks. The weights are read back and compared with the tensors, bit by bit.
+
+    Returns: on every rank, size and digest of each file of weights.
+    Raises: ValueError on every rank if one cannot write, usually before anything is exported; no rank is left waiting.
+    """
+    target, owner = Path(folder), is_stage_owner()
+    write_together(target, lambda: _require_writable(target) if owner else None)
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    file = f"model-{parallel_state.get_pipeline_model_parallel_rank() + 1:05d}-of-{stages:05d}.safetensors"
+    tensors = {}
+    for name, tensor in export(model, model.dtype, read):
+        if owner:
+            tensors[name] = tensor.contiguous().cpu()
+    own: dict[str, FileSum] = {}
+
+    def write_weights() -> None:
+        if owner:
+            safetensors.torch.save_file(tensors, target / file, metadata={"format": "pt"})
+            own[file] = sum_of(target / file, durable=True)
+            require_tensors(target / file, tensors)
+
+    write_together(target, write_weights)
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    written = [part for part in gather_json([file, asdict(own[file]), sizes] if owner else None) if part]
+
+    def write_the_rest() -> None:
+        if dist.get_rank() != 0:
+            return
+        weight_map = {name: file for file, _, sizes in written for name in sizes}
+        total = sum(sum(sizes.values()) for _, _, sizes in written)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (target / INDEX).write_text(json.dumps(index, indent=1))
+        # Not the bridge's copy, which holds the fields that mbridge looks for.
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config.dtype = model.dtype
+        if hasattr(config, "quantization_config"):  # of DeepSeek's FP8 weights, which are dequantised
+            del config.quantization_config
+        config.save_pretrained(target)
+        for path in Path(model.bridge._get_actual_hf_path(source)).iterdir():
+            if path.suffix in {".json", ".jinja", ".model", ".txt"} and not (target / path.name).exists():
+                shutil.copy(path, target / path.name)
+
+    write_together(target, write_the_rest)
+    return {file: FileSum(**file_sum) for file, file_sum, _ in written}
+
+
+def save_adapter(lora: Lora, folder: str, base_folder: str, base_model: str) -> None:
+    """Write one adapter of all stages in PEFT's format into `folder`. A collective over all ranks.
+
+    Args: base_folder: the base model; base_model: its name in the configuration.
+    Raises: ValueError on every rank if it cannot be written; no rank is left waiting.
+    """
+    target, owner = Path(folder), is_stage_owner()
+    writes = owner and parallel_state.get_pipeline_model_parallel_rank() == 0
+    write_together(target, lambda: _require_writable(target) if writes else None)
+    tensors = {
+        name: tensor.cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in export_adapter(lora)
+        if owner
+    }
+    stages: list[bytes] = []
+    if owner:
+        stages = gather_bytes(safetensors.torch.save(tensors), parallel_state.get_pipeline_model_parallel_group())
+
+    def write() -> None:
+        if writes:
+            whole = {name: tensor for stage in stages for name, tensor in safetensors.torch.load(stage).items()}
+            adapter.save(folder, whole, base_folder, base_model, lora.config)
+            require_tensors(target / adapter.TENSORS_FILE, whole)
+
+    write_together(target, write)
+
+
+def require_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Compare a safetensors file with the tensors that were written, bit by bit, NaN too. Raises: OSError."""
+    with safe_open(file, "pt") as stored:
+        names = set(stored.keys())
+        for name, tensor in tensors.items():
+            if name not in names or not _same_bytes(stored.get_tensor(name), tensor):
+                raise OSError(f"{file} was written and does not hold the {name} that was written")
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    same_form = (a.dtype, a.shape) == (b.dtype, b.shape)
+    return same_form and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _require_writable(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def write_together(folder: str | Path, write: Callable[[], None]) -> None:
+    """Have every rank write its own files, and wait for all. Raises: ValueError on all of them if one cannot."""
+    problem = ""
+    try:
+        write()
+    except (OSError, SafetensorError) as error:
+        problem = f"the checkpoint cannot be written into {folder}: {error}"
+    if first := next(filter(None, gather_json(problem)), ""):
+        raise ValueError(first)
