@@ -1,7 +1,4 @@
-"""Ranks of a worker group: where they meet, and which place of the parallel layout each one has.
-
-Plain data without Megatron, so that the driver can hold it.
-"""
+"""Plain data about the ranks of a worker group, without Megatron, so that the driver can hold it."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from torch import Tensor
 from skyrl_train.types import Metrics
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
-"""What the policy's ranks hold on their devices, and give back one by one; the gradients go with the optimizer."""
+"""Parts of a policy on the device that are offloaded separately; the gradients belong to the optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks of one worker group meet."""
+    """Rendezvous of one process group."""
 
     rank: int
     world_size: int
@@ -27,12 +24,12 @@ class Rendezvous:
     """Host of rank 0."""
     port: int
     timeout_s: float
-    """Longest wait of one collective; a rank that lost its peers fails after it."""
+    """Timeout of one collective; a rank whose peers died fails after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelRanks:
-    """Place of one rank in the layout."""
+    """Position of one rank in the parallel layout."""
 
     tp_rank: int
     pp_rank: int
@@ -54,7 +51,7 @@ class ParallelRanks:
 
 @dataclass(frozen=True, slots=True)
 class LogprobLimit:
-    """Bound on the engines' error, beyond which the ranks refuse an update before its first optimizer step."""
+    """Bound on the engines' error; beyond it the ranks refuse an update before its first optimizer step."""
 
     nats: float
     """Largest mean |engine - trainer| logprob difference of the compared tokens."""
@@ -66,70 +63,56 @@ class LogprobLimit:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """One rank's account of an update."""
+    """One rank's report of an update."""
 
     metrics: Metrics
-    """Under the names of docs/tracking.md, over the whole step; empty but on the last pipeline stage."""
-    seconds: float
-    busy_seconds: float
+    """Metrics of the whole step, by the names of docs/tracking.md; only on the last pipeline stage."""
+    seconds: float = 0.0
+    busy_seconds: float = 0.0
     """Seconds this rank spent computing inside Megatron's schedules."""
-    schedule_seconds: float
+    schedule_seconds: float = 0.0
     """Seconds inside Megatron's schedules."""
-    train_flops: float
+    train_flops: float = 0.0
     """Floating-point operations of the model in this rank's data-parallel shard, forward and backward."""
-    peak_flops: float | None
-    """FLOP/s that the rank's device can do at most; None where it is not known."""
+    peak_flops: float | None = None
+    """Peak FLOP/s of the rank's device; None if unknown."""
     logprob_difference: float | None = None
     """Mean |engine - trainer| of the compared tokens of all ranks; None without a LogprobLimit or compared tokens."""
     is_refused: bool = False
-    """The difference is beyond the limit (or not a number), and nothing was changed."""
-
-
-def refused(difference: float | None) -> UpdateReport:
-    """The account of an update that was not made."""
-    return UpdateReport(
-        metrics={},
-        seconds=0.0,
-        busy_seconds=0.0,
-        schedule_seconds=0.0,
-        train_flops=0.0,
-        peak_flops=None,
-        logprob_difference=difference,
-        is_refused=True,
-    )
+    """Whether the difference exceeded the limit (or was NaN), so that nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What the ranks of a policy go on with instead of the model as it came."""
+    """A saved state from which the ranks of a policy start instead of from the initial model."""
 
     folder: str
-    """With a file of each rank."""
+    """Folder with one file per rank."""
     policy_version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What one rank copied between device and host."""
+    """Bytes that one rank copied between device and host, or to disk."""
 
     num_bytes: int
     seconds: float
-    """With allocating and freeing."""
+    """Seconds, allocating and freeing included."""
 
 
 def pad_multiple(tp_size: int, cp_size: int) -> int:
-    """Samples are padded to a multiple of this many tokens.
+    """Number of tokens that the length of each sample is padded to a multiple of.
 
-    Sequence parallelism cuts a sample into tp_size equal parts, context parallelism into 2 * cp_size chunks.
+    Sequence parallelism splits a sample into tp_size equal parts, context parallelism into 2 * cp_size chunks.
     """
     return tp_size * (2 * cp_size if cp_size > 1 else 1)
 
 
 def free_port() -> int:
-    """A port of this machine that was free a moment ago, for a Rendezvous.
+    """Return a port of this machine that is free now, for a Rendezvous.
 
-    Not one that the system picks: it picks among the ports of outgoing connections (from 32768 on), one of which may
-    take it before rank 0 listens (EADDRINUSE, seen in the tests). Ray's workers use 10002 to 19999.
+    Not one chosen by the system: those are ports of outgoing connections (from 32768 on), one of which may take it
+    before rank 0 listens (EADDRINUSE, seen in the tests). Ray's workers use 10002 to 19999.
     """
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with socket.socket() as probe:

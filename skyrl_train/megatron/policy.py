@@ -1,9 +1,8 @@
-"""The trained model on one rank: logprobs, updates, and its weights on their way out."""
+"""The trained model on one rank: logprobs, updates, and the export of its weights."""
 
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,23 +14,20 @@ from torch import Tensor
 
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
 from skyrl_train.algorithms.objective import Objective, objective_loss
-from skyrl_train.config.policy import LoraConfig, MegatronConfig, OptimizerConfig, SyncedLoraConfig
-from skyrl_train.device import device, peak_flops, synchronize
+from skyrl_train.config.policy import LoraConfig, MegatronConfig, OptimizerConfig
+from skyrl_train.device import peak_flops, synchronize
 from skyrl_train.file_sum import FileSum
 from skyrl_train.hf.flops import model_cost
 from skyrl_train.hf.hub import local_folder
-from skyrl_train.megatron.lora.adapters import Lora
 from skyrl_train.megatron.model.model import build_model, build_optimizer, dtype_of, set_learning_rate
 from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.optimizer.finite_step import step_if_finite
 from skyrl_train.megatron.optimizer.schedule import learning_rate
-from skyrl_train.megatron.passes.logprob_check import LogprobCheck
-from skyrl_train.megatron.passes.old_logprobs import OldLogprobs, old_logprobs
+from skyrl_train.megatron.passes.metrics import PassMetrics, update_metrics
+from skyrl_train.megatron.passes.old_logprobs import LogprobCheck, OldLogprobs, old_logprobs
 from skyrl_train.megatron.passes.packing import Packer
 from skyrl_train.megatron.passes.profiling import Tracer, span
-from skyrl_train.megatron.passes.step import PassMetrics, forward_backward
-from skyrl_train.megatron.passes.step_metrics import step_metrics
-from skyrl_train.megatron.reference import batch_logprobs
+from skyrl_train.megatron.passes.step import batch_logprobs, forward_backward
 from skyrl_train.megatron.residency.memory import DeviceMemory
 from skyrl_train.megatron.residency.state import load_state, save_durable_state, save_state, state_file
 from skyrl_train.megatron.weights.all_stages import to_every_stage, to_first_stage
@@ -39,7 +35,7 @@ from skyrl_train.megatron.weights.export import export, export_specs
 from skyrl_train.megatron.weights.lora_export import adapter_specs, merged
 from skyrl_train.megatron.weights.proof import LiveSums, checked_adapters
 from skyrl_train.megatron.weights.save import export_folder, save_adapter, save_hf
-from skyrl_train.ranks import OPTIMIZER, WEIGHTS, LogprobLimit, Moved, ParallelRanks, Rendezvous, UpdateReport, refused
+from skyrl_train.ranks import OPTIMIZER, WEIGHTS, LogprobLimit, Moved, ParallelRanks, Rendezvous, UpdateReport
 from skyrl_train.types import TrainBatch
 from skyrl_train.weight_sync.bucket import TensorSpec
 
@@ -60,7 +56,7 @@ class MegatronPolicy:
         num_optimizer_steps: int,
         lora: LoraConfig | None = None,
     ) -> None:
-        """Args: lora of a rank above 0 trains adapters instead of the model's weights."""
+        """Args: lora: if its rank is above 0, adapters are trained instead of the model's weights."""
         self.ranks = join(rendezvous, config, seed)
         self._tracer = Tracer(config.torch_profiler_config, "policy", rendezvous.rank)
         self.policy_version = 0
@@ -69,17 +65,14 @@ class MegatronPolicy:
         self.model = build_model(model_path, config, dtype_of(bf16), trainable=True, lora=lora, seed=seed)
         self._optimizer = build_optimizer(self.model, optimizer_config)
         self._memory = DeviceMemory(self.model.modules, self._optimizer)
-        self._packer = Packer.of_layout(
-            device(),
-            sequence_parallel=self.model.bridge.config.sequence_parallel,
-        )
+        self._packer = Packer.of_layout(sequence_parallel=self.model.bridge.config.sequence_parallel)
         self._old: OldLogprobs | None = None
         self._live_sums: LiveSums | None = None
 
     def prompt_logprobs(self, batch: TrainBatch) -> Tensor | None:
         """[T] float32 under the current weights, on the reporting rank of the shard; None elsewhere.
 
-        At temperature 1, as the engines score prompts, whatever temperature they sample with.
+        Always at temperature 1, like the engines' prompt logprobs.
         """
         self._memory.require("prompt_logprobs", WEIGHTS)
         logprobs = batch_logprobs(self.model, self._packer, batch, 1.0, self._objective.logprobs_chunk_size)
@@ -99,7 +92,7 @@ class MegatronPolicy:
         return batch_logprobs(self.model, self._packer, batch, objective.temperature, objective.logprobs_chunk_size)
 
     def keep_old_logprobs(self, batch: TrainBatch, ref_logprobs: Tensor | None = None) -> Tensor | None:
-        """Compute the logprobs that the next `update` compares with. They stay on this rank.
+        """Compute the old logprobs of the next `update` and keep them on this rank.
 
         Returns: with ref_logprobs [T], the estimated KL divergence of every token, [T] float32, on the reporting rank
         (the KL penalty of a reward); otherwise None.
@@ -113,9 +106,9 @@ class MegatronPolicy:
         return self._objective.kl_estimator(logprobs, ref_logprobs)
 
     def evaluate(self, batch: TrainBatch) -> float | None:
-        """The objective on the rank's shard, without touching a gradient: its sum over the tokens of this shard.
+        """Sum of the objective over the tokens of this shard, without gradients; None except on its reporting rank.
 
-        Returns: on the reporting rank of the shard; None elsewhere. Old logprobs are the current ones.
+        The current logprobs are the old logprobs.
         """
         self._memory.require("evaluate", WEIGHTS)
         logprobs = self._logprobs(batch)
@@ -136,13 +129,13 @@ class MegatronPolicy:
         limit: LogprobLimit | None = None,
         **signals: Tensor,
     ) -> UpdateReport:
-        """One optimizer step per mini-batch and epoch, of the given objective or else the policy's own.
+        """Take one optimizer step per mini-batch and epoch, on the given objective or by default the policy's.
 
-        Where that is one step, its own forward pass yields the old logprobs; otherwise `keep_old_logprobs` must have
+        The old logprobs of a single step come from its own forward pass; otherwise `keep_old_logprobs` must have
         computed them. An update that the limit refuses changes nothing.
 
-        Args: signals: [T] each, by their names in TokenInputs: advantages, and ref_logprobs where a term reads them.
-        Raises: RuntimeError where old logprobs are missing, or are of another step or other weights.
+        Args: signals: [T] each, by their names in TokenInputs: advantages, and ref_logprobs if a term reads them.
+        Raises: RuntimeError if old logprobs are missing, or belong to another step or other weights.
         """
         self._memory.require("update", WEIGHTS, OPTIMIZER)
         check = LogprobCheck(limit, batch, self.ranks)
@@ -152,49 +145,41 @@ class MegatronPolicy:
         return report
 
     def _update(
-        self,
-        batch: TrainBatch,
-        epochs: int,
-        objective: Objective,
-        check: LogprobCheck,
-        signals: dict[str, Tensor],
+        self, batch: TrainBatch, epochs: int, objective: Objective, check: LogprobCheck, signals: dict[str, Tensor]
     ) -> UpdateReport:
         started = time.perf_counter()
         kept, self._old = self._old, None
         old = old_logprobs(kept, batch, self.policy_version, epochs * len(batch.mini_batches))
         if check.refuses_kept(old):
-            return refused(check.difference)
+            return _refused(check)
         if old is not None:
             signals["old_logprobs"] = old
         if check.tokens is not None:
             signals["is_compared"] = check.tokens
         passes: list[PassMetrics] = []
         norms: list[float] = []
-        skipped, lr, flops = 0, 0.0, 0.0
-        cost = model_cost(self.model.bridge.hf_config)
-        for epoch in range(epochs):
-            for index, mini_batch in enumerate(batch.mini_batches):
-                with span("pack"):
-                    micro_batches = [self._packer.pack(batch, samples, signals) for samples in mini_batch]
-                first = epoch == 0 and index == 0
-                for chunk in self.model.chunks:
-                    chunk.zero_grad_buffer()
-                self._optimizer.zero_grad()
-                with span("forward_backward"):
-                    passes.append(forward_backward(self.model, micro_batches, objective, with_entropy=first))
-                if first and check.refuses_pass(passes[0]):
-                    return refused(check.difference)
-                lr = learning_rate(self.policy_version, self._num_optimizer_steps, self._optimizer_config)
-                set_learning_rate(self._optimizer, lr, self._optimizer_config.weight_decay)
-                self._memory.settle()
-                with span("optimizer"):
-                    norms.append(step_if_finite(self._optimizer))
-                skipped += not math.isfinite(norms[-1])
-                self.policy_version += 1
-                chosen = [sample for samples in mini_batch for sample in samples]
-                flops += cost.train_flops(batch.cu_seqlens.diff()[chosen])
-        metrics = step_metrics(passes, norms, lr, skipped)
-        synchronize()  # The optimizer's last step is a part of the update, and not of what comes next.
+        lr, flops, cost = 0.0, 0.0, model_cost(self.model.bridge.hf_config)
+        for mini_batch in batch.mini_batches * epochs:
+            with span("pack"):
+                micro_batches = [self._packer.pack(batch, samples, signals) for samples in mini_batch]
+            for chunk in self.model.chunks:
+                chunk.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            is_first = not passes
+            with span("forward_backward"):
+                passes.append(forward_backward(self.model, micro_batches, objective, with_entropy=is_first))
+            if is_first and check.refuses_pass(passes[0]):
+                return _refused(check)
+            lr = learning_rate(self.policy_version, self._num_optimizer_steps, self._optimizer_config)
+            set_learning_rate(self._optimizer, lr, self._optimizer_config.weight_decay)
+            self._memory.settle()
+            with span("optimizer"):
+                norms.append(step_if_finite(self._optimizer))
+            self.policy_version += 1
+            chosen = [sample for samples in mini_batch for sample in samples]
+            flops += cost.train_flops(batch.cu_seqlens.diff()[chosen])
+        metrics = update_metrics(passes, norms, lr)
+        synchronize()  # The optimizer's last step counts as part of the update.
         return UpdateReport(
             metrics=metrics,
             seconds=time.perf_counter() - started,
@@ -206,75 +191,71 @@ class MegatronPolicy:
         )
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """What the engines get of this pipeline stage, whole tensors; all its ranks must drain it.
+        """Yield the tensors that engines receive from this pipeline stage; all its ranks must drain it.
 
-        Weights (weights/export.py), with adapters folded in, or where `lora.sync` says so the adapters alone.
+        Weights (weights/export.py) with adapters folded in, or the adapters alone if `lora.sync` is "adapter".
 
-        Raises: WeightSyncError at its end where they are not the weights of this moment (live_sums.py, lora_sums.py).
+        Raises: WeightSyncError at its end if they are not the current weights (weights/proof.py).
         """
         self._memory.require("export", WEIGHTS)
         lora = self.model.lora
-        if lora is not None and _alone(lora):
+        if lora is not None and lora.is_sent_alone:
             return checked_adapters(lora, dtype)
         if self._live_sums is None:
             self._live_sums = LiveSums(self.model)
-        if lora is None:
-            return self._live_sums.checked(export(self.model, dtype), dtype)
         read = merged(lora)
         return self._live_sums.checked(export(self.model, dtype, read), dtype, read)
 
     @functools.cache  # noqa: B019  one policy lives as long as its process; its topology never changes
     def export_specs(self, dtype: torch.dtype) -> list[TensorSpec]:
-        """What `export` will yield on this rank, in order, without materialising a weight."""
+        """Specs of what `export` yields on this rank, in order, without materialising a weight."""
         lora = self.model.lora
-        if lora is not None and _alone(lora):
+        if lora is not None and lora.is_sent_alone:
             return adapter_specs(lora, dtype)
         return export_specs(self.model, dtype)
 
     def export_to_every_stage(self, dtype: torch.dtype) -> tuple[list[TensorSpec], Iterator[tuple[str, Tensor]]]:
-        """As `export_to_first_stage`, with the tensors of all stages on every rank."""
+        """Like `export_to_first_stage`, with the tensors of all stages on every rank."""
         return to_every_stage(self.export_specs(dtype), self.export(dtype))
 
     def export_to_first_stage(self, dtype: torch.dtype) -> tuple[list[TensorSpec], Iterator[tuple[str, Tensor]]]:
-        """Specs and tensors of all stages, for one sender; all ranks must drain the tensors. See weights/gather.py."""
+        """Specs and tensors of all stages for one sender (weights/all_stages.py); all ranks must drain the tensors."""
         return to_first_stage(self.export_specs(dtype), self.export(dtype))
 
     def save_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face checkpoint; with adapters folded in, and these in `folder/adapter`.
 
-        The folder gets its name when all of it is complete and verified. Raises: ValueError if it cannot be written.
+        The folder gets its name when it is complete and verified. Raises: ValueError if it cannot be written.
         """
         self._memory.require("save_hf", WEIGHTS)
         lora = self.model.lora
         with export_folder(folder) as (unfinished, sums):
-            if lora is None:
-                sums |= save_hf(self.model, self._model_path, unfinished)
-            else:
-                sums |= save_hf(self.model, self._model_path, unfinished, merged(lora))
+            sums |= save_hf(self.model, self._model_path, unfinished, merged(lora))
+            if lora is not None:
                 save_adapter(lora, f"{unfinished}/adapter", local_folder(self._model_path), self._model_path)
 
     def offload(self, *parts: str) -> Moved:
-        """Give device memory back: "weights", "optimizer" (with the gradients), or all; see residency/memory.py.
+        """Free the device memory of "weights", "optimizer" (with the gradients), or all; see residency/memory.py.
 
-        Whatever needs a part raises until it is back.
+        Methods that need an offloaded part raise.
         """
         return self._memory.offload(*parts)
 
     def reload(self, *parts: str) -> Moved:
-        """Take it again; parts that are there stay. The optimizer may be under way until `update` needs it."""
+        """Restore offloaded parts. The optimizer may be copied in the background until `update` needs it."""
         return self._memory.reload(*parts)
 
     def drop(self, *parts: str) -> None:
-        """Give device memory back for good: the process will end."""
+        """Free device memory for good, before the process ends."""
         self._memory.drop(*parts)
 
     def save_state(self, folder: str) -> Moved:
-        """Write this rank's file, from which `load_state` resumes in another process of the same layout."""
+        """Write this rank's state, which `load_state` restores in another process of the same layout."""
         started = time.perf_counter()
         return Moved(save_state(*self._state_to_save(folder)), time.perf_counter() - started)
 
     def copy_state(self, folder: str) -> FileSum:
-        """Write the same file so that it survives a loss of power once this returns, for a checkpoint."""
+        """Write this rank's state for a checkpoint: once this returns, the file survives a loss of power."""
         return save_durable_state(*self._state_to_save(folder))
 
     def _state_to_save(self, folder: str) -> tuple[Path, list[torch.nn.Module], Any, ParallelRanks, int]:
@@ -295,6 +276,5 @@ class MegatronPolicy:
         return Moved(file.stat().st_size, time.perf_counter() - started)
 
 
-def _alone(lora: Lora) -> bool:
-    """Whether engines get the adapters and not the weights."""
-    return isinstance(lora.config, SyncedLoraConfig) and lora.config.sync == "adapter"
+def _refused(check: LogprobCheck) -> UpdateReport:
+    return UpdateReport({}, logprob_difference=check.difference, is_refused=True)

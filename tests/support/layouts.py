@@ -13,7 +13,6 @@ import torch
 
 from skyrl_train.config import load_config
 from skyrl_train.config.policy import MegatronConfig
-from skyrl_train.device import device
 from skyrl_train.megatron.model.model import Model, build_model
 from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.passes.packing import MicroBatch, Packer
@@ -105,7 +104,7 @@ def join_and_pack(
     """One rank's model and its micro-batches of the trial; old and reference logprobs are 0."""
     batch = share_of(trial, one, join(rendezvous, one.megatron, 1))
     policy = build_model(trial.model_path, one.megatron, dtype, trainable=True)
-    packer = Packer.of_layout(device(), sequence_parallel=policy.bridge.config.sequence_parallel)
+    packer = Packer.of_layout(sequence_parallel=policy.bridge.config.sequence_parallel)
     zeros = torch.zeros(batch.token_ids.numel())
     signals = {"old_logprobs": zeros, "ref_logprobs": zeros}
     return policy, [packer.pack(batch, samples, signals) for samples in batch.mini_batches[0]]

@@ -40,7 +40,7 @@ class FaultyPolicy(MegatronPolicy):
         if self.ranks.pp_rank != 0:
             return
 
-        def broken(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        def broken(model: Any, dtype: torch.dtype, read: Any) -> Iterator[tuple[str, Tensor]]:
             module.export = _export
             yield from self._broken(fault, dtype)
 

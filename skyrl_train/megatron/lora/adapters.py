@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 
-from skyrl_train.config.policy import LoraConfig
+from skyrl_train.config.policy import LoraConfig, SyncedLoraConfig
 from skyrl_train.megatron.layers.experts import grouped_linear
 from skyrl_train.megatron.layers.norm import rms_norm
 from skyrl_train.megatron.lora.dropout import OF_EXPERT_TENSOR_RANKS, OF_TENSOR_RANKS, OF_THIS_RANK, drop
@@ -239,6 +239,11 @@ class Lora:
     adapters: list[tuple[torch.nn.Module, Adapter]] = field(default_factory=list)
     """With the layers they hang on."""
     switch: Switch = field(default_factory=Switch)
+
+    @property
+    def is_sent_alone(self) -> bool:
+        """Whether engines receive the adapters instead of merged weights."""
+        return isinstance(self.config, SyncedLoraConfig) and self.config.sync == "adapter"
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:

@@ -1,4 +1,4 @@
 """Forward and backward passes over micro-batches.
 
-Read `packing` (samples to micro-batches), `step` (one pass of a mini-batch), then `logprobs`.
+Read `packing` (samples to micro-batches), `step` (one pass of a mini-batch), then `logprobs` and `metrics`.
 """

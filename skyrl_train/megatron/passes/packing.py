@@ -1,8 +1,8 @@
 """TrainBatch -> packed micro-batches on the device.
 
-Samples lie end to end, each padded to the multiple that tensor and context parallelism ask for. Everything the loss
-reads is moved to the *predicting* position: entry p of a `[P]` tensor speaks of the token at p + 1 of the same
-sample. So no label is shifted after the context-parallel split, and the last position of a sample weighs nothing.
+Samples are laid end to end, each padded to the multiple that tensor and context parallelism need. All inputs of the
+loss are moved to the *predicting* position: entry p of a `[P]` tensor belongs to the token at p + 1 of the same sample.
+So no label is shifted after the context-parallel split, and the last position of a sample weighs nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from skyrl_train.device import device
 from skyrl_train.megatron.layers.attention import PackedSamples, pack_params
 from skyrl_train.megatron.layers.pack_tables import zigzag
 from skyrl_train.ranks import pad_multiple
@@ -23,45 +24,45 @@ from skyrl_train.types import TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What the loss of each predicting position reads, [P / C] each (P padded tokens, C context-parallel ranks)."""
+    """Inputs of the loss at each predicting position, [P / C] each (P padded tokens, C context-parallel ranks)."""
 
     labels: Tensor
-    """int64: the token to predict, 0 where there is none."""
+    """int64: the token to predict, 0 if there is none."""
     loss_mask: Tensor
     """bool: the policy wrote that token."""
     loss_weights: Mapping[str, Tensor]
-    """float32: its share of the mini-batch's loss under each reduction."""
+    """float32: weight in the mini-batch's loss under each reduction."""
     sample: Tensor
-    """int64: the sample of the micro-batch that the position belongs to, padding included."""
+    """int64: index of the position's sample in the micro-batch, padding included."""
     num_samples: int
     signals: Mapping[str, Tensor]
-    """What `TokenInputs` has by these names, and `is_compared`: whether the engine's logprob must be the trainer's.
-    Without old_logprobs this forward pass yields them."""
+    """Fields of `TokenInputs`, and `is_compared`: whether the engine's logprob must equal the trainer's. Without
+    old_logprobs this forward pass yields them."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples of one forward pass on the device: the local context-parallel part."""
+    """The local context-parallel part of the samples of one forward pass, on the device."""
 
     token_ids: Tensor
     """[1, P / C] int64"""
     position_ids: Tensor
     """[1, P / C] int64, from 0 within each sample."""
     is_token: Tensor
-    """[P / C] bool: False where the pack is padding."""
+    """[P / C] bool: False at padding."""
     targets: Targets
     packed: PackedSamples
     token_slice: Tensor
     """[T] int64: index in the TrainBatch of each token of the micro-batch, over all context-parallel ranks."""
     source: Tensor
-    """[T] int64: predicting position in [P] of each token; P for the first of a sample, which nothing predicts."""
+    """[T] int64: predicting position in [P] of each token; P for the first of a sample, which is not predicted."""
     local: Tensor | None
     """[P / C] int64: positions of [P] that this context-parallel rank holds; None means all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """How this layout packs."""
+    """Packs samples for one parallel layout."""
 
     multiple: int
     """Samples are padded to a multiple of this many tokens."""
@@ -70,14 +71,14 @@ class Packer:
     device: torch.device
 
     @classmethod
-    def of_layout(cls, device: torch.device, *, sequence_parallel: bool) -> Packer:
-        """The packer of the Megatron groups of this process."""
+    def of_layout(cls, *, sequence_parallel: bool) -> Packer:
+        """The packer for this process's device and Megatron groups."""
         tp, cp = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
         return cls(
             multiple=pad_multiple(tp if sequence_parallel else 1, cp),
             cp_rank=parallel_state.get_context_parallel_rank(),
             cp_size=cp,
-            device=device,
+            device=device(),
         )
 
     def pack(
@@ -86,7 +87,7 @@ class Packer:
         samples: tuple[int, ...],
         signals: Mapping[str, Tensor] | None = None,
     ) -> MicroBatch:
-        """Pack `samples` of the batch. No samples give one sample of padding.
+        """Pack `samples` of the batch; without samples, one sample of padding.
 
         Args: signals [T] of the whole batch, besides its own.
         """
@@ -98,9 +99,9 @@ class Packer:
             padded = torch.tensor([self.multiple])
         within = _ranges(lengths)
         token_slice = torch.repeat_interleave(starts, lengths) + within
-        place = torch.repeat_interleave((padded.cumsum(0) - padded)[: len(lengths)], lengths) + within
+        position = torch.repeat_interleave((padded.cumsum(0) - padded)[: len(lengths)], lengths) + within
         size = int(padded.sum())
-        source = torch.where(within > 0, place - 1, size)
+        source = torch.where(within > 0, position - 1, size)
         tokens = batch.token_ids[token_slice]
         local = zigzag(padded.tolist(), self.cp_rank, self.cp_size) if self.cp_size > 1 else None
 
@@ -115,9 +116,9 @@ class Packer:
             return at_predictor(values[token_slice])
 
         return MicroBatch(
-            token_ids=to_device(tokens.new_zeros(size).scatter_(0, place, tokens))[None],
+            token_ids=to_device(tokens.new_zeros(size).scatter_(0, position, tokens))[None],
             position_ids=to_device(_ranges(padded))[None],
-            is_token=to_device(torch.zeros(size, dtype=torch.bool).index_fill_(0, place, True)),
+            is_token=to_device(torch.zeros(size, dtype=torch.bool).index_fill_(0, position, True)),
             targets=Targets(
                 labels=at_predictor(tokens),
                 loss_mask=aligned(batch.loss_mask),
@@ -146,7 +147,7 @@ def _ranges(lengths: Tensor) -> Tensor:
 
 
 def unpack(values: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """Values at the local predicting positions [P / C] -> values of the tokens [T], 0 for the first token of a sample.
+    """Values at the local predicting positions [P / C] -> values of the tokens [T], 0 for each sample's first token.
 
     A collective over the context-parallel group.
     """

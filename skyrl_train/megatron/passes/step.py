@@ -10,41 +10,27 @@ are copied once per mini-batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
-from skyrl_train.algorithms.metrics import Metric, Reduce, Total, partial_sums
+from skyrl_train.algorithms.metrics import Metric, Reduce, Total
 from skyrl_train.algorithms.objective import Objective, objective_loss
 from skyrl_train.megatron.model.model import Model
 from skyrl_train.megatron.passes.logprobs import vocab_parallel_logprobs
-from skyrl_train.megatron.passes.packing import MicroBatch, Targets, unpack
+from skyrl_train.megatron.passes.metrics import LOGPROB_DIFFERENCE, MicroBatchSums, PassMetrics
+from skyrl_train.megatron.passes.packing import MicroBatch, Packer, Targets, unpack
 from skyrl_train.megatron.passes.pipeline import between_stages, forget_messages
-
-
-@dataclass(frozen=True, slots=True)
-class PassMetrics:
-    """Metrics of a mini-batch, equal on all ranks of the last pipeline stage; empty on the others."""
-
-    totals: dict[str, Total]
-    seconds: float
-    busy_seconds: float
-    """Time that this rank spent computing, of `seconds`."""
-
-
-LOGPROB_DIFFERENCE = "logprob_difference"
-"""Total of |engine - trainer| over the tokens that are compared; it is not logged."""
+from skyrl_train.types import TrainBatch
 
 
 class ComputeTimers:
-    """The timers that Megatron's schedules start and stop around each forward and backward of a micro-batch.
+    """Timers that Megatron's schedules start and stop around each forward and backward of a micro-batch.
 
     On the CPU the wall clock; on a GPU CUDA events, read after the pass, so that nothing waits in between.
     """
@@ -77,14 +63,18 @@ class ComputeTimers:
             self._spans.append((self._start, self._now()))
 
     def seconds(self) -> float:
-        """Call it after the device was synchronised."""
+        """Busy seconds. Synchronise the device first."""
         if self._on_gpu:
             return sum(start.elapsed_time(end) for start, end in self._spans) / 1000
         return sum(end - start for start, end in self._spans)
 
 
-def forward_logprobs(model: Model, micro_batches: list[MicroBatch], temperature: float, chunk: int) -> list[Tensor]:
-    """Logprob of every token of each micro-batch ([T] float32 on the CPU), on the last pipeline stage; [] elsewhere."""
+def batch_logprobs(model: Model, packer: Packer, batch: TrainBatch, temperature: float, chunk: int) -> Tensor | None:
+    """Logprob of every token of the batch [T] float32 (0 for the first token of a sample); None before the last stage.
+
+    A collective over the ranks that hold the model.
+    """
+    micro_batches = [packer.pack(batch, samples) for mini_batch in batch.mini_batches for samples in mini_batch]
 
     def collect(logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         logprobs, _ = _logprobs(
@@ -94,7 +84,12 @@ def forward_logprobs(model: Model, micro_batches: list[MicroBatch], temperature:
 
     with torch.no_grad():
         results = _run(model, micro_batches, collect, forward_only=True)
-    return [result.cpu() for result in results]
+    if not results:
+        return None
+    logprobs = torch.zeros(len(batch.token_ids), dtype=torch.float32)
+    for micro_batch, values in zip(micro_batches, results, strict=True):
+        logprobs[micro_batch.token_slice] = values.cpu()
+    return logprobs
 
 
 def forward_backward(
@@ -136,41 +131,8 @@ def _finish_computing() -> None:
         torch.cuda.current_stream().synchronize()
 
 
-class MicroBatchSums:
-    """Adds up the metrics of micro-batches on the device, and once over the ranks."""
-
-    def __init__(self) -> None:
-        self._reduces: dict[str, Reduce] = {}
-        self._parts: list[list[Tensor]] = []
-
-    def add(self, metrics: Mapping[str, Metric], tokens: TokenInputs) -> None:
-        """Metrics of the same names each time."""
-        self._reduces = {name: metric.reduce for name, metric in metrics.items()}
-        num_tokens = tokens.per_sample.num_tokens if Reduce.SAMPLE_MEAN in self._reduces.values() else tokens.loss_mask
-        self._parts.append([partial_sums(metric, tokens.loss_mask, num_tokens) for metric in metrics.values()])
-
-    def totals(self) -> dict[str, Total]:
-        """A collective over the data- and context-parallel ranks; empty where nothing was added."""
-        if not self._parts:
-            return {}
-        is_max = [reduce is Reduce.MAX for reduce in self._reduces.values()]
-        sizes = [len(part) for part in self._parts[0]]
-        whole = torch.stack([torch.cat(parts) for parts in self._parts])
-        largest = torch.repeat_interleave(torch.tensor(is_max), torch.tensor(sizes)).to(whole.device)
-        total, peak = whole.sum(0), whole.amax(0)
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        dist.all_reduce(total, group=group)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        numbers = torch.where(largest, peak, total).tolist()
-        found = {}
-        for (name, reduce), size in zip(self._reduces.items(), sizes, strict=True):
-            own, numbers = numbers[:size], numbers[size:]
-            found[name] = Total(reduce, (*own, 1.0) if reduce is Reduce.STEP_MEAN else tuple(own))
-        return found
-
-
 def _count_choices(model: Model, micro_batches: list[MicroBatch], timers: ComputeTimers) -> None:
-    """Let the routers count which experts the mini-batch chooses."""
+    """Have the routers count the experts that the mini-batch chooses."""
 
     def nothing(logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, None]:
         return logits.new_zeros((), dtype=torch.float32), None
@@ -190,7 +152,7 @@ def _run(
     forward_only: bool,
     timers: ComputeTimers | None = None,
 ) -> list[Any]:
-    """One call of Megatron's schedule; on the last stage it returns what `on_logits` gave beside each loss."""
+    """Run Megatron's schedule once; on the last stage it returns what `on_logits` gave beside each loss."""
 
     def forward_step(
         batches: Iterator[MicroBatch], chunk: Any
@@ -212,18 +174,18 @@ def _run(
 
         return output, finish
 
-    # Megatron's half-precision wrapper would copy the logits to float32; `_logprobs` does so a piece at a time.
+    # Megatron's half-precision wrapper would copy all logits to float32; `_logprobs` does so in chunks.
     keep_dtype = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}
     if model.lora is not None:
         model.lora.switch.dropping = not forward_only
-    model.bridge.config.timers = timers  # None too: what a forward-only pass computes is no part of the next update.
+    model.bridge.config.timers = timers  # None too: a forward-only pass is not part of the next update's time.
     chunks = model.chunks
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(micro_batches) for _ in chunks],
         model=chunks,
         num_microbatches=len(micro_batches),
-        # Read only where lengths are fixed; with variable_seq_lengths each message has a shape of its own.
+        # Read only if lengths are fixed; with variable_seq_lengths each message has its own shape.
         seq_length=int(micro_batches[0].token_ids.shape[1]),
         micro_batch_size=1,
         forward_only=forward_only,

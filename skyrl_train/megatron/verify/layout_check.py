@@ -18,13 +18,11 @@ from torch import Tensor
 from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.batching.split import split
 from skyrl_train.config.policy import MegatronConfig, OptimizerConfig
-from skyrl_train.device import device
 from skyrl_train.megatron.model.model import Model, build_model, build_optimizer, dtype_of
 from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.passes.metrics import update_metrics
 from skyrl_train.megatron.passes.packing import Packer
-from skyrl_train.megatron.passes.step import forward_backward
-from skyrl_train.megatron.passes.step_metrics import step_metrics
-from skyrl_train.megatron.reference import batch_logprobs
+from skyrl_train.megatron.passes.step import batch_logprobs, forward_backward
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.verify.outcome import Outcome
 from skyrl_train.megatron.verify.trial import Trial
@@ -121,7 +119,7 @@ def _run_rank(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[s
     batch = share_of(trial, layout, ranks)
     model = build_model(trial.model_path, layout.megatron, dtype_of(trial.bf16), trainable=True, lora=trial.lora)
     optimizer = build_optimizer(model, OPTIMIZER)
-    packer = Packer.of_layout(device(), sequence_parallel=model.bridge.config.sequence_parallel)
+    packer = Packer.of_layout(sequence_parallel=model.bridge.config.sequence_parallel)
     return _run_mini_batch(trial, batch, ranks, model, optimizer, packer)
 
 
@@ -151,7 +149,7 @@ def _run_mini_batch(
         "gradients": gradients,
         "logprobs": logprobs if ranks.reports else None,
         "sample_ids": batch.sample_ids,
-        "metrics": step_metrics([one_pass], [float(norm)], lr=0.0, skipped=0),
+        "metrics": update_metrics([one_pass], [float(norm)], lr=0.0),
     }
 
 

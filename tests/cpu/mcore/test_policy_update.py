@@ -15,8 +15,8 @@ from torch import Tensor
 from skyrl_train.algorithms.kl import k2
 from skyrl_train.megatron.model import model as models
 from skyrl_train.megatron.optimizer.schedule import learning_rate
+from skyrl_train.megatron.passes.step import batch_logprobs
 from skyrl_train.megatron.policy import MegatronPolicy
-from skyrl_train.megatron.reference import batch_logprobs
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER, Layout, Trial, share_of
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous

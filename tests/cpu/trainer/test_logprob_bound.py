@@ -13,7 +13,7 @@ import torch
 from skyrl_train.cluster.ranks.policy_group import UpdateRefused
 from skyrl_train.config import load_config
 from skyrl_train.config.rl import LogprobDifferenceConfig
-from skyrl_train.ranks import UpdateReport, refused
+from skyrl_train.ranks import UpdateReport
 from skyrl_train.trainer.agreement.logprob_bound import LogprobBound, compared_share, is_compared
 from skyrl_train.trainer.learner import Learner
 from skyrl_train.types import UNKNOWN_VERSION, Group, Prompt, Sample
@@ -112,7 +112,10 @@ def test_old_logprobs_are_kept_where_dropout_makes_the_update_another_model(over
 def test_a_refused_update_leaves_the_driver_as_it_was(monkeypatch: pytest.MonkeyPatch):
     """A service goes on with the same processes, and no version is spent."""
     rank = FakeRank()
-    reports = [refused(0.7), UpdateReport({"loss": 1.0}, 1.0, 1.0, 1.0, 1.0, None, logprob_difference=0.01)]
+    reports = [
+        UpdateReport({}, logprob_difference=0.7, is_refused=True),
+        UpdateReport({"loss": 1.0}, logprob_difference=0.01),
+    ]
     rank.answers["call"] = lambda method, *args, **kwargs: reports.pop(0)
     shards: Any = SimpleNamespace(refs=[None], batches=[SimpleNamespace(mini_batches=[None])])
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.megatron.passes.logprob_check import compared_tokens
+from skyrl_train.megatron.passes.old_logprobs import compared_tokens
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER, Layout, Trial, share_of
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks

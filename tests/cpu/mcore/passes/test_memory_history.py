@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from skyrl_train.config.policy import TorchProfilerConfig
-from skyrl_train.megatron.passes import snapshots as memory_history
+from skyrl_train.megatron.passes import profiling
 from skyrl_train.megatron.passes.profiling import Tracer
 
 SIGNATURE = inspect.signature(torch.cuda.memory._record_memory_history)
@@ -42,7 +42,9 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     stand_in = Allocator()
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", stand_in.record)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", stand_in.dump)
-    monkeypatch.setattr(memory_history, "device_type", lambda: "cuda")
+    monkeypatch.setattr(profiling, "device_type", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: None)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
     return stand_in
 
 
@@ -73,7 +75,7 @@ def test_each_pass_of_the_chosen_step_has_a_snapshot_with_its_own_events(tmp_pat
         "policy-0_step2_old_logprobs.pickle": "old_logprobs2",
         "policy-0_step2_update.pickle": "update2",
     }
-    assert allocator.limits == {memory_history.MAX_EVENTS}
+    assert allocator.limits == {profiling.MAX_EVENTS}
 
 
 @pytest.mark.parametrize("steps", [(2,), ()])
@@ -117,6 +119,6 @@ def test_ranks_that_are_not_chosen_record_nothing(tmp_path: Path, allocator: All
 
 
 def test_a_process_without_a_gpu_refuses_to_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory_history, "device_type", lambda: "cpu")
-    with pytest.raises(ValueError, match="record_memory is true, and there is no GPU: set it to false"):
+    monkeypatch.setattr(profiling, "device_type", lambda: "cpu")
+    with pytest.raises(ValueError, match="record_memory is true, but there is no GPU. Set it to false"):
         Tracer(snapshots(tmp_path), "policy", 0)

@@ -16,7 +16,7 @@ import torch
 from skyrl_train.batching import split as splitting
 from skyrl_train.megatron.layers import attention, experts, layers
 from skyrl_train.megatron.model import model as models
-from skyrl_train.megatron.passes import logprobs, packing, step
+from skyrl_train.megatron.passes import logprobs, metrics, packing, step
 from skyrl_train.megatron.verify import layout_check
 from skyrl_train.megatron.verify.layout_check import Layout
 from tests.support.layouts import check, layout, reference
@@ -193,7 +193,7 @@ def predict_the_token_itself(patch: Patch) -> None:
 
 
 def sum_metrics_over_data_parallel_ranks_only(patch: Patch) -> None:
-    groups = step.parallel_state
+    groups = metrics.parallel_state
 
     class WithoutContext:
         def __getattr__(self, name: str) -> Any:
@@ -202,7 +202,7 @@ def sum_metrics_over_data_parallel_ranks_only(patch: Patch) -> None:
         def get_data_parallel_group(self, with_context_parallel: bool) -> Any:
             return groups.get_data_parallel_group()
 
-    patch.setattr(step, "parallel_state", WithoutContext())
+    patch.setattr(metrics, "parallel_state", WithoutContext())
 
 
 def skip_the_entropy_gradient(patch: Patch) -> None:
