@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAMS_PER_PROCESSOR = 4
-"""Of the backward pass: each program keeps one partial gradient of the weight."""
+"""Programs of the backward pass per multiprocessor; each keeps one partial gradient of the weight."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -18,13 +18,13 @@ def _norm_forward(x, weight, out, scale, num_rows, x_stride, width, eps, ROWS: t
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
-    place = row[:, None] * width + column[None, :]
+    offset = row[:, None] * width + column[None, :]
     values = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(values * values, 1) / width + eps)
     tl.store(scale + row, inverse, mask=row < num_rows)
     y = values * inverse[:, None] * w[None, :]
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + offset, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "tiles"])
@@ -49,21 +49,21 @@ def _norm_backward(
     for tile in range(program, tiles, tl.num_programs(0)):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < num_rows)[:, None] & (column < width)[None, :]
-        place = row[:, None] * width + column[None, :]
+        offset = row[:, None] * width + column[None, :]
         inverse = tl.load(scale + row, mask=row < num_rows, other=0.0)
         values = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
         normed = values * inverse[:, None]
-        g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
         total += g * normed
         g = g * w[None, :]
         mean = tl.sum(g * normed, 1) / width
         dx = inverse[:, None] * (g - normed * mean[:, None])
-        tl.store(grad_x + place, dx.to(grad_x.dtype.element_ty), mask=inside)
+        tl.store(grad_x + offset, dx.to(grad_x.dtype.element_ty), mask=inside)
     tl.store(grad_weight + program.to(tl.int64) * width + column, tl.sum(total, 0), mask=column < width)
 
 
 def _shape(width: int) -> tuple[int, int, int]:
-    """Rows of a program, columns of its tile, warps."""
+    """(rows per program, columns of its tile, warps)"""
     block = triton.next_power_of_2(width)
     return max(1, 4096 // block), block, min(16, max(4, block // 512))
 

@@ -51,10 +51,10 @@ def _rotate(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, paired_in: bool, paired_out: bool, inverse: bool) -> Tensor:
-    """Rotate the first 2P channels of x [T, H, D] by the angles of cos and sin [T, P]; the others pass.
+    """Rotate the first 2P channels of x [T, H, D] by the angles of cos and sin [T, P]; copy the others.
 
-    Args: x: any strides, its last axis contiguous; paired_in: the two channels of a pair lie beside each other in x
-    (else P apart), paired_out: in the result; inverse: by the negative angles.
+    Args: x: any strides; paired_in: the two channels of a pair are adjacent in x (else P apart), paired_out: in the
+    result; inverse: rotate by the negative angles.
     Returns: [T, H, D] contiguous.
     """
     tokens, heads, size = x.shape

@@ -1,4 +1,4 @@
-"""The heavy part of the digest as one pass over the bytes on a GPU (weight_sync/digest.py has the definition)."""
+"""Row hashes of the digest in one pass over the bytes on a GPU (defined in weight_sync/digest.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of chosen rows: what a token's experts made of it, added up without atomics."""
+"""Sums of the expert outputs of each token, without atomics."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def _sums(x, order, starts, out, width, BLOCK: tl.constexpr):
     inside = column < width
     total = tl.zeros([BLOCK], tl.float32)
     end = tl.load(starts + row + 1)
-    for place in range(tl.load(starts + row), end):
-        source = tl.load(order + place).to(tl.int64)
+    for index in range(tl.load(starts + row), end):
+        source = tl.load(order + index).to(tl.int64)
         total += tl.load(x + source * width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=inside)
 

@@ -1,5 +1,6 @@
-"""Softmax statistics of rows of logits in one pass, and the gradient of logprob and entropy in another."""
+"""Online softmax over rows of logits in one pass (arXiv:1805.02867), and the gradient of logprob and entropy."""
 
+# ruff: noqa: E741  l is the paper's name of the sum
 from __future__ import annotations
 
 import torch
@@ -12,42 +13,39 @@ BLOCK = 4096
 
 @triton.jit
 def _logprob_statistics(
-    logits, labels, peak, total, product, target, row_stride, width, scale, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+    logits, labels, m_out, l_out, s_out, target, row_stride, width, scale, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Running maximum m, l = sum(exp(x - m)) and s = sum((x - m) exp(x - m)) of each lane, joined at the end."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     column = tl.arange(0, BLOCK)
-    # one running maximum, sum and product per lane, joined at the end
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    sums = tl.zeros([BLOCK], tl.float32)
-    products = tl.zeros([BLOCK], tl.float32)
+    m = tl.full([BLOCK], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK], tl.float32)
+    s = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         inside = start + column < width
         x = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32) * scale
-        higher = tl.maximum(top, x)
-        known = higher > float("-inf")
-        shift = tl.where(known, higher, 0.0)
-        faded = tl.exp(top - shift)
-        fresh = tl.exp(x - shift)
+        m_new = tl.maximum(m, x)
+        shift = tl.where(m_new > float("-inf"), m_new, 0.0)
+        rescale = tl.exp(m - shift)
+        p = tl.exp(x - shift)
         if ENTROPY:
-            # sum of (x - shift) exp(x - shift); an infinite x has no part in it
-            fall = tl.where(top > float("-inf"), (top - shift) * sums, 0.0)
-            rise = tl.where(x > float("-inf"), (x - shift) * fresh, 0.0)
-            products = (products + fall) * faded + rise
-        sums = sums * faded + fresh
-        top = higher
-    highest = tl.max(top, 0)
-    known = top > float("-inf")
-    faded = tl.where(known, tl.exp(top - highest), 0.0)
-    tl.store(peak + row, highest)
-    tl.store(total + row, tl.sum(sums * faded, 0))
+            # infinite x and m add nothing
+            correction = tl.where(m > float("-inf"), (m - shift) * l, 0.0)
+            s = (s + correction) * rescale + tl.where(x > float("-inf"), (x - shift) * p, 0.0)
+        l = l * rescale + p
+        m = m_new
+    m_row = tl.max(m, 0)
+    known = m > float("-inf")
+    rescale = tl.where(known, tl.exp(m - m_row), 0.0)
+    tl.store(m_out + row, m_row)
+    tl.store(l_out + row, tl.sum(l * rescale, 0))
     if ENTROPY:
-        shifted = tl.where(known, (products + (top - highest) * sums) * faded, 0.0)
-        tl.store(product + row, tl.sum(shifted, 0))
+        tl.store(s_out + row, tl.sum(tl.where(known, (s + (m - m_row) * l) * rescale, 0.0), 0))
     label = tl.load(labels + row)
     here = (label >= 0) & (label < width)
     chosen = tl.load(logits + label, mask=here, other=0.0).to(tl.float32) * scale
-    tl.store(target + row, tl.where(here, chosen - highest, 0.0))
+    tl.store(target + row, tl.where(here, chosen - m_row, 0.0))
 
 
 @triton.jit
@@ -86,29 +84,21 @@ def _logprob_gradient(
 def statistics(
     logits: Tensor, labels: Tensor, width: int, temperature: float, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of x = logits[:, :width] / temperature, each [N] float32: the maximum m, sum(exp(x - m)), sum((x - m) exp(x - m))
-    (0 unless with_entropy), and x - m at the label (0 where the label is outside 0 .. width - 1).
+    """Return statistics of x = logits[:, :width] / temperature, each [N] float32.
+
+    The maximum m, l = sum(exp(x - m)), s = sum((x - m) exp(x - m)) (0 unless with_entropy), and x - m at the label (0
+    if the label is outside 0 .. width - 1).
 
     Args: logits [N, V], rows contiguous; labels [N] int64.
     """
     num = len(logits)
-    peak, total, product, target = logits.new_zeros(4, num, dtype=torch.float32).unbind()
+    m, l, s, target = logits.new_zeros(4, num, dtype=torch.float32).unbind()
     if num:
+        stride, scale = logits.stride(0), 1.0 / temperature
         _logprob_statistics[(num,)](
-            logits,
-            labels,
-            peak,
-            total,
-            product,
-            target,
-            logits.stride(0),
-            width,
-            1.0 / temperature,
-            with_entropy,
-            BLOCK,
-            num_warps=8,
+            logits, labels, m, l, s, target, stride, width, scale, with_entropy, BLOCK, num_warps=8
         )
-    return peak, total, product, target
+    return m, l, s, target
 
 
 def gradient(
@@ -125,26 +115,14 @@ def gradient(
 ) -> Tensor:
     """Gradient of the logits [N, V] (0 from column `width` on) for those of logprobs and entropy [N] float32.
 
-    Args: log_z [N]: log of sum(exp(x)) over the whole vocabulary; labels [N]: outside 0 .. width - 1 where another rank
+    Args: log_z [N]: log of sum(exp(x)) over the whole vocabulary; labels [N]: outside 0 .. width - 1 if another rank
     holds the label.
     """
     num, shard = logits.shape
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    inputs = logits, labels, log_z, entropy, grad_logprobs, grad_entropy, out
     if num:
         _logprob_gradient[(num, triton.cdiv(shard, BLOCK))](
-            logits,
-            labels,
-            log_z,
-            entropy,
-            grad_logprobs,
-            grad_entropy,
-            out,
-            logits.stride(0),
-            width,
-            shard,
-            1.0 / temperature,
-            with_entropy,
-            BLOCK,
-            num_warps=8,
+            *inputs, logits.stride(0), width, shard, 1.0 / temperature, with_entropy, BLOCK, num_warps=8
         )
     return out

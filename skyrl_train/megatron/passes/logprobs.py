@@ -1,10 +1,10 @@
-"""Logprobs and entropy of logits that are split over the vocabulary.
+"""Logprobs and entropy of logits that are sharded over the vocabulary.
 
-On a GPU one Triton kernel reads the logits once in each direction. Elsewhere float32 copies of the logits exist for one
-chunk of positions at a time. What is kept for backward is the logits themselves and two floats per position. The
-backward pass writes a new gradient tensor: the logits saved for backward are never modified.
+On a GPU one Triton kernel reads the logits once in each direction; elsewhere float32 copies exist of one chunk of
+positions at a time. The logits and two floats per position are saved for backward, which never modifies the logits.
 """
 
+# ruff: noqa: E741  l is the sum of exponentials, as in papers on online softmax
 from __future__ import annotations
 
 from typing import Any
@@ -22,7 +22,7 @@ def _reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
 
 
 def _float32(logits: Tensor) -> Tensor:
-    """A copy, also of float32 logits: it is worked on in place, and the logits are saved for backward."""
+    """A copy, of float32 logits too: it is modified in place, and the logits are saved for backward."""
     return logits.to(torch.float32, copy=True)
 
 
@@ -48,12 +48,12 @@ class _VocabParallel(torch.autograd.Function):
         for start in range(0, num, chunk):
             span = slice(start, start + chunk)
             shifted = _float32(logits[span, :width]).div_(temperature)
-            peak = shifted.amax(-1)
-            _reduce(peak, dist.ReduceOp.MAX, group)
-            shifted.sub_(peak[:, None])
+            m = shifted.amax(-1)
+            _reduce(m, dist.ReduceOp.MAX, group)
+            shifted.sub_(m[:, None])
             target = shifted.gather(1, local[span, None])[:, 0] * here[span]
             exp = shifted.exp()
-            # one collective carries the sum of exponentials, the target's logit and the entropy's numerator
+            # One collective for the sum of exponentials, the target's logit and the entropy's numerator.
             parts = [exp.sum(-1), target]
             if with_entropy:
                 parts.append(shifted.mul_(exp).sum(-1))
@@ -61,7 +61,7 @@ class _VocabParallel(torch.autograd.Function):
             _reduce(sums, dist.ReduceOp.SUM, group)
             log_sum = sums[0].log()
             logprobs[span] = sums[1] - log_sum
-            log_z[span] = log_sum + peak
+            log_z[span] = log_sum + m
             if with_entropy:
                 entropy[span] = log_sum - sums[2] / sums[0]
         ctx.save_for_backward(logits, local, here, log_z, entropy)
@@ -91,7 +91,7 @@ class _VocabParallel(torch.autograd.Function):
 
 
 class _FusedVocabParallel(torch.autograd.Function):
-    """The same with one kernel in each direction."""
+    """`_VocabParallel` with one kernel in each direction."""
 
     @staticmethod
     def forward(
@@ -107,19 +107,19 @@ class _FusedVocabParallel(torch.autograd.Function):
 
         first, width = _columns(logits, group, vocab_size)
         local = labels - first
-        peak, total, product, target = statistics(logits, local, width, temperature, with_entropy=with_entropy)
+        m, l, s, target = statistics(logits, local, width, temperature, with_entropy=with_entropy)
         if group.size() > 1:
-            highest = peak.clone()
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-            fall = peak - highest
-            scale = fall.exp()
+            m_all = m.clone()
+            dist.all_reduce(m_all, op=dist.ReduceOp.MAX, group=group)
+            shift = m - m_all
+            rescale = shift.exp()
             here = (local >= 0) & (local < width)
-            sums = torch.stack([total * scale, (product + fall * total) * scale, torch.where(here, target + fall, 0.0)])
+            sums = torch.stack([l * rescale, (s + shift * l) * rescale, torch.where(here, target + shift, 0.0)])
             dist.all_reduce(sums, group=group)
-            (total, product, target), peak = sums.unbind(), highest
-        log_sum = total.log()
-        logprobs, log_z = target - log_sum, log_sum + peak
-        entropy = log_sum - product / total if with_entropy else torch.zeros_like(log_sum)
+            (l, s, target), m = sums.unbind(), m_all
+        log_sum = l.log()
+        logprobs, log_z = target - log_sum, log_sum + m
+        entropy = log_sum - s / l if with_entropy else torch.zeros_like(log_sum)
         ctx.save_for_backward(logits, local, log_z, entropy)
         ctx.temperature, ctx.with_entropy, ctx.width = temperature, with_entropy, width
         return logprobs, entropy
@@ -129,28 +129,19 @@ class _FusedVocabParallel(torch.autograd.Function):
         from skyrl_train.kernels.vocabulary import gradient
 
         logits, local, log_z, entropy = ctx.saved_tensors
-        # an expanded gradient (of a sum) has stride 0
+        # An expanded gradient (of a sum) has stride 0.
         up, up_entropy = (grad.contiguous() for grad in grads)
-        out = gradient(
-            logits,
-            local,
-            log_z,
-            entropy,
-            up,
-            up_entropy,
-            ctx.width,
-            ctx.temperature,
-            with_entropy=ctx.with_entropy,
-        )
+        inputs = logits, local, log_z, entropy, up, up_entropy
+        out = gradient(*inputs, ctx.width, ctx.temperature, with_entropy=ctx.with_entropy)
         return out, None, None, None, None, None
 
 
 def _columns(logits: Tensor, group: dist.ProcessGroup, vocab_size: int) -> tuple[int, int]:
-    """Word of the first column, and columns that are words."""
+    """First vocabulary id of this shard, and how many of its columns are not padding."""
     shard = logits.shape[1]
     first = group.rank() * shard
     width = min(shard, vocab_size - first)
-    assert width > 0, f"tensor-parallel rank {group.rank()} holds nothing but padding of {vocab_size} words"
+    assert width > 0, f"tensor-parallel rank {group.rank()} holds only padding of {vocab_size} tokens"
     return first, width
 
 
@@ -167,8 +158,8 @@ def vocab_parallel_logprobs(
     """Logprob of each label and entropy of each position's distribution softmax(logits / temperature).
 
     Args: logits [N, V / tp] of this rank, any float dtype; labels [N] int64 in the whole vocabulary; group: the
-    tensor-parallel group; chunk: positions whose float32 copies exist at a time on the CPU; vocab_size: words of the
-    model, the columns after them only make the shards equal and are not part of the distribution.
+    tensor-parallel group; chunk: positions per float32 copy on the CPU; vocab_size: vocabulary size without padding
+    columns, which are not part of the distribution.
     Returns: logprobs [N] float32 and entropy [N] float32 in nats (0 and without gradient unless with_entropy), the
     same on every rank of the group.
     """
