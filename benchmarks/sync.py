@@ -38,7 +38,7 @@ from skyrl_train.cluster.session import connect
 from skyrl_train.config import Config, load_config
 from skyrl_train.device import device_type
 from skyrl_train.ranks import WEIGHTS
-from skyrl_train.trainer.rules import objective
+from skyrl_train.trainer.from_config import objective
 
 
 def arguments() -> argparse.Namespace:

@@ -15,7 +15,7 @@ from skyrl_train.cluster.pool.settings import all_engine_settings
 from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.ranks.rank_arguments import policy_arguments, reference_arguments
-from skyrl_train.cluster.ranks.reference_group import ReferenceGroup
+from skyrl_train.cluster.ranks.scorer_group import FrozenGroup, ScorerGroup, reference_scorer
 from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.sharing import Sharing, build_sharing
@@ -36,8 +36,8 @@ class Processes:
     cluster: Cluster
     placement: Placement
     policy: PolicyGroup
-    reference: ReferenceGroup | None
-    """None without a KL term."""
+    scorers: tuple[ScorerGroup, ...]
+    """The reference, with a KL term."""
     engines: EnginePool
     weight_sync: WeightSync
     sharing: Sharing
@@ -76,8 +76,8 @@ async def launch(
         settings = all_engine_settings(config, max_model_len, backend, version)
         processes = await _spawn(config, cluster, placement, sharing, settings, backend, logs)
         await _start(processes, config, objective, num_optimizer_steps, saved)
-        if config.trainer.algorithm.needs_reference and processes.reference is None:
-            processes = replace(processes, reference=ReferenceGroup.of_policy(processes.policy))
+        if config.trainer.algorithm.needs_reference and not processes.scorers:
+            processes = replace(processes, scorers=(reference_scorer(processes.policy),))
         if processes.policy.is_running:
             await processes.weight_sync.senders.connect()
         if (
@@ -168,7 +168,7 @@ async def _spawn(
         cluster=cluster,
         placement=placement,
         policy=policy,
-        reference=ReferenceGroup(groups[1]) if len(groups) > 1 else None,
+        scorers=tuple(reference_scorer(FrozenGroup(group)) for group in groups[1:]),
         engines=engines,
         weight_sync=WeightSync(policy, engines, sync),
         sharing=sharing,
@@ -180,13 +180,13 @@ async def _start(
     processes: Processes, config: Config, objective: Objective, num_optimizer_steps: int, saved: SavedState | None
 ) -> None:
     """Have all load their models."""
-    policy, reference = processes.policy, processes.reference
+    policy = processes.policy
     arguments = policy_arguments(config.trainer, objective, num_optimizer_steps)
     trainers: list[tuple[ModelGroup, Callable[[], Awaitable[None]]]] = [
         (policy, partial(policy.start, arguments, saved))
     ]
-    if reference is not None:
-        trainers.append((reference, partial(reference.start, reference_arguments(config))))
+    for scorer in processes.scorers:
+        trainers.append((scorer.model, partial(scorer.model.start, reference_arguments(config))))
     await processes.sharing.start(processes.engines, trainers)
 
 

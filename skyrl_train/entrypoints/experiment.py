@@ -28,10 +28,11 @@ from skyrl_train.tracking.run_dir import RunDir
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.tracking.transcripts import TranscriptLog
-from skyrl_train.trainer.build import build_learner, launch_training
+from skyrl_train.trainer.build import Assembly, launch_training
 from skyrl_train.trainer.evaluation import Evaluation
-from skyrl_train.trainer.rules import sampling_params
-from skyrl_train.trainer.trainer import Parts, Trainer
+from skyrl_train.trainer.from_config import sampling_params
+from skyrl_train.trainer.publisher import Publisher
+from skyrl_train.trainer.trainer import MeasuredSource, Parts, Trainer
 from skyrl_train.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class Experiment(Run[Config, Processes]):
             config=config,
         )
         collector, timers = Collector(rollout, engines), Timers()
-        learner = build_learner(config, self.model_config, processes, timers)
+        assembly = Assembly(config, self.model_config, processes, timers)
         source_parts = SourceParts(
             config=config,
             prompts=self.train_prompts,
@@ -139,10 +140,11 @@ class Experiment(Run[Config, Processes]):
             collector=collector,
             progress=ConsoleProgress(self._console),
             timers=timers,
-            wake_engines=learner.residency.for_rollout,
+            wake_engines=assembly.residency.for_rollout,
         )
+        source = MeasuredSource(self.get_source(source_parts), timers)
         return Parts(
-            source=self.get_source(source_parts),
+            source=source,
             evaluation=Evaluation(
                 self.val_prompts,
                 collector,
@@ -152,7 +154,7 @@ class Experiment(Run[Config, Processes]):
                 batch_size=trainer.eval_batch_size,
                 max_failed_share=generator.max_failed_share,
             ),
-            learner=learner,
+            step=assembly.step(source, Publisher(assembly.residency, timers)),
             policy=processes.policy,
             tracker=tracker,
             transcripts=transcripts,

@@ -113,7 +113,7 @@ class Run(ABC, Generic[C, P]):
     def is_done(self) -> bool:
         """Whether nothing is left to do after the checkpoint."""
         state = None if self.checkpoint is None else self.checkpoint.state
-        return state is not None and state.global_step >= self.num_steps and not state.owes
+        return state is not None and state.global_step >= self.num_steps and not state.pending
 
     @property
     def saved(self) -> SavedState | None:
@@ -158,7 +158,7 @@ class Run(ABC, Generic[C, P]):
             self._loop.run_folder = HeldFolder(run_dir.path, "trainer.run_dir", RECORD)
             at_end.callback(self._loop.run_folder.close)
             if self.checkpoint is not None:
-                self._loop.go_on(self.checkpoint.state)
+                self._loop.resume(self.checkpoint.state)
             await self._loop.train()
 
     def _introduce(self, run_dir: RunDir) -> None:

@@ -17,8 +17,8 @@ from skyrl_train.tracking.run_dir import RunDir
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.build import launch_fine_tuning
-from skyrl_train.trainer.rules import micro_batch_rules
-from skyrl_train.trainer.sft import SftParts, SftTrainer, num_trained
+from skyrl_train.trainer.from_config import micro_batch_limits
+from skyrl_train.trainer.sft import FineTuning, SftParts, SftTrainer, num_trained
 from skyrl_train.types import Example
 
 log = logging.getLogger(__name__)
@@ -87,14 +87,16 @@ class SftRun(Run[SftConfig, PolicyProcesses]):
     def build_loop(
         self, processes: PolicyProcesses, run_dir: RunDir, tracker: Tracker, at_end: ExitStack
     ) -> SftTrainer:
-        trainer = self.config.trainer
+        trainer, policy, timers = self.config.trainer, processes.policy, Timers()
+        limits = micro_batch_limits(trainer, self.model_config, policy.dp_size)
+        chunk_size = trainer.policy.megatron_config.logprobs_chunk_size
         parts = SftParts(
             order=Order(self.train_examples, batch_size=trainer.train_batch_size, seed=trainer.seed),
             held_out=self.val_examples,
-            rules=micro_batch_rules(trainer, self.model_config, processes.policy.dp_size),
-            policy=processes.policy,
+            tuning=FineTuning(policy, limits, chunk_size, timers),
+            policy=policy,
             tracker=tracker,
-            timers=Timers(),
+            timers=timers,
         )
         return SftTrainer(self.config, parts, self.num_steps)
 

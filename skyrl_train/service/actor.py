@@ -1,4 +1,4 @@
-"""The service's own process: a Ray actor that owns all others of the run and outlives its callers."""
+"""Ray actor of a service: it owns all processes of the run and outlives its clients."""
 
 from __future__ import annotations
 
@@ -22,61 +22,61 @@ from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config, to_yaml
 from skyrl_train.config.program import secrets_in
 from skyrl_train.config.rl import RL
-from skyrl_train.service.feed import Feed
 from skyrl_train.service.job import Job, SftJob, TrainJob
 from skyrl_train.service.job_reader import JobReader
-from skyrl_train.service.learning import Learning
 from skyrl_train.service.model import checked_model
-from skyrl_train.service.queue import JobQueue, ServiceBroken
-from skyrl_train.service.watch import watch
+from skyrl_train.service.queue import Feed, JobQueue, ServiceBroken
+from skyrl_train.service.runner import JobRunner, SavedVersion, check_health
+from skyrl_train.service.source import JobSource
 from skyrl_train.tracking.changes import changed_values
 from skyrl_train.tracking.run_dir import create_run_dir
 from skyrl_train.tracking.sinks import build_tracker
 from skyrl_train.tracking.timers import Timers
-from skyrl_train.trainer.build import build_learner, launch_training, max_model_len
+from skyrl_train.trainer.build import Assembly, launch_training
+from skyrl_train.trainer.publisher import Publisher
 from skyrl_train.types import Metrics
 
 log = logging.getLogger(__name__)
 
 END_S = 5.0
-"""After which a service that could not start, or was stopped, ends its own process: its caller may be gone."""
-WATCH_S = 5.0
-"""Between two looks at the engines of a service that has nothing to do."""
+"""Delay before a service that failed to start, or was stopped, ends its own process; its client may be gone."""
+HEALTH_CHECK_S = 5.0
+"""Interval between health checks of an idle service."""
 UNKNOWN_END = 1_000_000_000
-"""Optimizer steps of a service, which has no last one; the scheduler's end, which constant_with_warmup never reads."""
+"""Number of optimizer steps for the scheduler; a service has no last one, and constant_with_warmup ignores it."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a service says of itself."""
+    """State of a service."""
 
     model_name: str
-    """Over HTTP it is this and `this@policy_version`."""
+    """Name over HTTP, also as `NAME@policy_version`."""
     urls: tuple[str, ...]
-    """Of the engines that are up, without `/v1`."""
+    """Engines that are up, without `/v1`."""
     has_endpoint: bool
     """generator.enable_http_endpoint."""
     policy_version: int
     num_jobs: int
-    """Finished ones."""
+    """Number of finished jobs."""
     run_dir: str
     broken: str | None = None
-    """Why it can train no more, where it cannot; its engines may still serve."""
+    """Reason why it can no longer train, or None; its engines may still serve."""
 
 
 class ServiceActor:
     """The first call of any method starts the processes, and every call waits until they are up.
 
-    Every method raises what kept them from starting (ValueError, RemoteFailed), after all that was started has ended.
-    The constructor starts nothing: of an error in it Ray keeps no more than the text of a stack.
+    If they cannot start, all are ended and every method raises the reason (ValueError, RemoteFailed). The constructor
+    starts nothing, since Ray reduces an error in it to the text of its traceback.
     """
 
     def __init__(
         self, folder: str, config: Config, cluster: Cluster, keep_state: bool, environment: Mapping[str, str]
     ) -> None:
         """Args:
-        folder: the caller's, for relative paths; where this node does not have it they are as on any node.
-        environment: the variables that the configuration names, as the caller has them.
+        folder: the client's working directory, for relative paths, if this node has it.
+        environment: the client's values of the variables that the configuration names.
         """
         self._folder, self._config, self._cluster, self._keep_state = folder, config, cluster, keep_state
         self._environment = environment
@@ -140,28 +140,29 @@ class ServiceActor:
             raise
 
     def _build(self, model: PretrainedConfig) -> None:
-        """What works on the started processes."""
-        config, trainer = self._config, self._config.trainer
-        learner = build_learner(config, model, self._processes, self._timers)
-        states = states_folder(trainer) if self._keep_state else None
-        self._learning = Learning(
-            self._processes, learner, self._timers, state_path=states, max_model_len=max_model_len(config, model)
-        )
+        """Build the parts that use the started processes."""
+        config, trainer, processes, timers = self._config, self._config.trainer, self._processes, self._timers
+        assembly = Assembly(config, model, processes, timers)
+        version = SavedVersion(processes.policy, timers, states_folder(trainer) if self._keep_state else None)
+        publisher = Publisher(assembly.residency, timers, version.write)
+        source = JobSource(lambda: version.policy_version)
+        # Clients count versions: each job makes at least one, also without a learning signal.
+        step, tuning = assembly.step(source, publisher, always_updates=True), assembly.fine_tuning()
+        self._runner = JobRunner(processes, assembly.residency, version, source, step, tuning, publisher, timers)
         values: dict[str, Any] = yaml.safe_load(to_yaml(config))
         self._tracker = build_tracker(
             trainer.logger, self._run_dir.path, trainer.project_name, trainer.run_name, values
         )
-        self._queue: JobQueue[Job, Metrics] = JobQueue(self._run_and_log, self._learning.recover)
-        self._watch = asyncio.create_task(watch(self._queue, WATCH_S))
+        self._queue: JobQueue[Job, Metrics] = JobQueue(self._run_and_log, self._runner.recover)
+        self._health_checks = asyncio.create_task(check_health(self._queue, HEALTH_CHECK_S))
 
     async def state(self) -> State:
-        """As it is now."""
         await self._started()
         return State(
             model_name=served_model_name(self._config),
             urls=self._processes.engines.urls,
             has_endpoint=self._config.generator.enable_http_endpoint,
-            policy_version=self._learning.policy_version,
+            policy_version=self._runner.version.policy_version,
             num_jobs=self._feed.last,
             run_dir=str(self._run_dir.path),
             broken=self._queue.broken,
@@ -172,30 +173,30 @@ class ServiceActor:
         return await self._do("train", groups)
 
     async def train_sft(self, rows: object) -> Metrics:
-        """Raises: as `train`."""
+        """Raises: like `train`."""
         return await self._do("sft", rows)
 
     async def save(self, folder: object) -> None:
-        """Raises: as `train`."""
+        """Raises: like `train`."""
         await self._do("save", folder)
 
     async def _do(self, kind: str, given: object) -> Metrics:
-        """Jobs are read one after the other, so that a long one is not overtaken, and beside whatever else goes on."""
+        """Jobs are read one at a time, to keep their order, and in a thread, so that the event loop stays free."""
         await self._started()
         async with self._reading:
             read: Callable[[object], Job] = getattr(self._reader, kind)
-            answer = self._queue.put(await asyncio.to_thread(read, given))
+            answer = self._queue.submit(await asyncio.to_thread(read, given))
         return await answer
 
-    async def metrics_after(self, number: int, patience_s: float) -> tuple[int, list[Metrics]]:
-        """Of the jobs after the one of this number; see Feed.after. Raises: ServiceBroken if there can be none."""
+    async def metrics_after(self, number: int, timeout_s: float) -> tuple[int, list[Metrics]]:
+        """Metrics of the jobs after this number; see Feed.after. Raises: ServiceBroken if there can be none."""
         await self._started()
         if self._queue.broken is not None and self._feed.last <= number:
-            raise ServiceBroken(f"the service trains no more: {self._queue.broken}")
-        return await self._feed.after(number, patience_s)
+            raise ServiceBroken(f"the service can no longer train: {self._queue.broken}")
+        return await self._feed.after(number, timeout_s)
 
     async def close(self) -> None:
-        """End every process; this one follows. Returns when that is done, whoever asked first."""
+        """End every process, and then this one. Further calls wait for the first."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
@@ -211,7 +212,7 @@ class ServiceActor:
             asyncio.get_running_loop().call_later(END_S, self._end)
 
     async def _stop_run(self) -> None:
-        self._watch.cancel()
+        self._health_checks.cancel()
         await self._queue.close()
         self._tracker.close()
         await self._processes.stop()
@@ -219,7 +220,7 @@ class ServiceActor:
         self._run_dir.finish("finished")
 
     async def _run_and_log(self, job: Job) -> Metrics:
-        metrics = await self._learning.run(job)
+        metrics = await self._runner.run(job)
         if isinstance(job, TrainJob | SftJob):
             number = self._feed.last + 1
             metrics |= {"service/job": float(number)}

@@ -148,7 +148,7 @@ class TrainingService:
         if not self._state.has_endpoint:
             raise ValueError("the service's engines have no HTTP endpoint: set generator.enable_http_endpoint=true")
         if not self._state.urls and self._state.broken is not None:
-            raise ServiceBroken(f"no engine of the service is up, and it trains no more: {self._state.broken}")
+            raise ServiceBroken(f"no engine of the service is up, and it can no longer train: {self._state.broken}")
         if not self._state.urls:
             raise ConnectionError("no engine of the service is up: lost ones are being replaced, ask again in a minute")
         return tuple(f"{url}/v1" for url in self._state.urls)

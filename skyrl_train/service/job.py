@@ -1,4 +1,4 @@
-"""What a service can be asked for, and the samples that callers hand in. No Ray, no process."""
+"""Jobs of a service, and the samples that clients submit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class ChatSample:
     messages: list[Message]
     reward: float
     sampling_params: dict[str, Any] | None = None
-    """Those of the engine's answer; where given, a sample of another distribution than the trained one is refused."""
+    """As in the engine's answer; where given, a sample of another distribution than the trained one is rejected."""
     policy_versions: list[int] | None = None
-    """As the engine's answer names them; where given, a job is refused unless they are the version that is trained."""
+    """As in the engine's answer; where given, a job is rejected unless they are the version that is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSample:
-    """The tokens that an engine read and drew, with their reward."""
+    """Tokens of a prompt and its sampled response, with their reward."""
 
     token_ids: list[int]
     """[L]"""
@@ -31,11 +31,11 @@ class TokenSample:
     """[L] 1 where the policy wrote the token."""
     reward: float
     logprobs: list[float] | None = None
-    """[L] the engine's, read where loss_mask is 1; only compared with the trainer's own."""
+    """[L] of the engine, read where loss_mask is 1; only compared with the trainer's own."""
     sampling_params: dict[str, Any] | None = None
-    """Those of the engine's answer; where given, a sample of another distribution than the trained one is refused."""
+    """As in the engine's answer; where given, a sample of another distribution than the trained one is rejected."""
     policy_versions: list[int] | None = None
-    """As the engine's answer names them; where given, a job is refused unless they are the version that is trained."""
+    """As in the engine's answer; where given, a job is rejected unless they are the version that is trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,10 @@ class TrainJob:
     """Reinforcement learning on groups."""
 
     groups: tuple[Group, ...]
-    num_mini_batches: int
     has_logprobs: bool
     """Whether every sample came with the engine's logprobs."""
-    drawn_by: Mapping[int, str]
-    """Versions that samples were drawn by -> the first of these samples."""
+    sampled_by: Mapping[int, str]
+    """Policy version -> the first sample with tokens of it, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +64,8 @@ class SaveJob:
 
 
 @dataclass(frozen=True, slots=True)
-class CareJob:
-    """Find lost engines, and give the weights to those that were started in their place. The service's own."""
+class HealthCheckJob:
+    """Replace dead engines and sync the replacements. Submitted by the service itself."""
 
 
-Job = TrainJob | SftJob | SaveJob | CareJob
+Job = TrainJob | SftJob | SaveJob | HealthCheckJob

@@ -42,15 +42,12 @@ class JobReader:
     def train(self, groups: object) -> TrainJob:
         """Groups of one prompt's samples each: ChatSample, TokenSample, or dicts with their fields."""
         read = tuple(self._group(number, group) for number, group in enumerate(_filled(groups, "groups", "group")))
-        drawn_by: dict[int, str] = {}
+        mini_batches_of(len(read), self._mini_batch_size)
+        sampled_by: dict[int, str] = {}
         for _, _, versions in reversed(read):
-            drawn_by |= versions
-        return TrainJob(
-            tuple(group for group, _, _ in read),
-            mini_batches_of(len(read), self._mini_batch_size),
-            all(has_logprobs for _, has_logprobs, _ in read),
-            drawn_by,
-        )
+            sampled_by |= versions
+        has_logprobs = all(has_logprobs for _, has_logprobs, _ in read)
+        return TrainJob(tuple(group for group, _, _ in read), has_logprobs, sampled_by)
 
     def sft(self, rows: object) -> SftJob:
         """Rows as in docs/sft.md."""
@@ -73,18 +70,18 @@ class JobReader:
                 "advantage: hand in several samples of each prompt, or use reinforce++"
             )
         samples, has_logprobs = [], True
-        drawn_by: dict[int, str] = {}
+        sampled_by: dict[int, str] = {}
         for index, given in enumerate(group):
             try:
                 typed = typed_sample(given)
                 samples.append(self._sample(typed))
                 for version in _versions(typed):
-                    drawn_by.setdefault(version, f"{where}, sample {index}")
+                    sampled_by.setdefault(version, f"{where}, sample {index}")
             except ValueError as error:
                 raise ValueError(f"{where}, sample {index}: {error}") from error
             has_logprobs &= isinstance(typed, TokenSample) and typed.logprobs is not None
         prompt = Prompt(uid=str(number), messages=[], env_class="", extras={}, data_source="service")
-        return Group(prompt, tuple(samples)), has_logprobs, drawn_by
+        return Group(prompt, tuple(samples)), has_logprobs, sampled_by
 
     def _sample(self, given: ChatSample | TokenSample) -> Sample:
         reward = _number(given.reward, "reward")

@@ -1,4 +1,4 @@
-"""Jobs one at a time, in the order in which they came; one that fails is its caller's trouble alone."""
+"""Jobs one at a time, in the order of their submission, and the metrics of those that finished."""
 
 from __future__ import annotations
 
@@ -7,46 +7,45 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
+from skyrl_train.types import Metrics
+
 log = logging.getLogger(__name__)
+
+KEPT = 10_000
+"""Records of a Feed."""
 
 J = TypeVar("J")
 R = TypeVar("R")
 
 
 class JobFailed(RuntimeError):
-    """The job had no effect; the service goes on."""
+    """The job had no effect; the service continues."""
 
 
 class StaleSamples(JobFailed):
-    """They were drawn by other weights than those that the job would have trained; draw them again."""
+    """The samples are of another policy version than the one that would be trained. Sample again."""
 
 
 class ServiceBroken(RuntimeError):
-    """The service trains no more."""
+    """The service can no longer train."""
 
 
 class JobQueue(Generic[J, R]):
-    """Runs jobs in a task of its own, so that a caller who goes away changes nothing."""
+    """Runs jobs in its own task, so that a client that disconnects changes nothing."""
 
     def __init__(self, run: Callable[[J], Awaitable[R]], recover: Callable[[Exception], Awaitable[str]]) -> None:
-        """Args: recover is awaited after a job that raised and before its caller hears of it; it makes good what the
-        job left behind and says in words what holds now. If it raises, no job can run any more."""
+        """Args: recover: awaited after a job that raised, before its client gets the error; it restores the service and
+        returns a report for the error. If it raises, no job can run any more."""
         self._run, self._recover = run, recover
         self._waiting: asyncio.Queue[tuple[J, asyncio.Future[R]]] = asyncio.Queue()
         self._broken: str | None = None
         self._is_running = False
         self._task: asyncio.Task[None] | None = None
 
-    async def submit(self, job: J) -> R:
-        """As `put`, and wait."""
-        return await self.put(job)
-
-    def put(self, job: J) -> asyncio.Future[R]:
-        """The job's result, when it has come to its turn and is done, or JobFailed, ServiceBroken.
-
-        Raises: ServiceBroken.
-        """
-        self._refuse_if_broken()
+    def submit(self, job: J) -> asyncio.Future[R]:
+        """Returns: the job's result once it is done, or JobFailed, ServiceBroken. Raises: ServiceBroken."""
+        if self._broken is not None:
+            raise ServiceBroken(f"the service can no longer train: {self._broken}")
         if self._task is None:
             self._task = asyncio.create_task(self._work())
         answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
@@ -65,12 +64,12 @@ class JobQueue(Generic[J, R]):
         return not self._is_running and self._waiting.empty()
 
     async def close(self, why: str = "the service was stopped") -> None:
-        """End the job in flight and refuse those that wait."""
+        """Abort the current job and reject those that wait."""
         self._broken = self._broken or why
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._refuse_waiting()
+        self._reject_waiting()
 
     async def _work(self) -> None:
         while True:
@@ -86,35 +85,63 @@ class JobQueue(Generic[J, R]):
                 if not answer.cancelled():
                     answer.set_result(result)
             finally:
-                if not answer.done():  # cancelled in the job or in what makes it good
+                if not answer.done():  # cancelled in the job or its recovery
                     _fail(answer, ServiceBroken(self._broken or "the service was stopped"))
 
     async def _after(self, error: Exception) -> Exception:
-        """What the caller is told."""
+        """Recover, and return the error for the client."""
         reason = str(error) or type(error).__name__
         try:
-            outcome = await self._recover(error)
+            report = await self._recover(error)
         except Exception as second:
             log.exception("the service could not recover")
             self._broken = f"it could not recover from a failed job ({reason}): {second or type(second).__name__}"
-            self._refuse_waiting()
+            self._reject_waiting()
             return ServiceBroken(self._broken)
         kind = type(error) if isinstance(error, JobFailed) else JobFailed
-        failed = kind(f"{reason}; {outcome}")
+        failed = kind(f"{reason}; {report}")
         failed.__cause__ = error
         return failed
 
-    def _refuse_waiting(self) -> None:
+    def _reject_waiting(self) -> None:
         while not self._waiting.empty():
             _, answer = self._waiting.get_nowait()
             _fail(answer, ServiceBroken(str(self._broken)))
-
-    def _refuse_if_broken(self) -> None:
-        if self._broken is not None:
-            raise ServiceBroken(f"the service trains no more: {self._broken}")
 
 
 def _fail(answer: asyncio.Future, error: Exception) -> None:
     if not answer.cancelled():
         answer.set_exception(error)
-        answer.exception()  # asked once here, or asyncio complains about callers who went away
+        answer.exception()  # else asyncio logs errors whose client has disconnected as never retrieved
+
+
+class Feed:
+    """Metrics of finished jobs for any number of readers, numbered from 1; the last KEPT are kept."""
+
+    def __init__(self) -> None:
+        self._records: list[Metrics] = []
+        self._first = 1
+        self._more = asyncio.Event()
+
+    @property
+    def last(self) -> int:
+        """Number of the newest record, 0 before the first."""
+        return self._first + len(self._records) - 1
+
+    def add(self, record: Metrics) -> None:
+        self._records.append(record)
+        if len(self._records) > KEPT:
+            del self._records[0]
+            self._first += 1
+        self._more.set()
+        self._more = asyncio.Event()
+
+    async def after(self, number: int, timeout_s: float) -> tuple[int, list[Metrics]]:
+        """(number of the newest record, records after `number`); empty if none comes in time."""
+        more = self._more
+        if self.last <= number:
+            try:
+                await asyncio.wait_for(more.wait(), timeout_s)
+            except TimeoutError:
+                return max(number, self.last), []
+        return self.last, self._records[max(0, number + 1 - self._first) :]

@@ -1,4 +1,4 @@
-"""Groups that callers submit, as a source of the trainer."""
+"""Groups that clients submit, as a source of the training step."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from skyrl_train.types import Group, Metrics
 
 
 class JobSource:
-    """Gives the trainer the groups of one job at a time, in the order of the jobs."""
+    """Gives the groups of one job at a time, in the order of the jobs."""
 
     def __init__(self, policy_version: Callable[[], int]) -> None:
-        """Args: policy_version: the version that is trained now."""
+        """Args: policy_version: version that the next step trains."""
         self.ledger = Ledger()
         self._policy_version = policy_version
         self._jobs: asyncio.Queue[TrainJob] = asyncio.Queue()
         self._last: list[Group] = []
 
     def put(self, job: TrainJob) -> None:
-        """Have `next` give its groups after those of earlier jobs."""
+        """Have `next` return its groups after those of earlier jobs."""
         self.ledger.generated += len(job.groups)
         self.ledger.waiting += len(job.groups)
         self._jobs.put_nowait(job)
 
     async def next(self) -> list[Group]:
-        """Raises: StaleSamples for a job with samples of another version: jobs before it may have moved the version."""
+        """Raises: StaleSamples for a job with samples of another version, which earlier jobs may have replaced."""
         job = await self._jobs.get()
-        try:
-            self._require_fresh(job)
-        except StaleSamples:
-            self.ledger.leave_out(len(job.groups))
-            raise
+        version = self._policy_version()
+        for sampled_by, sample in job.sampled_by.items():
+            if sampled_by != version:
+                self.ledger.leave_out(len(job.groups))
+                raise StaleSamples(
+                    f"{sample} was sampled by version {sampled_by}, and the policy is version {version}. Sample it "
+                    "again, or omit policy_versions to train on it without a correction"
+                )
         self.ledger.train(len(job.groups))
         self._last = list(job.groups)
         return self._last
@@ -51,17 +54,8 @@ class JobSource:
 
     @property
     def state(self) -> SourceState:
-        """Nothing: a job that was not trained is its caller's to submit again."""
+        """Empty: clients submit jobs again that were not trained."""
         return {}
 
     def resume(self, state: SourceState) -> None:
-        """Nothing to continue."""
-
-    def _require_fresh(self, job: TrainJob) -> None:
-        version = self._policy_version()
-        for sampled_by, where in job.drawn_by.items():
-            if sampled_by != version:
-                raise StaleSamples(
-                    f"{where} was drawn by version {sampled_by}, and the policy is version {version}: draw "
-                    "it again, or leave out policy_versions to train on it without a correction"
-                )
+        """Nothing to restore."""

@@ -11,19 +11,23 @@ from skyrl_train.config import Config
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.hf.flops import num_experts
 from skyrl_train.ranks import SavedState
+from skyrl_train.rollout.source import GroupSource
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.agreement.first_check import FirstCheck
 from skyrl_train.trainer.agreement.logprob_bound import LogprobBound
 from skyrl_train.trainer.agreement.sync_check import SyncCheck
-from skyrl_train.trainer.learner import Learner
-from skyrl_train.trainer.memory_report import MemoryReport
+from skyrl_train.trainer.credit import LearningSignal
+from skyrl_train.trainer.from_config import micro_batch_limits, objective
+from skyrl_train.trainer.performance import MemoryReport
+from skyrl_train.trainer.publisher import Publisher
 from skyrl_train.trainer.residency import Colocated, Dedicated, Residency
-from skyrl_train.trainer.rules import micro_batch_rules, objective
-from skyrl_train.trainer.signal import Signal
+from skyrl_train.trainer.scorers import Scorers
+from skyrl_train.trainer.sft import FineTuning
+from skyrl_train.trainer.step import TrainingStep
 
 
 def max_model_len(config: Config, model: PretrainedConfig) -> int:
-    """Tokens of the longest prompt and response that an engine will be asked for."""
+    """Tokens of the longest prompt with its response that an engine has to take."""
     return min(config.generator.longest_conversation, model.max_position_embeddings)
 
 
@@ -35,61 +39,84 @@ async def launch_training(
     logs: str,
     saved: SavedState | None = None,
 ) -> Processes:
-    """The processes of reinforcement learning. Args, raises: as `launch`."""
-    goal = _objective(config)
-    return await launch(config, cluster, max_model_len(config, model), goal, num_optimizer_steps, logs, saved)
+    """Start the processes of reinforcement learning. Args, raises: like `launch`."""
+    return await launch(
+        config, cluster, max_model_len(config, model), _objective(config), num_optimizer_steps, logs, saved
+    )
 
 
 async def launch_fine_tuning(
     trainer: TrainingConfig, cluster: Cluster, num_optimizer_steps: int, logs: str, saved: SavedState | None = None
 ) -> PolicyProcesses:
-    """The processes of supervised fine-tuning. Args, raises: as `launch`."""
-    goal = cross_entropy_objective(trainer.policy.megatron_config.logprobs_chunk_size)
-    return await launch_policy(trainer, cluster, goal, num_optimizer_steps, logs, saved)
+    """Start the processes of supervised fine-tuning. Args, raises: like `launch`."""
+    objective = cross_entropy_objective(trainer.policy.megatron_config.logprobs_chunk_size)
+    return await launch_policy(trainer, cluster, objective, num_optimizer_steps, logs, saved)
 
 
-def build_learner(config: Config, model: PretrainedConfig, processes: Processes, timers: Timers) -> Learner:
-    """The learner of started processes."""
-    trainer, dtype_name = config.trainer, config.generator.model_dtype
-    rules = micro_batch_rules(trainer, model, processes.policy.dp_size)
-    coarser_dtype = "bfloat16" if trainer.bf16 else dtype_name
-    # Servers that run already were not told otherwise (engines/settings.py).
-    tensor_float = processes.cluster.has_gpus and not config.generator.run_engines_locally
-    check = SyncCheck(trainer.verify_sync_every, coarser_dtype, rules, tensor_float=tensor_float)
-    return Learner(
-        config,
-        rules=rules,
-        policy=processes.policy,
-        reference=processes.reference,
-        residency=_residency(processes, check),
-        timers=timers,
-        bound=LogprobBound(
-            trainer.logprob_difference,
-            coarser_dtype,
-            tensor_float=tensor_float,
-            has_experts=num_experts(model) > 0,
-        ),
-        first_check=FirstCheck(check, processes.policy, processes.engines),
-        signal=_signal(config, model),
-    )
+class Assembly:
+    """Parts of a run on started processes."""
+
+    def __init__(self, config: Config, model: PretrainedConfig, processes: Processes, timers: Timers) -> None:
+        trainer = config.trainer
+        self._config, self._model, self._processes, self._timers = config, model, processes, timers
+        self._limits = micro_batch_limits(trainer, model, processes.policy.dp_size)
+        self._coarser_dtype = "bfloat16" if trainer.bf16 else config.generator.model_dtype
+        # Running servers keep vLLM's default, TensorFloat-32; engines of this project do not (engines/settings.py).
+        self._tensor_float = processes.cluster.has_gpus and not config.generator.run_engines_locally
+        self._check = SyncCheck(
+            trainer.verify_sync_every,
+            self._coarser_dtype,
+            self._limits,
+            tensor_float=self._tensor_float,
+            max_tokens=max_model_len(config, model),
+        )
+        processes.weight_sync.verify_with(self._check)
+        self.residency = self._residency()
+
+    def _residency(self) -> Residency:
+        processes = self._processes
+        policy, scorers, engines, sync = processes.policy, processes.scorers, processes.engines, processes.weight_sync
+        report = MemoryReport(policy, scorers, engines)
+        if not processes.sharing.is_shared:
+            return Dedicated(sync, scorers, report)
+        return Colocated(policy, scorers, engines, sync, processes.sharing.release, report)
+
+    def step(self, source: GroupSource, publisher: Publisher, *, always_updates: bool = False) -> TrainingStep:
+        """Args: always_updates: update also without a learning signal."""
+        config, trainer, policy = self._config, self._config.trainer, self._processes.policy
+        return TrainingStep(
+            config=config,
+            source=source,
+            policy=policy,
+            residency=self.residency,
+            scorers=Scorers(trainer, policy, self._processes.scorers, self.residency),
+            publisher=publisher,
+            first_check=FirstCheck(self._check, policy, self._processes.engines),
+            bound=LogprobBound(
+                trainer.logprob_difference,
+                self._coarser_dtype,
+                tensor_float=self._tensor_float,
+                has_experts=num_experts(self._model) > 0,
+            ),
+            learning_signal=learning_signal(config, self._model, always_updates=always_updates),
+            objective=_objective(config),
+            limits=self._limits,
+            timers=self._timers,
+        )
+
+    def fine_tuning(self) -> FineTuning:
+        chunk_size = self._config.trainer.policy.megatron_config.logprobs_chunk_size
+        return FineTuning(self._processes.policy, self._limits, chunk_size, self._timers)
 
 
-def _signal(config: Config, model: PretrainedConfig) -> Signal:
+def learning_signal(config: Config, model: PretrainedConfig, *, always_updates: bool = False) -> LearningSignal:
+    """Args: always_updates: every step counts as one with signal."""
     algorithm = config.trainer.algorithm
     has_balancing = config.trainer.policy.megatron_config.moe_aux_loss_coeff > 0 and num_experts(model) > 0
     has_penalty = algorithm.use_kl_in_reward and algorithm.kl_loss_coef != 0
-    return Signal(_objective(config), has_other_terms=has_balancing or has_penalty)
+    return LearningSignal(_objective(config), has_other_terms=always_updates or has_balancing or has_penalty)
 
 
 def _objective(config: Config) -> Objective:
     chunk_size = config.trainer.policy.megatron_config.logprobs_chunk_size
     return objective(config.trainer.algorithm, config.generator.sampling_params, chunk_size)
-
-
-def _residency(processes: Processes, check: SyncCheck) -> Residency:
-    policy, reference, engines = processes.policy, processes.reference, processes.engines
-    processes.weight_sync.verify_with(check)
-    report = MemoryReport(policy, reference, engines)
-    if not processes.sharing.is_shared:
-        return Dedicated(processes.weight_sync, report)
-    return Colocated(policy, reference, engines, processes.weight_sync, processes.sharing.release, report)

@@ -1,21 +1,25 @@
-"""From the rewards of a step's samples to an advantage for every token."""
+"""Credit assignment: an advantage for every token, and whether a step has anything to learn from."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from skyrl_train.algorithms.build import build_estimator
+from skyrl_train.algorithms.build import build_estimator, needs_advantages
 from skyrl_train.algorithms.credit import advantages
+from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.build import credit_inputs, credit_metrics
 from skyrl_train.config.rl import AlgorithmConfig
 from skyrl_train.types import ExperienceBatch, Metrics
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What the estimator gave."""
+    """Result of the estimator for one step."""
 
     advantages: Tensor
     """[T] float32"""
@@ -30,7 +34,36 @@ class CreditAssignment:
         self._kl_coef = algorithm.kl_loss_coef
 
     def __call__(self, experience: ExperienceBatch, kl: Tensor | None = None) -> Credit:
-        """Args: kl [T]: estimated KL divergence from the reference, taken off the rewards."""
+        """Args: kl [T]: estimated KL divergence from the reference, subtracted from the rewards."""
         inputs = credit_inputs(experience, kl, self._kl_coef)
         result = advantages(self._estimator.function, inputs, self._estimator.parameters)
         return Credit(result, credit_metrics(inputs, result))
+
+
+class LearningSignal:
+    """Detects steps whose gradient would be 0: all advantages are 0, and nothing else is in the objective.
+
+    Such a step must not be trained: Adam's momentum and weight decay would move the weights all the same.
+    """
+
+    def __init__(self, objective: Objective, *, has_other_terms: bool) -> None:
+        """Args: has_other_terms: whether a KL penalty in the reward or a load-balancing loss gives a gradient too."""
+        self._is_always_there = has_other_terms or not needs_advantages(objective)
+        self._was_missing = False
+
+    def is_in(self, metrics: Metrics) -> bool:
+        """Whether to update. Logs the first of several steps in a row without signal.
+
+        Args: metrics: those of `Credit`.
+        """
+        is_missing = not self._is_always_there and metrics["loss/avg_raw_advantages_abs"] == 0
+        if is_missing and not self._was_missing:
+            log.warning(
+                "the step has no signal: the advantages of all trained tokens are 0 (%.0f %% of the groups have equal "
+                "rewards), so it makes no update, no policy version and no weight sync. If this happens often, check "
+                "the rewards and the difficulty of the prompts. Following steps without signal are not logged: their "
+                "policy/num_optimizer_steps is 0",
+                100 * metrics["reward/zero_variance_share"],
+            )
+        self._was_missing = is_missing
+        return not is_missing

@@ -12,7 +12,7 @@ from skyrl_train.types import Group, Metrics, Prompt, SamplingParams
 
 
 class Evaluation:
-    """Draws samples of every held-out prompt, `batch_size` prompts in flight."""
+    """Samples responses to every held-out prompt, `batch_size` prompts in flight."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class Evaluation:
     def has_prompts(self) -> bool:
         return bool(self._prompts)
 
-    async def run(self, seed: int) -> tuple[Metrics, list[Group]]:
-        """`eval/*` metrics and the samples they are of. Args: seed: decides the samples, for weights that are given."""
+    async def run(self, seed: int) -> Metrics:
+        """Return `eval/*`. Args: seed: determines the samples for given weights."""
         groups: list[Group] = []
         sampling_params = replace(self._sampling_params, seed=seed)
         self._admission.begin(len(self._prompts) * self._n_samples)
@@ -43,4 +43,4 @@ class Evaluation:
             groups += await self._collector.collect(
                 batch, self._n_samples, sampling_params, self._progress, self._admission
             )
-        return evaluation_metrics(groups), groups
+        return evaluation_metrics(groups)

@@ -1,4 +1,4 @@
-"""The loop that reinforcement learning and supervised fine-tuning share: steps, evaluations, exports, checkpoints."""
+"""The training loop of reinforcement learning and fine-tuning: steps, evaluations, exports, checkpoints."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 
 class Resumable(Protocol):
-    """Where steps get their rows or groups from, as far as checkpoints are concerned."""
+    """Source of a step's rows or groups, as checkpoints see it."""
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """Values of JSON that decide what comes next."""
+        """JSON values that determine what comes next."""
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue after a saved state. Raises: ValueError for one that does not fit."""
@@ -51,14 +51,14 @@ class Loop(ABC):
         self.global_step = 0
         self.run_id = ""
         """For checkpoints: that of run.json in the run's folder."""
-        self._owes = False
-        """Whether an export or evaluation of the last step was left out."""
+        self._pending = False
+        """Whether an export or evaluation of the last step was skipped."""
         self._export_failed = False
         """Whether the export of the last step could not be written."""
         self._saved_step = 0
-        """Of the newest checkpoint, or of that from which the run goes on."""
+        """Global step of the newest checkpoint, or of the one this run resumed from."""
         self.run_folder: HeldFolder | None = None
-        """The run's folder, which must stay where it is."""
+        """The run's folder, which must not be moved or deleted."""
         self._problems, self._skipped = Problems(), SkippedUpdates()
 
     @abstractmethod
@@ -67,7 +67,7 @@ class Loop(ABC):
 
     @abstractmethod
     async def evaluate(self) -> Metrics:
-        """Metrics of the model as it is on held-out rows."""
+        """Metrics of the current model on held-out rows."""
 
     @property
     @abstractmethod
@@ -75,18 +75,18 @@ class Loop(ABC):
         """Whether there are held-out rows."""
 
     @abstractmethod
-    async def reach_weights(self) -> None:
-        """Have the policy's weights where they can be exported from."""
+    async def load_weights(self) -> None:
+        """Put the policy's weights on the device, for an export."""
 
     @abstractmethod
-    async def reach_policy(self) -> None:
-        """Have the policy's weights and optimizer on its devices, whatever is there."""
+    async def load_policy(self) -> None:
+        """Put the policy's weights and optimizer on the device, evicting whatever is there."""
 
-    def go_on(self, state: RunState) -> None:
-        """`train` begins with the step after this state, in which the policy is already."""
+    def resume(self, state: RunState) -> None:
+        """Begin `train` with the step after this state, which the policy has loaded already."""
         self._source.resume(state.source)
         self.global_step = self._saved_step = state.global_step
-        self._owes = state.owes
+        self._pending = state.pending
 
     def stop(self) -> None:
         """End the run after the step in flight."""
@@ -95,12 +95,12 @@ class Loop(ABC):
     async def train(self) -> None:
         """Run all steps. Step 0 of the metrics is the model before training.
 
-        Raises: RunIncomplete at the end of a run that was not stopped, if it could not do all that was asked.
+        Raises: RunIncomplete at the end of a run that was not stopped, if some of its work failed.
         """
         config = self._trainer_config
         if config.eval_before_train and self.can_evaluate and self.global_step == 0 and not self._stop_requested:
             self._tracker.log(0, await self._timed_evaluation() | {"trainer/epoch": 0.0})
-        if self._owes:
+        if self._pending:
             self._timers.reset()
             metrics = await self._export_and_evaluate()
             self._tracker.log(self.global_step, metrics | self._timers.metrics())
@@ -119,7 +119,7 @@ class Loop(ABC):
         if self._ends_early and config.ckpt_interval > 0 and self._saved_step < self.global_step:
             try:
                 await self._save_checkpoint()
-            except RemoteFailed as error:  # whoever told the run to stop may have told its processes too
+            except RemoteFailed as error:  # a signal may have stopped the processes too
                 log.error("the checkpoint of step %d could not be written: %s", self.global_step, error)
         self._problems.note(self._checkpoints.newest_problem)
         self._problems.note(self._skipped.problem)
@@ -135,31 +135,30 @@ class Loop(ABC):
         self._problems.note(None if self.run_folder is None else self.run_folder.problem)
 
     async def _export_and_evaluate(self) -> Metrics:
-        """What is due after the step. A run that was told to stop makes up for it when it goes on: what stopped it will
-        soon kill it."""
+        """Do what is due after the step. Skipped after a stop request (a kill usually follows); done on resume."""
         config, metrics = self._trainer_config, Metrics()
         due: list[Callable[[], Awaitable[Metrics]]] = []
         if self._is_due(config.hf_save_interval, also_last=config.hf_save_interval > 0):
             due.append(self._timed_export)
         if self._is_due(config.eval_interval, also_last=True) and self.can_evaluate:
             due.append(self._timed_evaluation)
-        self._owes = self._export_failed = False
+        self._pending = self._export_failed = False
         for work in due:
-            self._owes = self._stop_requested
-            if not self._owes:
+            self._pending = self._stop_requested
+            if not self._pending:
                 metrics |= await work()
-        self._owes |= self._export_failed
+        self._pending |= self._export_failed
         return metrics
 
     async def _timed_export(self) -> Metrics:
-        """Write a Hugging Face checkpoint. One that cannot be written costs nothing but itself, and is due again at the
-        next interval or when a checkpoint of this step is resumed; without the last one the run is incomplete.
+        """Write a Hugging Face checkpoint. A failed one is due again at the next interval, or when a checkpoint of this
+        step is resumed; without the last one the run is incomplete.
 
-        Raises: RemoteFailed if a rank is dead, or the policy cannot have its devices.
+        Raises: RemoteFailed if a rank is dead, or the weights cannot be loaded.
         """
         folder = Path(self._trainer_config.export_path).expanduser().resolve() / f"global_step_{self.global_step}"
         with self._timers("save_hf_model"):
-            await self.reach_weights()
+            await self.load_weights()
             try:
                 await self._policy.save_hf(str(folder))
             except (OSError, RemoteFailed) as error:
@@ -173,21 +172,21 @@ class Loop(ABC):
             return await self.evaluate()
 
     async def _save_checkpoint(self) -> None:
-        """What cannot be written (the disk is full) is an error in the log, and the run goes on.
+        """A failed write (such as a full disk) is logged as an error, and the run continues.
 
-        Raises: RemoteFailed if a rank is lost, or the policy cannot have its devices.
+        Raises: RemoteFailed if a rank is dead, or the policy cannot be loaded.
         """
         config, step = self._trainer_config, self.global_step
         if self._skipped.is_all:
-            log.warning("no checkpoint of step %d is written: no update has changed the weights yet", step)
+            log.warning("skipped the checkpoint of step %d: no update has changed the weights yet", step)
             return
         self._note_folders()  # before deleted folders are created again for the checkpoint
         with self._timers("save_checkpoints"):
-            await self.reach_policy()
+            await self.load_policy()
             state = RunState(
                 global_step=step,
                 policy_version=self._policy.num_steps,
-                owes=self._owes,
+                pending=self._pending,
                 source=dict(self._source.state),
                 num_ranks=config.placement.num_policy_ranks,
                 settings=settings_of(config),
@@ -204,12 +203,12 @@ class Loop(ABC):
                 self._checkpoints.discard(folder)
 
     async def _require_idle(self, error: Exception) -> None:
-        """Raises: the error, unless the ranks can train on: those that did not fail may be writing still."""
+        """Raises: the error, unless all ranks respond within the timeout; those that did not fail may still write."""
         if isinstance(error, RemoteFailed) and not await self._policy.is_idle(self._trainer_config.timeout_s):
             raise error
 
     def _report_unwritten(self, what: str, error: Exception) -> None:
-        """The next one may succeed; after the last step there is none."""
+        """Log the failure; after the last step it makes the run incomplete."""
         if self.global_step < self._num_steps:
             log.error("%s could not be written, the run continues: %s", what, error)
         else:

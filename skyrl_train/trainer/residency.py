@@ -1,7 +1,6 @@
-"""Who holds device memory when.
+"""Which of policy, scorers and engines holds device memory in which phase of a step.
 
-`Dedicated`: policy, reference and engines have devices (or, without GPUs, processes) of their own, so nothing has to
-move. `Colocated`: they take turns on the same devices.
+`Dedicated`: each has its own devices (or, without GPUs, processes), so nothing moves. `Colocated`: they share devices.
 """
 
 from __future__ import annotations
@@ -12,24 +11,24 @@ from typing import Literal, Protocol
 
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
-from skyrl_train.cluster.ranks.reference_group import ReferenceGroup
 from skyrl_train.cluster.ranks.release import Release
+from skyrl_train.cluster.ranks.scorer_group import ScorerGroup
 from skyrl_train.cluster.weight_sync import SyncResult, WeightSync
 from skyrl_train.ranks import OPTIMIZER, WEIGHTS, Moved
-from skyrl_train.trainer.memory_report import MemoryReport
+from skyrl_train.trainer.performance import MemoryReport
 from skyrl_train.types import Group, Metrics
 
-Start = Callable[[], Awaitable[None]]
+Restart = Callable[[], Awaitable[None]]
 
 
 class Residency(Protocol):
-    """Called before each phase; returns when whoever works in it has its memory. Any order works."""
+    """Called before each phase; returns when the processes that work in it have their memory. Any order works."""
 
     async def for_rollout(self) -> None:
         """Engines can generate from the newest weights."""
 
-    async def for_reference(self) -> None:
-        """The reference can compute logprobs."""
+    async def for_scoring(self, scorer: ScorerGroup) -> None:
+        """The scorer's model can compute."""
 
     async def for_training(self) -> None:
         """The policy can compute logprobs and be updated."""
@@ -40,100 +39,100 @@ class Residency(Protocol):
     async def for_saving(self) -> None:
         """The policy's weights can be read."""
 
-    async def start_again(self, policy: Start, reference: Start) -> None:
-        """After a failure: have new processes of the trainers started, whatever the old ones, which are gone, held.
+    async def restart_trainers(self, restart_policy: Restart) -> None:
+        """After a failure and the end of the policy's processes: start new processes of policy and scorers.
 
-        The engines then have no right to answer before `sync_weights` and `for_rollout`.
+        Engines must not serve before `sync_weights` and `for_rollout`.
         """
 
     def metrics(self) -> Metrics:
-        """Of what moved since the last call."""
+        """Memory of each phase, and times and rates of what moved, since the last call."""
 
 
 class Dedicated:
     """Every process keeps its memory for the whole run."""
 
-    def __init__(self, weight_sync: WeightSync, report: MemoryReport) -> None:
-        self._weight_sync, self._report = weight_sync, report
+    def __init__(self, weight_sync: WeightSync, scorers: Sequence[ScorerGroup], report: MemoryReport) -> None:
+        self._weight_sync, self._scorers, self._report = weight_sync, scorers, report
 
     async def for_rollout(self) -> None:
-        """Engines: weights and KV cache are on their devices already."""
+        """Nothing to move."""
 
-    async def for_reference(self) -> None:
-        """The reference is on its devices already."""
+    async def for_scoring(self, scorer: ScorerGroup) -> None:
+        """Nothing to move."""
 
     async def for_training(self) -> None:
-        """Policy weights and optimizer are on their devices already."""
+        """Nothing to move."""
 
     async def sync_weights(self, groups: Sequence[Group]) -> SyncResult:
-        await self._report.look("training")
+        await self._report.measure("training")
         return await self._weight_sync.publish(groups)
 
     async def for_saving(self) -> None:
-        """Policy weights are on their devices already."""
+        """Nothing to move."""
 
-    async def start_again(self, policy: Start, reference: Start) -> None:
-        await reference()
-        await policy()
+    async def restart_trainers(self, restart_policy: Restart) -> None:
+        for scorer in self._scorers:
+            await _restart(scorer)
+        await restart_policy()
 
     def metrics(self) -> Metrics:
         return self._report.metrics()
 
 
 class Colocated:
-    """One step: engines generate, then drop weights and KV cache; the reference works and leaves, the policy works, and
-    sends its weights into the engines while neither the optimizer nor the KV cache is on the device. Its weights stay
-    until the KV cache wants their room, so that an export finds them."""
+    """One step: engines generate, then drop weights and KV cache; each scorer computes and is offloaded; the policy
+    trains, and sends its weights to the engines while neither optimizer nor KV cache is on the device. The policy's
+    weights stay until the KV cache needs their memory, so that an export finds them."""
 
     def __init__(
         self,
         policy: PolicyGroup,
-        reference: ReferenceGroup | None,
+        scorers: Sequence[ScorerGroup],
         engines: EnginePool,
         weight_sync: WeightSync,
         release: Release,
         report: MemoryReport,
     ) -> None:
-        """All trainers have left their devices and the engines are awake, as `launch` leaves them."""
-        self._policy, self._engines = policy, engines
-        self._policy_is_reference = reference is not None and reference.is_policy
-        self._reference = None if self._policy_is_reference else reference
+        """Trainers are offloaded and the engines awake, as `launch` leaves them."""
+        self._policy, self._scorers, self._engines = policy, scorers, engines
         self._weight_sync, self._release, self._report = weight_sync, release, report
         self._policy_parts: frozenset[str] = frozenset()
         """What of the policy is on its devices."""
-        self._reference_is_in = False
+        self._resident_scorer: ScorerGroup | None = None
+        """The scorer with processes of its own that is on the devices."""
         self._engines_are: Literal["awake", "without KV cache", "half loaded", "asleep", "without weights"] = "awake"
-        """"half loaded": they may hold memory, and have no right to answer before a whole sync."""
+        """"half loaded": they may hold memory, and must not serve before a complete sync."""
         self._moved: dict[str, list[Moved]] = {}
 
     async def for_rollout(self) -> None:
-        await self._reference_leaves()
+        await self._scorer_leaves()
         if self._engines_are in ("without weights", "half loaded"):
             await self.sync_weights(())
         await self._policy_leaves()
         if self._engines_are != "awake":
             await self._timed("engine_wake", self._wake_engines())
-        await self._report.look("rollout")
+        await self._report.measure("rollout")
 
-    async def for_reference(self) -> None:
+    async def for_scoring(self, scorer: ScorerGroup) -> None:
         await self._engines_leave()
-        if self._reference is not None and not self._reference_is_in:
-            await self._policy_leaves()
-            self._note("reload", await self._release.enter(self._reference))
-            self._reference_is_in = True
-        if self._policy_is_reference:
+        if scorer.is_policy:
+            await self._scorer_leaves()
             await self._policy_enters(WEIGHTS)
+        elif scorer is not self._resident_scorer:
+            await self._scorer_leaves()
+            await self._policy_leaves()
+            self._note("reload", await self._release.enter(scorer.model))
+            self._resident_scorer = scorer
 
     async def for_training(self) -> None:
         await self._engines_leave()
-        if self._reference_is_in:
-            await self._report.look("reference")
-        await self._reference_leaves()
+        await self._scorer_leaves()
         await self._policy_enters(WEIGHTS, OPTIMIZER)
 
     async def sync_weights(self, groups: Sequence[Group]) -> SyncResult:
-        await self._report.look("training")
-        await self._reference_leaves()
+        await self._report.measure("training")
+        await self._scorer_leaves()
         await self._policy_enters(WEIGHTS)
         await self._policy_leaves(OPTIMIZER)
         before, self._engines_are = self._engines_are, "half loaded"
@@ -141,7 +140,7 @@ class Colocated:
             await self._timed("engine_wake", self._engines.wake_weights())
         result, expected = await self._weight_sync.send(groups)
         self._engines_are = "awake" if before == "awake" else "without KV cache"
-        await self._report.look("sync")
+        await self._report.measure("sync")
         if expected is not None:
             await self._policy_leaves()
             await self._timed("engine_wake", self._wake_engines())
@@ -149,35 +148,35 @@ class Colocated:
         return result
 
     async def for_saving(self) -> None:
-        await self._reference_leaves()
+        await self._scorer_leaves()
         if WEIGHTS not in self._policy_parts and self._engines_are == "awake":
             self._engines_are = "asleep"  # also if one of them fails, so that `for_rollout` wakes the others
             await self._timed("engine_sleep", self._engines.sleep(keep_weights=True))
         await self._policy_enters(WEIGHTS)
 
-    async def start_again(self, policy: Start, reference: Start) -> None:
+    async def restart_trainers(self, restart_policy: Restart) -> None:
         await self._engines_leave()
-        self._policy_parts = frozenset()
-        await reference()
-        if self._reference is not None:
-            self._note("offload", await self._release.leave(self._reference))
-        self._reference_is_in = False
-        await policy()
+        self._policy_parts, self._resident_scorer = frozenset(), None
+        for scorer in self._scorers:
+            await _restart(scorer)
+            if not scorer.is_policy:
+                self._note("offload", await self._release.leave(scorer.model))
+        await restart_policy()
         self._policy_parts = frozenset((WEIGHTS, OPTIMIZER))
 
     def metrics(self) -> Metrics:
         metrics = self._report.metrics()
         for name, moved in self._moved.items():
-            metrics[f"timing/{name}"] = sum(one.seconds for one in moved)
-        copied = [one for one in self._moved.get("offload", ()) if one.num_bytes]
-        if copied:  # what comes back may still be under way
-            gigabytes = sum(one.num_bytes for one in copied) / 1e9
-            metrics["perf/offload_gb_per_s"] = gigabytes / sum(one.seconds for one in copied)
+            metrics[f"timing/{name}"] = sum(move.seconds for move in moved)
+        copied = [move for move in self._moved.get("offload", ()) if move.num_bytes]
+        if copied:  # reloads may be asynchronous
+            gigabytes = sum(move.num_bytes for move in copied) / 1e9
+            metrics["perf/offload_gb_per_s"] = gigabytes / sum(move.seconds for move in copied)
         self._moved = {}
         return metrics
 
     async def _engines_leave(self) -> None:
-        if self._engines_are != "without weights":  # also "asleep", from which a wake may have failed halfway
+        if self._engines_are != "without weights":  # also "asleep", since a wake may have failed halfway
             self._engines_are = "half loaded"  # if one of them fails: it may hold memory, the others are asleep
             await self._timed("engine_sleep", self._engines.sleep())
         self._engines_are = "without weights"
@@ -187,10 +186,11 @@ class Colocated:
         await self._engines.wake_kv_cache()
         self._engines_are = "awake"
 
-    async def _reference_leaves(self) -> None:
-        if self._reference is not None and self._reference_is_in:
-            self._note("offload", await self._release.leave(self._reference))
-            self._reference_is_in = False
+    async def _scorer_leaves(self) -> None:
+        if (scorer := self._resident_scorer) is not None:
+            await self._report.measure(scorer.name)
+            self._note("offload", await self._release.leave(scorer.model))
+            self._resident_scorer = None
 
     async def _policy_enters(self, *parts: str) -> None:
         if missing := [part for part in parts if part not in self._policy_parts]:
@@ -209,3 +209,10 @@ class Colocated:
 
     def _note(self, name: str, moved: Moved) -> None:
         self._moved.setdefault(name, []).append(moved)
+
+
+async def _restart(scorer: ScorerGroup) -> None:
+    """Replace the processes of a scorer that has its own, and is not ended until its next phase."""
+    if not scorer.is_policy and scorer.model.is_running:
+        await scorer.model.kill()
+        await scorer.model.restart()

@@ -43,8 +43,8 @@ class RunState:
     global_step: int
     policy_version: int
     """Optimizer steps in the weights."""
-    owes: bool
-    """Whether an export or evaluation of the step was left out, because the run was told to stop."""
+    pending: bool
+    """Whether an export or evaluation of the step was skipped after a stop request."""
     source: dict[str, Any]
     """Where the next rows or groups come from; of a position in rows the fields of data/order.py's OrderState."""
     num_ranks: int
@@ -117,8 +117,10 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         if record.pop("sha256") != _digest(record):
             raise ValueError("it was changed after it was written (SHA-256 differs)")
         values = record["state"]
-        source = values.pop("source") if "source" in values else values.pop("order")  # as it was called before
-        state = RunState(source=source, **values)
+        for name, old in (("source", "order"), ("pending", "owes")):  # names in older checkpoints
+            if old in values:
+                values[name] = values.pop(old)
+        state = RunState(**values)
         files = {name: FileSum(**one) for name, one in record["files"].items()}
         checkpoint = Checkpoint(folder, record["number"], state, files)
     except FileNotFoundError:

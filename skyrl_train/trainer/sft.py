@@ -1,4 +1,4 @@
-"""A step of supervised fine-tuning: the policy update of reinforcement learning on batches of examples."""
+"""Supervised fine-tuning: the policy update of reinforcement learning on batches of examples."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from skyrl_train.algorithms.objective import cross_entropy_objective
 from skyrl_train.batching.build import build_examples
 from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.batching.split import balance_metrics, split
@@ -17,7 +18,7 @@ from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.loop import Loop
 from skyrl_train.trainer.performance import training_performance
-from skyrl_train.types import Example, Metrics, TrainBatch
+from skyrl_train.types import Example, Metrics
 
 KEPT = (
     "policy/grad_norm",
@@ -27,16 +28,11 @@ KEPT = (
     "policy/num_optimizer_steps",
     "policy/num_skipped_steps",
 )
-"""What an update says that has a meaning without rollouts."""
-
-
-def train_batches(examples: Sequence[Example], rules: MicroBatchLimits) -> list[TrainBatch]:
-    """One mini-batch for each data-parallel rank; the loss is the mean over the trained tokens of all of them."""
-    return split(build_examples(examples), rules)
+"""Metrics of an update that have a meaning without rollouts."""
 
 
 def update_metrics(update: Metrics, examples: Sequence[Example]) -> Metrics:
-    """`sft/*` and what is kept of an update's own metrics."""
+    """`sft/*`, and those of an update's own metrics that are in KEPT."""
     return {
         "sft/loss": update["policy/policy_loss"],
         "sft/num_tokens": float(sum(len(example.token_ids) for example in examples)),
@@ -45,17 +41,41 @@ def update_metrics(update: Metrics, examples: Sequence[Example]) -> Metrics:
 
 
 def num_trained(examples: Sequence[Example]) -> int:
-    """Tokens that are trained."""
+    """Number of trained tokens."""
     return sum(int(example.loss_mask.sum()) for example in examples)
+
+
+class FineTuning:
+    """Optimizer steps on examples; the loss is the mean over the trained tokens of all data-parallel ranks."""
+
+    def __init__(self, policy: PolicyGroup, limits: MicroBatchLimits, chunk_size: int, timers: Timers) -> None:
+        """Args: chunk_size: tokens per chunk of logprobs."""
+        self._policy, self._limits, self._timers = policy, limits, timers
+        self._objective = cross_entropy_objective(chunk_size)
+
+    def split(self, examples: Sequence[Example]) -> Shards:
+        """Put one mini-batch of the examples into the object store. Raises: ValueError for one that is too long."""
+        return Shards(split(build_examples(examples), self._limits))
+
+    async def update(self, shards: Shards, examples: Sequence[Example]) -> Metrics:
+        """One optimizer step; the policy must be on its devices."""
+        with self._timers("policy_train"):
+            update, reports = await self._policy.update(shards, {}, objective=self._objective)
+        metrics = update_metrics(update, examples)
+        return (
+            metrics
+            | balance_metrics(shards.batches, self._limits)
+            | training_performance(int(metrics["sft/num_tokens"]), reports, self._timers)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class SftParts:
-    """What a run consists of, built by the entrypoint."""
+    """Parts of a run, built by the entrypoint."""
 
     order: Order[Example]
     held_out: Sequence[Example]
-    rules: MicroBatchLimits
+    tuning: FineTuning
     policy: PolicyGroup
     tracker: Tracker
     timers: Timers
@@ -74,21 +94,14 @@ class SftTrainer(Loop):
         parts = self._parts
         with parts.timers("convert_to_training_input"):
             examples = parts.order.next_batch()
-            shards = Shards(train_batches(examples, parts.rules))
-        with parts.timers("policy_train"):
-            update, totals = await parts.policy.update(shards, {})
-        metrics = update_metrics(update, examples)
-        return (
-            metrics
-            | {"trainer/epoch": float(parts.order.epoch)}
-            | balance_metrics(shards.batches, parts.rules)
-            | training_performance(int(metrics["sft/num_tokens"]), totals, parts.timers)
-        )
+            shards = parts.tuning.split(examples)
+        metrics = await parts.tuning.update(shards, examples)
+        return metrics | {"trainer/epoch": float(parts.order.epoch)}
 
-    async def reach_policy(self) -> None:
+    async def load_policy(self) -> None:
         """It never leaves its devices."""
 
-    async def reach_weights(self) -> None:
+    async def load_weights(self) -> None:
         """They never leave their devices."""
 
     @property
@@ -96,7 +109,7 @@ class SftTrainer(Loop):
         return bool(self._parts.held_out)
 
     async def evaluate(self) -> Metrics:
-        """The mean over all trained tokens of the held-out rows, however they are cut into passes."""
+        """Mean loss over all trained tokens of the held-out rows."""
         if self._held_out is None:
             self._held_out = self._held_out_shards()
         total = 0.0
@@ -105,9 +118,7 @@ class SftTrainer(Loop):
         return {"sft/eval_loss": total / sum(num_tokens for _, num_tokens in self._held_out)}
 
     def _held_out_shards(self) -> list[tuple[Shards, int]]:
-        """What is evaluated, with its trained tokens; it stays in the object store."""
+        """Held-out batches, kept in the object store, with their numbers of trained tokens."""
         rows, size = iter(self._parts.held_out), self._trainer_config.eval_batch_size
-        passes = []
-        while batch := list(islice(rows, size)):
-            passes.append((Shards(train_batches(batch, self._parts.rules)), num_trained(batch)))
-        return passes
+        batches = iter(lambda: list(islice(rows, size)), [])
+        return [(self._parts.tuning.split(batch), num_trained(batch)) for batch in batches]

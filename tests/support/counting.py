@@ -87,8 +87,8 @@ class Counting(Loop):
         self.evaluated.append(self.global_step)
         return {}
 
-    async def reach_policy(self) -> None:
+    async def load_policy(self) -> None:
         pass
 
-    async def reach_weights(self) -> None:
+    async def load_weights(self) -> None:
         pass

@@ -60,7 +60,7 @@ async def main() -> None:
     try:
         await service.train([[old, old]])
     except StaleSamples as error:
-        assert str(error).endswith("nothing was changed, version 1 goes on"), error
+        assert str(error).endswith("nothing was changed; still serving version 1"), error
     else:
         raise AssertionError("samples of version 0 were trained")
     assert ask(service, service.model_name)["policy_versions"] == [1]

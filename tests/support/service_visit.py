@@ -100,7 +100,7 @@ async def trained(service: TrainingService) -> None:
         await service.train([others])
     except JobFailed as error:
         assert "differ by 1 nats" in str(error), error
-        assert f"nothing was changed, version {version} goes on" in str(error), error
+        assert f"nothing was changed; still serving version {version}" in str(error), error
     else:
         raise AssertionError("logprobs of another model were trained on")
     of_tokens = await service.train([group])
@@ -143,7 +143,7 @@ async def crashed(service: TrainingService) -> None:
     job, follower = service.train([chat_group(0, 0.5, 1.0)]), service.train([chat_group(1.0, 0.5, 0)])
     failed, followed = await asyncio.gather(job, follower, return_exceptions=True)
     assert isinstance(failed, JobFailed), failed
-    assert f"the trainer was started again at version {version}" in str(failed), failed
+    assert f"the trainer was restarted at version {version}" in str(failed), failed
     assert isinstance(followed, dict) and followed["service/policy_version"] == version + 1, followed
     assert served(service, version + 1)
 

@@ -1,4 +1,4 @@
-"""The comparison of engines and trainer before the first update of a process: nothing was synced that was compared."""
+"""Comparison of engines and trainer before the first update of a process, when no sync has been compared yet."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ log = logging.getLogger(__name__)
 
 
 class FirstCheck:
-    """Scores the first samples with every engine while the engines are up, and with the trainer while it is."""
+    """Scores the first samples with every engine while engines are awake, and with the trainer once it is loaded."""
 
     def __init__(self, check: SyncCheck, policy: PolicyGroup, engines: EnginePool) -> None:
         self._check, self._policy, self._engines = check, policy, engines
 
     async def scores(self, groups: Sequence[Group]) -> Scores | None:
-        """The first half, for which the engines must be able to generate; None once they were compared."""
+        """First half: the engines must be able to generate. None once they were compared."""
         if self._check.has_compared:
             return None
         before = self._engines.num_changes
@@ -33,7 +33,7 @@ class FirstCheck:
             return None
 
     async def judge(self, scores: Scores | None, groups: Sequence[Group]) -> None:
-        """The second half, for which the policy must be on its devices. Raises: SyncCheckFailed."""
+        """Second half: the policy must be on its devices. Raises: SyncCheckFailed."""
         if scores is not None:
             expected = await self._check.expect(self._policy, groups)
             self._check.judge(expected, scores, "before the first update")

@@ -1,4 +1,4 @@
-"""How far the engines' logprobs of a step's samples may be from the trainer's, which decides whether it is trained."""
+"""Bound on the difference between engines' and trainer's logprobs of a step, beyond which it is not trained."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LogprobBound:
     def __init__(
         self, config: LogprobDifferenceConfig, dtype_name: str, *, tensor_float: bool, has_experts: bool
     ) -> None:
-        """Args: dtype_name: the coarser dtype of trainer and engine; tensor_float: as SyncCheck."""
+        """Args: dtype_name: the coarser dtype of trainer and engine; tensor_float: like SyncCheck."""
         factor = EXPERTS_FACTOR if has_experts and dtype_name != "float32" else 1
         rounding = factor * rounding_bound(dtype_name, tensor_float=tensor_float)
         self.warn = rounding if config.warn is None else config.warn
@@ -51,8 +51,8 @@ class LogprobBound:
             "cause is known"
         )
 
-    def look(self, difference: float | None) -> None:
-        """Warn once in a run."""
+    def report(self, difference: float | None) -> None:
+        """Warn once in a run if the difference is above the bound."""
         if difference is None or difference <= self.warn or self._has_warned:
             return
         self._has_warned = True
@@ -77,6 +77,6 @@ def is_compared(groups: Sequence[Group], policy_version: int) -> Tensor:
 
 def compared_share(groups: Sequence[Group], policy_version: int) -> float:
     """Fraction of the trained tokens that are compared, 0 without trained tokens."""
-    counts = [(int(one.loss_mask.sum()), one.policy_version) for group in groups for one in group.samples]
+    counts = [(int(sample.loss_mask.sum()), sample.policy_version) for group in groups for sample in group.samples]
     total = sum(count for count, _ in counts)
     return sum(count for count, version in counts if version == policy_version) / max(1, total)

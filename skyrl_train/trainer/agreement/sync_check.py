@@ -1,7 +1,7 @@
-"""Do engine and trainer agree about the same tokens after a weight sync?
+"""Comparison of the logprobs of engines and trainer on fixed samples after a weight sync.
 
-Digests prove that the engine was handed the trainer's bytes. That it computes with them (the CPU build repacks
-weights, and a model may be wired wrongly on either side) is seen by comparing the logprobs of fixed samples.
+Digests verify that the engine received the trainer's bytes; this verifies that it computes with them (the CPU build
+repacks weights, and either side's code of the model may be wrong).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from skyrl_train.weight_sync.control import SyncCheckFailed
 
 NUM_SAMPLES = 8
 # Mean |difference| in nats on equal weights: 4e-7 in float32 on CPUs and GPUs; 5e-4 where vLLM's attention computes
-# float32 in TensorFloat-32, as it does if nobody says otherwise. One optimizer step of the quickstart moves it by 1e-2.
+# float32 in TensorFloat-32, its default. One optimizer step of the quickstart moves it by 1e-2.
 BOUNDS = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 TENSOR_FLOAT_BOUND = 3e-3
 
@@ -33,7 +33,7 @@ Scores = Mapping[str, Sequence[Sequence[float]]]
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What an engine that holds the weights computes."""
+    """The trainer's logprobs of the fixed samples."""
 
     batch: TrainBatch
     logprobs: torch.Tensor
@@ -42,17 +42,19 @@ class Expected:
 
 
 def rounding_bound(dtype_name: str, *, tensor_float: bool) -> float:
-    """Largest mean |difference| in nats on equal weights. Args: as SyncCheck."""
+    """Largest mean |difference| in nats on equal weights. Args: like SyncCheck."""
     return TENSOR_FLOAT_BOUND if tensor_float and dtype_name == "float32" else BOUNDS[dtype_name]
 
 
 class SyncCheck:
     """Compares logprobs before the first update, at the first and at each Nth sync."""
 
-    def __init__(self, every: int, dtype_name: str, rules: MicroBatchLimits, *, tensor_float: bool) -> None:
-        """Args: every: 0 means never; dtype_name: the coarser dtype of trainer and engine; rules: the policy's;
-        tensor_float: whether an engine's float32 may be TensorFloat-32."""
-        self._every, self._rules = every, rules
+    def __init__(
+        self, every: int, dtype_name: str, limits: MicroBatchLimits, *, tensor_float: bool, max_tokens: int
+    ) -> None:
+        """Args: every: 0 means never; dtype_name: the coarser dtype of trainer and engine; limits: the policy's;
+        tensor_float: whether an engine's float32 may be TensorFloat-32; max_tokens: of a sample that engines take."""
+        self._every, self._limits, self._max_tokens = every, limits, max_tokens
         self._bound = rounding_bound(dtype_name, tensor_float=tensor_float)
         self._batch: TrainBatch | None = None
         self.has_compared = False
@@ -64,14 +66,7 @@ class SyncCheck:
 
     def has_samples(self, groups: Sequence[Group]) -> bool:
         """Whether there are samples to compare on, these or those of an earlier call."""
-        return self._batch is not None or bool(groups)
-
-    async def run(self, policy: PolicyGroup, engines: EnginePool, groups: Sequence[Group]) -> None:
-        """Compare on the samples of the first call.
-
-        Raises: SyncCheckFailed with the difference, the bound and the engine.
-        """
-        await self.compare(engines, await self.expect(policy, groups))
+        return self._batch is not None or bool(self._scorable(groups))
 
     async def expect(self, policy: PolicyGroup, groups: Sequence[Group]) -> Expected:
         """The trainer's logprobs of the samples of the first call."""
@@ -90,7 +85,7 @@ class SyncCheck:
         """Raises: SyncCheckFailed."""
         self.has_compared = True
         for name, logprobs in scores.items():
-            served = torch.cat([torch.tensor(one, dtype=torch.float32) for one in logprobs])
+            served = torch.cat([torch.tensor(values, dtype=torch.float32) for values in logprobs])
             difference = float((served - expected.logprobs).abs().mean())
             if not difference <= self._bound:
                 raise SyncCheckFailed(
@@ -103,8 +98,12 @@ class SyncCheck:
 
     def _samples(self, groups: Sequence[Group]) -> TrainBatch:
         if self._batch is None:
-            self._batch = batch_of(groups, self._rules)
+            self._batch = batch_of(self._scorable(groups), self._limits)
         return self._batch
+
+    def _scorable(self, groups: Sequence[Group]) -> list[Group]:
+        """Groups whose first sample an engine can score; a service's clients may submit longer ones."""
+        return [group for group in groups if len(group.samples[0].token_ids) <= self._max_tokens]
 
 
 async def _scores(engines: EnginePool, batch: TrainBatch) -> Scores:
@@ -112,10 +111,10 @@ async def _scores(engines: EnginePool, batch: TrainBatch) -> Scores:
     return await engines.prompt_logprobs([token_ids[start:end].tolist() for start, end in pairwise(bounds)])
 
 
-def batch_of(groups: Sequence[Group], rules: MicroBatchLimits) -> TrainBatch:
-    """The first samples, one per group, in micro-batches that the policy's layout can run; it trains nothing."""
+def batch_of(groups: Sequence[Group], limits: MicroBatchLimits) -> TrainBatch:
+    """The first samples, one per group, in micro-batches that the policy's layout can run."""
     chosen = [replace(group, samples=(_without_last_token(group.samples[0]),)) for group in groups[:NUM_SAMPLES]]
-    (batch,) = split(build_experience(chosen, policy_version=0), replace(rules, dp_size=1))
+    (batch,) = split(build_experience(chosen, policy_version=0), replace(limits, dp_size=1))
     return batch
 
 

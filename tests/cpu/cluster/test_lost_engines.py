@@ -23,7 +23,7 @@ from skyrl_train.cluster.session import connect
 from skyrl_train.config import Config, load_config
 from skyrl_train.trainer.agreement.sync_check import SyncCheck
 from skyrl_train.trainer.credit import CreditAssignment
-from skyrl_train.trainer.rules import micro_batch_rules, objective
+from skyrl_train.trainer.from_config import micro_batch_limits, objective
 from skyrl_train.types import Generation, Group, Prompt, SamplingParams
 from tests.support.planted_deaths import EXTENSION, VARIABLE
 from tests.support.samples import sample
@@ -73,8 +73,8 @@ class World:
         from transformers import AutoConfig
 
         model = AutoConfig.from_pretrained(config.trainer.policy.model.path)
-        self.rules = micro_batch_rules(config.trainer, model, processes.policy.dp_size)
-        self.check = SyncCheck(1, "float32", self.rules, tensor_float=False)
+        self.rules = micro_batch_limits(config.trainer, model, processes.policy.dp_size)
+        self.check = SyncCheck(1, "float32", self.rules, tensor_float=False, max_tokens=128)
         self.sync = processes.weight_sync
         self.sync.verify_with(self.check)
         self.groups = run(self._groups())
@@ -100,7 +100,7 @@ class World:
     async def assert_all_serve_the_policy(self, num_engines: int) -> None:
         """Each engine computes the policy's logprobs, and requests are answered under its version."""
         assert len(self.engines.actors) == num_engines
-        await self.check.run(self.policy, self.engines, self.groups)
+        await self.check.compare(self.engines, await self.check.expect(self.policy, self.groups))
         assert {one.policy_version for one in await self.answers()} == {self.policy.policy_version}
 
     async def wait_for_replacements(self) -> None:

@@ -21,7 +21,7 @@ from skyrl_train.cluster.session import connect
 from skyrl_train.config import Config, load_config
 from skyrl_train.engines.vllm.engine import VllmEngine
 from skyrl_train.trainer.credit import CreditAssignment
-from skyrl_train.trainer.rules import micro_batch_rules, objective
+from skyrl_train.trainer.from_config import micro_batch_limits, objective
 from skyrl_train.types import ExperienceBatch, Generation, Group, Prompt, SamplingParams
 from tests.support import planted_faults
 from tests.support.samples import sample
@@ -88,7 +88,7 @@ class World:
         from transformers import AutoConfig
 
         model = AutoConfig.from_pretrained(self.config.trainer.policy.model.path)
-        rules = micro_batch_rules(self.config.trainer, model, self.processes.policy.dp_size)
+        rules = micro_batch_limits(self.config.trainer, model, self.processes.policy.dp_size)
         shards = Shards(split(experience, rules))
         credit = CreditAssignment(self.config.trainer.algorithm)(experience)
         signals = {"advantages": shards.put(credit.advantages, experience)}

@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.batching.build import build_examples
 from skyrl_train.batching.limits import MicroBatchLimits
+from skyrl_train.batching.split import split
 from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.data.conversation import Conversations
 from skyrl_train.data.sft import ExampleReader, LoadedExamples, load_examples
 from skyrl_train.tasks.sft_quickstart import CHAT_TEMPLATE as MARKED
-from skyrl_train.trainer.sft import train_batches
 from skyrl_train.types import Example
 from tests.support.tiny import CHATML, chatml_tokenizer, tiny_tokenizer
 
@@ -286,7 +286,7 @@ def test_every_trained_token_weighs_the_same_on_every_rank():
         Example(torch.arange(size), torch.arange(size) >= size - trained)
         for size, trained in zip(sizes, [1, 3, 8, 2, 16], strict=True)
     ]
-    shards = train_batches(examples, MicroBatchLimits(dp_size=2, max_tokens=40, max_sample_tokens=100))
+    shards = split(build_examples(examples), MicroBatchLimits(dp_size=2, max_tokens=40, max_sample_tokens=100))
     assert sum(len(shard.sample_ids) for shard in shards) == 5
     for shard in shards:
         (weights,) = shard.loss_weights.values()

@@ -14,12 +14,14 @@ import torch
 import transformers
 
 from skyrl_train.algorithms.objective import Objective, cross_entropy_objective
+from skyrl_train.batching.build import build_examples
+from skyrl_train.batching.split import split
 from skyrl_train.config.policy import LoraConfig, OptimizerConfig
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.megatron.verify.layout_check import Layout, Trial, rules, share_of
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
-from skyrl_train.trainer.sft import train_batches, update_metrics
+from skyrl_train.trainer.sft import update_metrics
 from skyrl_train.types import Example, TrainBatch
 from tests.support.adapters import peft_model, write_adapter
 from tests.support.families import VOCABULARY, make_trial, without_kl, write_family
@@ -161,7 +163,7 @@ def _fine_tune(rendezvous: Rendezvous, arguments: tuple[Layout, bool]) -> dict[s
     policy = policy_of(rendezvous, one, cross_entropy_objective(7), lora)
 
     def shard(examples: list[Example]) -> TrainBatch:
-        return train_batches(examples, rules(one, policy.ranks.dp_size))[policy.ranks.dp_rank]
+        return split(build_examples(examples), rules(one, policy.ranks.dp_size))[policy.ranks.dp_rank]
 
     train, held_out = batches()
     reports = [(policy.update(shard(examples)), examples) for examples in train]
@@ -211,7 +213,9 @@ def test_two_ranks_with_uneven_token_counts_log_the_loss_of_one():
     """Closer than to another program: the same code, cut differently."""
     train, _ = batches()
     one, _ = LAYOUTS["DP2"]
-    shares = [[float(shard.loss_mask.sum()) for shard in train_batches(e, rules(layout(one, {}), 2))] for e in train]
+    shares = [
+        [float(shard.loss_mask.sum()) for shard in split(build_examples(e), rules(layout(one, {}), 2))] for e in train
+    ]
     assert sum(max(pair) > 1.2 * min(pair) for pair in shares) > NUM_STEPS // 2, "token counts are uneven"
     alone, both = megatron_loop(1, ()), megatron_loop(2, ())
     assert both.losses == pytest.approx(alone.losses, abs=2e-5)

@@ -102,7 +102,7 @@ def test_other_callers_hand_in_tokens_and_bad_jobs_and_survive_a_killed_rank(ser
     assert visitor.wait() == 0, visitor.output + service.story()
     assert visitor.output.rstrip().endswith("all is well")
     log = (service.run_dir / "logs/service.log").read_text()
-    assert log.count("the trainer is started again at version") == 2
+    assert log.count("restarting the trainer at version") == 2
     rows = [json.loads(line) for line in (service.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["service/job"] for row in rows] == [float(number) for number in range(1, len(rows) + 1)]
 

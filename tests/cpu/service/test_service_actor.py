@@ -46,7 +46,7 @@ class Actor(ServiceActor):
             raise ValueError(self.failure)
         self._reader: Any = Reader()
         self._processes: Any = SimpleNamespace(engines=SimpleNamespace(urls=()))
-        self._learning: Any = SimpleNamespace(policy_version=3)
+        self._runner: Any = SimpleNamespace(version=SimpleNamespace(policy_version=3))
         self._run_dir: Any = SimpleNamespace(path="/runs/x")
         self._queue = JobQueue(self._note, self._recover)  # type: ignore[arg-type]
 
@@ -156,7 +156,7 @@ def test_one_that_can_train_no_more_says_why_to_all_who_look(monkeypatch: pytest
             await service.train_sft(-0.001)
         assert "(a rank died): no state" in str((await service.state()).broken)
         assert await service.metrics_after(0, 1) == (1, [{"job": 0}]), "of the jobs before"
-        with pytest.raises(ServiceBroken, match="trains no more: .*no state"):
+        with pytest.raises(ServiceBroken, match="can no longer train: .*no state"):
             await service.metrics_after(1, 1)
 
     run(body, monkeypatch)

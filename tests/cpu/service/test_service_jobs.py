@@ -11,6 +11,7 @@ import torch
 
 from skyrl_train.algorithms.credit import per_sample
 from skyrl_train.algorithms.tables import ADVANTAGES
+from skyrl_train.batching.split import mini_batches_of
 from skyrl_train.config import ConfigError, load_config
 from skyrl_train.service.checks import check_service
 from skyrl_train.service.client import listed
@@ -53,7 +54,7 @@ def test_messages_become_the_tokens_of_the_chat_template_with_the_loss_on_the_as
     assert TOKENIZER.decode(good.token_ids) == text
     assert TOKENIZER.decode(good.token_ids[good.loss_mask]) == "2<|im_end|>"
     assert (good.reward, bad.reward, good.turns, good.prompt_length) == (1.0, -0.5, 1, len(good.token_ids) - 3)
-    assert not job.has_logprobs and job.num_mini_batches == 1
+    assert not job.has_logprobs
 
 
 def test_tokens_are_taken_as_they_are_and_the_first_is_never_trained():
@@ -83,7 +84,7 @@ def test_numbers_may_be_those_of_numpy_and_torch():
             policy_versions=[whole(3)],
         )
         job = READER.train([[arrays, lists]])
-        assert job.drawn_by == plain.drawn_by and job.has_logprobs
+        assert job.sampled_by == plain.sampled_by and job.has_logprobs
         for sample in job.groups[0].samples:
             expected = plain.groups[0].samples[0]
             assert sample.reward == 0.5 and type(sample.reward) is float
@@ -101,7 +102,7 @@ def test_logprobs_count_as_given_only_if_every_sample_has_them():
 def test_versions_that_drew_samples_are_kept_with_the_first_place_of_each():
     groups = [[tokens(policy_versions=[3]), chat("2", 1.0) | {"policy_versions": [3, 4]}], [tokens(), tokens()]]
     job = JobReader(CONFIG, TOKENIZER, 66, 500).train([*groups, [tokens(policy_versions=[4])] * 2, GROUP])
-    assert job.drawn_by == {3: "group 0, sample 0", 4: "group 0, sample 1"}
+    assert job.sampled_by == {3: "group 0, sample 0", 4: "group 0, sample 1"}
     one_version, two_versions = job.groups[0].samples
     assert one_version.version_spans == ((3, int(one_version.loss_mask.sum())),)
     assert two_versions.version_spans == (), "which tokens are of which version is not known"
@@ -121,8 +122,8 @@ def test_groups_and_rows_may_come_from_generators():
     assert len(READER.sft(rows).examples) == 3
 
 
-def test_groups_are_cut_into_the_configured_mini_batches():
-    assert [READER.train([GROUP] * num).num_mini_batches for num in (1, 2, 4)] == [1, 1, 2]
+def test_groups_are_split_into_the_configured_mini_batches():
+    assert [mini_batches_of(len(READER.train([GROUP] * num).groups), 2) for num in (1, 2, 4)] == [1, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 
 from skyrl_train.cluster.calls import RemoteFailed
-from skyrl_train.service.feed import Feed
-from skyrl_train.service.job import CareJob, SaveJob, SftJob, TrainJob
-from skyrl_train.service.learning import Learning
-from skyrl_train.service.queue import JobFailed, JobQueue, ServiceBroken, StaleSamples
-from skyrl_train.service.watch import watch
+from skyrl_train.service.job import HealthCheckJob, SaveJob, SftJob, TrainJob
+from skyrl_train.service.queue import Feed, JobFailed, JobQueue, ServiceBroken, StaleSamples
+from skyrl_train.service.runner import JobRunner, check_health
 from skyrl_train.tracking.timers import Timers
-from skyrl_train.trainer.learner import Learner as RealLearner
+from skyrl_train.trainer.publisher import Publisher
+from tests.support.job_runners import job_runner
 
 Test = Callable[[], Awaitable[None]]
 
@@ -43,7 +43,7 @@ class Work:
         self.recovered.append(str(error))
         if self.cannot_recover:
             raise RuntimeError("no state")
-        return "version 3 goes on"
+        return "still serving version 3"
 
 
 def test_jobs_run_one_at_a_time_in_the_order_in_which_they_came():
@@ -63,7 +63,7 @@ def test_a_job_that_fails_is_its_callers_trouble_alone_and_heard_of_after_the_re
         queue = JobQueue(work.run, work.recover)
         first, bad, last = await asyncio.gather(*map(queue.submit, (1, "bad", 2)), return_exceptions=True)
         assert (first, last) == (2, 4) and work.recovered == ["out of memory"]
-        assert isinstance(bad, JobFailed) and str(bad) == "out of memory; version 3 goes on"
+        assert isinstance(bad, JobFailed) and str(bad) == "out of memory; still serving version 3"
         await queue.close()
 
     asyncio.run(body())
@@ -76,7 +76,7 @@ def test_after_a_failed_recovery_all_who_wait_and_all_who_come_are_told_why():
         queue = JobQueue(work.run, work.recover)
         answers = await asyncio.gather(*map(queue.submit, ("bad", 1)), return_exceptions=True)
         assert all(isinstance(one, ServiceBroken) and "(out of memory): no state" in str(one) for one in answers)
-        with pytest.raises(ServiceBroken, match="the service trains no more: it could not recover"):
+        with pytest.raises(ServiceBroken, match="the service can no longer train: it could not recover"):
             await queue.submit(1)
         assert work.seen == ["bad"]
         await queue.close()
@@ -178,12 +178,6 @@ class Engines:
         self.num_changes += self.has_come
 
 
-class Processes:
-    def __init__(self, policy: Policy) -> None:
-        self.policy, self.reference = policy, None
-        self.engines = Engines(policy.calls)
-
-
 class Residency:
     def __init__(self, calls: list[str]) -> None:
         self.calls, self.failures = calls, 0
@@ -194,78 +188,89 @@ class Residency:
     async def for_saving(self) -> None:
         """Nothing to move."""
 
-    async def sync_weights(self, groups: object) -> None:
+    async def for_training(self) -> None:
+        """Nothing to move."""
+
+    async def sync_weights(self, groups: object) -> SimpleNamespace:
         self.calls.append("sync")
         self.failures -= 1
         if self.failures >= 0:
             raise RemoteFailed("engine-1 was late")
+        return SimpleNamespace(num_bytes=1, seconds=1.0)
 
-    async def start_again(self, policy: Test, reference: Test) -> None:
-        await reference()
-        await policy()
+    async def restart_trainers(self, restart_policy: Test) -> None:
+        await restart_policy()
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
 
-class Learner:
-    def __init__(self, policy: Policy, calls: list[str]) -> None:
-        self.policy, self.residency, self.fails_in = policy, Residency(calls), ""
+class Service:
+    """A JobRunner whose fine-tuning adds 1 to the version, or fails in a chosen phase."""
 
-    async def learn_examples(self, examples: object, *, before_sync: Test) -> dict[str, float]:
-        if self.fails_in == "cut":
+    def __init__(self, state_path: str | None = None) -> None:
+        self.policy, self.fails_in = Policy([]), ""
+        self.calls = self.policy.calls
+        self.engines, self.residency = Engines(self.calls), Residency(self.calls)
+        self.runner: JobRunner = job_runner(
+            self.policy, self.engines, self.residency, tuning=self, state_path=state_path
+        )
+        self.run, self.recover = self.runner.run, self.runner.recover
+
+    def split(self, examples: object) -> None:
+        if self.fails_in == "split":
             raise ValueError("too long")
+
+    async def update(self, shards: None, examples: object) -> dict[str, float]:
         self.policy.num_updates += 1
         if self.fails_in == "update":
             raise RemoteFailed("policy-0 died")
         self.policy.policy_version += 1
-        await before_sync()
-        if self.fails_in == "sync":
-            raise RemoteFailed("engine-0 hangs")
+        self.residency.failures = int(self.fails_in == "sync")
         return {}
 
 
 @pytest.mark.parametrize(
     ("fails_in", "expected"),
     [
-        ("cut", ["rollout"]),
+        ("split", ["rollout"]),
         ("update", ["drop lost", "admit", "kill", "restart at 1 from a", "sync", "rollout"]),
-        ("sync", ["save 2 in b", "drop lost", "admit", "kill", "restart at 1 from a", "sync", "rollout"]),
+        ("sync", ["save 2 in b", "sync", "drop lost", "admit", "kill", "restart at 1 from a", "sync", "rollout"]),
     ],
 )
 def test_after_a_failure_the_last_version_goes_on_and_its_state_is_never_written_over(
     fails_in: str, expected: list[str]
 ):
     async def body() -> None:
-        calls: list[str] = []
-        policy = Policy(calls)
-        learner = Learner(policy, calls)
-        learning = Learning(Processes(policy), learner, Timers(), state_path="/s", max_model_len=9)  # type: ignore[arg-type]
-        metrics = await learning.run(SftJob(()))
-        assert calls == ["save 1 in a", "rollout"] and learning.policy_version == 1
+        service = Service("/s")
+        calls, version = service.calls, service.runner.version
+        metrics = await service.run(SftJob(()))
+        assert calls == ["save 1 in a", "sync", "rollout"] and version.policy_version == 1
         assert metrics["timing/save_state"] > 0
         calls.clear()
-        learner.fails_in = fails_in
+        service.fails_in = fails_in
         with pytest.raises((ValueError, RemoteFailed)) as error:
-            await learning.run(SftJob(()))
-        await learning.recover(error.value)
-        assert calls == expected and learning.policy_version == policy.policy_version == 1
+            await service.run(SftJob(()))
+        await service.recover(error.value)
+        assert calls == expected and version.policy_version == service.policy.policy_version == 1
         calls.clear()
-        learner.fails_in = ""
-        await learning.run(SftJob(()))
-        assert calls == ["save 2 in b", "rollout"] and learning.policy_version == 2
+        service.fails_in = ""
+        await service.run(SftJob(()))
+        assert calls == ["save 2 in b", "sync", "rollout"] and version.policy_version == 2
 
     asyncio.run(body())
 
 
 def test_the_time_of_writing_a_state_is_not_that_of_the_sync():
     async def body() -> None:
-        learner, timers = RealLearner.__new__(RealLearner), Timers()
-        learner._timers, learner.residency = timers, Residency([])  # type: ignore[assignment]
+        timers = Timers()
 
         async def write() -> None:
             with timers("save_state"):
                 await asyncio.sleep(0.05)
 
         with timers("step"):
-            await learner._sync((), write)
+            await Publisher(Residency([]), timers, write).publish()  # type: ignore[arg-type]
         times = timers.metrics()
         assert times["timing/save_state"] >= 0.05 > times["timing/sync_weights"]
 
@@ -274,22 +279,20 @@ def test_the_time_of_writing_a_state_is_not_that_of_the_sync():
 
 def test_engines_are_looked_after_between_jobs_and_those_that_came_are_given_the_weights():
     async def body() -> None:
-        policy = Policy([])
-        processes, learner = Processes(policy), Learner(policy, policy.calls)
-        learning = Learning(processes, learner, Timers(), state_path=None, max_model_len=9)  # type: ignore[arg-type]
-        queue = JobQueue(learning.run, learning.recover)
-        watching = asyncio.ensure_future(watch(queue, 0.01))
+        service = Service()
+        queue = JobQueue(service.run, service.recover)
+        checking = asyncio.ensure_future(check_health(queue, 0.01))
         await asyncio.sleep(0.05)
-        assert set(policy.calls) == {"drop lost"}
-        processes.engines.has_replacement = True
+        assert set(service.calls) == {"drop lost"}
+        service.engines.has_replacement = True
         await asyncio.sleep(0.05)
-        assert set(policy.calls) == {"drop lost", "admit"}, "it could not be started"
-        processes.engines.has_come = True
+        assert set(service.calls) == {"drop lost", "admit"}, "it could not be started"
+        service.engines.has_come = True
         await asyncio.sleep(0.05)
-        first = policy.calls.index("sync")
-        assert policy.calls[first - 2 : first + 2] == ["drop lost", "admit", "sync", "rollout"]
+        first = service.calls.index("sync")
+        assert service.calls[first - 2 : first + 2] == ["drop lost", "admit", "sync", "rollout"]
         await queue.close()
-        await asyncio.wait_for(watching, 1)
+        await asyncio.wait_for(checking, 1)
 
     asyncio.run(body())
 
@@ -297,26 +300,24 @@ def test_engines_are_looked_after_between_jobs_and_those_that_came_are_given_the
 @pytest.mark.parametrize("num_failures", [1, 2])
 def test_a_sync_between_jobs_that_fails_is_made_up_for_before_the_trainer_is_given_up(num_failures: int):
     async def body() -> None:
-        policy = Policy([])
-        processes, learner = Processes(policy), Learner(policy, policy.calls)
-        learning = Learning(processes, learner, Timers(), state_path="/s", max_model_len=9)  # type: ignore[arg-type]
-        processes.engines.has_replacement, processes.engines.has_come = True, True
-        learner.residency.failures = num_failures
+        service = Service("/s")
+        service.engines.has_replacement, service.engines.has_come = True, True
+        service.residency.failures = num_failures
         with pytest.raises(RemoteFailed) as error:
-            await learning.run(CareJob())
-        assert await learning.recover(error.value) == "nothing was changed, version 0 goes on"
-        processes.engines.has_replacement, processes.engines.has_come = False, False
-        policy.calls.clear()
+            await service.run(HealthCheckJob())
+        assert await service.recover(error.value) == "nothing was changed; still serving version 0"
+        service.engines.has_replacement, service.engines.has_come = False, False
+        service.calls.clear()
         if num_failures == 2:
             with pytest.raises(RemoteFailed) as error:
-                await learning.run(CareJob())
-            assert "started again" in await learning.recover(error.value)
+                await service.run(HealthCheckJob())
+            assert "was restarted" in await service.recover(error.value)
         else:
-            await learning.run(CareJob())
-        assert ("kill" in policy.calls) == (num_failures == 2) and policy.calls[-2:] == ["sync", "rollout"]
-        policy.calls.clear()
-        await learning.run(CareJob())
-        assert policy.calls == ["drop lost"]
+            await service.run(HealthCheckJob())
+        assert ("kill" in service.calls) == (num_failures == 2) and service.calls[-2:] == ["sync", "rollout"]
+        service.calls.clear()
+        await service.run(HealthCheckJob())
+        assert service.calls == ["drop lost"]
 
     asyncio.run(body())
 
@@ -326,14 +327,12 @@ def test_a_service_whose_engines_are_all_given_up_between_jobs_is_broken():
         async def none_is_left() -> None:
             raise RemoteFailed("no engine is left")
 
-        policy = Policy([])
-        processes, learner = Processes(policy), Learner(policy, policy.calls)
-        learning = Learning(processes, learner, Timers(), state_path="/s", max_model_len=9)  # type: ignore[arg-type]
-        processes.engines.has_replacement = True
-        processes.engines.admit_replacements = none_is_left  # type: ignore[method-assign]
-        queue = JobQueue(learning.run, learning.recover)
+        service = Service("/s")
+        service.engines.has_replacement = True
+        service.engines.admit_replacements = none_is_left  # type: ignore[method-assign]
+        queue = JobQueue(service.run, service.recover)
         with pytest.raises(ServiceBroken, match="no engine is left"):
-            await queue.submit(CareJob())
+            await queue.submit(HealthCheckJob())
         await queue.close()
 
     asyncio.run(body())
@@ -348,33 +347,28 @@ def test_nobody_looks_after_engines_while_a_job_runs():
             await asyncio.sleep(0.05)
 
         queue = JobQueue(run, Work().recover)
-        watching = asyncio.ensure_future(watch(queue, 0.01))
+        checking = asyncio.ensure_future(check_health(queue, 0.01))
         await asyncio.gather(queue.submit(1), queue.submit(2))
         assert seen[:2] == [1, 2]
-        watching.cancel()
+        checking.cancel()
         await queue.close()
 
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("drawn_by", [{0: "group 0, sample 2"}, {1: "group 0, sample 0", 2: "group 1, sample 3"}])
-def test_samples_of_other_versions_than_the_trained_one_are_refused_when_their_turn_comes(drawn_by: dict[int, str]):
+@pytest.mark.parametrize("sampled_by", [{0: "group 0, sample 2"}, {1: "group 0, sample 0", 2: "group 1, sample 3"}])
+def test_samples_of_other_versions_than_the_trained_one_are_refused_when_their_turn_comes(sampled_by: dict[int, str]):
     async def body() -> None:
-        policy = Policy([])
-        learning = Learning(
-            Processes(policy),  # type: ignore[arg-type]
-            Learner(policy, []),  # type: ignore[arg-type]
-            Timers(),
-            state_path=None,
-            max_model_len=9,
-        )
-        queue = JobQueue(learning.run, learning.recover)
-        job = TrainJob((), 1, False, drawn_by)
+        service = Service()
+        queue = JobQueue(service.run, service.recover)
+        job = TrainJob((), False, sampled_by)
         _, refused = await asyncio.gather(queue.submit(SftJob(())), queue.submit(job), return_exceptions=True)
         assert isinstance(refused, StaleSamples)
-        version, where = next((version, where) for version, where in drawn_by.items() if version != 1)
-        assert str(refused).startswith(f"{where} was drawn by version {version}, and the policy is version 1: draw it")
-        assert str(refused).endswith("nothing was changed, version 1 goes on") and policy.num_updates == 1
+        version, where = next((version, where) for version, where in sampled_by.items() if version != 1)
+        assert str(refused).startswith(
+            f"{where} was sampled by version {version}, and the policy is version 1. Sample it"
+        )
+        assert str(refused).endswith("nothing was changed; still serving version 1") and service.policy.num_updates == 1
         await queue.close()
 
     asyncio.run(body())
@@ -382,26 +376,24 @@ def test_samples_of_other_versions_than_the_trained_one_are_refused_when_their_t
 
 def test_without_kept_states_only_half_an_update_cannot_be_taken_back():
     async def body() -> None:
-        policy = Policy([])
-        learner = Learner(policy, policy.calls)
-        learning = Learning(Processes(policy), learner, Timers(), state_path=None, max_model_len=9)  # type: ignore[arg-type]
-        await learning.run(SftJob(()))
-        learner.fails_in = "cut"
+        service = Service()
+        await service.run(SftJob(()))
+        service.fails_in = "split"
         with pytest.raises(ValueError) as refused:
-            await learning.run(SftJob(()))
-        assert await learning.recover(refused.value) == "nothing was changed, version 1 goes on"
-        policy.calls.clear()
+            await service.run(SftJob(()))
+        assert await service.recover(refused.value) == "nothing was changed; still serving version 1"
+        service.calls.clear()
         with pytest.raises(RemoteFailed) as error:
-            await learning.run(SaveJob("/full"))
-        assert await learning.recover(error.value) == "nothing was changed, version 1 goes on"
-        assert policy.calls == ["rollout"], "an engine that is admitted needs weights, and none are sent"
-        policy.idle = False
+            await service.run(SaveJob("/full"))
+        assert await service.recover(error.value) == "nothing was changed; still serving version 1"
+        assert service.calls == ["rollout"], "an engine that is admitted needs weights, and none are sent"
+        service.policy.idle = False
         with pytest.raises(RuntimeError, match="keep_state=False"):
-            await learning.recover(error.value)
-        learner.fails_in = "update"
+            await service.recover(error.value)
+        service.fails_in = "update"
         with pytest.raises(RemoteFailed) as error:
-            await learning.run(SftJob(()))
+            await service.run(SftJob(()))
         with pytest.raises(RuntimeError, match="keep_state=False"):
-            await learning.recover(error.value)
+            await service.recover(error.value)
 
     asyncio.run(body())

@@ -51,7 +51,7 @@ def test_without_its_last_export_a_run_saves_all_else_and_ends_with_an_error(tmp
         asyncio.run(loop.train())
     assert steps(trainer) == [3, 4] and loop.evaluated[-1] == 4
     resumed = Counting(trainer, 4)
-    resumed.go_on(load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(4)).state)
+    resumed.resume(load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(4)).state)
     asyncio.run(resumed.train())
     assert resumed.policy.exported == ["global_step_4"] and not resumed.batches, "the same command makes up for it"
 

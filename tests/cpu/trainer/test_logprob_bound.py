@@ -15,7 +15,7 @@ from skyrl_train.config import load_config
 from skyrl_train.config.rl import LogprobDifferenceConfig
 from skyrl_train.ranks import UpdateReport
 from skyrl_train.trainer.agreement.logprob_bound import LogprobBound, compared_share, is_compared
-from skyrl_train.trainer.learner import Learner
+from skyrl_train.trainer.scorers import Scorers
 from skyrl_train.types import UNKNOWN_VERSION, Group, Prompt, Sample
 from tests.support.fake_actors import FakeRank, policy_group
 
@@ -60,7 +60,7 @@ def test_a_run_warns_once(caplog: pytest.LogCaptureFixture):
     limits = bound("bfloat16")
     with caplog.at_level(logging.WARNING):
         for difference in (None, 0.05, 0.06, 0.3):
-            limits.look(difference)
+            limits.report(difference)
     (said,) = caplog.messages
     assert said.startswith("trainer.logprob_difference.warn is 0.05: ") and "differ by 0.06 nats" in said
     assert "above 0.5 the run ends" in said
@@ -102,11 +102,20 @@ def test_samples_of_earlier_and_unknown_versions_are_not_compared():
 )
 def test_old_logprobs_are_kept_where_dropout_makes_the_update_another_model(overrides: list[str], expected: bool):
     """The update's own pass would be off by the dropout's noise, as no engine is."""
-    learner = Learner.__new__(Learner)
-    learner._trainer = load_config([f"trainer.policy.model.lora.{one}" for one in overrides]).trainer
-    learner._reference, learner._algorithm = None, learner._trainer.algorithm
+    kept: list[Any] = []
+
+    async def keep_old_logprobs(*args: Any) -> None:
+        kept.append(args)
+
+    async def for_training() -> None:
+        """Nothing moves."""
+
+    trainer = load_config([f"trainer.policy.model.lora.{override}" for override in overrides]).trainer
+    policy: Any = SimpleNamespace(keep_old_logprobs=keep_old_logprobs)
+    residency: Any = SimpleNamespace(for_training=for_training)
     shards: Any = SimpleNamespace(batches=[SimpleNamespace(mini_batches=[None])])
-    assert learner._needs_old_logprobs(shards) is expected
+    signals = asyncio.run(Scorers(trainer, policy, (), residency).score(shards))
+    assert signals.has_old_logprobs is expected is bool(kept)
 
 
 def test_a_refused_update_leaves_the_driver_as_it_was(monkeypatch: pytest.MonkeyPatch):

@@ -17,15 +17,14 @@ from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.weight_sync import WeightSync
 from skyrl_train.ranks import Moved, UpdateReport
-from skyrl_train.service.job import CareJob, SftJob, TrainJob
-from skyrl_train.service.learning import Learning
+from skyrl_train.service.job import HealthCheckJob, SftJob, TrainJob
 from skyrl_train.service.queue import StaleSamples
-from skyrl_train.tracking.timers import Timers
-from skyrl_train.trainer.memory_report import MemoryReport
+from skyrl_train.trainer.performance import MemoryReport
 from skyrl_train.trainer.residency import Colocated, Dedicated
 from skyrl_train.types import SamplingParams
 from skyrl_train.weight_sync.control import SyncCheckFailed
 from tests.support.fake_actors import SYNC, FakeEngine, FakeRank, engine_group, policy_group, ref
+from tests.support.job_runners import job_runner
 
 PARAMS = SamplingParams(max_generate_length=4)
 SYNC_CALLS = ["begin_weight_update", "update_weights", "finish_weight_update", "resume"]
@@ -65,7 +64,7 @@ class World:
         self.policy = await policy_group(monkeypatch, self.rank)
         self.sync = WeightSync(self.policy, self.engines, SYNC, self.check)
         await self.sync.senders.connect()
-        self.residency = Dedicated(self.sync, MemoryReport(self.policy, None, self.engines))
+        self.residency = Dedicated(self.sync, (), MemoryReport(self.policy, (), self.engines))
 
     async def answers(self, count: int = 4) -> list[int]:
         """The version that each answer was drawn from."""
@@ -295,19 +294,17 @@ def test_a_broken_sync_says_so_before_its_ranks_have_let_go(monkeypatch: pytest.
 @pytest.mark.parametrize("num_engines", [1, 2])
 def test_a_service_replaces_an_engine_that_died_between_two_jobs(monkeypatch: pytest.MonkeyPatch, num_engines: int):
     async def main(world: World) -> None:
-        processes = SimpleNamespace(policy=world.policy, engines=world.engines, reference=None)
-        learner = SimpleNamespace(residency=world.residency)
-        service = Learning(processes, learner, Timers(), state_path=None, max_model_len=9)  # type: ignore[arg-type]
+        service = job_runner(world.policy, world.engines, world.residency)
         world.policy.versions.current = 5
         await world.sync.publish(())
         sends = world.rank.num_sends
-        await service.run(CareJob())
+        await service.run(HealthCheckJob())
         assert world.rank.num_sends == sends, "nobody was lost"
         world.actors[0].is_alive = False
-        await service.run(CareJob())
+        await service.run(HealthCheckJob())
         while len(world.engines.actors) < num_engines:
             await asyncio.sleep(0)
-            await service.run(CareJob())
+            await service.run(HealthCheckJob())
         assert world.rank.num_sends == sends + 1 and await world.answers() == [5] * 4
         assert world.actors[num_engines].policy_version == 5
 
@@ -342,21 +339,19 @@ def test_a_service_sends_again_to_engines_that_compute_other_logprobs_than_its_t
     """It has found so while it looked after them, between two jobs."""
 
     async def main(world: World) -> None:
-        processes = SimpleNamespace(policy=world.policy, engines=world.engines, reference=None)
-        learner = SimpleNamespace(residency=world.residency)
-        service = Learning(processes, learner, Timers(), state_path="/s", max_model_len=9)  # type: ignore[arg-type]
+        service = job_runner(world.policy, world.engines, world.residency, state_path="/s")
         await world.sync.publish(())
         world.check.has_samples, world.check.fails = lambda groups: True, True  # type: ignore[method-assign]
         world.actors[0].is_alive = False
         with pytest.raises(SyncCheckFailed) as error:
             while True:
-                await service.run(CareJob())
+                await service.run(HealthCheckJob())
                 await asyncio.sleep(0)
         with pytest.raises(SyncCheckFailed):
             await service.recover(error.value)
         assert world.actors[1].called[-1] == "pause", "nobody is served by weights that are not the trainer's"
         world.check.fails = False
-        assert "started again at version 0" in await service.recover(error.value)
+        assert "restarted at version 0" in await service.recover(error.value)
         assert world.actors[1].called[-2:] == ["resume", "prompt_logprobs"] and await world.answers() == [0] * 4
 
     in_world(monkeypatch, main)
@@ -370,18 +365,16 @@ def test_a_version_that_was_served_and_taken_back_gives_its_number_to_no_other_w
             states.append((method, args))
             return UpdateReport({"loss": 1.0}, 1.0, 1.0, 1.0, 1.0, None)
 
-        async def learn_examples(examples: Any, *, before_sync: Callable[[], Awaitable[None]]) -> dict[str, float]:
-            await world.policy.update(shards, {}, 1)  # type: ignore[arg-type]
-            await before_sync()
-            await world.residency.sync_weights(["a group"])  # type: ignore[list-item]
+        async def update(shards: Any, examples: Any) -> dict[str, float]:
+            await world.policy.update(shards, {}, 1)
             return {}
 
         states: list[tuple[str, tuple[Any, ...]]] = []
         shards = SimpleNamespace(refs=[None], batches=[SimpleNamespace(mini_batches=[None] * 2)])
         world.rank.answers["call"] = call
-        processes = SimpleNamespace(policy=world.policy, engines=world.engines, reference=None)
-        learner = SimpleNamespace(residency=world.residency, learn_examples=learn_examples)
-        service = Learning(processes, learner, Timers(), state_path="/s", max_model_len=9)  # type: ignore[arg-type]
+        tuning = SimpleNamespace(split=lambda examples: shards, update=update)
+        world.check.has_samples = lambda groups: True  # type: ignore[method-assign]
+        service = job_runner(world.policy, world.engines, world.residency, tuning=tuning, state_path="/s")
         await service.run(SftJob(()))
         assert await world.answers() == [2] * 4
         world.check.every, world.check.fails = 1, True
@@ -392,8 +385,8 @@ def test_a_version_that_was_served_and_taken_back_gives_its_number_to_no_other_w
         assert "at version 2" in await service.recover(error.value)
         assert await world.answers() == [2] * 4 and states[-1] == ("load_state", ("/s/a", 2))
         await service.run(SftJob(()))
-        assert await world.answers() == [6] * 4 and service.policy_version == 6
-        stale = TrainJob((), 1, has_logprobs=False, drawn_by={4: "group 0, sample 0"})
+        assert await world.answers() == [6] * 4 and service.version.policy_version == 6
+        stale = TrainJob((), has_logprobs=False, sampled_by={4: "group 0, sample 0"})
         with pytest.raises(StaleSamples):
             await service.run(stale)
         assert "at version 6" in await service.recover(RemoteFailed("policy-0 died"))
@@ -404,17 +397,17 @@ def test_a_version_that_was_served_and_taken_back_gives_its_number_to_no_other_w
 
 def test_the_memory_metric_leaves_out_who_does_not_answer(monkeypatch: pytest.MonkeyPatch):
     async def main(world: World) -> None:
-        report = MemoryReport(world.policy, None, world.engines)
+        report = MemoryReport(world.policy, (), world.engines)
         world.actors[0].is_alive = False
-        await report.look("training")
+        await report.measure("training")
         whole = {"memory/training/policy_gib": 2, "memory/training/engine_gib": 1, "memory/training/device_free_gib": 3}
         assert report.metrics() == whole
         assert list(world.engines.actors) == ["engine-0", "engine-1"], "a metric judges nobody"
         world.rank.is_alive = False
-        await report.look("training")
+        await report.measure("training")
         assert report.metrics() == {name: value for name, value in whole.items() if "policy" not in name}
         world.actors[1].is_alive = False
-        await report.look("training")
+        await report.measure("training")
         assert report.metrics() == {}
 
     in_world(monkeypatch, main)
@@ -472,8 +465,8 @@ def test_an_engine_that_lives_and_cannot_sleep_ends_the_run(monkeypatch: pytest.
 def colocated(world: World) -> Colocated:
     """The policy stays where it is."""
     release = SimpleNamespace(enter=stays, leave=stays)
-    report = MemoryReport(world.policy, None, world.engines)
-    return Colocated(world.policy, None, world.engines, world.sync, release, report)  # type: ignore[arg-type]
+    report = MemoryReport(world.policy, (), world.engines)
+    return Colocated(world.policy, (), world.engines, world.sync, release, report)  # type: ignore[arg-type]
 
 
 async def stays(*group_and_parts: Any) -> Moved:

@@ -377,11 +377,11 @@ def test_an_evaluation_that_was_left_out_is_made_when_the_run_goes_on(stop_at: i
     stopped, resumed = Counting(trainer, 7, stop_at=stop_at), Counting(trainer, 7)
     asyncio.run(stopped.train())
     state = load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(stop_at)).state
-    assert state.owes
-    resumed.go_on(state)
+    assert state.pending
+    resumed.resume(state)
     asyncio.run(resumed.train())
     assert stopped.evaluated + resumed.evaluated == [0, 2, 4, 6, 7]
-    assert not load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(7)).state.owes or stop_at == 7
+    assert not load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(7)).state.pending or stop_at == 7
 
 
 def test_processes_that_end_with_the_run_cost_it_a_checkpoint_and_no_more(
@@ -402,7 +402,7 @@ def test_a_run_that_goes_on_trains_on_the_rows_that_are_left_in_their_order(tmp_
     asyncio.run(whole.train())
     for step in (4, 8):
         resumed = Counting(trainer, 12)
-        resumed.go_on(load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(step)).state)
+        resumed.resume(load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(step)).state)
         asyncio.run(resumed.train())
         assert resumed.batches == whole.batches[step:] and resumed.global_step == 12
 

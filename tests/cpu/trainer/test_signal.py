@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,14 +15,14 @@ from skyrl_train.batching.build import build_experience
 from skyrl_train.cluster.ranks.policy_group import UpdateReports
 from skyrl_train.config import load_config
 from skyrl_train.ranks import UpdateReport
-from skyrl_train.service.learning import Learning
 from skyrl_train.tracking.timers import Timers
-from skyrl_train.trainer import learner as learner_module
-from skyrl_train.trainer.build import _signal
-from skyrl_train.trainer.credit import CreditAssignment
-from skyrl_train.trainer.learner import Learner
-from skyrl_train.trainer.rules import objective
-from skyrl_train.trainer.signal import Signal
+from skyrl_train.trainer import step as step_module
+from skyrl_train.trainer.build import learning_signal
+from skyrl_train.trainer.credit import CreditAssignment, LearningSignal
+from skyrl_train.trainer.from_config import objective
+from skyrl_train.trainer.publisher import Publisher
+from skyrl_train.trainer.scorers import Scorers
+from skyrl_train.trainer.step import TrainingStep
 from skyrl_train.types import Group, Metrics, Prompt, Sample, final_reward
 
 EQUAL, DIFFERENT = (1.0, 1.0), (0.0, 1.0)
@@ -64,11 +64,11 @@ class Policy:
 
 
 class World:
-    """A learner whose devices and first comparison only note that they were used."""
+    """A step whose devices and first comparison only record that they were used."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, always_updates: bool = False) -> None:
         self.policy = Policy()
-        calls = self.policy.calls
+        calls, config, policy = self.policy.calls, load_config([WITHOUT_KL]), cast("Any", self.policy)
 
         def noting(name: str, result: Any = None) -> Any:
             async def call(*args: Any) -> Any:
@@ -77,26 +77,38 @@ class World:
 
             return call
 
-        moves = {name: noting(name) for name in ("for_reference", "for_training", "for_rollout")}
+        async def groups() -> list[Group]:
+            return self.groups
+
         sync = noting("sync", SimpleNamespace(num_bytes=1, seconds=1.0))
-        self.learner = Learner(
-            load_config([WITHOUT_KL]),
-            rules=SimpleNamespace(),  # type: ignore[arg-type]
-            policy=self.policy,  # type: ignore[arg-type]
-            reference=None,
-            residency=SimpleNamespace(**moves, sync_weights=sync, metrics=lambda: {}),  # type: ignore[arg-type]
-            timers=Timers(),
-            bound=SimpleNamespace(fail=1.0, look=lambda difference: None),  # type: ignore[arg-type]
+        residency: Any = SimpleNamespace(
+            for_training=noting("for_training"), sync_weights=sync, metrics=lambda: {"timing/moves": 0.0}
+        )
+        source: Any = SimpleNamespace(next=groups, metrics=lambda: {"trainer/epoch": 0.0})
+        timers = Timers()
+        self.step = TrainingStep(
+            config=config,
+            source=source,
+            policy=policy,
+            residency=residency,
+            scorers=Scorers(config.trainer, policy, (), residency),
+            publisher=Publisher(residency, timers),
             first_check=SimpleNamespace(scores=noting("scores"), judge=noting("judge")),  # type: ignore[arg-type]
-            signal=Signal(objective_of(), has_other_terms=False),
+            bound=SimpleNamespace(fail=1.0, report=lambda difference: None),  # type: ignore[arg-type]
+            learning_signal=LearningSignal(objective_of(), has_other_terms=always_updates),
+            objective=objective_of(),
+            limits=SimpleNamespace(),  # type: ignore[arg-type]
+            timers=timers,
         )
         shards = SimpleNamespace(batches=[SimpleNamespace(mini_batches=[None, None])], put=lambda *args: [])
-        monkeypatch.setattr(self.learner, "_shards", lambda *args: shards)
-        monkeypatch.setattr(learner_module, "balance_metrics", lambda *args: {})
+        monkeypatch.setattr(step_module, "split", lambda *args, **kwargs: [])
+        monkeypatch.setattr(step_module, "Shards", lambda batches: shards)
+        monkeypatch.setattr(step_module, "balance_metrics", lambda *args: {})
 
     async def learn(self, *rewards: tuple[float, ...]) -> Metrics:
         self.policy.calls.clear()
-        return await self.learner.learn([group(one) for one in rewards], 2)
+        self.groups = [group(of_group) for of_group in rewards]
+        return await self.step.step()
 
 
 def test_a_step_whose_groups_all_have_equal_rewards_trains_and_syncs_nothing(monkeypatch: pytest.MonkeyPatch):
@@ -106,6 +118,7 @@ def test_a_step_whose_groups_all_have_equal_rewards_trains_and_syncs_nothing(mon
         assert world.policy.calls == [] and world.policy.policy_version == 0
         assert metrics["policy/num_optimizer_steps"] == 0 and metrics["reward/zero_variance_share"] == 1
         assert metrics["loss/avg_final_rewards"] == 0.5
+        assert metrics["trainer/epoch"] == metrics["timing/moves"] == 0
 
     asyncio.run(main())
 
@@ -115,23 +128,21 @@ def test_the_first_update_after_steps_without_signal_is_checked_like_any_first_u
         world = World(monkeypatch)
         await world.learn(EQUAL)
         await world.learn(EQUAL, DIFFERENT)
-        assert world.policy.calls == [
-            *("scores", "for_reference", "for_training", "judge", "old logprobs", "update", "sync")
-        ]
+        assert world.policy.calls == ["scores", "for_training", "old logprobs", "judge", "update", "sync"]
         assert world.policy.policy_version == 1
 
     asyncio.run(main())
 
 
 def test_steps_without_signal_are_logged_once_in_a_row(caplog: pytest.LogCaptureFixture):
-    signal = Signal(objective_of(), has_other_terms=False)
+    signal = LearningSignal(objective_of(), has_other_terms=False)
     metrics = [metrics_of(group(rewards)) for rewards in (EQUAL, EQUAL, DIFFERENT, EQUAL)]
-    assert [signal.is_in(one) for one in metrics] == [False, False, True, False]
+    assert [signal.is_in(each) for each in metrics] == [False, False, True, False]
     assert caplog.text.count("has no signal") == 2 and "100 % of the groups have equal rewards" in caplog.text
 
 
 def test_advantages_of_tokens_that_are_not_trained_are_no_signal():
-    signal = Signal(objective_of(), has_other_terms=False)
+    signal = LearningSignal(objective_of(), has_other_terms=False)
     assert not signal.is_in(metrics_of(group(DIFFERENT, mask=(False, False))))
 
 
@@ -147,7 +158,7 @@ def test_advantages_of_tokens_that_are_not_trained_are_no_signal():
 )
 def test_an_objective_with_another_term_is_trained_without_advantages(overrides: list[str]):
     config, experts = load_config([WITHOUT_KL, *overrides]), SimpleNamespace(num_experts=4)
-    assert _signal(config, experts).is_in(metrics_of(group(EQUAL)))  # type: ignore[arg-type]
+    assert learning_signal(config, experts).is_in(metrics_of(group(EQUAL)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -160,29 +171,26 @@ def test_an_objective_with_another_term_is_trained_without_advantages(overrides:
 )
 def test_terms_of_weight_zero_and_routers_of_a_dense_model_are_no_signal(overrides: list[str]):
     config = load_config([WITHOUT_KL, *overrides])
-    assert not _signal(config, SimpleNamespace()).is_in(metrics_of(group(EQUAL)))  # type: ignore[arg-type]
+    assert not learning_signal(config, SimpleNamespace()).is_in(metrics_of(group(EQUAL)))  # type: ignore[arg-type]
 
 
 def test_every_loss_but_cross_entropy_needs_advantages():
     trained = {
         loss
         for loss in LOSSES
-        if Signal(objective_of(f"trainer.algorithm.policy_loss_type={loss}"), has_other_terms=False).is_in(
+        if LearningSignal(objective_of(f"trainer.algorithm.policy_loss_type={loss}"), has_other_terms=False).is_in(
             metrics_of(group(EQUAL))
         )
     }
     assert trained == {"cross_entropy"}
 
 
-def test_every_job_of_a_service_moves_the_version(monkeypatch: pytest.MonkeyPatch):
+def test_a_step_that_always_updates_trains_without_signal(monkeypatch: pytest.MonkeyPatch):
+    """So does a service, whose clients count versions."""
+
     async def main() -> None:
-        world = World(monkeypatch)
-        processes: Any = SimpleNamespace(policy=world.policy)
-        learning = Learning(processes, world.learner, Timers(), state_path=None, max_model_len=9)
-        world.learner._timers = learning._timers
-        monkeypatch.setattr("skyrl_train.service.learning.TrainJob", SimpleNamespace)
-        job: Any = SimpleNamespace(groups=[group(EQUAL)], num_mini_batches=2, has_logprobs=True, drawn_by={})
-        metrics = await learning.run(job)
-        assert metrics["service/policy_version"] == 1 and world.policy.calls[-3:] == ["update", "sync", "for_rollout"]
+        world = World(monkeypatch, always_updates=True)
+        await world.learn(EQUAL)
+        assert world.policy.calls[-2:] == ["update", "sync"] and world.policy.policy_version == 1
 
     asyncio.run(main())

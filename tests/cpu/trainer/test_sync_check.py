@@ -17,7 +17,7 @@ from skyrl_train.trainer.agreement.first_check import FirstCheck
 from skyrl_train.trainer.agreement.sync_check import SyncCheck, SyncCheckFailed, batch_of
 from skyrl_train.types import Group, Prompt, Sample, TrainBatch
 
-RULES = MicroBatchLimits(dp_size=2, max_tokens=16, max_sample_tokens=64, min_micro_batches=2, micro_batch_multiple=2)
+LIMITS = MicroBatchLimits(dp_size=2, max_tokens=16, max_sample_tokens=64, min_micro_batches=2, micro_batch_multiple=2)
 
 
 def group(uid: int, length: int) -> Group:
@@ -45,8 +45,15 @@ def check_with(error: float, *, dtype_name: str = "float32", every: int = 10, te
 
     policy: Any = SimpleNamespace(prompt_logprobs=trained, policy_version=3)
     engines: Any = SimpleNamespace(prompt_logprobs=served)
-    check = SyncCheck(every, dtype_name, RULES, tensor_float=tensor_float)
-    asyncio.run(check.run(policy, engines, [group(uid, length) for uid, length in enumerate([3, 9, 5, 12])]))
+    check = SyncCheck(every, dtype_name, LIMITS, tensor_float=tensor_float, max_tokens=12)
+    groups = [group(uid, length) for uid, length in enumerate([3, 9, 5, 12, 13])]
+
+    async def main() -> None:
+        expected = await check.expect(policy, groups)
+        assert sorted(expected.batch.cu_seqlens.diff().tolist()) == [2, 4, 8, 11], "engines cannot score 13 tokens"
+        await check.compare(engines, expected)
+
+    asyncio.run(main())
 
 
 def test_rounding_passes_and_other_weights_fail():
@@ -63,14 +70,14 @@ def test_nan_fails():
 
 
 def test_checks_are_due_at_the_first_and_each_nth_sync():
-    check = SyncCheck(3, "float32", RULES, tensor_float=False)
+    check = SyncCheck(3, "float32", LIMITS, tensor_float=False, max_tokens=64)
     assert [sync for sync in range(1, 10) if check.is_due(sync)] == [1, 3, 6, 9]
-    assert not SyncCheck(0, "float32", RULES, tensor_float=False).is_due(1)
+    assert not SyncCheck(0, "float32", LIMITS, tensor_float=False, max_tokens=64).is_due(1)
 
 
 def test_the_fixed_samples_are_cut_as_the_layout_needs():
     """Interleaved pipelines want multiples of their size; more tokens than the limit do not fit the memory."""
-    batch = batch_of([group(uid, 11) for uid in range(20)], RULES)
+    batch = batch_of([group(uid, 11) for uid in range(20)], LIMITS)
     (micro_batches,) = batch.mini_batches
     assert len(micro_batches) % 2 == 0
     assert sum(len(samples) for samples in micro_batches) == 8, "one sample of each of the first 8 groups"
@@ -78,7 +85,7 @@ def test_the_fixed_samples_are_cut_as_the_layout_needs():
 
 
 def test_a_sample_that_fills_the_context_is_scored_without_its_last_token():
-    batch = batch_of([group(0, 64), group(1, 1)], RULES)
+    batch = batch_of([group(0, 64), group(1, 1)], LIMITS)
     assert sorted(batch.cu_seqlens.diff().tolist()) == [1, 63]
 
 
@@ -103,7 +110,7 @@ def first_check(
     async def main() -> bool:
         policy: Any = SimpleNamespace(prompt_logprobs=trained, policy_version=3)
         engines: Any = SimpleNamespace(prompt_logprobs=served, num_changes=0, drop_blamed=drop_blamed)
-        check = SyncCheck(every, "float32", RULES, tensor_float=False)
+        check = SyncCheck(every, "float32", LIMITS, tensor_float=False, max_tokens=64)
         check.has_compared = has_compared
         first = FirstCheck(check, policy, engines)
         groups = [group(0, 5), group(1, 7)]

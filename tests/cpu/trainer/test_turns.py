@@ -12,7 +12,7 @@ import pytest
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.ranks.release import KeepResident
 from skyrl_train.cluster.weight_sync import WeightSync
-from skyrl_train.trainer.memory_report import MemoryReport
+from skyrl_train.trainer.performance import MemoryReport
 from skyrl_train.trainer.residency import Colocated
 from tests.support.fake_actors import SYNC, FakeEngine, FakeRank, engine_group, policy_group
 
@@ -30,9 +30,9 @@ class World:
         engines = engine_group(monkeypatch, self.engine)
         self.policy = await policy_group(monkeypatch, self.rank)
         check: Any = SimpleNamespace(is_due=lambda sync: False)
-        sync, report = WeightSync(self.policy, engines, SYNC, check), MemoryReport(self.policy, None, engines)
+        sync, report = WeightSync(self.policy, engines, SYNC, check), MemoryReport(self.policy, (), engines)
         await sync.senders.connect()
-        self.residency = Colocated(self.policy, None, engines, sync, KeepResident(), report)
+        self.residency = Colocated(self.policy, (), engines, sync, KeepResident(), report)
 
     def fail(self, method: str) -> None:
         def refuse(*args: Any, **kwargs: Any) -> None:
@@ -54,10 +54,7 @@ class World:
         async def start() -> None:
             self.engine.called.append("policy starts")
 
-        async def nothing() -> None:
-            """There is no reference."""
-
-        await self.residency.start_again(start, nothing)
+        await self.residency.restart_trainers(start)
 
 
 def in_world(monkeypatch: pytest.MonkeyPatch, main: Callable[[World], Awaitable[None]]) -> None:
@@ -108,7 +105,6 @@ def test_a_quiet_step_wakes_and_sleeps_once(monkeypatch: pytest.MonkeyPatch):
     async def main(world: World) -> None:
         for _ in range(2):
             await world.residency.for_rollout()
-            await world.residency.for_reference()
             await world.residency.for_training()
             await world.residency.sync_weights(())
         step = ["sleep", "wake_weights", "begin_weight_update", "resume"]

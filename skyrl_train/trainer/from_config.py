@@ -15,7 +15,7 @@ from skyrl_train.ranks import pad_multiple
 from skyrl_train.types import SamplingParams
 
 
-def micro_batch_rules(trainer: TrainingConfig, model: PretrainedConfig, dp_size: int) -> MicroBatchLimits:
+def micro_batch_limits(trainer: TrainingConfig, model: PretrainedConfig, dp_size: int) -> MicroBatchLimits:
     """How a mini-batch is split for the policy's layout."""
     layout = trainer.policy.megatron_config
     pipeline = layout.pipeline_model_parallel_size

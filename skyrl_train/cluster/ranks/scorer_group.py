@@ -1,0 +1,48 @@
+"""Models that score a step's shards, such as the reference of the KL term."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyrl_train.cluster.ranks.model_group import ModelGroup
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup
+from skyrl_train.cluster.ranks.shards import Shards
+
+
+class FrozenGroup(ModelGroup):
+    """The ranks of a model that is not trained."""
+
+    entry_point = "skyrl_train.megatron.reference:MegatronReference"
+
+
+class ScorerGroup:
+    """Computes one signal for every token of a step's shards; the results stay on the ranks."""
+
+    def __init__(self, name: str, signal: str, model: ModelGroup, method: str) -> None:
+        """Args: name: in metrics and logs; signal: its field in TokenInputs; method: of the ranks' worker."""
+        self.name, self.signal, self.model = name, signal, model
+        self._method = method
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether the policy's own ranks compute the signal."""
+        return isinstance(self.model, PolicyGroup)
+
+    async def score(self, shards: Shards) -> list[Any]:
+        """References to the signal [T] of each shard. Shards are assigned to the data-parallel ranks round-robin."""
+        ranks = self.model.ranks
+        scored: list[Any] = []
+        for start in range(0, len(shards.refs), ranks[0].dp_size):
+            wave = shards.refs[start : start + ranks[0].dp_size]
+            # All ranks run when any does: a rank without a shard repeats one, since its expert peers may need it.
+            args = [(wave[min(rank.dp_rank, len(wave) - 1)],) for rank in ranks]
+            results = await self.model.group.each_kept(self._method, args)
+            reporting = {rank.dp_rank: result for rank, result in zip(ranks, results, strict=True) if rank.reports}
+            scored += [reporting[index] for index in range(len(wave))]
+        return scored
+
+
+def reference_scorer(model: ModelGroup) -> ScorerGroup:
+    """The reference of the KL term: a frozen model, or the policy with its adapters off."""
+    method = "reference_logprobs" if isinstance(model, PolicyGroup) else "logprobs"
+    return ScorerGroup("reference", "ref_logprobs", model, method)

@@ -1,0 +1,187 @@
+"""Execution of jobs, and recovery of the last version after a job that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.cluster.launch import Processes
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup
+from skyrl_train.cluster.ranks.release import STATE_FOLDERS
+from skyrl_train.service.job import HealthCheckJob, Job, SaveJob, SftJob, TrainJob
+from skyrl_train.service.queue import JobFailed, JobQueue, ServiceBroken
+from skyrl_train.service.source import JobSource
+from skyrl_train.tracking.timers import Timers
+from skyrl_train.trainer.publisher import Publisher
+from skyrl_train.trainer.residency import Residency
+from skyrl_train.trainer.sft import FineTuning
+from skyrl_train.trainer.step import TrainingStep
+from skyrl_train.types import Metrics
+from skyrl_train.weight_sync.control import SyncCheckFailed
+
+log = logging.getLogger(__name__)
+
+NEEDS_LOGPROBS = "policy/rollout_train_logprobs_"
+
+
+class SavedVersion:
+    """The last version that engines serve, with the policy's state in one of two folders.
+
+    An update is written into the other folder, so an intact state exists at any time.
+    """
+
+    def __init__(self, policy: PolicyGroup, timers: Timers, state_path: str | None) -> None:
+        """Args: state_path: None keeps no state, and a failed update ends the service."""
+        self._policy, self._timers = policy, timers
+        self._folders = None if state_path is None else [str(Path(state_path, name)) for name in STATE_FOLDERS]
+        self._saved: str | None = None
+        """State of `policy_version`; None while that is the initial model."""
+        self._unfinished: str | None = None
+        self.commit()
+
+    async def write(self) -> None:
+        """Save the updated policy, before the engines get its weights."""
+        if self._folders is not None:
+            self._unfinished = next(folder for folder in self._folders if folder != self._saved)
+            with self._timers("save_state"):
+                await self._policy.save_state(self._unfinished)
+
+    def commit(self) -> None:
+        """The engines serve the updated policy."""
+        self.policy_version, self._num_steps = self._policy.policy_version, self._policy.num_steps
+        self._saved = self._unfinished
+
+    @property
+    def is_restorable(self) -> bool:
+        return self._folders is not None or self.policy_version == 0
+
+    async def restore(self) -> None:
+        """Start new processes of the policy with this version."""
+        await self._policy.restart_from(self._saved, self.policy_version, self._num_steps)
+
+
+class JobRunner:
+    """Runs jobs; between two of them the engines serve `version.policy_version` and no job's memory is held."""
+
+    def __init__(
+        self,
+        processes: Processes,
+        residency: Residency,
+        version: SavedVersion,
+        source: JobSource,
+        step: TrainingStep,
+        tuning: FineTuning,
+        publisher: Publisher,
+        timers: Timers,
+    ) -> None:
+        """Args: source: that of the step."""
+        self._policy, self._engines, self._residency = processes.policy, processes.engines, residency
+        self.version, self._source, self._step = version, source, step
+        self._tuning, self._publisher, self._timers = tuning, publisher, timers
+        self._job: Job | None = None
+        self._updates_before = 0
+        self._failed_syncs = 0
+        """Consecutive failed syncs of health checks."""
+
+    async def run(self, job: Job) -> Metrics:
+        """Returns when the engines serve the result and the trainers' memory is free."""
+        self._job, self._updates_before = job, self._policy.num_updates
+        if isinstance(job, SaveJob):
+            await self._residency.for_saving()
+            await self._policy.save_hf(job.folder)
+            await self._residency.for_rollout()
+            return {}
+        if isinstance(job, HealthCheckJob):
+            await self._check_engines()
+            return {}
+        self._timers.reset()
+        with self._timers("step"):
+            metrics = await self._train(job) if isinstance(job, TrainJob) else await self._fine_tune(job)
+            with self._timers("sync_weights"):
+                await self._residency.for_rollout()
+        self._failed_syncs = 0
+        self.version.commit()
+        return metrics | self._timers.metrics() | {"service/policy_version": float(self.version.policy_version)}
+
+    async def _train(self, job: TrainJob) -> Metrics:
+        self._source.put(job)
+        metrics = await self._step.step()
+        if not job.has_logprobs:
+            metrics = {name: value for name, value in metrics.items() if not name.startswith(NEEDS_LOGPROBS)}
+        return metrics
+
+    async def _fine_tune(self, job: SftJob) -> Metrics:
+        with self._timers("convert_to_training_input"):
+            shards = self._tuning.split(job.examples)
+        with self._timers("fwd_logprobs_values_reward"):
+            await self._residency.for_training()
+        metrics = await self._tuning.update(shards, job.examples)
+        return metrics | await self._publisher.publish() | self._residency.metrics()
+
+    async def _check_engines(self) -> None:
+        """A replacement starts with the initial model and serves after a sync; a failed sync is repeated."""
+        await self._engines.drop_lost()
+        if not self._engines.has_replacement and not self._failed_syncs:
+            return
+        before = self._engines.num_changes
+        await self._engines.admit_replacements()
+        if self._engines.num_changes != before or self._failed_syncs:
+            self._failed_syncs += 1
+            await self._residency.sync_weights(())
+            await self._residency.for_rollout()
+            self._failed_syncs = 0
+
+    async def _is_sound(self, error: Exception) -> bool:
+        """Whether the processes can continue after a job that left the weights unchanged.
+
+        A rank that failed in a pass may have left messages in its groups that the next pass would receive. A health
+        check makes no pass: if its first sync fails (an engine was late), the next one tries again.
+        """
+        if isinstance(error, SyncCheckFailed):
+            return False
+        if not isinstance(error, RemoteFailed):
+            return True
+        is_health_check = isinstance(self._job, HealthCheckJob) and self._failed_syncs == 1
+        return (isinstance(self._job, SaveJob) or is_health_check) and await self._policy.is_idle()
+
+    async def recover(self, error: Exception) -> str:
+        """Serve and train the last version again; return a report. Raises: the reason if that is impossible."""
+        version = self.version.policy_version
+        if self._policy.num_updates == self._updates_before and await self._is_sound(error):
+            await self._residency.for_rollout()
+            return f"nothing was changed; still serving version {version}"
+        if not self.version.is_restorable:
+            raise RuntimeError(
+                "the trainer processes died or were left with a partial update, and no saved state exists to restore "
+                "(keep_state=False). Start a service from the last save"
+            )
+        await self._engines.drop_lost()
+        await self._engines.admit_replacements()
+        log.warning("restarting the trainer at version %d", version)
+        await self._policy.kill()
+        await self._residency.restart_trainers(self.version.restore)
+        await self._residency.sync_weights(())
+        await self._residency.for_rollout()
+        self._failed_syncs = 0
+        return f"the trainer was restarted at version {version}, which the engines serve"
+
+
+async def check_health(queue: JobQueue[Any, Any], interval_s: float) -> None:
+    """Submit a HealthCheckJob whenever the queue is idle; returns when the queue accepts no more jobs.
+
+    In a run, requests for samples reveal a dead engine; between the jobs of a service nothing else does.
+    """
+    while True:
+        await asyncio.sleep(interval_s)
+        if not queue.is_idle:
+            continue
+        try:
+            await queue.submit(HealthCheckJob())
+        except JobFailed as error:
+            log.warning("the health check of the engines failed: %s", error)
+        except ServiceBroken as error:
+            log.error("health checks of the engines stopped: %s", error)
+            return

@@ -1,0 +1,105 @@
+"""One step of reinforcement learning, the same for every source of groups."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from skyrl_train.algorithms.objective import Objective
+from skyrl_train.batching.build import build_experience
+from skyrl_train.batching.limits import MicroBatchLimits
+from skyrl_train.batching.split import balance_metrics, mini_batches_of, split
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup, UpdateRefused
+from skyrl_train.cluster.ranks.shards import Shards
+from skyrl_train.config import Config
+from skyrl_train.ranks import LogprobLimit
+from skyrl_train.rollout.source import GroupSource
+from skyrl_train.tracking.timers import Timers
+from skyrl_train.trainer.agreement.first_check import FirstCheck
+from skyrl_train.trainer.agreement.logprob_bound import LogprobBound, compared_share, is_compared
+from skyrl_train.trainer.credit import Credit, CreditAssignment, LearningSignal
+from skyrl_train.trainer.performance import training_performance
+from skyrl_train.trainer.publisher import Publisher
+from skyrl_train.trainer.residency import Residency
+from skyrl_train.trainer.scorers import Scorers, Signals
+from skyrl_train.types import ExperienceBatch, Group, Metrics, TrainBatch
+
+
+@dataclass(kw_only=True)
+class TrainingStep:
+    """From the groups of a source to new weights in the engines."""
+
+    config: Config
+    source: GroupSource
+    policy: PolicyGroup
+    residency: Residency
+    scorers: Scorers
+    publisher: Publisher
+    first_check: FirstCheck
+    bound: LogprobBound
+    learning_signal: LearningSignal
+    objective: Objective
+    limits: MicroBatchLimits
+    timers: Timers
+    _step_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def __post_init__(self) -> None:
+        self._credit = CreditAssignment(self.config.trainer.algorithm)
+
+    async def step(self) -> Metrics:
+        """Train on the groups that come next. Without signal (credit.py) weights, version and devices stay unchanged.
+
+        Raises: ValueError for groups that cannot be split, LogprobsDiffer for samples that are not the policy's, both
+            before anything has changed; RemoteFailed, SyncCheckFailed; errors of the source.
+        """
+        groups = await self.source.next()
+        with self.timers("convert_to_training_input"):
+            batch = build_experience(groups, self.policy.policy_version)
+            shards = Shards(self._split(batch, len(groups)))
+            credit = self._credit(batch)
+        if not self.learning_signal.is_in(credit.metrics):
+            skipped = {"policy/num_optimizer_steps": 0.0}
+            return self.source.metrics() | credit.metrics | skipped | self.residency.metrics()
+        with self.timers("sync_weights"):
+            scores = await self.first_check.scores(groups)
+        with self.timers("fwd_logprobs_values_reward"):
+            signals = await self.scorers.score(shards)
+            await self.first_check.judge(scores, groups)
+            if signals.kl is not None:
+                credit = self._credit(batch, shards.whole(signals.kl, batch))
+        update = await self._update(groups, batch, shards, credit, signals)
+        published = await self.publisher.publish(groups)
+        return self.source.metrics() | credit.metrics | update | published | self.residency.metrics()
+
+    def _split(self, batch: ExperienceBatch, num_groups: int) -> list[TrainBatch]:
+        config = self.config
+        return split(
+            batch,
+            self.limits,
+            num_mini_batches=mini_batches_of(num_groups, config.trainer.policy_mini_batch_size),
+            reductions=self.objective.reductions,
+            max_generate_length=config.generator.sampling_params.max_generate_length,
+            step_id=next(self._step_ids),
+        )
+
+    async def _update(
+        self, groups: Sequence[Group], batch: ExperienceBatch, shards: Shards, credit: Credit, signals: Signals
+    ) -> Metrics:
+        """Raises: LogprobsDiffer."""
+        version, epochs = self.policy.policy_version, self.config.trainer.update_epochs_per_batch
+        with self.timers("policy_train"):
+            values = {name: refs for name, refs in signals.refs.items() if name in self.objective.needs}
+            values["advantages"] = shards.put(credit.advantages, batch)
+            limit = LogprobLimit(self.bound.fail, is_compared(groups, version), of_kept=signals.has_old_logprobs)
+            try:
+                metrics, reports = await self.policy.update(shards, values, epochs, limit=limit)
+            except UpdateRefused as refused:
+                raise self.bound.error(refused.difference, version) from None
+        self.bound.report(reports.logprob_difference)
+        return (
+            balance_metrics(shards.batches, self.limits)
+            | metrics
+            | {"policy/rollout_train_logprobs_compared": compared_share(groups, version)}
+            | training_performance(len(batch.token_ids), reports, self.timers)
+        )
