@@ -105,6 +105,17 @@ def _algorithm(config: Config) -> Iterator[str]:
     algorithm = config.trainer.algorithm
     if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
         yield "trainer.algorithm.use_kl_loss and use_kl_in_reward are both true: set one of them to false"
+    buffer, longest = algorithm.overlong_buffer.len, config.generator.sampling_params.max_generate_length
+    if buffer is not None and buffer > longest:
+        yield (
+            f"trainer.algorithm.overlong_buffer.len is {buffer}: it is above "
+            f"generator.sampling_params.max_generate_length {longest}. Set it to at most that value"
+        )
+    if algorithm.dynamic_sampling.type is not None and config.trainer.source != "on_policy":
+        yield (
+            f"trainer.algorithm.dynamic_sampling.type is {algorithm.dynamic_sampling.type}: only the source on_policy "
+            f"applies it, and trainer.source is {config.trainer.source}. Set it to null"
+        )
     problems = list(algorithm_problems(algorithm.values, algorithm.parameters))
     yield from problems
     if problems:

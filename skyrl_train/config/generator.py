@@ -56,6 +56,8 @@ class GeneratorConfig:
     n_samples_per_prompt: Count
     rollout: Text | None
     max_failed_share: ShareBelowOne
+    zero_reward_on_non_stop: bool
+    apply_overlong_filtering: bool
     eval_n_samples_per_prompt: Count
     engine_init_kwargs: dict[str, Any]
     chat_template_kwargs: dict[str, Any]

@@ -94,6 +94,23 @@ class OffPolicyCorrectionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OverlongBufferConfig:
+    """Soft punishment of long responses."""
+
+    len: Count | None
+    penalty_factor: NotNegative
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSamplingConfig:
+    """What happens to groups whose samples all have the same reward."""
+
+    type: Annotated[str, OneOf(("filter", "replace"))] | None
+    max_sample_batches: CountOrNever
+    min_replace_ratio: Share
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Settings of the RL algorithm."""
 
@@ -110,6 +127,9 @@ class AlgorithmConfig:
     vespo: VespoConfig
     corrections: tuple[Annotated[str, CORRECTIONS], ...]
     off_policy_correction: OffPolicyCorrectionConfig
+    overlong_buffer: OverlongBufferConfig
+    zero_variance_filter: bool
+    dynamic_sampling: DynamicSamplingConfig
     loss_reduction: Annotated[str, REDUCTIONS]
     use_kl_loss: bool
     use_kl_in_reward: bool

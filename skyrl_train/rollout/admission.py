@@ -69,17 +69,27 @@ class Admission:
     has failed; the source replaces it.
     """
 
-    def __init__(self, max_failed_share: float) -> None:
-        """Args: max_failed_share: of the rollouts of a step, from 0 to 1."""
+    def __init__(self, max_failed_share: float, *, filters: bool = False) -> None:
+        """Args:
+        max_failed_share: of the rollouts of a step, from 0 to 1.
+        filters: whether the source leaves out complete groups, which are then counted in the metrics.
+        """
         self.ledger = Ledger()
         self._max_failed_share = max_failed_share
         self._num_rollouts = 0
         self._failures: list[Failure] = []
         self._num_failed_groups = 0
+        self._filters, self._num_filtered = filters, 0
 
     def begin(self, num_rollouts: int) -> None:
         """A step of so many rollouts begins; failures are counted from 0 on."""
         self._num_rollouts, self._failures, self._num_failed_groups = num_rollouts, [], 0
+        self._num_filtered = 0
+
+    def filter(self, num_groups: int) -> None:
+        """Count complete groups that are left out on purpose."""
+        self._num_filtered += num_groups
+        self.ledger.leave_out(num_groups)
 
     def fail(self, failure: Failure) -> Failure:
         """Count a failed rollout. Raises: its own error where none may fail, else TooManyFailures past the limit."""
@@ -107,10 +117,9 @@ class Admission:
         return Group(prompt, tuple(sample for samples in made for sample in samples))
 
     def metrics(self) -> Metrics:
-        """Failures of the step, where any may happen."""
-        if self._max_failed_share == 0:
-            return {}
-        return {
-            "generate/num_failed_rollouts": float(len(self._failures)),
-            "generate/num_failed_groups": float(self._num_failed_groups),
-        }
+        """Failures and filtered groups of the step, where there may be any."""
+        metrics = {"generate/num_filtered_groups": float(self._num_filtered)} if self._filters else {}
+        if self._max_failed_share:
+            metrics["generate/num_failed_rollouts"] = float(len(self._failures))
+            metrics["generate/num_failed_groups"] = float(self._num_failed_groups)
+        return metrics

@@ -19,7 +19,10 @@ def rollout_metrics(groups: Sequence[Group]) -> Metrics:
     """
     samples = [sample for group in groups for sample in group.samples]
     rewards = _rewards(samples)
-    num_tokens = np.array([int(sample.loss_mask.sum()) for sample in samples])
+    # A sample that is not trained (generator.apply_overlong_filtering) counts all tokens after its prompt.
+    num_tokens = np.array(
+        [int(sample.loss_mask.sum()) or len(sample.token_ids) - sample.prompt_length for sample in samples]
+    )
     scores = _scores(groups)
     return {
         "generate/batch_num_seq": float(len(samples)),

@@ -11,6 +11,7 @@ from skyrl_train.data.order import Order
 from skyrl_train.rollout.admission import Admission
 from skyrl_train.rollout.collect import Collector, Progress
 from skyrl_train.rollout.seeds import seed
+from skyrl_train.rollout.shaping import Shaping, copies, has_signal
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.types import Group, Metrics, Prompt, SamplingParams
 
@@ -54,13 +55,16 @@ class SourceParts:
     async def collect(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams, admission: Admission
     ) -> list[Group]:
-        """`generator.n_samples_per_prompt` rollouts of each prompt, as the collector does it."""
+        """`generator.n_samples_per_prompt` rollouts of each prompt, as the collector does it, with the configured
+        penalties and masks."""
         with self.timers("sync_weights"):
             await self.wake_engines()
         with self.timers("generate"):
-            return await self.collector.collect(
+            groups = await self.collector.collect(
                 prompts, self.config.generator.n_samples_per_prompt, sampling_params, self.progress, admission
             )
+        shaping = Shaping(self.config)
+        return [shaping(group) for group in groups]
 
 
 class OnPolicySource:
@@ -71,18 +75,36 @@ class OnPolicySource:
         self._parts, self._seed, self._size = parts, trainer.seed, trainer.train_batch_size
         self._order = Order(parts.prompts, batch_size=self._size, seed=trainer.seed)
         self._num_rollouts = self._size * generator.n_samples_per_prompt
-        self._admission = Admission(generator.max_failed_share)
+        self._sampling = trainer.algorithm.dynamic_sampling
+        self._admission = Admission(generator.max_failed_share, filters=self._sampling.type is not None)
 
     async def next(self) -> list[Group]:
-        """The groups of the next rows, and of others for those that failed, one for one. Raises: as `Collector`."""
+        """The groups of the next rows, and of others for those that failed or were filtered, one for one.
+
+        Raises: as `Collector`; RuntimeError where dynamic sampling has not found enough groups.
+        """
         self._admission.begin(self._num_rollouts)
-        groups: list[Group] = []
+        sampling, groups = self._sampling, list[Group]()
+        num_batches = num_copies = 0
         while missing := self._size - len(groups):
+            if sampling.type is not None and num_batches == sampling.max_sample_batches:
+                raise RuntimeError(
+                    f"after trainer.algorithm.dynamic_sampling.max_sample_batches={num_batches} batches only "
+                    f"{len(groups)} of {self._size} groups have samples of different rewards. Raise it (-1: no limit), "
+                    "use easier or harder prompts, or set trainer.algorithm.dynamic_sampling.type=null"
+                )
             rows = self._order.next_rows(missing)
             # A row comes once in an epoch, so its samples have the same seeds whichever step it is in.
             params = replace(self._parts.sampling_params, seed=seed("train", self._seed, self._order.epoch))
-            groups += await self._parts.collect(rows, params, self._admission)
-        self._admission.ledger.train(len(groups))
+            made = await self._parts.collect(rows, params, self._admission)
+            num_batches += 1
+            kept = made if sampling.type is None else [group for group in made if has_signal(group)]
+            self._admission.filter(len(made) - len(kept))
+            groups += kept
+            if sampling.type == "replace" and len(groups) > sampling.min_replace_ratio * self._size:
+                num_copies = self._size - len(groups)
+                groups += copies(groups, num_copies, self._seed)
+        self._admission.ledger.train(len(groups) - num_copies)
         return groups
 
     def metrics(self) -> Metrics:

@@ -74,6 +74,9 @@ METRICS = (
         "generate/num_failed_rollouts", "rollouts", "failed and left out (only with generator.max_failed_share)"
     ),
     MetricName("generate/num_failed_groups", "groups", "failed and replaced (only with generator.max_failed_share)"),
+    MetricName(
+        "generate/num_filtered_groups", "groups", "without signal and left out (only with dynamic_sampling.type)"
+    ),
     MetricName("generate/avg_num_tokens", "tokens", "tokens that the policy wrote per sample, mean"),
     MetricName("generate/min_num_tokens", "tokens", "the same, least"),
     MetricName("generate/max_num_tokens", "tokens", "the same, most"),

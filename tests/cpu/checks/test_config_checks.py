@@ -73,6 +73,14 @@ def test_the_base_and_the_quickstart_pass():
             "is 104, more than the 100 prompts of data.train_data: set it to at most 100",
         ),
         (["trainer.algorithm.use_kl_in_reward=true"], "both true: set one of them to false"),
+        (
+            ["trainer.algorithm.overlong_buffer.len=9999"],
+            "overlong_buffer.len is 9999: it is above .* at most that value",
+        ),
+        (
+            ["trainer.algorithm.dynamic_sampling.type=filter", "trainer.source=my.module:Source"],
+            "dynamic_sampling.type is filter: only the source on_policy applies it",
+        ),
         (["generator.n_samples_per_prompt=1"], "n_samples_per_prompt is 1: grpo compares .* at least 2"),
         (
             ["generator.enable_http_endpoint=true", "generator.http_endpoint_host=0.0.0.0"],

@@ -24,15 +24,21 @@ CONFIG = ["trainer.train_batch_size=4", "trainer.policy_mini_batch_size=2", "gen
 class World:
     """A source of 10 rows, what it asked for, and a rollout that fails for some of them."""
 
-    def __init__(self, *overrides: str, fails: Callable[[str], bool] = lambda uid: False) -> None:
+    def __init__(
+        self,
+        *overrides: str,
+        fails: Callable[[str], bool] = lambda uid: False,
+        rewards: Callable[[str, int], float] = lambda uid, number: 1.0,
+    ) -> None:
+        """Args: rewards: of the number-th sample of a row."""
         self.seeds: dict[str, list[int | None]] = {}
-        self.waked, self.fails = 0, fails
+        self.waked, self.fails, self.rewards = 0, fails, rewards
 
         async def rollout(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
             self.seeds.setdefault(prompt.uid, []).append(params.seed)
             if self.fails(prompt.uid):
                 raise KeyError("no sandbox")
-            return sample(1.0)
+            return sample(self.rewards(prompt.uid, len(self.seeds[prompt.uid])))
 
         self.timers = Timers()
         self.source = OnPolicySource(

@@ -1,0 +1,73 @@
+"""What a finished group is worth: rewards and loss masks of samples that were cut off, and groups without signal."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from skyrl_train.config import Config
+from skyrl_train.rollout.seeds import seed
+from skyrl_train.types import Group, Sample
+
+
+def has_signal(group: Group) -> bool:
+    """Whether the rewards of the group's samples differ; a group of one sample counts as different."""
+    return len(group.samples) == 1 or len({sample.reward for sample in group.samples}) > 1
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
+    """Soft punishment of long responses: 0 up to max_length - buffer tokens, then linear up to factor at max_length.
+
+    Never above factor. Source: DAPO, arXiv:2503.14476, section 3.4.
+    """
+    return min(max(0.0, (length - (max_length - buffer)) / buffer), 1.0) * factor
+
+
+class Shaping:
+    """Applies the configured penalties and masks to finished groups."""
+
+    def __init__(self, config: Config) -> None:
+        generator, algorithm = config.generator, config.trainer.algorithm
+        self._zeroes_unfinished = generator.zero_reward_on_non_stop
+        self._masks_overlong = generator.apply_overlong_filtering
+        self._masks_groups = algorithm.zero_variance_filter
+        self._buffer = algorithm.overlong_buffer
+        self._max_length = generator.sampling_params.max_generate_length
+
+    def __call__(self, group: Group) -> Group:
+        """The group with the rewards and loss masks that are trained."""
+        samples = [self._shaped(sample) for sample in group.samples]
+        if self._masks_groups and not has_signal(Group(group.prompt, tuple(samples))):
+            samples = [_masked(sample) for sample in samples]
+        return Group(group.prompt, tuple(samples))
+
+    def _shaped(self, sample: Sample) -> Sample:
+        if self._zeroes_unfinished and sample.stop_reason != "stop":
+            sample = replace(sample, rewards=torch.zeros_like(sample.rewards))
+        if self._buffer.len is not None:
+            length = int(sample.loss_mask.sum())
+            penalty = overlong_penalty(length, self._max_length, self._buffer.len, self._buffer.penalty_factor)
+            if penalty:
+                rewards = sample.rewards.clone()
+                rewards[-1] -= penalty
+                sample = replace(sample, rewards=rewards)
+        if self._masks_overlong and sample.stop_reason == "length":
+            sample = _masked(sample)
+        return sample
+
+
+def copies(groups: Sequence[Group], number: int, run_seed: int) -> list[Group]:
+    """`number` of the groups at random, each as often as any other up to one. The choice depends on the arguments."""
+    chosen = random.Random(seed("replace", run_seed, *(group.prompt.uid for group in groups)))
+    result: list[Group] = []
+    while len(result) < number:
+        result += chosen.sample(groups, min(number - len(result), len(groups)))
+    return result
+
+
+def _masked(sample: Sample) -> Sample:
+    """The sample without a trained token; its reward still counts in its group."""
+    return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))

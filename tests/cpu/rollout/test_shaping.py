@@ -1,0 +1,126 @@
+"""Penalties, masks and dynamic sampling of finished groups."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyrl_train.batching.build import build_experience, credit_inputs
+from skyrl_train.config import load_config
+from skyrl_train.rollout.admission import Ledger
+from skyrl_train.rollout.metrics import rollout_metrics
+from skyrl_train.rollout.shaping import Shaping, copies, has_signal, overlong_penalty
+from skyrl_train.types import Group, Sample
+from tests.cpu.rollout.test_source import World
+from tests.support.rollouts import prompt, sample
+
+VECTORS = json.loads(Path(__file__, "../../../data/algorithm_vectors.json").resolve().read_text())["vectors"]
+
+
+def group(*samples: Sample) -> Group:
+    return Group(prompt("a"), samples)
+
+
+def shaped(samples: list[Sample], *overrides: str) -> list[Sample]:
+    return list(Shaping(load_config([*overrides]))(group(*samples)).samples)
+
+
+def cut_off(reward: float) -> Sample:
+    return replace(sample(reward), stop_reason="length")
+
+
+def test_nothing_is_changed_by_default():
+    samples = [cut_off(1.0), sample(1.0)]
+    assert all(after is before for after, before in zip(shaped(samples), samples, strict=True))
+
+
+def test_samples_that_were_cut_off_lose_their_reward_or_their_tokens():
+    first, second = shaped([cut_off(1.0), sample(1.0)], "generator.zero_reward_on_non_stop=true")
+    assert (first.reward, second.reward) == (0.0, 1.0) and first.loss_mask.any()
+    first, second = shaped([cut_off(1.0), sample(0.5)], "generator.apply_overlong_filtering=true")
+    assert not first.loss_mask.any() and first.reward == 1.0 and second.loss_mask.any()
+    metrics = rollout_metrics([group(first, second)])
+    assert metrics["generate/min_num_tokens"] == metrics["generate/max_num_tokens"] == 1.0
+    assert metrics["generate/share_stopped_by_length"] == 0.5
+
+
+def test_a_masked_sample_still_counts_in_its_groups_baseline():
+    samples = shaped([cut_off(1.0), sample(0.0)], "generator.apply_overlong_filtering=true")
+    inputs = credit_inputs(build_experience([group(*samples)], 0))
+    assert inputs.sample_sums(inputs.rewards).tolist() == [1.0, 0.0] and inputs.loss_mask.sum() == 1
+
+
+def test_a_group_without_signal_can_be_masked():
+    key = "trainer.algorithm.zero_variance_filter=true"
+    assert not any(one.loss_mask.any() for one in shaped([sample(1.0), sample(1.0)], key))
+    assert all(one.loss_mask.any() for one in shaped([sample(1.0), sample(0.0)], key))
+    assert shaped([sample(1.0)], key)[0].loss_mask.any(), "a group of one has nothing to differ from"
+
+
+@pytest.mark.parametrize(
+    "record", [one for one in VECTORS if one["method"] == "overlong_soft_punishment"], ids=lambda one: one["peer"]
+)
+def test_the_overlong_penalty_is_that_of_its_peers(record):
+    for case in record["cases"]:
+        inputs, outputs = case["inputs"], case["outputs"]
+        limit = record["parameters"]["max_response_length"]
+        factor, buffer = record["parameters"]["penalty_factor"], record["parameters"]["buffer_length"]
+        for length, reward, after in zip(inputs["lengths"], inputs["rewards"], outputs["rewards"], strict=True):
+            if length > limit and record["peer"] != "openrlhf":
+                continue  # the others' penalty goes on growing beyond the limit, which no response exceeds
+            assert reward - overlong_penalty(length, limit, buffer, factor) == pytest.approx(after)
+
+
+def test_the_penalty_is_taken_off_the_last_token():
+    long = replace(sample(1.0), rewards=torch.tensor([0.0, 0.5, 0.5], dtype=torch.float64))
+    keys = ["trainer.algorithm.overlong_buffer.len=2", "trainer.algorithm.overlong_buffer.penalty_factor=0.5"]
+    (after,) = shaped([long], *keys, "generator.sampling_params.max_generate_length=2")
+    assert after.rewards.tolist() == [0.0, 0.5, 0.25], "one of two tokens of the buffer, half of 0.5"
+    assert long.rewards.tolist() == [0.0, 0.5, 0.5]
+
+
+def test_filtering_samples_others_one_for_one_until_every_group_has_signal():
+    (rows,) = World().steps(1)
+    kept = {rows[1], rows[3]}
+    world = World(
+        "trainer.algorithm.dynamic_sampling.type=filter",
+        rewards=lambda uid, number: float(number) if uid in kept or uid not in rows else 1.0,
+    )
+    (step,) = world.steps(1)
+    assert step[:2] == [rows[1], rows[3]] and len(set(step)) == 4 and not set(step[2:]) & set(rows)
+    assert world.source.metrics() == {"trainer/epoch": 0.0, "generate/num_filtered_groups": 2.0}
+    assert world.source._admission.ledger == Ledger(generated=6, trained=4, filtered=2)
+
+
+def test_sampling_without_an_end_stops_at_the_limit():
+    overrides = [
+        "trainer.algorithm.dynamic_sampling.type=filter",
+        "trainer.algorithm.dynamic_sampling.max_sample_batches=2",
+    ]
+    with pytest.raises(RuntimeError, match="max_sample_batches=2 batches only 0 of 4 groups have samples of different"):
+        World(*overrides).steps(1)
+
+
+def test_replacing_copies_good_groups_where_there_are_enough():
+    (rows,) = World().steps(1)
+    overrides = [
+        "trainer.algorithm.dynamic_sampling.type=replace",
+        "trainer.algorithm.dynamic_sampling.min_replace_ratio=0.4",
+    ]
+    world = World(*overrides, rewards=lambda uid, n: float(n) if uid in rows[:2] else 1.0)
+    (step,) = world.steps(1)
+    assert step[:2] == rows[:2] and sorted(step[2:]) == sorted(rows[:2]), "each copied once"
+    assert world.source._admission.ledger == Ledger(generated=4, trained=2, filtered=2)
+    assert World(*overrides, rewards=world.rewards).steps(1) == [step], "the choice is the run's"
+
+
+def test_copies_are_spread_evenly_and_decided_by_the_seed():
+    groups = [Group(prompt(uid), (sample(1.0), sample(0.0))) for uid in "abc"]
+    names = [one.prompt.uid for one in copies(groups, 7, 3)]
+    assert sorted(names[:3]) == sorted(names[3:6]) == ["a", "b", "c"]
+    assert names == [one.prompt.uid for one in copies(groups, 7, 3)]
+    assert all(has_signal(one) for one in groups) and not has_signal(group(sample(1.0), sample(1.0)))
