@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,9 +15,27 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import psutil
 import pytest
 
+LONGEST = ("jobs", "test_service.py", "test_main_sft.py")
+"""Folders and files of few tests that each take minutes."""
+
 # A shell starts what ends with `&` with Ctrl-C ignored, and so would be all that the tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first, so that none of them is left over for one of two workers: whole runs, then by the
+    number of slow tests, then by the number of tests."""
+    num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    num_tests = Counter(item.path for item in items)
+    items.sort(
+        key=lambda item: (
+            not set(LONGEST) & set(item.path.parts[-2:]),
+            -num_slow[item.path],
+            -num_tests[item.path],
+            str(item.path),
+        )
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -91,13 +91,23 @@ def test_samples_of_one_prompt_stay_on_one_engine_over_all_turns():
 
 def test_a_new_prompt_goes_to_the_least_loaded_engine():
     async def main() -> None:
-        engines = [Engine(delay_s=0.05), Engine(delay_s=0.05)]
-        router = Router(engines)
+        may_answer = asyncio.Event()
+
+        class Held(Engine):
+            async def __call__(self, requests: list[Request]) -> AsyncIterator[list[tuple[int, Generation]]]:
+                await may_answer.wait()
+                async for part in super().__call__(requests):
+                    yield part
+
+        router = Router([Held(), Held()])
         long_group = [asyncio.create_task(router.generate([0], PARAMS, "a")) for _ in range(8)]
-        await asyncio.sleep(0.01)
+        while sum(router.loads) < 8:
+            await asyncio.sleep(0)
         others = [asyncio.create_task(router.generate([1], PARAMS, key)) for key in "bcdefg"]
-        await asyncio.sleep(0.01)
+        while sum(router.loads) < 14:
+            await asyncio.sleep(0)
         assert router.loads == [8, 6]
+        may_answer.set()
         await asyncio.gather(*long_group, *others)
         assert router.loads == [0, 0]
 

@@ -17,6 +17,8 @@ from skyrl_train.trainer.residency import Colocated
 from tests.support.fake_actors import SYNC, FakeEngine, FakeRank, engine_group, policy_group
 
 MOVES = ("sleep", "wake_weights", "begin_weight_update", "resume", "wake_kv_cache", "policy starts")
+DEADLINE_S = 120
+"""For what takes a moment, on a machine that may stand still."""
 
 
 class World:
@@ -63,7 +65,7 @@ def in_world(monkeypatch: pytest.MonkeyPatch, main: Callable[[World], Awaitable[
         await world.build(monkeypatch)
         await main(world)
 
-    asyncio.run(asyncio.wait_for(run(), 5))
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
 
 
 @pytest.mark.parametrize("method", ["wake_weights", "send_weights", "finish_weight_update", "wake_kv_cache"])
