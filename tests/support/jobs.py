@@ -51,6 +51,7 @@ environment:
 # A random model never adds right; how many digits it writes differs from sample to sample, so there is a gradient.
 REWARDS = """\
 import time
+from pathlib import Path
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 class Digits(BaseTextEnv):
@@ -61,12 +62,9 @@ class Digits(BaseTextEnv):
         reward = sum(c.isdigit() for c in action) / 8
         return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
 
-class Raises(Digits):
-    def step(self, action):
-        raise KeyError("no_such_column")
-
 class Hangs(Digits):
     def step(self, action):
+        Path("hanging").touch()
         time.sleep(100_000)
 
 class Slow(Digits):
@@ -271,6 +269,13 @@ def assert_whole_steps(job: Job) -> None:
     assert steps == list(range(1, len(steps) + 1)) and steps
     assert all("timing/sync_weights" in row for row in job.metrics)
     assert f"{len(steps)} step" in job.output and (job.run_dir / "report.png").stat().st_size > 1000
+
+
+def assert_interrupted(job: Job) -> None:
+    """The run ended by a signal, quietly, and left nothing behind."""
+    assert "Traceback" not in job.output and "error:" not in job.output, job.output
+    assert json.loads((job.run_dir / "run.json").read_text())["status"] == "interrupted"
+    assert not (left := job.left_behind()), left
 
 
 def actor_of(log: Path) -> psutil.Process:

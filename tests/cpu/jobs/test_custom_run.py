@@ -1,4 +1,4 @@
-"""Parts of one's own, from files outside the package, in whole runs by the command and by skyrl_train.run."""
+"""Parts of one's own, from files outside the package, in a whole run by skyrl_train.run inside a running loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import ROOT, Job, run_to_end, write_world
+from tests.support.jobs import ROOT, run_to_end, write_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 IN_A_NOTEBOOK = """\
@@ -38,7 +38,6 @@ OWN = [
     "data.val_data=[rows.jsonl]",
     "trainer.eval_before_train=false",
 ]
-MEASURED = ("timing/", "perf/", "memory/", "trainer/unix_time_s", "time")
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +50,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def lasting(job: Job) -> list[dict[str, float]]:
-    """Metrics that do not depend on the machine."""
-    return [{name: row[name] for name in row if not name.startswith(MEASURED)} for row in job.metrics]
-
-
-def test_own_parts_train_by_the_command_and_the_same_way_by_a_call_inside_a_running_loop(world: Path):
-    code, by_command = run_to_end(world, "trainer.run_name=by_command", *OWN)
-    assert code == 0, by_command.story()
-    steps = [row for row in by_command.metrics if row["trainer/global_step"] > 0]
+def test_own_parts_train_by_a_call_inside_a_running_loop(world: Path):
+    """The other jobs run by the command; entrypoints/test_api.py shows that the configuration is the same."""
+    code, job = run_to_end(world, "trainer.run_name=by_call", *OWN, main="in_a_notebook")
+    assert code == 0, job.story()
+    assert f"the run is in {job.run_dir}" in job.output
+    steps = [row for row in job.metrics if row["trainer/global_step"] > 0]
     assert len(steps) == 2
     for row in steps:
         assert row["generate/batch_num_seq"] == 8 * 4 * 2, "two samples of each of four conversations about 8 prompts"
@@ -69,10 +65,5 @@ def test_own_parts_train_by_the_command_and_the_same_way_by_a_call_inside_a_runn
         assert 0 < row["own/share_of_teaching_groups"] <= 1 and "reward/avg_pass_at_8" in row
     assert "eval/all/pass_at_2" in steps[-1], "an evaluation plays the same rollout"
     for process in ("policy-0", "engine-0"):
-        log = (by_command.run_dir / "logs" / f"{process}.log").read_text()
+        log = (job.run_dir / "logs" / f"{process}.log").read_text()
         assert log.count("own_names is imported") == 1, f"{process} has not imported trainer.custom_modules: {log}"
-
-    code, by_call = run_to_end(world, "trainer.run_name=by_call", *OWN, main="in_a_notebook")
-    assert code == 0, by_call.story()
-    assert f"the run is in {by_call.run_dir}" in by_call.output
-    assert lasting(by_call) == lasting(by_command)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -42,37 +41,28 @@ def test_an_impossible_placement_fails_in_seconds_with_what_was_asked(world: Pat
     message = error_of(job)
     assert "1 policy ranks, 1 engines: together 200 CPUs" in message and "the cluster has" in message
     assert not list(job.run_dir.glob("logs/policy*")), "processes were started for a run that has no room"
-
-
-def test_an_environment_that_raises_names_itself_the_prompt_and_the_line(world: Path):
-    code, job = run_to_end(world, "trainer.run_name=raises", "environment.env_class=rewards:Raises")
-    assert code == 1 and status(job) == "failed"
-    message = error_of(job)
-    assert "environment 'rewards:Raises' failed in env.step (prompt " in message
-    assert "KeyError: 'no_such_column'" in message and "rewards.py:" in message
     assert "Traceback" in (job.run_dir / "logs/driver.log").read_text()
 
 
-def test_a_killed_policy_rank_ends_the_run_within_seconds(world: Path):
+def test_a_killed_policy_rank_of_two_data_parallel_ones_ends_the_run_within_seconds(world: Path):
     overrides = [
         "trainer.run_name=rank",
         "trainer.max_training_steps=100",
         "trainer.epochs=100",
         "environment.env_class=rewards:Slow",
         "trainer.placement.policy_num_gpus_per_node=2",
-        "trainer.policy.megatron_config.pipeline_model_parallel_size=2",
     ]
     with running(world, *overrides) as job:
         job.wait_for_step(1)
         job.find("policy-1").kill()
-        killed = time.monotonic()
-        assert job.wait(60) == 1
-        assert time.monotonic() - killed < 40
+        assert job.wait(120) == 1, "it must not wait for trainer.timeout_s (200 s)"
         message = error_of(job)
         assert "policy-1" in message and "policy-1.log" in message
         assert "crashed or was killed" in message
         assert not (left := job.left_behind()), left
         assert (job.run_dir / "report.html").exists()
+    assert all(row["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5 for row in job.metrics)
+    assert all(row["policy/grad_norm"] > 0 for row in job.metrics)
 
 
 def test_a_run_goes_on_when_its_only_engine_is_killed_after_its_last_answer(world: Path):
