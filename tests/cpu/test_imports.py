@@ -45,7 +45,7 @@ def test_a_collector_that_was_off_stays_off():
 def thawed() -> Iterator[None]:
     gc.unfreeze()
     yield
-    gc.unfreeze()
+    gc.freeze()  # as tests/cpu/conftest.py does
 
 
 @pytest.mark.usefixtures("thawed")
