@@ -78,7 +78,10 @@ def test_the_base_and_the_quickstart_pass():
             "overlong_buffer.len is 9999: it is above .* at most that value",
         ),
         (
-            ["trainer.algorithm.dynamic_sampling.type=filter", "trainer.source=skyrl_train.rollout.source:OnPolicySource"],
+            [
+                "trainer.algorithm.dynamic_sampling.type=filter",
+                "trainer.source=skyrl_train.rollout.source:OnPolicySource",
+            ],
             "dynamic_sampling.type is filter: only the source on_policy applies it",
         ),
         (["generator.n_samples_per_prompt=1"], "n_samples_per_prompt is 1: grpo compares .* at least 2"),
