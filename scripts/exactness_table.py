@@ -1,9 +1,9 @@
-"""Measure every family under every layout against Hugging Face and write the tables of docs/exactness.md.
+"""Measure every family under every layout against Hugging Face and write the tables of docs/readings/exactness.md.
 
     python -m scripts.exactness_table [--families qwen3_tied,mixtral] [--lora] [--check]
 
 Takes about four minutes on two cores. With --lora it measures the gradients of adapters instead. Without --check the
-table in docs/exactness.md is replaced.
+table in docs/readings/exactness.md is replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.support.adapters import Adapted, write_adapter  # noqa: E402
 from tests.support.families import FAMILIES, MOE, make_trial, write_family  # noqa: E402
 from tests.support.layouts import DENSE, EXPERT, EXPERT_FOUR, FOUR, layout  # noqa: E402
 
-PAGE = ROOT / "docs/exactness.md"
+PAGE = ROOT / "docs/readings/exactness.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->"
 BEGIN_LORA, END_LORA = "<!-- table of adapters -->\n", "<!-- end of table of adapters -->"
 HEADER = "| family | layout | gradient | worst tensor | logprobs | metrics |\n|---|---|---|---|---|---|\n"

@@ -3,7 +3,7 @@
     python scripts/model_checks.py             # a row per model of tests/data/released_configs.json
     python scripts/model_checks.py --seconds   # a row per family: cold and cached, as a run pays them
 
-Neither needs weights. Prints Markdown for docs/models.md.
+Neither needs weights. Prints Markdown for docs/readings/models.md.
 """
 
 from __future__ import annotations

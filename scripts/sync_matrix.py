@@ -2,7 +2,7 @@
 
     python -m scripts.sync_matrix [--kinds "dense tied,experts"] [--check]
 
-Takes about five minutes on two idle cores. Without --check the table in docs/weight_sync.md is replaced.
+Takes about five minutes on two idle cores. Without --check the table in docs/readings/weight_sync.md is replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch  # noqa: E402
 from tests.support.engine_host import engine_host  # noqa: E402
 from tests.support.sync_proof import KINDS, Case, Round, all_cases, prove, write_kind  # noqa: E402
 
-PAGE = ROOT / "docs/weight_sync.md"
+PAGE = ROOT / "docs/readings/weight_sync.md"
 BEGIN, END = "<!-- matrix -->\n", "<!-- end of matrix -->"
 COLUMNS = [("one process", "shm"), ("PP2", "shm"), ("PP2", "broadcast"), ("TP2", "shm"), ("EP2", "shm")]
 
