@@ -1,0 +1,42 @@
+"""The pages of docs/ and README.md: their links lead somewhere, and the files they name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|sh|yaml|md|json|txt))`")
+READINGS = ROOT / "docs/readings"
+"""Dated records: they name files as they were then."""
+
+
+def anchors(page: Path) -> set[str]:
+    """Fragments that GitHub gives the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_a_file_and_a_heading(page: Path):
+    broken = []
+    for link in LINK.findall(page.read_text()):
+        if "://" in link:
+            continue
+        name, _, fragment = link.partition("#")
+        target = (page.parent / name) if name else page
+        if not target.exists() or (fragment and fragment not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if READINGS not in p.parents], ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path):
+    named = {file for file in FILE.findall(page.read_text()) if "NAME" not in file}
+    roots = (ROOT, ROOT / "skyrl_train", ROOT / "examples/custom")
+    assert not [file for file in sorted(named) if not any((root / file).exists() for root in roots)]
