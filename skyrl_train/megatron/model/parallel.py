@@ -1,7 +1,7 @@
 """Process groups of the Megatron layout, fewer than Megatron makes and with fewer channels where little is sent.
 
 Each group over which something is reduced gets an NCCL communicator of its own: one of a single rank takes 0.38 GiB of
-an H200 with NCCL's defaults, one of two that reduces and sends 0.85 GiB (docs/gpu_performance.md).
+an H200 with NCCL's defaults, one of two that reduces and sends 0.85 GiB (docs/readings/gpu_performance.md).
 """
 
 from __future__ import annotations
