@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import importlib.util
 import sys
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,19 +61,3 @@ def quick_imports(*, without: tuple[str, ...] = ()) -> Iterator[None]:
             gc.freeze()
         if was_enabled:
             gc.enable()
-
-
-@contextlib.contextmanager
-def first_in_children(module: str) -> Iterator[None]:
-    """Have processes that `multiprocessing` spawns in this block import `module` before anything else.
-
-    They would import this process's main module (in a Ray actor: Ray's worker), in case that it defines what they run.
-    """
-    main = sys.modules["__main__"]
-    stand_in = types.ModuleType("__main__")
-    stand_in.__spec__ = importlib.util.find_spec(module)
-    sys.modules["__main__"] = stand_in
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main

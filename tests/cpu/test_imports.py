@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import gc
 import importlib
-import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
-from multiprocessing import spawn
 from pathlib import Path
 
 import pytest
 
-from skyrl_train.imports import first_in_children, quick_imports
+from skyrl_train.imports import quick_imports
 
 
 @pytest.fixture
@@ -90,30 +88,3 @@ def test_libraries_that_are_not_wanted_cannot_be_imported_for_a_while(library: s
             importlib.import_module(library)
         importlib.import_module("json")  # was there before
     assert importlib.import_module(library)
-
-
-def test_spawned_processes_import_what_they_are_told_and_not_this_program(library: str, tmp_path: Path):
-    said = tmp_path / "said"
-    (tmp_path / f"{library}.py").write_text(f"open({str(said)!r}, 'a').write(__name__ + ' ')\n")
-    (tmp_path / "program.py").write_text(
-        f"open({str(said)!r}, 'a').write('program ')\n"
-        "if __name__ == '__main__':\n"
-        "    import multiprocessing, sys\n"
-        "    from skyrl_train.imports import first_in_children\n"
-        "    start = multiprocessing.get_context('spawn').Process\n"
-        f"    with first_in_children({library!r}):\n"
-        "        one = start(target=print)\n"
-        "        one.start(), one.join()\n"
-        "    two = start(target=print)\n"
-        "    two.start(), two.join()\n"
-    )
-    subprocess.run([sys.executable, "program.py"], cwd=tmp_path, check=True, timeout=60)
-    assert said.read_text().split() == ["program", "__mp_main__", "program"]
-
-
-def test_the_main_module_is_back_whatever_happens():
-    main = sys.modules["__main__"]
-    with pytest.raises(ArithmeticError), first_in_children("json"):
-        assert spawn.get_preparation_data("a child")["init_main_from_name"] == "json"
-        raise ArithmeticError
-    assert sys.modules["__main__"] is main

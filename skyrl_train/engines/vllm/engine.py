@@ -29,12 +29,13 @@ from skyrl_train.engines.settings import (
 )
 from skyrl_train.engines.sync_report import SyncReport
 from skyrl_train.engines.vllm.core import Core
-from skyrl_train.engines.vllm.memory_share import with_memory_share
+from skyrl_train.engines.vllm.core_start import quick_core_start
+from skyrl_train.engines.vllm.memory import with_memory_sizes
 from skyrl_train.engines.vllm.root_cause import root_cause
 from skyrl_train.engines.vllm.scratch import scratch
 from skyrl_train.engines.vllm.sleep import Sleeps
 from skyrl_train.engines.vllm.weights import Weights
-from skyrl_train.imports import first_in_children, quick_imports
+from skyrl_train.imports import quick_imports
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.control import ControlMessage, WeightSyncError
 
@@ -62,7 +63,7 @@ class VllmEngine(Sleeps):
     cause_of_death = staticmethod(root_cause)
 
     def __init__(self, settings: EngineSettings) -> None:
-        settings = with_memory_share(settings, device_type())
+        settings = with_memory_sizes(settings, device_type())
         self._settings = settings
         import_vllm(settings)
         scratch().enter()
@@ -80,7 +81,7 @@ class VllmEngine(Sleeps):
         from skyrl_train.engines.vllm.versions import VersionTracker
 
         # Held by Core alone, in no local name: an import above leaves a traceback behind, and with it this frame.
-        with first_in_children("skyrl_train.engines.vllm.core_start"):
+        with quick_core_start():
             self._core = Core(build_async_llm(arguments), settings.generator.weight_sync_timeout_s)
         adapter = None
         if settings.lora is not None:

@@ -15,9 +15,8 @@ from skyrl_train.cluster.pool.settings import all_engine_settings
 from skyrl_train.config import load_config
 from skyrl_train.device.nvml import DeviceUse, devices_in_use
 from skyrl_train.engines.settings import EngineSettings, Margin, engine_arguments
-from skyrl_train.engines.vllm import memory_share as shares
-from skyrl_train.engines.vllm.cache_size import most_cache_bytes
-from skyrl_train.engines.vllm.memory_share import ModelSize, memory_share, with_memory_share
+from skyrl_train.engines.vllm import memory
+from skyrl_train.engines.vllm.memory import ModelSize, max_cache_bytes, memory_fraction, with_memory_sizes
 from tests.support.settings import MIB, changed, engine_settings
 
 GIB = 2**30
@@ -41,30 +40,30 @@ def gpu(free: float, total: float, name: str = "0") -> DeviceUse:
     ],
 )
 def test_the_share_leaves_the_margin(free: float, total: float, margin: Margin, share: float):
-    assert memory_share([gpu(free, total)], margin, SMALL) == share
+    assert memory_fraction([gpu(free, total)], margin, SMALL) == share
 
 
 def test_vllms_own_check_at_the_start_passes():
     """It wants ceil(share * total) to be free, when its CUDA context has been made."""
     for free in range(8, 140):
         device = gpu(free + 0.123, 139.8)
-        share = memory_share([device], Margin(), SMALL)
+        share = memory_fraction([device], Margin(), SMALL)
         assert math.ceil(share * device.total_bytes) <= device.free_bytes - 3 * GIB
 
 
 def test_an_engine_of_several_devices_takes_what_the_fullest_one_can_give():
-    assert memory_share([gpu(138, 140), gpu(70, 140), gpu(100, 140)], Margin(), SMALL) == 0.45
+    assert memory_fraction([gpu(138, 140), gpu(70, 140), gpu(100, 140)], Margin(), SMALL) == 0.45
 
 
 def test_too_little_free_memory_is_an_error_that_says_who_holds_it():
     full = DeviceUse("3", 20 * GIB, 140 * GIB, ((4711, 100 * GIB), (12, GIB // 2)))
     with pytest.raises(MemoryError) as raised:
-        memory_share([gpu(138, 140), full], Margin(), ModelSize(17 * GIB, 1000))
+        memory_fraction([gpu(138, 140), full], Margin(), ModelSize(17 * GIB, 1000))
     message = str(raised.value)
     assert "GPU 3: 20.0 of 140.0 GiB are free (process 4711 holds 100.0, process 12 holds 0.5)" in message
-    assert "3.0 GiB of that are left" in message and "weights of 17.0 GiB" in message
+    assert "3.0 GiB of that are reserved" in message and "weights of 17.0 GiB" in message
     assert "generator.gpu_memory_utilization" in message
-    assert memory_share([full], Margin(), ModelSize(16 * GIB, 1000)) == 0.121
+    assert memory_fraction([full], Margin(), ModelSize(16 * GIB, 1000)) == 0.121
 
 
 class FakeNvml:
@@ -150,9 +149,9 @@ def test_the_size_of_a_model_is_read_from_its_files(settings: EngineSettings):
 def test_an_engine_with_a_gpu_is_told_a_number_and_says_which(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(shares, "devices_in_use", lambda num_devices: [gpu(138, 140)] * num_devices)
+    monkeypatch.setattr(memory, "devices_in_use", lambda num_devices: [gpu(138, 140)] * num_devices)
     assert "gpu_memory_utilization" not in engine_arguments(settings, "cuda")
-    arguments = engine_arguments(with_memory_share(settings, "cuda"), "cuda")
+    arguments = engine_arguments(with_memory_sizes(settings, "cuda"), "cuda")
     assert arguments["gpu_memory_utilization"] == 0.887
     assert capsys.readouterr().out == ("gpu_memory_utilization: 0.887, 124.2 GiB. GPU 0: 138.0 of 140.0 GiB are free\n")
 
@@ -188,8 +187,8 @@ def shared(settings: EngineSettings, **values: Any) -> EngineSettings:
 def test_a_cache_is_not_larger_than_its_sequences_can_fill(
     values: dict[str, Any], tokens: float | None, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(shares, "devices_in_use", lambda num_devices: [gpu(138, 140)] * num_devices)
-    taken = with_memory_share(shared(settings, **values), "cuda")
+    monkeypatch.setattr(memory, "devices_in_use", lambda num_devices: [gpu(138, 140)] * num_devices)
+    taken = with_memory_sizes(shared(settings, **values), "cuda")
     assert taken.generator.gpu_memory_utilization == 0.887
     found = engine_arguments(taken, "cuda").get("kv_cache_memory_bytes")
     assert found == (None if tokens is None else tokens * (128 << 10))
@@ -200,14 +199,14 @@ def test_a_latent_vector_is_whole_on_each_worker_and_layers_after_the_last_keep_
     names = [f"model.layers.{n}.self_attn.kv_a_proj_with_mqa.weight" for n in range(4)]
     save_file({name: torch.zeros(576, 1) for name in names}, tmp_path / "model.safetensors")
     settings = engine_settings(str(tmp_path), "m", "bfloat16", 128, inference_engine_tensor_parallel_size=2)
-    assert most_cache_bytes(settings, 9) == 10 * 128 * 3 * 576 * 2
+    assert max_cache_bytes(settings, 9) == 10 * 128 * 3 * 576 * 2
 
 
 def test_a_cache_of_unknown_size_is_left_to_vllm(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shares, "devices_in_use", lambda num_devices: [gpu(138, 140)] * num_devices)
+    monkeypatch.setattr(memory, "devices_in_use", lambda num_devices: [gpu(138, 140)] * num_devices)
     given = shared(settings, cached_sequences=255)
     (Path(given.model_path) / "config.json").write_text('{"num_hidden_layers": 65, "num_key_value_heads": 4}')
-    assert with_memory_share(given, "cuda").generator.kv_cache_memory_gb is None, (
+    assert with_memory_sizes(given, "cuda").generator.kv_cache_memory_gb is None, (
         "a layer without keys keeps something else"
     )
 
@@ -243,9 +242,9 @@ def test_engines_on_shared_devices_are_told_how_many_sequences_there_will_be(
 def test_nobody_asks_without_a_gpu_or_where_the_user_gave_a_number(
     device: str, values: dict[str, Any], settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(shares, "devices_in_use", lambda num_devices: pytest.fail("asked"))
+    monkeypatch.setattr(memory, "devices_in_use", lambda num_devices: pytest.fail("asked"))
     given = engine_settings(settings.model_path, "m", "bfloat16", 128, kv_cache_memory_gb=MIB, **values)
-    assert with_memory_share(given, device) == given
+    assert with_memory_sizes(given, device) == given
     assert engine_arguments(given, device).get("gpu_memory_utilization") == (0.3 if values else None)
 
 
@@ -255,9 +254,9 @@ def test_without_the_drivers_answer_the_user_is_asked_for_a_number(
     def fails(num_devices: int) -> list[DeviceUse]:
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(shares, "devices_in_use", fails)
+    monkeypatch.setattr(memory, "devices_in_use", fails)
     with pytest.raises(OSError, match=r"libnvidia-ml.so.1.*: set generator.gpu_memory_utilization"):
-        with_memory_share(settings, "cuda")
+        with_memory_sizes(settings, "cuda")
 
 
 @pytest.mark.parametrize(
