@@ -56,7 +56,7 @@ async def measure(model: Path, kwargs: dict[str, object], num_requests: int, num
     )
     before = set(psutil.Process().children(recursive=True))
     engine = VllmEngine(settings)
-    await engine.ready()
+    await engine.start(waits_for_weights=False)
     started = set(psutil.Process().children(recursive=True)) - before
     (core,) = (process for process in started if "EngineCore" in " ".join([process.name(), *process.cmdline()]))
     draw, params = random.Random(0), SamplingParams(max_generate_length=num_tokens)

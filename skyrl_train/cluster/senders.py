@@ -40,7 +40,7 @@ class Senders:
     async def connect(self) -> None:
         """Raises: RemoteFailed."""
         engines = self._engines
-        await engines.drop_lost()  # senders would wait for those until the deadline
+        await engines.drop_dead()  # senders would wait for those until the deadline
         if not engines.actors:
             raise RemoteFailed("no engine is up that weights could be sent to")
         num_changes, self._connected = engines.num_changes, None

@@ -64,7 +64,7 @@ class WeightSync:
         self._num_syncs = 0
         self._check_is_due = False
         self._lock = asyncio.Lock()
-        engines.when_all_are_lost(self.restore)
+        engines.on_all_dead(self.restore)
 
     def verify_with(self, check: Check) -> None:
         """Have later syncs make this check."""
@@ -142,7 +142,7 @@ class WeightSync:
 
     async def _drop_blamed(self, error: RemoteFailed, before: int, what: str) -> None:
         """Raises: the error if no engine is to blame for it."""
-        names = await self._engines.drop_blamed(error, before)
+        names = await self._engines.drop_failed(error, before)
         log.error("%s broke off with %s (%s); it is repeated without", what, names, error)
 
     async def send_once(self) -> SyncResult:

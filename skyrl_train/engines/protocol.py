@@ -1,5 +1,6 @@
-"""What the driver needs of an engine, and the kinds of engines by name. A new one is a class, and a line here or its
-`module:Class` in generator.backend.
+"""The calls that the driver makes to an engine, and the kinds of engines by name.
+
+A new kind is a class, named here or as `module:Class` in generator.backend.
 
 Imports no engine: the kind is checked before anything starts, and the class is imported in the engine's own process.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.engines.settings import EngineSettings, PauseMode
@@ -19,28 +20,28 @@ from skyrl_train.weight_sync.control import ControlMessage
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """An engine that has loaded its model."""
+    """Facts about an engine that has loaded its model."""
 
     num_workers: int
     """Processes that receive weights."""
     url: str | None = None
-    """Of the HTTP endpoint that it offers, if any."""
+    """HTTP endpoint, if the engine has one."""
     scratch: str | None = None
-    """Folder with the temporary files of its processes."""
+    """Folder with the temporary files of its processes, removed when the engine dies."""
 
 
 class EngineDeadError(RuntimeError):
-    """The engine's core process ended; the engine must be replaced and given its weights again."""
+    """The engine's core process ended; the engine must be replaced and receive the weights again."""
 
 
 class Engine(Protocol):
-    """One engine, in a process of its own. A call that raises EngineDeadError, or is not answered, costs the engine;
-    any other error is one of the request, or ends the run."""
+    """One engine, in its own process. A call that raises EngineDeadError or times out makes the driver replace the
+    engine; any other error fails the request or ends the run."""
 
     def __init__(self, settings: EngineSettings) -> None: ...
 
     async def start(self, *, waits_for_weights: bool) -> EngineFacts:
-        """Returns when it can generate. Args: waits_for_weights: answer nobody before the first weight sync."""
+        """Returns when it can generate. Args: waits_for_weights: stay paused until the first weight sync."""
 
     async def ping(self, timeout_s: float) -> None:
         """Returns when every worker has answered."""
@@ -48,58 +49,64 @@ class Engine(Protocol):
     def generate_batch(
         self, requests: Sequence[tuple[int, list[int], SamplingParams]]
     ) -> AsyncIterator[list[tuple[int, Generation]]]:
-        """Answers to (index, prompt token ids, parameters), with their indices, as they end. Nothing starts while the
-        engine is paused."""
+        """Yield (index, generation) as requests finish. While the engine is paused, nothing starts.
+
+        Args: requests: (index, prompt token ids, parameters).
+        """
 
     async def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
         """Per prompt the logprob of each token given those before it, at temperature 1; 0 for the first token."""
 
     async def pause(self, mode: PauseMode | None = None) -> None:
-        """Stop generating until `resume`, and forget every cached prefix. Args: mode: None for that of the settings."""
+        """Stop generating until `resume`, and drop every cached prefix.
+
+        Args: mode: keep freezes running requests (they continue with the new weights), wait lets them finish, abort
+            ends them with the tokens they have; None for generator.pause_mode.
+        """
 
     async def resume(self) -> None:
-        """Raises: WeightSyncError while the weights are not complete."""
+        """Raises: WeightSyncError while the weights are incomplete."""
 
     async def init_weight_sync(self, info: ControlMessage) -> None:
-        """Join a sender of weights (`weight_sync.channels.table.open_receiver`)."""
+        """Connect to a sender of weights (`weight_sync.channels.table.open_receiver`)."""
 
     async def begin_weight_update(self) -> None:
         """Pause, and expect weights."""
 
     async def update_weights(self, message: ControlMessage) -> None:
-        """Load all that one sender sends."""
+        """Receive and load all tensors of one sender."""
 
-    async def finish_weight_update(self, policy_version: int, sent_digests: dict[str, int]) -> Any:
-        """Serve the weights as this version. Raises: WeightSyncError if they are not those of the digests."""
+    async def finish_weight_update(self, policy_version: int, sent_digests: dict[str, int]) -> None:
+        """Serve the weights as this version. Raises: WeightSyncError if they do not match the digests."""
 
     async def sleep(self, *, keep_weights: bool = False) -> None:
-        """Free the device; weights come back from host memory if kept, else with the next update."""
+        """Free the device; weights are restored from host memory if kept, else by the next update."""
 
     async def wake_weights(self) -> None:
-        """Memory for the weights again."""
+        """Allocate the memory of the weights again."""
 
     async def wake_kv_cache(self) -> None:
-        """Memory for the KV cache again; generation continues."""
+        """Allocate the memory of the KV cache again, and continue generating."""
 
     async def memory(self) -> list[dict[str, float]]:
-        """What each worker holds, as `device.memory_in_use`; empty if it does not say."""
+        """Device memory of each worker, as `device.memory_in_use`; empty if unknown."""
 
     async def shutdown(self) -> None:
-        """End what the engine has started."""
+        """End everything that the engine has started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """How engines of one kind are made and checked.
+    """An engine class and the check of its configuration.
 
-    The class may have `prepare(settings)`, a static method that does what can be done before its device is free, and
-    `cause_of_death(log)`, one that finds in what a process has printed why it did not start.
+    The class may have two static methods: `prepare(settings)` does what is possible before its device is free, and
+    `cause_of_death(log)` finds in the output of a process why it did not start.
     """
 
     engine: str
     """`module:Class`, an Engine."""
     problems: str | None = None
-    """`module:function`: Config -> what is wrong with it for this kind, as sentences with the cure."""
+    """`module:function`: Config -> problems with it for this kind, as sentences."""
 
 
 _CHECKS = "skyrl_train.checks.engines"
@@ -114,19 +121,19 @@ ENGINES: dict[str, EngineKind] = {
 
 
 def engine_kind(generator: GeneratorConfig) -> EngineKind:
-    """The kind that a configuration asks for: servers that run already are `remote`.
+    """The kind that a configuration names; running servers are `remote`.
 
-    Raises: ValueError with what generator.backend may be, or what the class that it names lacks.
+    Raises: ValueError for an unknown generator.backend, or a class that lacks methods.
     """
     name = generator.backend if generator.run_engines_locally else "remote"
     if name in ENGINES:
         return ENGINES[name]
     given = f"generator.backend is {name}"
     if ":" not in name:
-        raise ValueError(f"{given}: it must be vllm, or `module:Class` of an engine of your own")
+        raise ValueError(f"{given}: it must be vllm, or `module:Class` of your own engine (docs/extending.md)")
     found = imported("generator.backend", name)
     if isinstance(found, EngineKind):
         return found
     if missing := [method for method in vars(Engine) if not method.startswith("_") and not hasattr(found, method)]:
-        raise ValueError(f"{given}, which has no {', '.join(missing)}: see skyrl_train/engines/protocol.py")
+        raise ValueError(f"{given}: the class has no {', '.join(missing)}. See skyrl_train/engines/protocol.py")
     return EngineKind(engine=name)

@@ -1,38 +1,20 @@
-"""What an engine received in one weight update, and whether it is what was sent."""
+"""Whether the workers of an engine received and loaded what was sent."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.digest import compare
 
 
-@dataclass(frozen=True, slots=True)
-class SyncReport:
-    """What an engine received in one weight update."""
+def check_reports(reports: Sequence[Mapping[str, Any]], sent_digests: Mapping[str, int], receiver: str) -> None:
+    """Args: reports: `skyrl_sync_report` of every worker; receiver: its name in errors.
 
-    policy_version: int
-    num_tensors: int
-    num_parameters: int
-    """Parameters of the engine's model, each of them loaded once."""
-    digests: dict[str, int]
-    """name -> digest of the bytes handed to the engine's loader."""
-
-
-def checked_report(
-    policy_version: int, workers: Sequence[Mapping[str, Any]], sent_digests: Mapping[str, int], who: str
-) -> SyncReport:
-    """Args: workers are the answers of every worker's `skyrl_sync_report`; who received it, for an error's text.
-
-    Raises: WeightSyncError naming the tensors that differ, are missing, are unknown to the engine, or the layers that
-        got too little.
+    Raises: WeightSyncError naming tensors that differ, are missing or unknown to the engine, or incomplete layers.
     """
-    for worker in workers:
-        compare(sent_digests, worker["digests"])
-        if worker["faults"]:
-            raise WeightSyncError(f"the {who} could not load all weights: " + "; ".join(worker["faults"]))
-    digests = dict(workers[0]["digests"])
-    return SyncReport(policy_version, len(digests), workers[0]["num_parameters"], digests)
+    for report in reports:
+        compare(sent_digests, report["digests"])
+        if report["faults"]:
+            raise WeightSyncError(f"the {receiver} could not load all weights: " + "; ".join(report["faults"]))

@@ -123,7 +123,7 @@ class JobRunner:
 
     async def _check_engines(self) -> None:
         """A replacement starts with the initial model and serves after a sync; a failed sync is repeated."""
-        await self._engines.drop_lost()
+        await self._engines.drop_dead()
         if not self._engines.has_replacement and not self._failed_syncs:
             return
         before = self._engines.num_changes
@@ -158,7 +158,7 @@ class JobRunner:
                 "the trainer processes died or were left with a partial update, and no saved state exists to restore "
                 "(keep_state=False). Start a service from the last save"
             )
-        await self._engines.drop_lost()
+        await self._engines.drop_dead()
         await self._engines.admit_replacements()
         log.warning("restarting the trainer at version %d", version)
         await self._policy.kill()

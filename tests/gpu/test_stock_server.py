@@ -60,8 +60,8 @@ def test_a_stock_server_answers_as_one_that_loaded_the_checkpoint(bucket_bytes: 
 
     async def main(server: Server, fresh: Server) -> None:
         engine, expected = engine_of(server, trained), engine_of(fresh, trained)
-        workers = (await engine.ready())["num_workers"]
-        await expected.ready()
+        workers = (await engine.start(waits_for_weights=False)).num_workers
+        await expected.start(waits_for_weights=False)
         loop = asyncio.get_running_loop()
         device = torch.device("cuda:0")
         end = SendingEnd(
@@ -72,8 +72,7 @@ def test_a_stock_server_answers_as_one_that_loaded_the_checkpoint(bucket_bytes: 
         await connect(engine, sender)
         wanted = await answers(expected)
         for version in (1, 2):
-            await engine.pause()
-            await engine.start_weight_update()
+            await engine.begin_weight_update()
             report = await asyncio.to_thread(sender.send, specs_of(named), named)
             await engine.finish_weight_update(version, {})
             await engine.resume()

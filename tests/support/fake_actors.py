@@ -13,7 +13,7 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
 from skyrl_train.cluster.placement import Slot
-from skyrl_train.cluster.pool.engine_process import Started
+from skyrl_train.cluster.pool.engine_process import StartedEngine
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.pool.replica import EngineReplica
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
@@ -77,7 +77,7 @@ class FakeEngine(Actor):
     def __init__(self, **answers: Any) -> None:
         super().__init__(
             memory=[{"reserved": GIB, "free": 3.0 * GIB}],
-            start=Started(EngineFacts(1), "node", ()),
+            start=StartedEngine(EngineFacts(1), "node", ()),
             finish_weight_update=self._finish,
             prompt_logprobs=lambda prompts: [[0.0] * len(prompt) for prompt in prompts],
             **answers,
@@ -168,7 +168,7 @@ def engine_group(
     slots = [Slot(None, 1.0, 0, some) for some in shares]  # type: ignore[arg-type]
     group = EnginePool(slots, each, "logs", 0.2, max_restarts=max_restarts)
     for place in group.replicas:
-        place.started = Started(EngineFacts(1), "node", ())
+        place.started = StartedEngine(EngineFacts(1), "node", ())
     return group
 
 

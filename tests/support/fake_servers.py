@@ -170,7 +170,7 @@ class FakeServer:
         if body["method"] == "skyrl_close_update":
             self.update_is_active = self.has_open_layers = False
             return {"results": [None] * self.tensor_parallel_size}
-        report = {"digests": self.digests, "num_parameters": 3, "faults": self.faults}
+        report = {"digests": self.digests, "faults": self.faults}
         return {"results": [report] * self.tensor_parallel_size}
 
 

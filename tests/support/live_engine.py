@@ -70,6 +70,7 @@ class World:
         }
         self.engine = VllmEngine(engine_settings(**(defaults | settings)))
         self.version = 0
+        self.url: str | None = None
 
     def weights(self, which: int) -> Named:
         """As a trainer exports them: tied weights once."""
@@ -92,9 +93,8 @@ class World:
         return sender
 
     async def send(self, named_tensors: Named, bucket_bytes: int, channel: SendChannel | None = None) -> SendReport:
-        await self.engine.pause()
         sender = await self.connect(channel or ShmSendChannel(1, TIMEOUT_S), bucket_bytes)
-        await self.engine.start_weight_update()
+        await self.engine.begin_weight_update()
         try:
             return await asyncio.to_thread(sender.send, specs_of(named_tensors), named_tensors)
         finally:
@@ -103,10 +103,14 @@ class World:
     async def sync(self, named_tensors: Named, bucket_bytes: int = 1 << 20) -> None:
         report = await self.send(named_tensors, bucket_bytes)
         self.version += 1
-        received = await self.engine.finish_weight_update(self.version, report.digests)
-        assert received.digests == report.digests
-        assert received.num_tensors == len(named_tensors)
+        await self.engine.finish_weight_update(self.version, report.digests)
+        assert len(report.digests) == len(named_tensors)
         await self.engine.resume()
+
+    @property
+    def num_running(self) -> int:
+        """Requests in flight."""
+        return self.engine._core.llm.get_num_unfinished_requests()
 
     async def answers(self) -> list[list[int]]:
         return [generation.token_ids for generation in await self.generate(PROMPTS)]
@@ -166,7 +170,7 @@ def greedy(model: torch.nn.Module, prompt: list[int], length: int = 8) -> tuple[
 
 def live_world(folder: Path, kind: str, **settings: Any) -> Iterator[World]:
     world = World(folder, kind, **settings)
-    run(world.engine.ready())
+    world.url = run(world.engine.start(waits_for_weights=False)).url
     children = psutil.Process().children(recursive=True)
     shared = {area.path for child in children for area in mapped(child) if area.path.startswith("/dev/shm/")}
     llm = weakref.ref(world.engine._core.llm)

@@ -1,4 +1,4 @@
-"""The engines: which are up, where requests go, and how one that died is replaced.
+"""The engine pool: which engines are up, routing of requests, replacement of dead engines.
 
-Read: pool.py (all that the trainer asks), replica.py (one engine and its successors), settings.py (what it is told).
+Read: pool.py (the trainer's interface), replica.py (one engine and its replacements), settings.py (engine settings).
 """

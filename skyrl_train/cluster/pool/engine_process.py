@@ -1,4 +1,4 @@
-"""What the process of one engine does, and how it is ended when it no longer answers."""
+"""The process of one engine, and how it is killed."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from skyrl_train.hf.hub import local_folder
 from skyrl_train.imports import attribute
 
 GONE_S = 10.0
-"""Patience with killed processes until the system has taken them away."""
+"""Seconds for killed processes to disappear."""
 TRACKER_S = 3.0
-"""Patience with a resource tracker that has work to do: a hundredth of it, on a quiet machine."""
+"""Seconds for a resource tracker to finish; it needs a hundredth of it on an idle machine."""
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """A process whose engine has loaded its model."""
+class StartedEngine:
+    """An engine that has loaded its model."""
 
     facts: EngineFacts
     node_id: str
     pids: tuple[tuple[int, float], ...]
-    """(process id, time of its creation) of its processes; no other process has both."""
+    """(process id, creation time) of its processes, which identifies them."""
 
 
 class EngineProcess:
-    """Makes an engine of any kind in `start`, and hands other calls on to it."""
+    """Builds an engine of any kind in `start`, and forwards other calls to it."""
 
     def __init__(self, log_path: str) -> None:
         self._log = Path(log_path)
@@ -47,27 +47,26 @@ class EngineProcess:
         return getattr(self._engine, name)
 
     async def prepare(self, settings: EngineSettings) -> None:
-        """What `start` does before it needs the device: a hub model is downloaded to this node, libraries imported."""
+        """The part of `start` that needs no device: downloads a hub model to this node, imports libraries."""
         settings = _on_this_node(settings)
         import_modules(settings.custom_modules)
         prepare = getattr(attribute(engine_kind(settings.generator).engine), "prepare", None)
         if prepare is not None:
             prepare(settings)
 
-    async def start(self, settings: EngineSettings, *, waits_for_weights: bool = False) -> Started:
-        """A hub model is downloaded to this node first.
+    async def start(self, settings: EngineSettings, *, waits_for_weights: bool = False) -> StartedEngine:
+        """Download a hub model to this node, and start the engine.
 
-        Args: waits_for_weights: answer nobody before the first weight sync, for others serve newer weights.
-        Raises: RuntimeError with what the engine's processes raised, if one did; ValueError for settings that
-            contradict.
+        Args: waits_for_weights: stay paused until the first weight sync, because other engines serve newer weights.
+        Raises: RuntimeError with the error of the engine's process that failed first; ValueError for invalid settings.
         """
         import_modules(settings.custom_modules)
         engine = attribute(engine_kind(settings.generator).engine)
-        begun = self._log.stat().st_size
+        log_start = self._log.stat().st_size
         try:
             self._engine = engine(_on_this_node(settings))
         except RuntimeError as error:
-            written = self._log.read_bytes()[begun:].decode(errors="replace")
+            written = self._log.read_bytes()[log_start:].decode(errors="replace")
             find = getattr(engine, "cause_of_death", None)
             if find is not None and (cause := find(written)):
                 raise RuntimeError(f"the engine could not start: {cause}") from error
@@ -75,7 +74,7 @@ class EngineProcess:
         facts = await self._engine.start(waits_for_weights=waits_for_weights)
         this = psutil.Process()
         pids = tuple((process.pid, process.create_time()) for process in (this, *this.children(recursive=True)))
-        return Started(facts, ray.get_runtime_context().get_node_id(), pids)
+        return StartedEngine(facts, ray.get_runtime_context().get_node_id(), pids)
 
 
 def _on_this_node(settings: EngineSettings) -> EngineSettings:
@@ -83,11 +82,9 @@ def _on_this_node(settings: EngineSettings) -> EngineSettings:
 
 
 def kill_processes(pids: tuple[tuple[int, float], ...], folder: str | None = None) -> None:
-    """Kill what is left of them, and remove their temporary folder.
+    """Kill the processes that are left (a stopped process ignores Ray's request), and remove their temporary folder.
 
-    A stopped process obeys nothing else, and Ray only asks it.
-
-    One of them, multiprocessing's resource tracker, ends when the others have, and removes what they leave in /dev/shm.
+    Multiprocessing's resource tracker ends after the others, and removes what they leave in /dev/shm.
     """
     trackers: list[psutil.Process] = []
     others: list[psutil.Process] = []
@@ -110,9 +107,9 @@ def _kill(processes: list[psutil.Process]) -> None:
     psutil.wait_procs(processes, GONE_S)
 
 
-async def kill_on_node(engine: Started) -> None:
-    """`kill_processes` on the engine's node. Raises: RayError if that is another, and lost."""
-    if engine.node_id == ray.get_runtime_context().get_node_id():  # a task would start a process of 2 s for it
+async def kill_on_node(engine: StartedEngine) -> None:
+    """Run `kill_processes` on the engine's node. Raises: RayError if that is another node and has died."""
+    if engine.node_id == ray.get_runtime_context().get_node_id():  # a task would take 2 s to start a process
         await asyncio.to_thread(kill_processes, engine.pids, engine.facts.scratch)
         return
     strategy = NodeAffinitySchedulingStrategy(engine.node_id, soft=False)

@@ -1,5 +1,4 @@
-"""The engines as the trainer sees them: requests go to those that serve, other calls to all that are up, and one that
-died is replaced."""
+"""All engines of a run: routes requests to those that serve, calls all that are up, and replaces dead ones."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ from skyrl_train.types import Generate
 from skyrl_train.weight_sync.control import ControlMessage
 
 SHUTDOWN_S = 15
-"""Patience with engines that are asked to end."""
+"""Seconds for engines to shut down before they are killed."""
 MEMORY_S = 10.0
-"""Patience with an engine that is asked for its memory: a number of the log, not worth a wait."""
+"""Timeout in seconds for an engine's memory, which is only logged."""
 MARGIN_S = 10.0
 """Extra seconds the driver waits, so that the engine's own, more specific timeout arrives first."""
 
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class EnginePool:
-    """All engines, each of them holding the same weights."""
+    """All engines; they hold the same weights."""
 
     def __init__(
         self,
@@ -42,9 +41,10 @@ class EnginePool:
         *,
         max_restarts: int = 0,
     ) -> None:
-        """Asks Ray for the engines' processes and returns at once. Args: visible_devices of each engine, where they are
-        not those that Ray gives it; max_restarts: replacements of an engine until it is given up, counted from 0 again
-        when one has lived from one sync to the next."""
+        """Request the engines' processes from Ray and return at once.
+
+        Args: visible_devices: per engine, unless Ray sets them; max_restarts: consecutive restarts of an engine.
+        """
         names = tuple(f"engine-{index}" for index in range(len(settings)))
         self._calls = Calls(names, timeout_s, log_folder)
         devices = visible_devices or [None] * len(slots)
@@ -53,17 +53,17 @@ class EnginePool:
             for index, (slot, each, visible) in enumerate(zip(slots, settings, devices, strict=True))
         )
         self.num_changes = 0
-        """Engines that died and came back so far: senders of weights must be reconnected when it has grown."""
+        """Number of deaths and restarts so far; when it changes, senders of weights must reconnect."""
         self._background = Background()
         self.router = Router(
-            [partial(replica.generate, lose=self.lose) for replica in self.replicas], self._begin_rescue
+            [partial(replica.generate, mark_dead=self.mark_dead) for replica in self.replicas], self._begin_rescue
         )
         self._restore: Callable[[], Awaitable[None]] | None = None
         self._rescue_task: asyncio.Task[None] | None = None
 
     @property
     def generate(self) -> Generate:
-        """A request to an engine that dies is sent to another; it waits while there is none."""
+        """A request to an engine that dies is sent to another; it waits while none is up."""
         return self.router.generate
 
     @property
@@ -77,67 +77,69 @@ class EnginePool:
 
     @property
     def num_workers(self) -> int:
-        """Of the engines that are up."""
+        """Workers of the engines that are up."""
         return sum(replica.num_workers for replica in self.up)
 
     @property
     def nodes(self) -> set[str] | None:
-        """Nodes of the engines that are up; None where they are servers, which may be outside of the cluster."""
+        """Nodes of the engines that are up; None for servers, which may be outside the cluster."""
         if not all(replica.settings.generator.run_engines_locally for replica in self.up):
             return None
         return {replica.started.node_id for replica in self.up if replica.started is not None}
 
     @property
     def shared_ranks(self) -> set[int]:
-        """Policy ranks whose devices the engines that are up use, where they have none of their own."""
+        """Policy ranks that share a device with an engine that is up."""
         return {rank for replica in self.up for rank in replica.slot.shares}
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Of the engines' HTTP endpoints, where they have them; known when they have started."""
+        """HTTP endpoints of the started engines that have one."""
         return tuple(url for replica in self.up if replica.started and (url := replica.started.facts.url) is not None)
 
     @property
     def has_replacement(self) -> bool:
-        """Whether the start of a replacement has ended, well or not: `admit_replacements`."""
+        """Whether `admit_replacements` has a restart to handle, successful or failed."""
         return any(replica.replacement is not None and replica.replacement.done() for replica in self.replicas)
 
-    def lose(self, replica: EngineReplica, reason: str) -> None:
-        """Continue without this engine, which was up, and have another started in its place."""
-        replica.is_up, replica.lost_because = False, reason
+    def mark_dead(self, replica: EngineReplica, reason: str) -> None:
+        """Continue without this engine, which was up, and begin to restart it."""
+        replica.is_up, replica.death_cause = False, reason
         self.num_changes += 1
         self.router.remove(replica.index)
-        restarts = "it is replaced" if replica.restarts < replica.max_restarts else "it is not replaced any more"
-        left = f"{len(self.up)} of {len(self.replicas)} engines go on"
-        log.error("%s is lost: %s. %s; %s", replica.name, reason, left, restarts)
+        restart = f"restarting it ({replica.restarts + 1} of {replica.max_restarts})"
+        if replica.restarts >= replica.max_restarts:
+            restart = f"not restarting it (generator.max_engine_restarts={replica.max_restarts})"
+        left = f"{len(self.up)} of {len(self.replicas)} engines left"
+        log.error("%s died: %s. %s; %s", replica.name, reason, left, restart)
         replica.replacement = self._background.begin(replica.replace())
 
-    async def drop_lost(self) -> list[str]:
-        """Continue without the engines that do not say that they live. Returns: their names."""
-        asked = self.up
-        answers = await asyncio.gather(*(replica.lives() for replica in asked))
-        lost = [replica for replica, lives in zip(asked, answers, strict=True) if replica.is_up and not lives]
-        for replica in lost:
-            self.lose(
-                replica, f"it does not answer, its process crashed, was killed or hangs (log: {replica.log_path})"
+    async def drop_dead(self) -> list[str]:
+        """Continue without the engines that fail the health check. Returns: their names."""
+        checked = self.up
+        answers = await asyncio.gather(*(replica.is_alive() for replica in checked))
+        dead = [replica for replica, is_alive in zip(checked, answers, strict=True) if replica.is_up and not is_alive]
+        for replica in dead:
+            self.mark_dead(
+                replica, f"not responding: its process crashed, was killed or hangs (log: {replica.log_path})"
             )
-        return [replica.name for replica in lost]
+        return [replica.name for replica in dead]
 
-    async def drop_blamed(self, error: RemoteFailed, before: int) -> str:
-        """After a call that failed: continue without the engines that died. Returns: who they are.
+    async def drop_failed(self, error: RemoteFailed, before: int) -> str:
+        """After a failed call, continue without the engines that died. Returns: their names.
 
-        Args: before: `num_changes` when the call began. Raises: the error if no engine is to blame for it.
+        Args: before: `num_changes` when the call began. Raises: the error if no engine has died since.
         """
-        lost = await self.drop_lost()
+        dead = await self.drop_dead()
         if self.num_changes == before:
             raise error
-        return ", ".join(lost) or "an engine that was lost meanwhile"
+        return ", ".join(dead) or "an engine that died during the call"
 
     async def admit_replacements(self) -> None:
-        """Call also those engines that were started in the place of dead ones; where none is left, wait for one.
+        """Count restarted engines as up; if no engine is up, wait for one.
 
-        They hold the weights of the checkpoint, and get requests when a sync has ended with `resume`.
-        Raises: RemoteFailed if no engine is left and none could be started.
+        They hold the weights of the checkpoint, and receive requests after a weight sync (`resume`).
+        Raises: RemoteFailed if no engine is left and none could be restarted.
         """
         while True:
             before = len(self.up)
@@ -149,17 +151,16 @@ class EnginePool:
                 return
             starting = [replica.replacement for replica in self.replicas if replica.replacement is not None]
             if not starting:
-                raise self._none_is_left() from (failures[0] if failures else None)
+                raise self._no_engine_left() from (failures[0] if failures else None)
             await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
 
-    def _none_is_left(self) -> RemoteFailed:
-        """What is to be raised then."""
-        reasons = "; ".join(f"{each.name} is lost: {each.lost_because}" for each in self.replicas)
+    def _no_engine_left(self) -> RemoteFailed:
+        reasons = "; ".join(f"{replica.name} died: {replica.death_cause}" for replica in self.replicas)
         limit = f"generator.max_engine_restarts={self.replicas[0].max_restarts}"
         return RemoteFailed(f"no engine is left ({limit}): {reasons}")
 
-    def when_all_are_lost(self, restore: Callable[[], Awaitable[None]]) -> None:
-        """Have this called when a request finds no engine left: it does `admit_replacements`, an update, `resume`."""
+    def on_all_dead(self, restore: Callable[[], Awaitable[None]]) -> None:
+        """Set what to call when a request finds no engine: `admit_replacements`, a weight update, `resume`."""
         self._restore = restore
 
     def _begin_rescue(self) -> None:
@@ -167,30 +168,30 @@ class EnginePool:
             self._rescue_task = self._background.begin(self._rescue())
 
     async def _rescue(self) -> None:
-        """No engine is left to generate with: have one restored, or fail what is asked of them."""
+        """No engine is up: restore one, or fail the waiting requests."""
         try:
             while self.router.is_holding:
                 if self._restore is None:
-                    raise self._none_is_left()
+                    raise self._no_engine_left()
                 await self._restore()
         except Exception as error:
             self.router.fail(error)
 
     async def prepare(self) -> None:
-        """Have every engine do what it can before its device is free."""
+        """Let every engine do what is possible before its device is free."""
         calls = [replica.actor.call.remote("prepare", replica.settings) for replica in self.replicas]
         await self._calls.gather("prepare", calls)
 
     async def start(self) -> None:
-        """Returns when every engine has loaded its model, and every server was found fit."""
+        """Returns when every engine has loaded its model, and every server was found suitable."""
         calls = [replica.actor.call.remote("start", replica.settings) for replica in self.replicas]
         for replica, started in zip(self.replicas, await self._calls.gather("start", calls), strict=True):
             replica.started = started
 
     def join_sender(self, info: ControlMessage) -> dict[str, Any]:
-        """Have every engine that is up join a sender of weights.
+        """Connect every engine that is up to a sender of weights.
 
-        Returns: name -> the call that does it; for `joined`, and for the sender, which waits for the engines meanwhile.
+        Returns: name -> the running call, for `joined` and for the sender, which watches it while it connects.
         """
         calls, offset = {}, 1
         for replica in self.up:
@@ -204,7 +205,7 @@ class EnginePool:
         await self._calls.gather("connect the weight sync", list(calls.values()), indices, self._sync_timeout_s)
 
     async def begin_weight_update(self) -> None:
-        """Stop generating, forget every cached prefix and make ready for weights."""
+        """Stop generating, drop every cached prefix and expect weights."""
         self.router.forget_routes()
         settings, timeout_s = self.replicas[0].settings, self._sync_timeout_s
         if settings.generator.pause_mode == "wait":
@@ -212,15 +213,15 @@ class EnginePool:
         await self._all("begin a weight update", "begin_weight_update", timeout_s=timeout_s)
 
     async def finish_weight_update(self, policy_version: int, digests: dict[str, int]) -> None:
-        """Raises: RemoteFailed if what an engine received is not what was sent, tensor by tensor."""
+        """Raises: RemoteFailed if a tensor that an engine received differs from the one sent."""
         what = "finish a weight update"
         await self._all(what, "finish_weight_update", policy_version, digests, timeout_s=self._sync_timeout_s)
 
     async def resume(self) -> None:
-        """From now on the engines that are up get requests."""
+        """Route requests to the engines that are up."""
         await self._all("resume", "resume", timeout_s=self._sync_timeout_s)
         for replica in self.up:
-            replica.survived_sync()
+            replica.count_sync()
             self.router.add(replica.index)
 
     async def pause(self) -> None:
@@ -228,7 +229,7 @@ class EnginePool:
         await self._each("pause", "pause", "keep", timeout_s=self._sync_timeout_s)
 
     async def sleep(self, *, keep_weights: bool = False) -> None:
-        """Free the devices; weights come back from host memory if kept, else with the next update."""
+        """Free the devices; weights are restored from host memory if kept, else by the next update."""
         self.router.forget_routes()
         await self._each("fall asleep", "sleep", keep_weights=keep_weights)
 
@@ -240,17 +241,18 @@ class EnginePool:
         await self._each("wake its KV cache", "wake_kv_cache")
 
     async def memory(self) -> list[dict[str, float]]:
-        """What each engine's worker holds, as `device.memory_in_use`; without engines that do not say."""
-        asked = (replica.call("tell its memory", "memory", timeout_s=MEMORY_S) for replica in self.up)
-        return [held for engine in await _outcomes(asked) if not isinstance(engine, RemoteFailed) for held in engine]
+        """Memory of each engine's workers, as `device.memory_in_use`; without engines that do not report it."""
+        calls = (replica.call("report its memory", "memory", timeout_s=MEMORY_S) for replica in self.up)
+        results = await _results(calls)
+        return [worker for engine in results if not isinstance(engine, RemoteFailed) for worker in engine]
 
     async def prompt_logprobs(self, prompts: Sequence[list[int]]) -> dict[str, list[list[float]]]:
-        """Per engine, per prompt, the logprob of each token given those before it; 0 for the first."""
+        """Per engine and prompt, the logprob of each token given those before it; 0 for the first."""
         names = list(self.actors)
         return dict(zip(names, await self._all("score prompts", "prompt_logprobs", prompts), strict=True))
 
     async def shutdown(self) -> None:
-        """End the engines' processes; an engine that does not end by itself, or is dead already, is killed."""
+        """Shut the engines down; kill what is left of them."""
         await self._background.end()
         calls = [asyncio.wrap_future(actor.call.remote("shutdown").future()) for actor in self.actors.values()]
         with contextlib.suppress(TimeoutError):
@@ -263,36 +265,34 @@ class EnginePool:
         return self.replicas[0].settings.generator.weight_sync_timeout_s + MARGIN_S
 
     async def _all(self, what: str, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """`engine.method(*args)` on all that are up. Raises: RemoteFailed for the first that fails or if none is up."""
+        """Call `method` on all that are up. Raises: RemoteFailed for the first that fails, or if none is up."""
         up = self.up
         if not up:
-            raise self._none_is_left()
+            raise self._no_engine_left()
         refs = [replica.actor.call.remote(method, *args) for replica in up]
         return await self._calls.gather(what, refs, [replica.index for replica in up], timeout_s)
 
     async def _each(self, what: str, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> None:
-        """As `_all`, but every engine for itself: those that die are dropped and the others continue.
+        """Like `_all`, but independent for each engine: those that die are dropped and the others continue.
 
-        Raises: RemoteFailed if one fails that lives, or none is left.
+        Raises: RemoteFailed if a living engine fails, or none is left.
         """
-        asked = self.up
-        outcomes = await _outcomes(
-            replica.call(what, method, *args, timeout_s=timeout_s, **kwargs) for replica in asked
-        )
-        failed = [(replica, end) for replica, end in zip(asked, outcomes, strict=True) if isinstance(end, RemoteFailed)]
+        called = self.up
+        results = await _results(replica.call(what, method, *args, timeout_s=timeout_s, **kwargs) for replica in called)
+        failed = [(replica, end) for replica, end in zip(called, results, strict=True) if isinstance(end, RemoteFailed)]
         for replica, error in failed:
-            if replica.is_up and await replica.lives():
+            if replica.is_up and await replica.is_alive():
                 raise error
-            if replica.is_up:  # else a request has noticed its loss meanwhile
-                self.lose(replica, str(error))
+            if replica.is_up:  # else a request has already noticed its death
+                self.mark_dead(replica, str(error))
         if not self.up:
-            raise self._none_is_left() from (failed[0][1] if failed else None)
+            raise self._no_engine_left() from (failed[0][1] if failed else None)
 
 
-async def _outcomes(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """What each call returned, or the RemoteFailed that it raised."""
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException) and not isinstance(outcome, RemoteFailed):
-            raise outcome
-    return outcomes
+async def _results(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Result of each call, or the RemoteFailed that it raised."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, RemoteFailed):
+            raise result
+    return results

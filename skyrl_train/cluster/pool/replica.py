@@ -1,4 +1,4 @@
-"""One engine and those that replace it: whether it lives, how it is ended and another started."""
+"""One engine and its replacements: health check, shutdown and restart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from skyrl_train.cluster.calls import Calls, RemoteFailed
 from skyrl_train.cluster.host import AsyncHost
 from skyrl_train.cluster.placement import Slot
-from skyrl_train.cluster.pool.engine_process import GONE_S, Started, kill_on_node
+from skyrl_train.cluster.pool.engine_process import GONE_S, StartedEngine, kill_on_node
 from skyrl_train.engines.protocol import EngineDeadError
 from skyrl_train.engines.settings import EngineSettings
 from skyrl_train.rollout.router import EngineLostError, Request
@@ -25,34 +25,34 @@ from skyrl_train.types import Generation
 MAX_CONCURRENCY = 1000
 ENGINE_PROCESS = "skyrl_train.cluster.pool.engine_process:EngineProcess"
 PROBE_S = 30.0
-"""Longest time after which a living engine says that it lives, also while it lets go of a sync that broke off."""
+"""Timeout in seconds of a health check, which an engine passes even while it closes a failed sync."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class EngineReplica:
-    """An engine, and after it has died another one on the same devices."""
+    """An engine, and after its death the next one on the same devices."""
 
     index: int
-    """Among `calls.names`."""
+    """Index in `calls.names`."""
     calls: Calls
     slot: Slot
     settings: EngineSettings
     max_restarts: int
-    """Replacements in a row until the replica is given up."""
+    """Maximum number of consecutive restarts."""
     visible_devices: str | None = None
-    """None: those that Ray gives it."""
+    """CUDA_VISIBLE_DEVICES; None: set by Ray."""
     actor: Any = field(init=False)
-    started: Started | None = None
+    started: StartedEngine | None = None
     """None until the engine has loaded its model."""
     is_up: bool = True
-    """The engine is called and sent weights; False from its loss until a replacement has started."""
-    lost_because: str = ""
+    """The engine receives calls and weights; False from its death until a replacement has started."""
+    death_cause: str = ""
     restarts: int = 0
-    """Replacements since an engine of this replica last lived from one weight sync to the next."""
+    """Restarts since an engine of this replica last survived from one weight sync to the next."""
     syncs: int = 0
-    """Weight syncs that the engine has been through."""
+    """Weight syncs of the current engine."""
     replacement: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class EngineReplica:
         return self.started.facts.num_workers
 
     def new_actor(self) -> None:
-        """Asks Ray for a process and returns at once."""
+        """Request a process from Ray and return at once."""
         self.actor = (
             ray.remote(AsyncHost)
             .options(  # type: ignore[attr-defined]
@@ -88,12 +88,11 @@ class EngineReplica:
         return (await self.calls.gather(what, [ref], [self.index], timeout_s))[0]
 
     async def generate(
-        self, requests: list[Request], lose: Callable[[EngineReplica, str], None]
+        self, requests: list[Request], mark_dead: Callable[[EngineReplica, str], None]
     ) -> AsyncIterator[list[tuple[int, Generation]]]:
-        """Answers as they come. Args: lose is told once of an engine that died or hangs, and why.
+        """Yield answers as requests finish. Args: mark_dead: called once for an engine that died or hangs.
 
-        Raises: EngineLostError, after `lose`; RemoteFailed if a request fails of which the engine did not die, or takes
-            longer than the deadline.
+        Raises: EngineLostError, after `mark_dead`; RemoteFailed if a request of a living engine fails or times out.
         """
         actor, timeout_s = self.actor, self.calls.timeout_s
         cause: Exception
@@ -104,41 +103,41 @@ class EngineReplica:
                 yield await ref
         except StopAsyncIteration:
             return
-        except RayError as error:  # first, for what an engine raises may be a TimeoutError too
+        except RayError as error:  # first, because an engine's own error may be a TimeoutError too
             message = self.calls.describe(self.name, "generate", error)
-            if not _is_death(error) and self.actor is actor and await self.lives():
+            if not _is_death(error) and self.actor is actor and await self.is_alive():
                 raise RemoteFailed(message) from error
             reason, cause = message, error
         except TimeoutError as error:
             message = f"{self.name} finished none of its requests within trainer.timeout_s={timeout_s:g} s"
-            if self.actor is actor and await self.lives():
+            if self.actor is actor and await self.is_alive():
                 raise RemoteFailed(
-                    f"{message}: it lives, so responses take longer than that (log: {self.log_path})"
+                    f"{message}: the engine is alive, but its responses take longer (log: {self.log_path})"
                 ) from error
             reason, cause = f"{message}: it hangs (log: {self.log_path})", error
         if self.actor is actor and self.is_up:
-            lose(self, reason)
+            mark_dead(self, reason)
         raise EngineLostError(reason) from cause
 
-    async def lives(self) -> bool:
-        """Whether the engine's core answers."""
-        patience_s = min(PROBE_S, self.settings.generator.weight_sync_timeout_s)
-        answer = asyncio.wrap_future(self.actor.call.remote("ping", patience_s).future())
+    async def is_alive(self) -> bool:
+        """Health check: whether the engine's core answers."""
+        timeout_s = min(PROBE_S, self.settings.generator.weight_sync_timeout_s)
+        answer = asyncio.wrap_future(self.actor.call.remote("ping", timeout_s).future())
         try:
-            await asyncio.wait_for(answer, patience_s + 1)
+            await asyncio.wait_for(answer, timeout_s + 1)
         except (RayError, TimeoutError):
             return False
         return True
 
-    def survived_sync(self) -> None:
-        """Right after a sync nothing is known of an engine but that it took the weights in: only the next one shows
-        that it could work with them, and that it was no request of the last step that its predecessors died of."""
+    def count_sync(self) -> None:
+        """One completed sync does not prove an engine healthy; the second one does, and resets its restarts: it has
+        generated with the weights, and survived the requests that its predecessors may have died of."""
         self.syncs += 1
         if self.syncs > 1:
             self.restarts = 0
 
     async def replace(self) -> None:
-        """End what is left of a lost engine and start another on its devices. Raises: RemoteFailed."""
+        """Kill what is left of a dead engine and start another on its devices. Raises: RemoteFailed."""
         await self.end()
         while self.restarts < self.max_restarts:
             self.restarts += 1
@@ -146,17 +145,18 @@ class EngineReplica:
             try:
                 self.started = await self.call("start", "start", self.settings, waits_for_weights=True)
                 self.syncs = 0
-                log.warning("%s was started anew; it serves from the next weight sync on", self.name)
+                log.warning("%s was restarted; it serves again after the next weight sync", self.name)
                 return
             except RemoteFailed as error:
-                log.error("the replacement of a lost engine failed: %s", error)
+                log.error("restarting %s failed: %s", self.name, error)
                 await self.end()
         raise RemoteFailed(
-            f"{self.name} is given up (generator.max_engine_restarts={self.max_restarts}; log: {self.log_path})"
+            f"{self.name} reached its limit of restarts (generator.max_engine_restarts={self.max_restarts}; "
+            f"log: {self.log_path})"
         )
 
     def admit(self) -> BaseException | None:
-        """Count a replacement that has started as up. Returns: why it could not be started."""
+        """Set `is_up` if a replacement has started. Returns: the error if it could not be started."""
         if self.replacement is None or not self.replacement.done():
             return None
         task, self.replacement = self.replacement, None
@@ -166,15 +166,15 @@ class EngineReplica:
         return task.exception()
 
     async def end(self) -> None:
-        """Kill the engine, also where it is stopped, and what it started: they hold the memory of its devices."""
+        """Kill the engine, even if it is stopped, and its processes, which hold the memory of its devices."""
         started, self.started = self.started, None
         ray.kill(self.actor)
         if started is not None:
-            with contextlib.suppress(RayError, TimeoutError):  # its node may be lost as well
+            with contextlib.suppress(RayError, TimeoutError):  # its node may have died as well
                 await asyncio.wait_for(kill_on_node(started), 2 * GONE_S)
 
 
 def _is_death(error: RayError) -> bool:
-    """Plainly; of other errors the engine is asked."""
+    """Whether the error alone shows it; for other errors the health check decides."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     return isinstance(cause, (RayActorError, EngineDeadError))

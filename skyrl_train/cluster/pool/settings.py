@@ -1,4 +1,4 @@
-"""Configuration -> what each engine is started with, or connected to."""
+"""Configuration -> settings of each engine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from skyrl_train.hf.hub import seen_from_anywhere
 def all_engine_settings(
     config: Config, max_model_len: int, backend: str, policy_version: int = 0
 ) -> list[EngineSettings]:
-    """Args: backend: the transport that was chosen for generator.weight_sync_backend; policy_version: which the engines
-    serve first; a run that resumes samples with other random numbers than at its start."""
+    """Args: backend: transport of the weight sync; policy_version: the first that the engines serve; a resumed run must
+    not repeat the random numbers of its start."""
     generator, trainer, sharing = config.generator, config.trainer, build_sharing(config)
     variable, lora = generator.remote_api_key_env, trainer.policy.model.lora
-    number = len(generator.remote_inference_engine_urls)
+    num_servers = len(generator.remote_inference_engine_urls)
     return [
         EngineSettings(
             generator=replace(generator, weight_sync_backend=backend),
@@ -39,12 +39,12 @@ def all_engine_settings(
             lora_seed=trainer.seed,
             custom_modules=trainer.custom_modules,
         )
-        for index in range(generator.num_inference_engines if generator.run_engines_locally else number)
+        for index in range(generator.num_inference_engines if generator.run_engines_locally else num_servers)
     ]
 
 
 def _seed(seed: int, policy_version: int) -> int:
-    """At most 32 bits, as numpy takes, which the engines seed."""
+    """At most 32 bits, the limit of numpy's seed."""
     if policy_version == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed} {policy_version}".encode()).digest()[:4], "big")
@@ -54,10 +54,10 @@ L = TypeVar("L", bound=LoraConfig)
 
 
 def lora_arguments(lora: L) -> L:
-    """The adapters' configuration for processes with other working directories."""
+    """The adapter configuration, for processes with other working directories."""
     return lora if lora.path is None else replace(lora, path=seen_from_anywhere(lora.path))
 
 
 def served_model_name(config: Config) -> str:
-    """What the engines call the model; over HTTP it is NAME and NAME@VERSION."""
+    """Name of the served model; over HTTP it is NAME and NAME@VERSION."""
     return config.generator.served_model_name or config.trainer.run_name

@@ -1,4 +1,4 @@
-"""JSON over HTTP to one vLLM server: deadlines, and errors that say which server, what was asked and what it said."""
+"""JSON over HTTP to one vLLM server, with deadlines and errors that name server, request and answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_ERROR_TEXT = 600
 
 
 class ServerUnreachableError(ConnectionError):
-    """No connection to the server, or it was lost before the answer."""
+    """No connection to the server, or it was closed before the answer."""
 
 
 class ServerError(RuntimeError):
@@ -27,23 +27,22 @@ class ServerError(RuntimeError):
 
 
 class ServerClient:
-    """To be used in one event loop."""
+    """For use in one event loop."""
 
     def __init__(self, url: str, api_key: str | None, max_connections: int) -> None:
-        """Args: url has no path ("http://host:8000"); max_connections: further calls wait for one to be free."""
+        """Args: url: without a path ("http://host:8000"); max_connections: further calls wait for a free one."""
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, path: str, timeout_s: float | None, **query: str) -> Any:
-        """As `post`."""
         return await self._request("GET", path, None, timeout_s, query)
 
     async def post(self, path: str, body: Any, timeout_s: float | None, **query: str) -> Any:
-        """The decoded answer, None where it is empty.
+        """Return the decoded answer, or None if it is empty.
 
-        Args: body is JSON-like, None for no body; timeout_s None waits as long as it takes.
+        Args: body: None for no body; timeout_s: None for no deadline.
         Raises: ServerUnreachableError, ServerError, TimeoutError.
         """
         return await self._request("POST", path, body, timeout_s, query)
@@ -55,8 +54,8 @@ class ServerClient:
 
     async def _request(self, method: str, path: str, body: Any, timeout_s: float | None, query: dict[str, str]) -> Any:
         if self._session is None:
-            # A connection for each call: uvicorn closes those that were idle for 5 s, and those on which vLLM answered
-            # with an exception, without a word, and a request that was sent just then would be lost.
+            # One connection per call: uvicorn silently closes those that were idle for 5 s or on which vLLM raised, and
+            # a request sent at that moment would be lost.
             connector = aiohttp.TCPConnector(limit=self._max_connections, force_close=True)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
@@ -71,22 +70,22 @@ class ServerClient:
                         raise ServerError(f"{method} {self.url}{path}: {response.status} {reason}", response.status)
                     return json.loads(text) if text.strip() else None
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                # Nothing was sent, so asking again does nothing twice.
+                # Nothing was sent yet: retrying repeats nothing.
                 if attempt == CONNECT_ATTEMPTS:
                     raise ServerUnreachableError(f"no connection to the vLLM server {self.url}: {error}") from error
                 await asyncio.sleep(0.2 * attempt)
             except TimeoutError as error:
-                raise TimeoutError(f"{method} {self.url}{path} had no answer within {timeout_s:g} s") from error
+                raise TimeoutError(f"{method} {self.url}{path} was not answered within {timeout_s:g} s") from error
             except aiohttp.ClientError as error:
                 what = f"{type(error).__name__} {error}".strip()
-                raise ServerUnreachableError(f"the connection to {self.url} was lost in {path} ({what})") from error
+                raise ServerUnreachableError(f"the connection to {self.url} closed during {path} ({what})") from error
             except json.JSONDecodeError as error:
-                raise ServerError(f"{method} {self.url}{path}: the answer is no JSON: {text[:100]!r}") from error
+                raise ServerError(f"{method} {self.url}{path}: the answer is not JSON: {text[:100]!r}") from error
         raise AssertionError("unreachable")
 
 
 def _reason(text: str) -> str:
-    """What is readable of an error's body: vLLM puts it under "error", FastAPI under "detail"."""
+    """Message in an error's body: vLLM puts it under "error", FastAPI under "detail"."""
     try:
         found = json.loads(text)
     except ValueError:

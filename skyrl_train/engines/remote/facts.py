@@ -1,4 +1,4 @@
-"""What a vLLM server says of itself, and whether a run can use it."""
+"""Facts that a vLLM server reports, and whether a run can use it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ ROUTES_SINCE = {"/update_weight_version": (0, 27), "/shutdown_weight_transfer_en
 
 
 class ServerUnsuitableError(ValueError):
-    """The server runs, but not in a way that this run can use; the message says how to start it."""
+    """The server runs with unsuitable settings; the message says how to start it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server says of itself."""
-
     version: str
     routes: frozenset[str]
-    """Of ROUTES_SINCE, those that it has."""
+    """Those of ROUTES_SINCE that it has."""
     model: str
     """Name under which it serves its model."""
     max_model_len: int
@@ -31,7 +29,7 @@ class ServerFacts:
     """"float32", "bfloat16", ..."""
     logprobs_mode: str
     backend: str | None
-    """Of its --weight-transfer-config; None without one."""
+    """Backend in its --weight-transfer-config, if it has one."""
     has_extension: bool
     """Whether it was started with this project's --worker-extension-cls."""
     num_workers: int
@@ -40,16 +38,12 @@ class ServerFacts:
 
     @property
     def number(self) -> tuple[int, int]:
-        """(major, minor) of its version."""
         return _number(self.version)
 
 
 async def probe(client: ServerClient, timeout_s: float) -> ServerFacts:
-    """Ask a server what it is.
-
-    Raises: ServerUnreachableError; ServerUnsuitableError for one that is dead, too old, has another API key or no
-    development mode.
-    """
+    """Raises: ServerUnreachableError; ServerUnsuitableError if the server is dead, too old, has another API key or no
+    development mode."""
     try:
         await client.get("/health", timeout_s)
         version = str((await client.get("/version", timeout_s))["version"])
@@ -58,14 +52,14 @@ async def probe(client: ServerClient, timeout_s: float) -> ServerFacts:
         raise ServerUnsuitableError(f"the server {client.url} is not healthy ({error}); {hint}") from error
     if _number(version) < OLDEST:
         raise ServerUnsuitableError(
-            f"the server {client.url} runs vLLM {version}; remote engines need vLLM 0.26 or newer "
-            "(before that, weight updates had other calls)"
+            f"the server {client.url} runs vLLM {version}, whose weight updates have other calls. Use vLLM 0.26 or "
+            "newer"
         )
     try:
         models = (await client.get("/v1/models", timeout_s))["data"]
         info = (await client.get("/server_info", timeout_s, config_format="json"))["vllm_config"]
     except ServerError as error:
-        raise ServerUnsuitableError(_cure(client.url, error)) from error
+        raise ServerUnsuitableError(_hint(client.url, error)) from error
     model, parallel = info["model_config"], info["parallel_config"]
     base = next((entry for entry in models if entry.get("parent") is None), {"id": model["model"]})
     return ServerFacts(
@@ -82,18 +76,18 @@ async def probe(client: ServerClient, timeout_s: float) -> ServerFacts:
     )
 
 
-def _cure(url: str, error: ServerError) -> str:
+def _hint(url: str, error: ServerError) -> str:
     if error.status == 401:
         return (
-            f"the server {url} refuses the API key: generator.remote_api_key_env must name an environment variable "
-            "that holds what the server was given as --api-key"
+            f"the server {url} rejects the API key: generator.remote_api_key_env must name an environment variable "
+            "with the value of the server's --api-key"
         )
     if error.status == 404:
         return (
             f"the server {url} has no {'/server_info' if '/server_info' in str(error) else 'model list'} ({error}): "
-            "start it with the environment variable VLLM_SERVER_DEV_MODE=1, which opens the calls of a weight update"
+            "start it with the environment variable VLLM_SERVER_DEV_MODE=1, which enables the calls of a weight update"
         )
-    return f"the server {url} does not say what it serves: {error}"
+    return f"the server {url} does not report what it serves: {error}"
 
 
 async def _routes(client: ServerClient, version: str, timeout_s: float) -> frozenset[str]:
@@ -111,26 +105,25 @@ def _number(version: str) -> tuple[int, int]:
 
 
 def check_server(facts: ServerFacts, settings: EngineSettings) -> None:
-    """Raises: ServerUnsuitableError with everything in which the server does not suit the run."""
+    """Raises: ServerUnsuitableError with all problems."""
     problems = []
     if facts.max_model_len < settings.max_model_len:
         problems.append(
             f"its --max-model-len is {facts.max_model_len}, and prompt and response may have {settings.max_model_len} "
-            "tokens: start it with more, or lower generator.max_input_length or max_generate_length"
+            "tokens. Raise it, or lower generator.max_input_length or max_generate_length"
         )
     if facts.dtype != settings.generator.model_dtype:
         problems.append(
-            f"its --dtype is {facts.dtype} and generator.model_dtype is {settings.generator.model_dtype}: make them "
-            "equal"
+            f"its --dtype is {facts.dtype} and generator.model_dtype is {settings.generator.model_dtype}. Use the same"
         )
     if facts.logprobs_mode != "processed_logprobs":
         problems.append(
-            f"its logprobs are {facts.logprobs_mode}, which are not those of the distribution that it draws from: "
-            "start it with --logprobs-mode processed_logprobs"
+            f"its logprobs are {facts.logprobs_mode}, not those of the sampling distribution. Start it with "
+            "--logprobs-mode processed_logprobs"
         )
     if facts.data_parallel_size > 1:
         problems.append(
-            f"its data parallel size is {facts.data_parallel_size}: start one server per replica and name them all in "
+            f"its data parallel size is {facts.data_parallel_size}. Start one server per replica and list them all in "
             "generator.remote_inference_engine_urls"
         )
     wants_stock = transport(settings.generator.weight_sync_backend).for_stock_servers

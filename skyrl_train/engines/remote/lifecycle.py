@@ -1,15 +1,12 @@
-"""vLLM's weight updates and pauses over HTTP, and what differs between servers of 0.26 to 0.33.
+"""vLLM's weight updates and pauses over HTTP, and the differences between servers of 0.26 to 0.33.
 
-    version  what changed for a client
-    < 0.21   no start/finish: every update was a whole one                                        refused
-    0.21+    the bracket start, update ..., finish; until 0.24 start takes `is_checkpoint_format`  refused below 0.26
-    0.26     the first that the engines of this project support too
-    0.27     /update_weight_version, /weight_info
-    0.28     the backend `nccl` is told once, at init, how tensors are packed; before that at each update
-    0.32     /shutdown_weight_transfer_engine
+    0.26  the oldest supported version
+    0.27  /update_weight_version
+    0.28  the backend `nccl` receives the packing of tensors once, at init; before, in each update
+    0.32  /shutdown_weight_transfer_engine
 
-Routes are probed in the server's openapi.json; where it is hidden (--disable-fastapi-docs) the version decides. All of
-them but /v1, /health and /version need VLLM_SERVER_DEV_MODE=1.
+Routes are looked up in the server's openapi.json; if it is hidden (--disable-fastapi-docs), the version decides. All
+but /v1, /health and /version need VLLM_SERVER_DEV_MODE=1.
 """
 
 from __future__ import annotations
@@ -26,17 +23,17 @@ PACKED_BUFFERS = 2
 
 
 class HttpLifecycle:
-    """The calls of one server, in the form that its version understands."""
+    """The calls to one server, in the form that its version understands."""
 
     def __init__(self, client: ServerClient, facts: ServerFacts, timeout_s: float) -> None:
-        self._client, self._facts, self._timeout_s = client, facts, timeout_s
+        self._client, self.facts, self._timeout_s = client, facts, timeout_s
         self._packing: dict[str, Any] = {}
         self._released = False
 
     @property
     def is_stock(self) -> bool:
         """Whether the server receives weights through vLLM's own NCCL backend."""
-        return self._facts.backend == "nccl"
+        return self.facts.backend == "nccl"
 
     async def pause(self, mode: str) -> None:
         await self._post("/pause", mode=mode, clear_cache="true")
@@ -50,25 +47,24 @@ class HttpLifecycle:
 
     async def init(self, info: ControlMessage) -> None:
         """Connect the server's workers to a sender; returns when all have joined."""
-        if not self._released and "/shutdown_weight_transfer_engine" in self._facts.routes:
-            await self._post("/shutdown_weight_transfer_engine")  # what an earlier run left connected
+        if not self._released and "/shutdown_weight_transfer_engine" in self.facts.routes:
+            await self._post("/shutdown_weight_transfer_engine")  # connections of an earlier run
         self._released = True
         await self._post("/init_weight_transfer_engine", {"init_info": self._init_info(info)})
 
     async def start(self) -> None:
-        # No body: before 0.25 it had one, and from then on it is not read.
         await self._post("/start_weight_update")
 
     async def update(self, message: ControlMessage) -> None:
-        """Returns when all workers have taken in what the message announces."""
+        """Returns when all workers have loaded the tensors of the message."""
         await self._post("/update_weights", {"update_info": self._update_info(message)})
 
     async def finish(self) -> None:
-        # The body is an optional label since 0.27; {} is valid everywhere, no body is refused by some versions.
+        # An optional label since 0.27; {} is valid in all versions, some refuse an empty body.
         await self._post("/finish_weight_update", {})
 
-    async def close_broken_update(self) -> None:
-        """End an update that was begun and not finished, by this client or by another one."""
+    async def close_failed_update(self) -> None:
+        """End an unfinished update of this or another client."""
         if not self.is_stock:
             await self.rpc("skyrl_close_update")
             return
@@ -77,19 +73,19 @@ class HttpLifecycle:
         except ServerError as error:
             if "without a matching start" not in str(error):
                 raise
-            # Of an update that failed while it received, vLLM (0.26 to 0.33) leaves layers open that had got a part of
-            # their tensors. The next update would count those in, and load none of the last ones: with experts it
-            # then serves the mixture and says nothing. An update of nothing closes them.
+            # After an update that failed while receiving, vLLM (0.26 to 0.33) counts the tensors of incomplete layers
+            # towards the next update and skips its last ones: a model with experts then serves a mixture, without an
+            # error. An empty update closes these layers.
             await self.start()
             await self.finish()
 
     async def set_version(self, policy_version: int) -> None:
-        """Label the weights; 0.26 has no such label."""
-        if "/update_weight_version" in self._facts.routes:
+        """Label the weights; 0.26 has no labels."""
+        if "/update_weight_version" in self.facts.routes:
             await self._post("/update_weight_version", {"new_version": str(policy_version)})
 
     async def rpc(self, method: str) -> list[Any]:
-        """A method of the worker extension, on every worker."""
+        """Results of a worker extension's method, per worker."""
         answer = await self._post("/collective_rpc", {"method": method})
         return [] if answer is None else answer["results"]
 
@@ -105,7 +101,7 @@ class HttpLifecycle:
             "packed_buffer_size_bytes": info["bucket_bytes"],
             "packed_num_buffers": PACKED_BUFFERS,
         }
-        if self._facts.number >= PACKED_AT_INIT_SINCE:
+        if self.facts.number >= PACKED_AT_INIT_SINCE:
             return group | packing
         self._packing = packing
         return group

@@ -1,11 +1,10 @@
-"""Sends weights to servers of stock vLLM, through its own weight transfer backend `nccl`.
+"""Sends weights to servers of stock vLLM, through vLLM's weight transfer backend `nccl`.
 
-One sender is rank 0 of an NCCL group, the workers of all servers are the others. What travels is the servers' format:
-tensors end to end without gaps (`packed`), a chunk being closed by the tensor with which it exceeds the agreed size.
-vLLM views the bytes as they lie, so a tensor must start at a multiple of its element size; where it would not (float32
-after an odd number of bfloat16), the update goes on in another call, which begins a chunk.
-
-There are no digests: nothing on the other side could compare them.
+The sender is rank 0 of an NCCL group, the workers of all servers are the other ranks. Tensors are sent end to end
+without gaps (`packed`); a chunk ends with the tensor that takes it above the agreed size. vLLM views the bytes in
+place, so a tensor must start at a multiple of its element size; if it would not (float32 after an odd number of
+bfloat16), the rest is sent in another call, which begins a new chunk. There are no digests: the server could not
+compare them.
 """
 
 from __future__ import annotations
@@ -35,25 +34,25 @@ class Group(Protocol):
     """The NCCL group, seen from rank 0."""
 
     def broadcast(self, buffer: Tensor) -> Callable[[], bool]:
-        """Start to send; the returned call says whether the buffer has been sent."""
+        """Start sending; the returned function says whether the buffer was sent."""
 
     def close(self) -> None:
-        """Returns soon, also while a broadcast waits for a peer."""
+        """Returns soon, even if a broadcast waits for a peer."""
 
 
 class NcclGroup:
-    """vLLM's communicator, which is what its workers join."""
+    """vLLM's communicator."""
 
     def __init__(self, host: str, port: int, world_size: int, device: torch.device) -> None:
         """Blocks until all workers have joined; opens `port`."""
-        # Only here: a run without stock servers needs no vLLM in its trainer's processes.
+        # Imported here, because runs without stock servers need no vLLM in trainer processes.
         from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
 
         torch.cuda.set_device(device)
         index = torch.cuda.current_device()
         self._communicator = stateless_init_process_group(host, port, 0, world_size, index)
         if self._communicator.disabled:
-            raise WeightSyncError("vLLM finds no NCCL library in the trainer's process: install the CUDA build of vLLM")
+            raise WeightSyncError("vLLM finds no NCCL library in the trainer's process. Install the CUDA build of vLLM")
         self._stream = torch.cuda.Stream(index)
 
     def broadcast(self, buffer: Tensor) -> Callable[[], bool]:
@@ -66,7 +65,7 @@ class NcclGroup:
 
 
 class StockNcclSender:
-    """Rank 0. After a failed `send` neither the group nor a server that was receiving is of any use."""
+    """Rank 0. After a failed `send`, neither the group nor a server that was receiving can be used."""
 
     def __init__(self, end: SendingEnd, open_group: Callable[[str, int, int, torch.device], Group] = NcclGroup) -> None:
         self._end, self._open_group = end, open_group
@@ -75,7 +74,7 @@ class StockNcclSender:
 
     @property
     def init_info(self) -> ControlMessage:
-        """For every server, with a `rank_offset` added: 1 plus the workers of the servers before it."""
+        """Each server gets it with a `rank_offset`: 1 plus the workers of the servers before it."""
         return {
             "transport": STOCK,
             "master_address": self._end.host,
@@ -85,26 +84,25 @@ class StockNcclSender:
         }
 
     def connect(self, check: Check = lambda: None) -> None:
-        """Blocks until all workers have joined, so they must be told `init_info` without waiting for them first.
+        """Block until all workers have joined; they must have received `init_info`, and be joining, by then.
 
-        Args: check: unused; vLLM, which lets them meet, does not look after anybody meanwhile.
+        Args: check: unused, because vLLM's rendezvous has no hook for it.
         """
         self._group = self._open_group(self._end.host, self._port, self._world_size, self._end.device)
 
     def send(self, specs: Sequence[TensorSpec], named_tensors: NamedTensors) -> SendReport:
         """Returns when every server has loaded every tensor. The report has no digests.
 
-        Args: as `Sender.send`.
-        Raises: WeightSyncError if the tensors are not those, or a broadcast does not end; whatever a server raised.
+        Raises: WeightSyncError if the tensors differ from the specs, or a broadcast times out; a server's own error.
         """
         group, self._group = self._group, None
         if group is None:
-            raise WeightSyncError("the NCCL group is not connected, or broke in the last update: start the run anew")
+            raise WeightSyncError("the NCCL group is not connected, or failed in the last update. Restart the run")
         clock = SendClock()
         tensors = clock.source(named_tensors)
         flight = Flight(self._end.device)
         try:
-            for update in cut_updates(specs, self._end.bucket_bytes):
+            for update in split_updates(specs, self._end.bucket_bytes):
                 pending = self._end.post(_message(update))
                 for chunk in update:
                     size = sum(spec.num_bytes for spec in chunk)
@@ -116,7 +114,7 @@ class StockNcclSender:
                 clock.wait(pending.wait)
             left_over = next(tensors, None)
             if left_over is not None:
-                raise WeightSyncError(f"the trainer exports {left_over[0]}, which it did not announce")
+                raise WeightSyncError(f"the trainer exports {left_over[0]}, which is not in its specs")
             self._group = group
         finally:
             if self._group is None:
@@ -135,9 +133,9 @@ class StockNcclSender:
         )
 
     def _land(self, is_sent: Callable[[], bool]) -> Land:
-        """NCCL only enqueues, and a peer that failed never comes: so look at both."""
+        """NCCL only enqueues, and a failed peer never joins: so poll both."""
         timeout_s = self._end.timeout_s
-        late = f"a broadcast to the vLLM servers did not end within {timeout_s:g} s"
+        late = f"a broadcast to the vLLM servers did not finish within {timeout_s:g} s"
         return lambda check: wait_until(is_sent, POLL_S, timeout_s, late, check)
 
     def close(self) -> None:
@@ -150,11 +148,8 @@ def send(end: SendingEnd) -> StockNcclSender:
     return StockNcclSender(end)
 
 
-def cut_updates(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[Chunk]]:
-    """Calls of update_weights, each with its chunks, in the order of the specs.
-
-    vLLM's rule: a chunk ends with the tensor that takes it above `bucket_bytes`, or with the call.
-    """
+def split_updates(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[Chunk]]:
+    """Chunks of each call of update_weights, in the order of the specs."""
     updates: list[list[Chunk]] = []
     chunks: list[Chunk] = []
     waiting: list[TensorSpec] = []
@@ -181,14 +176,14 @@ def cut_updates(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[Chu
 
 
 def fill(chunk: Chunk, tensors: Iterator[tuple[str, Tensor]], buffer: Tensor) -> None:
-    """Copy the chunk's tensors end to end into a buffer of just their size; each before the next is asked for.
+    """Copy the chunk's tensors end to end into a buffer of exactly their size, each before the next is generated.
 
-    Raises: WeightSyncError if a tensor is not what was announced.
+    Raises: WeightSyncError if a tensor differs from its spec.
     """
     start = 0
     for spec in chunk:
-        room = buffer[start : start + spec.num_bytes]
-        room.view(spec.dtype).view(spec.shape).copy_(take(spec, tensors))
+        target = buffer[start : start + spec.num_bytes]
+        target.view(spec.dtype).view(spec.shape).copy_(take(spec, tensors))
         start += spec.num_bytes
 
 

@@ -1,4 +1,4 @@
-"""Everything of vLLM that is used and differs between 0.26 and 0.33, in one place."""
+"""The parts of vLLM that differ between 0.26 and 0.33."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-# Tensors that no weight loader fills during a layerwise reload; the name is SKIP_TENSORS in 0.26.
 NOT_RELOADED: frozenset[str] = frozenset(getattr(_reload_meta, "SKIP_LOAD_TENSORS", _reload_meta.SKIP_TENSORS))
-
-TELLS_VERSIONS = any(field.name == "weight_versions" for field in dataclasses.fields(CompletionOutput))
-"""From 0.32 on each output says which version drew which of its tokens."""
+"""Tensors that no weight loader fills during a layerwise reload; the name is SKIP_TENSORS in 0.26."""
+REPORTS_VERSIONS = any(field.name == "weight_versions" for field in dataclasses.fields(CompletionOutput))
+"""From 0.32 on each output says which version generated which of its tokens."""
 UNNAMED_VERSION = "default"
-"""What vLLM calls the weights that an engine came with."""
+"""vLLM's name for the weights that an engine was started with."""
 
 
 def build_async_llm(arguments: dict[str, Any]) -> AsyncLLM:
@@ -30,15 +29,15 @@ def build_async_llm(arguments: dict[str, Any]) -> AsyncLLM:
     try:
         engine_args = AsyncEngineArgs(**arguments)
     except TypeError as error:
-        raise ValueError(f"vLLM refuses generator.engine_init_kwargs: {error}") from error
+        raise ValueError(f"vLLM rejects generator.engine_init_kwargs: {error}") from error
     return AsyncLLM.from_engine_args(engine_args)
 
 
 def shut_down(llm: AsyncLLM, num_workers: int) -> None:
-    """End an engine: at once where its core is its worker, with all that it has.
+    """End an engine; kill its core at once if that is the only worker.
 
-    vLLM's own way takes such a core 3 s, to look for garbage that the end of its process frees anyway. Workers of their
-    own share memory that has a name, and remove it when they are asked to end.
+    A graceful shutdown of such a core takes 3 s of garbage collection. Separate workers get it, because they remove the
+    shared memory that they have named.
     """
     if num_workers == 1 and "timeout" in inspect.signature(llm.shutdown).parameters:
         llm.shutdown(timeout=0)
@@ -55,24 +54,24 @@ async def update_weights(llm: AsyncLLM, update_info: dict[str, Any]) -> None:
 
 
 async def set_weight_version(llm: AsyncLLM, version: int) -> None:
-    """Outputs and the HTTP API name this version; 0.26 has no such label."""
+    """Label outputs and HTTP answers with this version; 0.26 has no labels."""
     if hasattr(llm, "update_weight_version"):
         await llm.update_weight_version(str(version))
 
 
 def version_starts(output: CompletionOutput) -> list[tuple[int, int]]:
-    """(version, number of tokens drawn before its first) of an output that has ended. Needs TELLS_VERSIONS."""
+    """(version, index of its first token) of a finished output. Needs REPORTS_VERSIONS."""
     spans = output.weight_versions or ()
     return [(0 if span.version == UNNAMED_VERSION else int(span.version), span.start) for span in spans]
 
 
 def is_refusal_of_a_pause(error: Exception) -> bool:
-    """From 0.33 on a paused engine refuses new requests in some modes; older versions queue them."""
+    """From 0.33 on a paused engine rejects new requests in some modes; older versions queue them."""
     return type(error).__name__ == "RetryableRequestError"
 
 
 def server_arguments(arguments: list[str]) -> Namespace:
-    """What vLLM's own server makes of its command line."""
+    """Parse a command line of vLLM's server."""
     try:
         from vllm.entrypoints.common.cli_args import make_arg_parser  # 0.33
     except ImportError:
@@ -86,7 +85,7 @@ def server_arguments(arguments: list[str]) -> Namespace:
 
 
 async def build_openai_app(client: Any, arguments: Namespace) -> FastAPI:
-    """vLLM's OpenAI-compatible application around an engine, which need only look like an AsyncLLM."""
+    """vLLM's OpenAI-compatible application around an object with the methods of AsyncLLM."""
     try:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state  # 0.29 on
         from vllm.entrypoints.launchers.app import build_app
@@ -100,17 +99,17 @@ async def build_openai_app(client: Any, arguments: Namespace) -> FastAPI:
 
 
 def set_served_names(app: FastAPI, model_path: str, names: list[str]) -> None:
-    """Every name is accepted; the first is the `model` of answers. Requests that run keep the name they began with."""
+    """Accept these names; answers name the first as their `model`. Running requests keep the name they began with."""
     from vllm.entrypoints.openai.models.protocol import BaseModelPath
 
-    # In place: the registry of models holds the same list.
+    # In place: the registry of models shares the list.
     app.state.openai_serving_models.base_model_paths[:] = [
         BaseModelPath(name=name, model_path=model_path) for name in names
     ]
 
 
 def rename_mapper(model: Any) -> Any:
-    """From checkpoint names to the model's, without those that only say which modules are one layer; or None."""
+    """Mapper from checkpoint names to the model's, without those that only fuse modules into one layer; or None."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return None

@@ -1,13 +1,8 @@
-"""One vLLM engine: generates from token ids and takes new weights while it runs.
+"""One vLLM engine: generates from token ids and receives new weights while it runs.
 
-A plain class; it lives in a Ray actor, or in any asyncio program. Order of a weight update:
-
-    pause -> start_weight_update -> update_weights ... -> finish_weight_update -> resume
-
-From start to finish the model is half loaded and a single step would kill the core, so an engine whose update broke
-off stays paused (`resume` refuses) until a whole update has gone through.
-
-An engine that shares its device sleeps while others use it: sleep -> wake_weights -> an update -> wake_kv_cache.
+A plain class; it lives in a Ray actor, or in any asyncio program. During a weight update the model is half loaded and a
+single step would kill the core, so an engine whose update failed stays paused (`resume` refuses) until a complete
+update has succeeded. An engine that shares its device: sleep -> wake_weights -> an update -> wake_kv_cache.
 """
 
 from __future__ import annotations
@@ -15,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skyrl_train.device import device_type
-from skyrl_train.engines.protocol import EngineFacts
+from skyrl_train.engines.protocol import EngineDeadError, EngineFacts
 from skyrl_train.engines.settings import (
     EngineSettings,
     PauseMode,
@@ -27,14 +22,11 @@ from skyrl_train.engines.settings import (
     set_environment,
     still_running,
 )
-from skyrl_train.engines.sync_report import SyncReport
 from skyrl_train.engines.vllm.core import Core
 from skyrl_train.engines.vllm.core_start import quick_core_start
 from skyrl_train.engines.vllm.memory import with_memory_sizes
 from skyrl_train.engines.vllm.root_cause import root_cause
 from skyrl_train.engines.vllm.scratch import scratch
-from skyrl_train.engines.vllm.sleep import Sleeps
-from skyrl_train.engines.vllm.weights import Weights
 from skyrl_train.imports import quick_imports
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.control import ControlMessage, WeightSyncError
@@ -47,8 +39,10 @@ log = logging.getLogger(__name__)
 
 
 def import_vllm(settings: EngineSettings) -> None:
-    """What takes an engine's process longest before it touches its device. vLLM and its threads read the environment
-    when they are imported, so an engine of other settings needs another process."""
+    """Import vLLM, which takes longest of what needs no device.
+
+    vLLM reads the environment when it is imported, so engines of different settings need different processes.
+    """
     set_environment(settings, device_type())
     with quick_imports():
         from skyrl_train.engines.vllm import (
@@ -56,7 +50,7 @@ def import_vllm(settings: EngineSettings) -> None:
         )
 
 
-class VllmEngine(Sleeps):
+class VllmEngine:
     """Takes about 15 s to construct without a GPU: imports, one more process, loading."""
 
     prepare = staticmethod(import_vllm)
@@ -68,17 +62,18 @@ class VllmEngine(Sleeps):
         import_vllm(settings)
         scratch().enter()
         try:
-            self._start(settings)
+            self._build(settings)
         except BaseException:
             scratch().leave()
             raise
 
-    def _start(self, settings: EngineSettings) -> None:
+    def _build(self, settings: EngineSettings) -> None:
         arguments = engine_arguments(settings, device_type())
         print(f"enforce_eager: {arguments['enforce_eager']}", flush=True)
         from skyrl_train.engines.vllm.compat import build_async_llm
         from skyrl_train.engines.vllm.requests import Requests
         from skyrl_train.engines.vllm.versions import VersionTracker
+        from skyrl_train.engines.vllm.weights import Weights
 
         # Held by Core alone, in no local name: an import above leaves a traceback behind, and with it this frame.
         with quick_core_start():
@@ -91,57 +86,42 @@ class VllmEngine(Sleeps):
         self._weights = Weights(self._core, settings.served_model_name, adapter)
         self._versions = VersionTracker(self._core.llm)
         self._requests: Requests = Requests(
-            self._core.llm,
-            self._versions,
-            settings.max_model_len,
-            has_seeds=seeds_requests(settings, device_type()),
+            self._core.llm, self._versions, settings.max_model_len, has_seeds=seeds_requests(settings, device_type())
         )
         self._server: HttpServer | None = None
-        self._paused = False
         self._asleep: set[str] = set()
-        """Of vLLM's tags "weights" and "kv_cache"."""
+        """vLLM's tags "weights" and "kv_cache"."""
         self._running = asyncio.Event()
         self._running.set()
 
-    async def ready(self) -> dict[str, Any]:
-        """Returns how many workers there are, and the version; where adapters are served the first is bound.
+    async def start(self, *, waits_for_weights: bool) -> EngineFacts:
+        """Like `Engine.start`; binds the first adapter and opens the HTTP endpoint if the settings ask for them.
 
-        Raises: EngineDeadError; WeightSyncError if the engine cannot hold the adapter.
+        Raises: EngineDeadError; WeightSyncError if the engine cannot hold the adapter; ValueError if the endpoint
+            cannot listen on its address.
         """
         self._core.check_alive()
-        if not self._weights.are_served:
+        if self._weights.needs_adapter:
             await self._weights.bind_adapter(self._versions.policy_version, first=True)
-        return {"num_workers": self._settings.tensor_parallel_size, "policy_version": self._versions.policy_version}
-
-    async def start(self, *, waits_for_weights: bool) -> EngineFacts:
-        """As `Engine.start`; with the HTTP endpoint, if there is to be one. Raises: as `ready` and `start_server`."""
-        num_workers = (await self.ready())["num_workers"]
         if waits_for_weights:
             await self.pause()
-        url = await self.start_server() if self._settings.generator.enable_http_endpoint else None
-        return EngineFacts(num_workers, url, str(scratch().path))
+        url = None
+        if self._settings.generator.enable_http_endpoint:
+            from skyrl_train.engines.vllm.http.server import HttpServer
 
-    async def start_server(self) -> str:
-        """Offer the HTTP endpoint of the settings; returns its URL.
-
-        Raises: ValueError if it cannot listen where it should.
-        """
-        from skyrl_train.engines.vllm.http.server import HttpServer
-
-        self._server = HttpServer(self._settings, self._core.llm, self._versions, self._until_running)
-        return await self._server.start(self._versions.policy_version)
+            self._server = HttpServer(self._settings, self._core.llm, self._versions, self._until_running)
+            url = await self._server.start(self._versions.policy_version)
+        return EngineFacts(self._settings.tensor_parallel_size, url, str(scratch().path))
 
     async def ping(self, timeout_s: float) -> None:
-        """Returns when every worker has answered. Raises: EngineDeadError, TimeoutError."""
-        await self._core.wait(self._core.llm.collective_rpc("skyrl_ping"), "being asked whether it lives", timeout_s)
+        """Raises: EngineDeadError, TimeoutError."""
+        await self._core.wait(self._core.llm.collective_rpc("skyrl_ping"), "health check", timeout_s)
 
     async def generate_batch(
         self, requests: Sequence[tuple[int, list[int], SamplingParams]]
     ) -> AsyncIterator[list[tuple[int, Generation]]]:
-        """Generate for many prompts at once; batches may overlap.
+        """Like `Engine.generate_batch`; batches may overlap.
 
-        Args: requests are (index, prompt token ids, parameters); the index only labels the result.
-        Yields: lists of (index, generation) as they end. While the engine is paused nothing starts.
         Raises: EngineDeadError within a second of the core's death; ValueError for a prompt without room to answer.
         """
         await self._core.wait(self._running.wait(), "waiting for the engine to resume", None)
@@ -157,21 +137,14 @@ class VllmEngine(Sleeps):
             await stream.aclose()
 
     async def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
-        """Per prompt the logprob of each token given those before it, at temperature 1; 0 for the first token."""
         scores = self._requests.prompt_logprobs(prompts)
         return await self._core.call(scores, "scoring prompts", self._settings.rpc_timeout_s)
 
     async def pause(self, mode: PauseMode | None = None) -> None:
-        """Stop drawing tokens and forget every cached prefix. New requests wait until `resume`.
-
-        Args: mode says what happens to running requests: "keep" freezes them (after `resume` they go on, with the
-            new weights and the old tokens), "wait" lets them end, "abort" ends them with what they have; None means
-            the mode of the settings.
-        Raises: TimeoutError that names requests which "wait" has waited for in vain; the engine stays paused.
-        """
+        """Like `Engine.pause`. Raises: TimeoutError that names requests which have not ended with the mode "wait"; the
+        engine stays paused."""
         mode = self._settings.generator.pause_mode if mode is None else mode  # type: ignore[assignment]  # one of three
         self._running.clear()
-        self._paused = True
         pause = self._core.llm.pause_generation(mode=mode, clear_cache=True)
         if mode != "wait":
             await self._core.call(pause, "pausing")
@@ -183,68 +156,114 @@ class VllmEngine(Sleeps):
             raise still_running(self._settings.rpc_timeout_s, requests) from error
 
     async def resume(self) -> None:
-        """Generation goes on, or does so when a sleeping KV cache is awake.
+        """Continue generation; while the engine is asleep, `wake_kv_cache` will.
 
-        Raises: WeightSyncError while the weights are not whole.
+        Raises: WeightSyncError while the weights are incomplete.
         """
-        if not self._weights.are_whole:
+        if not self._weights.are_complete:
             raise WeightSyncError("the last weight update did not complete: the engine stays paused until one has")
         if self._asleep:
             return
         await self._core.call(self._core.llm.resume_generation(), "resuming")
-        self._paused = False
         self._running.set()
 
     async def init_weight_sync(self, info: ControlMessage) -> None:
-        """Connect to the sender; for a broadcast this returns when everybody has joined.
-
-        Args: info is the sender's `init_info` (plus `rank_offset` for a broadcast).
-        """
+        """Args: info: the sender's `init_info` (plus `rank_offset` for a broadcast)."""
         await self._weights.connect(info)
 
     async def begin_weight_update(self) -> None:
-        """`pause` and `start_weight_update` in one call."""
-        await self.pause()
-        await self.start_weight_update()
-
-    async def start_weight_update(self) -> None:
-        """Raises: WeightSyncError unless paused. An update that broke off before is given up."""
+        """Pause and expect weights; an update that failed before is closed."""
         if "weights" in self._asleep:
             raise WeightSyncError("wake the engine's weights before a weight update: they have no memory")
-        if not self._paused:
-            raise WeightSyncError("pause the engine before a weight update: one step on half-loaded weights kills it")
+        await self.pause()
         await self._weights.start()
 
     async def update_weights(self, message: ControlMessage) -> None:
-        """Take in all that one sender sends; messages are worked off in the order in which they come."""
-        await self._weights.take_in(message)
+        await self._weights.load(message)
 
-    async def finish_weight_update(self, policy_version: int, sent_digests: dict[str, int]) -> SyncReport:
-        """Check that all of the sent weights have arrived and been loaded, and serve them as `policy_version`.
+    async def finish_weight_update(self, policy_version: int, sent_digests: dict[str, int]) -> None:
+        """Check that all sent weights were received and loaded, and serve them as `policy_version`.
 
-        Args: sent_digests are those of the sender's report.
-        Raises: WeightSyncError naming the tensors that differ, are missing, are unknown to the engine, or the layers
-            that got too little; the engine then stays paused.
+        Raises: WeightSyncError naming the tensors that differ, are missing or unknown to the engine, or the incomplete
+            layers; the engine then stays paused.
         """
-        report = await self._weights.finish(policy_version, sent_digests)
+        await self._weights.finish(policy_version, sent_digests)
         self._versions.move_to(policy_version)
         if self._server is not None:
             self._server.move_to(policy_version)
-        self._weights.are_whole = True
-        return report
+        self._weights.are_complete = True
 
-    async def stats(self) -> dict[str, float]:
-        return {
-            "policy_version": self._versions.policy_version,
-            "paused": float(self._paused),
-            "needs_weights": float(not self._weights.are_whole),
-            "asleep": float(bool(self._asleep)),
-            "requests_running": self._core.llm.get_num_unfinished_requests(),
-            "tokens_generated": self._requests.tokens_generated,
-        }
+    async def sleep(self, *, keep_weights: bool = False) -> None:
+        """Like `Engine.sleep`. Running requests are frozen and continue when the engine is awake; if the last update
+        failed and the KV cache was not awake since, they are aborted."""
+        if self._weights.are_adapters:
+            keep_weights = True  # no update brings the base model
+        if len(self._asleep) == 1:
+            await self._wake_kv_cache_to_sleep()
+        if self._asleep:
+            return
+        if device_type() == "cpu":
+            log.warning("sleep only pauses this engine: vLLM's CPU platform keeps the memory")
+        self._running.clear()
+        if not keep_weights:
+            await self._weights.drop()
+        level = 1 if keep_weights else 2
+        await self._core.call(self._core.llm.sleep(level, mode="keep"), "falling asleep")
+        self._asleep = {"weights", "kv_cache"}
+
+    async def _wake_kv_cache_to_sleep(self) -> None:
+        """vLLM (0.26) can only sleep with all its memory awake, and its scheduler continues when the last part wakes:
+        with incomplete weights, no request may be left to continue."""
+        if not self._weights.are_complete:
+            await self._weights.close_failed()
+            abort = self._core.llm.pause_generation(mode="abort", clear_cache=True)
+            await self._core.call(abort, "aborting frozen requests")
+        await self._wake("kv_cache")
+
+    async def wake_weights(self) -> None:
+        """Map the memory of the weights; after `sleep(keep_weights=True)` restore their values too.
+
+        Raises: EngineDeadError if it fails for lack of memory; the engine has then ended.
+        """
+        if "weights" in self._asleep:
+            await self._wake("weights")
+            await self._weights.restore()
+
+    async def wake_kv_cache(self) -> None:
+        """Map the memory of the KV cache and continue generation; can be repeated if `resume` failed.
+
+        Raises: WeightSyncError while the weights are incomplete; EngineDeadError as `wake_weights`.
+        """
+        if not self._weights.are_complete or "weights" in self._asleep:
+            raise WeightSyncError("the engine's weights are asleep or were dropped: wake and update them first")
+        if "kv_cache" in self._asleep:
+            await self._wake("kv_cache")
+        if not self._running.is_set():
+            await self.resume()
+
+    async def _wake(self, tag: str) -> None:
+        try:
+            await self._core.call(self._core.llm.wake_up([tag]), f"waking the {tag}")
+        except Exception as error:
+            # vLLM (0.26 to 0.32) may have mapped a part, which a second attempt would map again (vllm#34600).
+            await self.shutdown()
+            raise EngineDeadError(
+                f"the engine could not map its memory again ({tag}: {error}) and was shut down; set "
+                "generator.gpu_memory_utilization to less than it was "
+                f"({self._settings.generator.gpu_memory_utilization})"
+            ) from error
+        self._asleep.discard(tag)
+
+    async def memory(self) -> list[dict[str, float]]:
+        """Memory of each worker, as `device.memory_in_use`. torch counts sleeping memory as reserved; this does not."""
+        workers = await self._core.ask_workers("skyrl_memory", "asking for its memory")
+        return [
+            held | {"reserved": held["reserved"] - sum(by_tag.get(tag, 0.0) for tag in self._asleep)}
+            for held, by_tag in workers
+        ]
 
     async def shutdown(self) -> None:
-        """Ends the HTTP endpoint and the engine's processes; takes up to 5 s."""
+        """End the HTTP endpoint and the engine's processes; takes up to 5 s."""
         if self._server is not None:
             await self._server.stop()
             self._server = None
@@ -255,7 +274,7 @@ class VllmEngine(Sleeps):
             self._versions.close()
             from skyrl_train.engines.vllm.compat import shut_down
 
-            # In a list: a thread may keep its arguments for a while after its answer has come.
+            # In a list: a thread may keep its arguments for a while after it has returned.
             await asyncio.to_thread(lambda: shut_down(held.pop(), self._settings.tensor_parallel_size))
             scratch().leave()
 

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from skyrl_train.device.nvml import DeviceUse, devices_in_use, gib
 from skyrl_train.engines.settings import NUM_BYTES, EngineSettings, Margin
 from skyrl_train.hf.checkpoint import tensor_shapes
-from skyrl_train.device.nvml import DeviceUse, devices_in_use, gib
 
 MIN_MARGIN = 3 << 30
 """Bytes: a CUDA context and NCCL, and two buckets of arriving weights."""

@@ -15,6 +15,7 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from skyrl_train.engines.settings import room_to_answer
 from skyrl_train.engines.vllm import unpacking
 from skyrl_train.engines.vllm.versions import VersionTracker
 from skyrl_train.types import Generation, SamplingParams, VersionSpans
@@ -27,27 +28,26 @@ class Requests:
     """The requests of one engine."""
 
     def __init__(self, llm: AsyncLLM, versions: VersionTracker, max_model_len: int, *, has_seeds: bool) -> None:
-        """Args: has_seeds: whether the seeds of requests are used."""
+        """Args: has_seeds: use the seeds of requests."""
         unpacking.install()
         self._llm, self._versions = llm, versions
         self._max_model_len, self._has_seeds = max_model_len, has_seeds
         self._ids = itertools.count()
-        self.tokens_generated = 0
 
     async def generate(
         self, requests: Sequence[tuple[int, list[int], SamplingParams]]
     ) -> AsyncGenerator[Finished, None]:
-        """Yields what has ended since the last time; closing the generator aborts the rest."""
+        """Yield the requests that finished since the last time; closing the generator aborts the rest."""
         results: asyncio.Queue[tuple[int, Ended | BaseException]] = asyncio.Queue()
 
-        async def one(index: int, token_ids: list[int], params: VllmSamplingParams) -> None:
+        async def complete(index: int, token_ids: list[int], params: VllmSamplingParams) -> None:
             try:
                 results.put_nowait((index, await self._complete(token_ids, params)))
-            except Exception as error:  # handed to the reader of the queue
+            except Exception as error:  # raised by the reader of the queue
                 results.put_nowait((index, error))
 
         prepared = [(index, ids, self._vllm_params(len(ids), params)) for index, ids, params in requests]
-        tasks = [asyncio.create_task(one(*request)) for request in prepared]
+        tasks = [asyncio.create_task(complete(*request)) for request in prepared]
         left = len(tasks)
         try:
             while left:
@@ -71,7 +71,7 @@ class Requests:
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
 
-        async def one(token_ids: list[int]) -> list[float]:
+        async def score(token_ids: list[int]) -> list[float]:
             async for output in self._llm.generate(_prompt(token_ids), params, self._next_id()):
                 rows = output.prompt_logprobs
                 assert rows is not None and len(rows) == len(token_ids)
@@ -79,14 +79,13 @@ class Requests:
                 return [0.0] + [row[token_id].logprob for row, token_id in pairs if row is not None]
             raise RuntimeError("the engine ended a request without an answer")
 
-        return list(await asyncio.gather(*(one(token_ids) for token_ids in prompts)))
+        return list(await asyncio.gather(*(score(token_ids) for token_ids in prompts)))
 
     def generation(self, ended: Ended) -> Generation:
         output, spans = ended
         token_ids = list(output.token_ids)
         logprobs = output.logprobs
         assert logprobs is not None and len(logprobs) == len(token_ids)
-        self.tokens_generated += len(token_ids)
         return Generation(
             token_ids=token_ids,
             logprobs=list(logprobs.logprobs),
@@ -97,10 +96,8 @@ class Requests:
         )
 
     def close(self) -> None:
-        del (
-            self._llm,
-            self._versions,
-        )  # vLLM ends its processes when the last reference goes, which must not wait for the interpreter
+        # vLLM ends its processes with the last reference, which must not wait for the interpreter's end.
+        del self._llm, self._versions
 
     async def _complete(self, token_ids: list[int], params: VllmSamplingParams) -> Ended:
         stream = self._versions.generate(_prompt(token_ids), params, self._next_id())
@@ -113,13 +110,7 @@ class Requests:
         return str(next(self._ids))
 
     def _vllm_params(self, prompt_length: int, params: SamplingParams) -> VllmSamplingParams:
-        """Raises: ValueError for a prompt that leaves no room for a token."""
-        room = self._max_model_len - prompt_length
-        if room < 1 or prompt_length < 1:
-            raise ValueError(
-                f"a prompt of {prompt_length} tokens does not fit an engine of {self._max_model_len} tokens; "
-                "lower generator.max_input_length or trainer.max_prompt_length"
-            )
+        room = room_to_answer(prompt_length, self._max_model_len)
         shared = _sampling_params(replace(params, seed=None), min(params.max_generate_length, room))
         if params.seed is None or not self._has_seeds:
             return shared
@@ -130,7 +121,7 @@ class Requests:
 
 @functools.lru_cache(maxsize=4096)
 def _sampling_params(params: SamplingParams, max_tokens: int) -> VllmSamplingParams:
-    """vLLM looks for stop strings in decoded text; without them decoding once at the end is cheaper."""
+    """vLLM searches decoded text for stop strings; without them, decoding once at the end is cheaper."""
     return VllmSamplingParams(
         max_tokens=max_tokens,
         temperature=params.temperature,
@@ -148,7 +139,7 @@ def _sampling_params(params: SamplingParams, max_tokens: int) -> VllmSamplingPar
 
 
 def _prompt(token_ids: list[int]) -> dict[str, object]:
-    """In the form that vLLM needs not render."""
+    """A form that vLLM does not render."""
     return {"type": "token", "prompt_token_ids": token_ids}
 
 

@@ -1,4 +1,4 @@
-"""A folder for the sockets and temporary files of an engine's processes, which vLLM (0.26 to 0.33) never removes."""
+"""Folder of the sockets and temporary files of an engine's processes, which vLLM (0.26 to 0.33) never removes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pathlib import Path
 PREFIX = "skyrl_engine_"
 LOCK = ".lock"
 SOCKET_NAME = 1 + 36
-"""Characters that vLLM adds to the folder for the name of a socket."""
+"""Characters of a socket's name in the folder."""
 LONGEST_PATH = 107
-"""Characters of a socket's path that Linux accepts."""
+"""Linux's limit for the path of a socket."""
 VARIABLES = ("TMPDIR", "VLLM_RPC_BASE_PATH")
 
 
 class Scratch:
-    """The folder of this process and of those it starts. It is locked: the lock ends with the process, however it ends,
-    and the next engine of the node then removes the folder."""
+    """Folder of this process and its children. Its lock ends with the process, however that ends; the next engine on
+    the node then removes the folder."""
 
     def __init__(self, parent: Path) -> None:
         self.path = parent / f"{PREFIX}{uuid.uuid4().hex[:8]}"
@@ -31,22 +31,22 @@ class Scratch:
         self._before: dict[str, str | None] = {}
 
     def enter(self) -> None:
-        """Have everything temporary made in the folder, until `leave` was called as often."""
+        """Create temporary files in the folder from now on, until `leave` was called as often."""
         self._users += 1
         if self._users > 1:
             return
         remove_abandoned(self.path.parent)
-        draft = self.path.with_name(f".{self.path.name}")  # others see the folder when it is locked
+        draft = self.path.with_name(f".{self.path.name}")  # visible to others only once locked
         draft.mkdir(mode=0o700)
         self._lock = os.open(draft / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         draft.rename(self.path)
         self._before = {name: os.environ.get(name) for name in VARIABLES}
         os.environ |= dict.fromkeys(VARIABLES, str(self.path))
-        tempfile.tempdir = None  # is read again from TMPDIR
+        tempfile.tempdir = None  # read TMPDIR again
 
     def leave(self) -> None:
-        """Remove the folder when its last engine has ended."""
+        """Remove the folder after its last engine."""
         self._users -= 1
         if self._users:
             return
@@ -62,16 +62,16 @@ class Scratch:
 
 @functools.cache
 def scratch() -> Scratch:
-    """The folder of this process, always the same: vLLM remembers its path."""
+    """The folder of this process; always the same, because vLLM caches its path."""
     parent = Path(os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir())
     longest = len(str(parent)) + 1 + len(PREFIX) + 8 + SOCKET_NAME
     return Scratch(parent if longest <= LONGEST_PATH else Path("/tmp"))
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the folders of this user's engines whose processes have ended without doing it."""
+    """Remove folders of this user's engines whose processes ended without doing so."""
     for folder in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another engine removes it as well, or holds it
+        with contextlib.suppress(OSError):  # in use, or another engine is removing it
             if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
                 continue
             lock = os.open(folder / LOCK, os.O_RDWR)

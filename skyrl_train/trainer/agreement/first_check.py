@@ -28,7 +28,7 @@ class FirstCheck:
         try:
             return await self._check.scores(self._engines, groups)
         except RemoteFailed as error:
-            await self._engines.drop_blamed(error, before)
+            await self._engines.drop_failed(error, before)
             log.warning("an engine failed before the first update and is compared after its first sync: %s", error)
             return None
 

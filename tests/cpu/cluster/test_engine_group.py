@@ -53,7 +53,7 @@ def engine(*pauses_s: float, error: BaseException | None = None, ping: Any = Tru
 
 
 def stream_of(group: EnginePool) -> AsyncIterator[Any]:
-    return group.replicas[0].generate([], group.lose)
+    return group.replicas[0].generate([], group.mark_dead)
 
 
 def answers_of(monkeypatch: pytest.MonkeyPatch, actor: Any) -> list[Any]:
@@ -70,7 +70,9 @@ def test_answers_may_take_long_together(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_engine_that_lives_but_takes_too_long_is_named_at_the_deadline(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(RemoteFailed, match="engine-0 finished none .* trainer.timeout_s=0.2 s: it lives.*engine-0.log"):
+    with pytest.raises(
+        RemoteFailed, match="engine-0 finished none .* trainer.timeout_s=0.2 s: the engine is alive.*engine-0.log"
+    ):
         answers_of(monkeypatch, engine(0.01, 30))
 
 
@@ -114,10 +116,10 @@ def test_only_engines_that_do_not_answer_are_dropped(monkeypatch: pytest.MonkeyP
         hangs, dead = None, RayActorError()
         group = engine_group(monkeypatch, engine(), engine(ping=hangs), engine(), engine(ping=dead))
         before = group.num_changes
-        assert await group.drop_lost() == ["engine-1", "engine-3"]
+        assert await group.drop_dead() == ["engine-1", "engine-3"]
         assert list(group.actors) == ["engine-0", "engine-2"] and group.num_workers == 2
         assert group.num_changes != before, "senders must be connected anew"
-        assert await group.drop_lost() == []
+        assert await group.drop_dead() == []
 
     asyncio.run(main())
 
@@ -137,7 +139,7 @@ def test_an_engine_that_woke_and_could_not_resume_resumes_when_it_is_woken_again
         llm: Any = Waking(calls=[], errored=False)
         one._core = Core(llm, timeout_s=60)
         one._weights = Weights(one._core, "served", None)
-        one._asleep, one._paused, one._running = {"kv_cache"}, True, asyncio.Event()
+        one._asleep, one._running = {"kv_cache"}, asyncio.Event()
         with pytest.raises(TimeoutError):
             await one.wake_kv_cache()
         await one.wake_kv_cache()
@@ -183,6 +185,6 @@ def test_requests_that_do_not_end_are_named(monkeypatch: pytest.MonkeyPatch):
         engine._core = Core(llm, timeout_s=60)
         with pytest.raises(TimeoutError, match=r"chatcmpl-0, .*chatcmpl-3 and 2 more.*=0.25 s.*pause_mode to keep"):
             await engine.pause()
-        assert engine._paused
+        assert not engine._running.is_set()
 
     asyncio.run(main())

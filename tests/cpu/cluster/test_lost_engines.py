@@ -112,7 +112,11 @@ class World:
         await self.wait_for_replacements()
         for place in self.engines.replicas:
             if not place.is_up:
-                assert (await place.actor.call.remote("stats"))["paused"]
+                answers = place.actor.stream.options(num_returns="streaming").remote(
+                    "generate_batch", [(0, PROMPTS[0], GREEDY)]
+                )
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(anext(answers), 1)
         await self.train()
         await self.sync.publish(self.groups)
         await self.assert_all_serve_the_policy(2)
@@ -206,7 +210,7 @@ def test_the_run_ends_with_one_error_when_no_engine_can_be_had(world: World):
         for index in (0, 1):
             world.core(index).send_signal(signal.SIGKILL)
         with pytest.raises(
-            RemoteFailed, match="no engine is left .*engine-0 is lost: .*engine-1 is lost: .*core process has ended"
+            RemoteFailed, match="no engine is left .*engine-0 died: .*engine-1 died: .*core process died"
         ):
             await world.answers(LONG)
         with pytest.raises(RemoteFailed, match="no engine is left"):

@@ -50,8 +50,7 @@ class World:
         )
 
     async def sync(self, tensors: dict[str, torch.Tensor]) -> int:
-        """Returns: tensors received."""
-        await self.engine.pause()
+        """Returns: tensors sent and received."""
         sender = Sender(
             ShmSendChannel(1, TIMEOUT_S),
             1 << 20,
@@ -59,16 +58,16 @@ class World:
         )
         info = sender.init_info | {"sender": "trainer", "weight_sync_timeout_s": TIMEOUT_S, "rank_offset": 1}
         await asyncio.gather(asyncio.to_thread(sender.connect), self.engine.init_weight_sync(info))
-        await self.engine.start_weight_update()
+        await self.engine.begin_weight_update()
         named = list(tensors.items())
         try:
             report = await asyncio.to_thread(sender.send, specs_of(named), named)
         finally:
             sender.close()
         self.version += 1
-        received = await self.engine.finish_weight_update(self.version, report.digests)
+        await self.engine.finish_weight_update(self.version, report.digests)
         await self.engine.resume()
-        return received.num_tensors
+        return len(report.digests)
 
     async def generate(self) -> list[Any]:
         found: dict[int, Any] = {}
@@ -98,7 +97,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     one = World(write_tiny_model(tmp_path_factory.mktemp("adapter") / "model"))
     with pytest.raises(WeightSyncError, match="no adapter yet"):
         run(one.generate())
-    run(one.engine.ready())
+    run(one.engine.start(waits_for_weights=False))
     yield one
     run(one.engine.shutdown())
 
@@ -133,7 +132,7 @@ def test_an_adapter_that_is_not_whole_or_not_of_this_model_is_refused(world: Wor
     first = first_of(world)
     one = next(iter(first))
     partly = {name: tensor for name, tensor in first.items() if name != one}
-    assert "1 tensors of the adapter did not arrive" in (message := refused(world, partly)) and one in message
+    assert "1 tensors of the adapter were not received" in (message := refused(world, partly)) and one in message
     elsewhere = {name.replace(".layers.", ".blocks."): tensor.clone() for name, tensor in first.items()}
     message = refused(world, first | elsewhere)
     assert "14 modules have no LoRA slot: model.blocks.0.mlp.down_proj" in message

@@ -100,10 +100,10 @@ def test_an_engine_from_outside_the_package_is_built_asked_and_updated(own: Path
 @pytest.mark.parametrize(
     ("backend", "problem"),
     [
-        ("sglang", r"backend is sglang: it must be vllm, or `module:Class` of an engine of your own"),
+        ("sglang", r"backend is sglang: it must be vllm, or `module:Class` of your own engine"),
         ("nowhere:Engine", "is 'nowhere:Engine', and nowhere cannot be imported .*No module named 'nowhere'"),
         ("my_engines:Robin", "is 'my_engines:Robin', and my_engines .* has no Robin"),
-        ("my_engines:Lame", "which has no ping, generate_batch, .*, shutdown: see skyrl_train/engines/protocol.py"),
+        ("my_engines:Lame", "the class has no ping, generate_batch, .*, shutdown. See skyrl_train/engines/protocol.py"),
     ],
 )
 def test_an_engine_that_cannot_be_one_is_refused_before_anything_starts(own: Path, backend: str, problem: str):

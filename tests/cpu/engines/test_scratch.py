@@ -40,7 +40,7 @@ async def main():
     except Exception:
         print("failed", end="")
         return
-    await engine.ready()
+    await engine.start(waits_for_weights=False)
     await engine.shutdown()
     print("ended", end="")
 

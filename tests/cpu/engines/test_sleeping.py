@@ -95,7 +95,7 @@ def engine_of(llm: Any) -> VllmEngine:
     engine = VllmEngine.__new__(VllmEngine)
     engine._settings, engine._core = SETTINGS, Core(llm, SETTINGS.generator.weight_sync_timeout_s)
     engine._weights = Weights(engine._core, SETTINGS.served_model_name, None)
-    engine._asleep, engine._paused = set(), False
+    engine._asleep = set()
     engine._running = asyncio.Event()
     engine._server = None
     engine._requests = engine._versions = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
@@ -161,7 +161,7 @@ def test_an_engine_that_cannot_wake_ends_and_frees_its_memory():
         with pytest.raises(EngineDeadError, match=r"weights: CUDA out of memory.*gpu_memory_utilization"):
             await engine.wake_weights()
         with pytest.raises(EngineDeadError, match="shut down"):
-            await engine.ready()
+            await engine.start(waits_for_weights=False)
 
     asyncio.run(main())
     assert llm.ended

@@ -57,7 +57,7 @@ def engine_of(server: Server, world: Path) -> RemoteEngine:
 def test_tokens_and_logprobs_of_a_server_are_those_of_its_model(server: Server, world: Path):
     async def main() -> tuple[list[Generation], list[list[float]]]:
         engine = engine_of(server, world)
-        assert await engine.ready() == {"num_workers": 1, "policy_version": 0}
+        assert (await engine.start(waits_for_weights=False)).num_workers == 1
         requests = [(n, [4 + n, 5, 6], SamplingParams(max_generate_length=8)) for n in range(6)]
         found: dict[int, Generation] = {}
         async for finished in engine.generate_batch(requests):
@@ -77,19 +77,16 @@ def test_tokens_and_logprobs_of_a_server_are_those_of_its_model(server: Server, 
 def test_a_server_whose_update_broke_off_stays_paused(server: Server, world: Path):
     async def main() -> None:
         engine = engine_of(server, world)
-        await engine.ready()
+        await engine.start(waits_for_weights=False)
         loop = asyncio.get_running_loop()
         sender = open_sender(
             "shm",
             SendingEnd(lambda message: Posted(engine, message, loop), 1 << 20, 1, torch.device("cpu"), 60, "127.0.0.1"),
         )
         await connect(engine, sender)
-        with pytest.raises(WeightSyncError, match="pause the engine before"):
-            await engine.start_weight_update()
-        await engine.pause()
-        await engine.start_weight_update()
+        await engine.begin_weight_update()
         tensors = [("model.norm.weight", torch.ones(128)), ("model.nowhere.weight", torch.ones(4))]
-        with pytest.raises(WeightSyncError, match=r"could not take in the weights of .*nowhere"):
+        with pytest.raises(WeightSyncError, match=r"could not load the weights of .*nowhere"):
             await asyncio.to_thread(sender.send, specs_of(tensors), tensors)
         sender.close()
         with pytest.raises(WeightSyncError, match="stays paused"):

@@ -170,7 +170,7 @@ class Engines:
     def __init__(self, calls: list[str]) -> None:
         self.calls, self.has_replacement, self.num_changes, self.has_come = calls, False, 0, False
 
-    async def drop_lost(self) -> None:
+    async def drop_dead(self) -> None:
         self.calls.append("drop lost")
 
     async def admit_replacements(self) -> None:

@@ -139,7 +139,7 @@ def test_a_loss_that_a_request_notices_during_a_sync_is_no_reason_to_end_the_run
 
         def notice(*args: Any) -> None:
             engine.is_alive = False
-            world.engines.lose(place, "its stream broke off")
+            world.engines.mark_dead(place, "its stream broke off")
 
         engine.answers[call] = notice
         world.policy.versions.current = 1
@@ -205,7 +205,7 @@ def test_an_engine_that_a_request_loses_while_senders_are_opened_is_not_waited_f
 
         def lose_one(engines: dict[str, FakeEngine], *way: Any) -> Any:
             if len(engines) == 2:
-                world.engines.lose(world.engines.replicas[0], "its stream broke off")
+                world.engines.mark_dead(world.engines.replicas[0], "its stream broke off")
             return open_sender(engines, *way)
 
         world.rank.answers["open_sender"] = lose_one
@@ -421,7 +421,7 @@ def test_an_engine_that_dies_while_it_falls_asleep_or_wakes_is_dropped(monkeypat
         assert list(world.engines.actors) == ["engine-1"]
         assert world.actors[1].called.count(method) == 1, "asked once: half of it done twice would be wrong"
         world.actors[1].dies_in = method
-        with pytest.raises(RemoteFailed, match="no engine is left .*engine-0 is lost.*engine-1 is lost: .* died when"):
+        with pytest.raises(RemoteFailed, match="no engine is left .*engine-0 died: .*engine-1 died: .* died when"):
             await getattr(world.engines, method)()
 
     in_world(monkeypatch, main, max_restarts=0)
@@ -435,7 +435,7 @@ def test_an_engine_whose_loss_is_noticed_twice_is_replaced_once(monkeypatch: pyt
             raise ValueError("no room")
 
         def notice(patience_s: float) -> None:
-            world.engines.lose(world.engines.replicas[0], "its stream broke off")
+            world.engines.mark_dead(world.engines.replicas[0], "its stream broke off")
             raise TimeoutError
 
         world.actors[0].answers |= {"sleep": refuse, "ping": notice}
@@ -444,7 +444,7 @@ def test_an_engine_whose_loss_is_noticed_twice_is_replaced_once(monkeypatch: pyt
             await asyncio.sleep(0)
         await asyncio.sleep(0.05)
         assert [engine.called for engine in world.actors[2:]] == [["start"], [], [], []]
-        assert world.engines.replicas[0].lost_because == "its stream broke off"
+        assert world.engines.replicas[0].death_cause == "its stream broke off"
 
     in_world(monkeypatch, main)
 

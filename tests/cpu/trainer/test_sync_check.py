@@ -102,14 +102,14 @@ def first_check(
             raise RemoteFailed("engine-0 died")
         return {"engine-0": [[error - token for token in prompt] for prompt in prompts]}
 
-    async def drop_blamed(failure: RemoteFailed, before: int) -> str:
+    async def drop_failed(failure: RemoteFailed, before: int) -> str:
         if not dead:
             raise failure
         return ", ".join(dead)
 
     async def main() -> bool:
         policy: Any = SimpleNamespace(prompt_logprobs=trained, policy_version=3)
-        engines: Any = SimpleNamespace(prompt_logprobs=served, num_changes=0, drop_blamed=drop_blamed)
+        engines: Any = SimpleNamespace(prompt_logprobs=served, num_changes=0, drop_failed=drop_failed)
         check = SyncCheck(every, "float32", LIMITS, tensor_float=False, max_tokens=64)
         check.has_compared = has_compared
         first = FirstCheck(check, policy, engines)

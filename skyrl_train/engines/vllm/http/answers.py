@@ -1,7 +1,5 @@
-"""What is between the clients of the HTTP endpoint and vLLM's application: the key, the bound of a body, the wait while
-the engine is paused, and the versions of the weights and the sampling parameters that made an answer.
-
-Plain ASGI, so that it holds for every route, and free of vLLM.
+"""ASGI middleware between the HTTP endpoint's clients and vLLM's application: API key, body limit, waiting while the
+engine is paused, and the policy versions and sampling parameters of each answer. Applies to all routes; no vLLM.
 """
 
 from __future__ import annotations
@@ -9,90 +7,87 @@ from __future__ import annotations
 import hmac
 import json
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from skyrl_train.types import VersionSpans
 
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
 GENERATING_PATHS = ("/v1/", "/v2/", "/inference/", "/generative_scoring", "/invocations", "/cohere/")
-"""POST requests to these ask the engine for tokens."""
+"""Prefixes of the POST routes that generate tokens."""
 OPEN_PATHS = ("/health", "/ping")
-"""Need no key: those who watch over a service ask them."""
+"""Health checks need no key."""
 BODY_BYTES_PER_TOKEN = 64
-"""A token id is less than 8 bytes of JSON, a token of text less than 20 on average, also in languages whose letters
-are written as escapes of 6 bytes. The rest is for lists of prompts."""
-LEAST_BODY_BYTES = 4 << 20
-"""For definitions of tools and lists of prompts, where the model takes few tokens."""
-MOST_DROPPED_BYTES = 64 << 20
+"""A token id takes less than 8 bytes of JSON, a token of text less than 20 on average, even with escapes of 6 bytes per
+letter. The rest allows lists of prompts."""
+MIN_BODY_LIMIT = 4 << 20
+"""Bytes; allows tool definitions and lists of prompts for models with a short context."""
+MAX_DROPPED_BYTES = 64 << 20
 VERSIONS_HEADER = b"x-policy-versions"
 FINISH = re.compile(rb'"finish_reason":\s*"')
 
 
 class Answer:
-    """What is known of the versions of one HTTP answer while it is made."""
+    """Policy versions and sampling parameters of one HTTP answer, while it is generated."""
 
     def __init__(self) -> None:
         self._num_choices = 0
         self.choices: dict[int, VersionSpans] = {}
-        """Choice of the answer -> its spans, of those that have ended."""
-        self.told = False
-        """The client has been told all of them."""
+        """Finished choice -> its spans."""
+        self.is_reported = False
+        """All of them were sent to the client."""
         self.sampling_params: dict[str, float | bool] | None = None
-        """In force for its requests to the engine."""
+        """Parameters of its requests to the engine."""
 
     def add_request(self, num_choices: int) -> int:
-        """Number of the first choice of the answer's next request to the engine; a list of prompts makes several."""
+        """Index of the first choice of the next request to the engine; a list of prompts makes several requests."""
         first = self._num_choices
         self._num_choices += num_choices
         return first
 
     @property
     def policy_versions(self) -> list[int]:
-        """Every version that drew a token of it, ascending."""
+        """Versions that generated its tokens, ascending."""
         return sorted({version for spans in self.choices.values() for version, _ in spans})
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What holds for the whole answer."""
+        """Facts about all choices together."""
         sampling = {} if self.sampling_params is None else {"sampling_params": self.sampling_params}
         return {"policy_versions": self.policy_versions} | sampling
 
-    def describe(self, body: dict[str, Any], *, whole: bool) -> None:
-        """Add `policy_versions` and `sampling_params` to the body, and `version_spans` to each of its choices that has
-        ended.
+    def describe(self, body: dict[str, Any], *, complete: bool) -> None:
+        """Add `policy_versions` and `sampling_params` to the body, and `version_spans` to its finished choices.
 
-        Args: whole means that the body has all choices. If they are then not as many as the engine was asked for, they
-            were put together from several requests (beam search), and have no spans of their own.
+        Args: complete: the body has all choices. If their number is not the one requested from the engine, they were
+            assembled from several requests (beam search), and have no spans.
         """
         choices = body.get("choices") or []
-        if not whole or len(choices) == self._num_choices:
+        if not complete or len(choices) == self._num_choices:
             for choice in choices:
                 spans = self.choices.get(choice.get("index"))
                 if spans is not None and choice.get("finish_reason") is not None:
                     choice["version_spans"] = [list(span) for span in spans]
         body |= self.facts
-        self.told = whole or len(self.choices) == self._num_choices
+        self.is_reported = complete or len(self.choices) == self._num_choices
 
 
 current_answer: ContextVar[Answer | None] = ContextVar("current_answer", default=None)
-"""The answer that the running task works on; a task inherits it from the one that started it."""
+"""The answer that the running task works on; inherited by the tasks that it starts."""
 
 
 class NamedVersions:
-    """Has every answer name the versions of the weights that drew its tokens.
+    """Adds to every answer the policy versions that generated its tokens.
 
-    A JSON answer gets a header and the fields of `Answer.describe`; of a stream of events those that end a choice get
-    the fields, and where a stream has no such events another one is added at its end.
+    A JSON answer gets a header and the fields of `Answer.describe`. In a stream of events, those that finish a choice
+    get the fields; a stream without such events gets another one at its end.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,32 +107,33 @@ class _Writer:
     def __init__(self, answer: Answer, send: Send) -> None:
         self._answer, self._send = answer, send
         self._start: Message = {}
-        self._kind = b""
+        self._kind = ""
         self._body = b""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._start, self._kind = message, _header(message, b"content-type").split(b";")[0]
-            if self._kind != b"application/json":
+            self._start, content_type = message, Headers(raw=message.get("headers", [])).get("content-type", "")
+            self._kind = content_type.split(";")[0]
+            if self._kind != "application/json":
                 await self._send(message)
         elif message["type"] != "http.response.body":
             await self._send(message)
-        elif self._kind == b"application/json":
+        elif self._kind == "application/json":
             await self._json(message)
-        elif self._kind == b"text/event-stream":
+        elif self._kind == "text/event-stream":
             await self._events(message)
         else:
             await self._send(message)
 
     async def _json(self, message: Message) -> None:
-        """Held back until it is whole, because its length and its versions come first."""
+        """Held back until complete, because length and versions precede it."""
         self._body += message.get("body", b"")
         if message.get("more_body", False):
             return
         if self._answer.choices and self._start["status"] == 200:
             content = json.loads(self._body)
             if isinstance(content, dict):
-                self._answer.describe(content, whole=True)
+                self._answer.describe(content, complete=True)
                 self._body = _dumped(content)
             versions = ",".join(map(str, self._answer.policy_versions)).encode()
             kept = [(k, v) for k, v in self._start["headers"] if k.lower() != b"content-length"]
@@ -152,7 +148,7 @@ class _Writer:
         out = b"".join(self._event(event) + b"\n\n" for event in events)
         if ends:
             out += self._body
-            if self._answer.choices and not self._answer.told:
+            if self._answer.choices and not self._answer.is_reported:
                 last = _dumped(self._answer.facts)
                 out += b"event: policy_versions\ndata: " + last + b"\n\n"
         if out or ends:
@@ -162,18 +158,18 @@ class _Writer:
         if not FINISH.search(event) or not event.startswith(b"data: "):
             return event
         content = json.loads(event.removeprefix(b"data: "))
-        self._answer.describe(content, whole=False)
+        self._answer.describe(content, complete=False)
         return b"data: " + _dumped(content)
 
 
 class WaitsWhilePaused:
-    """Holds requests for tokens back while the engine is paused, before vLLM looks at them.
+    """Holds requests for tokens while the engine is paused.
 
-    vLLM itself would queue them or refuse them, depending on its version and the kind of pause.
+    vLLM would queue or reject them, depending on its version and the mode of the pause.
     """
 
-    def __init__(self, app: App, wait_until_running: Callable[[], Awaitable[None]]) -> None:
-        """Args: wait_until_running raises TimeoutError after a while, or another error where the engine is dead."""
+    def __init__(self, app: ASGIApp, wait_until_running: Callable[[], Awaitable[None]]) -> None:
+        """Args: wait_until_running: raises TimeoutError after a while, RuntimeError if the engine is dead."""
         self._app, self._wait_until_running = app, wait_until_running
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -181,69 +177,70 @@ class WaitsWhilePaused:
             try:
                 await self._wait_until_running()
             except TimeoutError:
-                message = "the engine was paused for too long for this request to wait; ask again later"
-                return await _refuse(send, 503, "EnginePaused", message, [(b"retry-after", b"10")])
+                message = "the engine was paused for too long. Retry later"
+                return await _error(503, "EnginePaused", message, {"retry-after": "10"})(scope, receive, send)
             except RuntimeError as error:
-                return await _refuse(send, 503, type(error).__name__, str(error))
+                return await _error(503, type(error).__name__, str(error))(scope, receive, send)
         await self._app(scope, receive, send)
 
 
 class NeedsKey:
-    """Asks every request for `Authorization: Bearer KEY`, except for OPEN_PATHS."""
+    """Requires `Authorization: Bearer KEY` for all but OPEN_PATHS."""
 
-    def __init__(self, app: App, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app, self._expected = app, f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS:
             return await self._app(scope, receive, send)
-        if hmac.compare_digest(_header(scope, b"authorization"), self._expected):
+        if hmac.compare_digest(Headers(scope=scope).get("authorization", "").encode(), self._expected):
             return await self._app(scope, receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
-        await _refuse(send, 401, "Unauthorized", "this endpoint needs the header `Authorization: Bearer KEY`")
+        message = "this endpoint requires the header `Authorization: Bearer KEY`"
+        await _error(401, "Unauthorized", message)(scope, receive, send)
 
 
 class BoundedBody:
-    """Reads a request's body before anything parses it, and refuses one that is longer than any the model could take.
+    """Reads a request's body before it is parsed, and rejects one that is longer than the model's context can need.
 
     vLLM's /tokenize (0.32) took 6.4 GB and two minutes for 30 MB.
     """
 
-    def __init__(self, app: App, max_model_len: int) -> None:
+    def __init__(self, app: ASGIApp, max_model_len: int) -> None:
         self._app, self._max_model_len = app, max_model_len
-        self._max_bytes = max(LEAST_BODY_BYTES, max_model_len * BODY_BYTES_PER_TOKEN)
+        self._max_bytes = max(MIN_BODY_LIMIT, max_model_len * BODY_BYTES_PER_TOKEN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        whole = await self._read(_header(scope, b"content-length"), receive)
-        if whole is None:
+        body = await self._read(Headers(scope=scope).get("content-length", ""), receive)
+        if body is None:
             message = (
-                f"the body has more than {self._max_bytes} bytes, and the model takes at most {self._max_model_len} "
+                f"the body has more than {self._max_bytes} bytes, but the model accepts at most {self._max_model_len} "
                 "tokens. Send shorter prompts, or fewer in one request"
             )
-            return await _refuse(send, 413, "RequestTooLarge", message, [(b"connection", b"close")])
-        held = [whole]
+            return await _error(413, "RequestTooLarge", message, {"connection": "close"})(scope, receive, send)
+        held = [body]
 
         async def replay() -> Message:
             return held.pop() if held else await receive()
 
         await self._app(scope, replay, send)
 
-    async def _read(self, announced: bytes, receive: Receive) -> Message | None:
-        """The body in one message; None where it is too long.
+    async def _read(self, announced: str, receive: Receive) -> Message | None:
+        """Return the body in one message, or None if it is too long.
 
-        The rest of one that is not much longer is dropped as it comes: a client that still writes when the connection
-        is closed does not read the answer.
+        A body that is not much too long is read to its end: a client that is still writing when the connection closes
+        does not read the answer.
         """
         expected = int(announced) if announced.isdigit() else 0
-        if expected > MOST_DROPPED_BYTES:
+        if expected > MAX_DROPPED_BYTES:
             return None
         body, num_bytes, more = bytearray(), 0, True
-        while more and num_bytes <= MOST_DROPPED_BYTES:
+        while more and num_bytes <= MAX_DROPPED_BYTES:
             message = await receive()
-            if message["type"] != "http.request":  # the client is gone; the application gets this message again
+            if message["type"] != "http.request":  # disconnected; the application receives this message again
                 break
             part, more = message.get("body", b""), message.get("more_body", False)
             num_bytes += len(part)
@@ -254,20 +251,11 @@ class BoundedBody:
         return {"type": "http.request", "body": bytes(body), "more_body": more}
 
 
-def _header(message: Message, name: bytes) -> bytes:
-    """Of a scope or a response; b"" where there is none."""
-    return next((value for key, value in message.get("headers", ()) if key.lower() == name), b"")
-
-
 def _dumped(content: Any) -> bytes:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-async def _refuse(
-    send: Send, status: int, kind: str, message: str, headers: list[tuple[bytes, bytes]] | None = None
-) -> None:
-    """In the form of OpenAI's errors, which is vLLM's too."""
-    body = _dumped({"error": {"message": message, "type": kind, "param": None, "code": status}})
-    own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": own + (headers or [])})
-    await send({"type": "http.response.body", "body": body})
+def _error(status: int, kind: str, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """An answer in OpenAI's (and vLLM's) form of errors."""
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return JSONResponse({"error": error}, status, headers)

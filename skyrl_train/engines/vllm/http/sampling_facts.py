@@ -13,7 +13,7 @@ CONSTRAINTS = (
     "logits_processors",
     "thinking_token_budget",
 )
-"""Whatever else keeps tokens from being sampled or changes their probabilities."""
+"""Other parameters that exclude tokens or change their probabilities."""
 
 
 def sampling_facts(params: Any) -> dict[str, float | bool]:

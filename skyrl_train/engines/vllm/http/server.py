@@ -1,7 +1,7 @@
-"""vLLM's OpenAI-compatible HTTP API around a running engine, in the engine's own process and event loop.
+"""vLLM's OpenAI-compatible HTTP API around a running engine, in the engine's process and event loop.
 
-The model is served as `NAME` and `NAME@VERSION`; the second name moves with every weight sync. What each answer says of
-the versions and sampling parameters that made it is added in `answers.py`.
+The model is served as `NAME` and `NAME@VERSION`; the second name changes with every weight sync. `answers.py` adds
+versions and sampling parameters to each answer.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from skyrl_train.config.values import is_loopback
 from skyrl_train.engines.settings import EngineSettings
-from skyrl_train.engines.vllm import compat as vllm_versions
+from skyrl_train.engines.vllm import compat
 from skyrl_train.engines.vllm.http.answers import (
     Answer,
-    App,
     BoundedBody,
     NamedVersions,
     NeedsKey,
@@ -35,7 +35,7 @@ from skyrl_train.engines.vllm.versions import VersionTracker
 
 START_S = 60.0
 STOP_S = 2.0
-"""Patience with answers that are under way when the engine is shut down."""
+"""Seconds for running answers to finish at shutdown."""
 Wait = Callable[[], Awaitable[None]]
 
 
@@ -43,12 +43,12 @@ class HttpServer:
     """The endpoint of one engine, from `start` to `stop`."""
 
     def __init__(self, settings: EngineSettings, llm: AsyncLLM, versions: VersionTracker, wait: Wait) -> None:
-        """Args: wait returns when the engine is running, and raises TimeoutError or RuntimeError if it will not."""
+        """Args: wait: returns when the engine is running, raises TimeoutError or RuntimeError if it will not."""
         generator = settings.generator
         if generator.http_api_key is None and not is_loopback(generator.http_endpoint_host):
             raise ValueError(
-                f"the HTTP endpoint would listen on {generator.http_endpoint_host} without authentication: set "
-                "generator.http_api_key, or generator.http_endpoint_host to 127.0.0.1"
+                f"generator.http_endpoint_host is {generator.http_endpoint_host}: the HTTP endpoint would be open "
+                "without authentication. Set generator.http_api_key, or generator.http_endpoint_host=127.0.0.1"
             )
         self._settings, self._generator = settings, generator
         self._client = VersionedClient(llm, versions, wait)
@@ -60,7 +60,7 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Where others reach it."""
+        """Address for clients."""
         host = self._generator.http_endpoint_host
         if host in ("0.0.0.0", "::"):
             host = self._settings.advertised_host or socket.gethostname()
@@ -69,13 +69,13 @@ class HttpServer:
     async def start(self, policy_version: int) -> str:
         """Returns the endpoint's URL.
 
-        Raises: ValueError if the port is taken or the host is none of this computer's.
+        Raises: ValueError if the port is taken or the host is not an address of this computer.
         """
         port = self._generator.http_endpoint_port
         listening = _listen(self._generator.http_endpoint_host, port and port + self._settings.index)
         try:
             self._port = listening.getsockname()[1]
-            self._app = await vllm_versions.build_openai_app(self._client, self._arguments())
+            self._app = await compat.build_openai_app(self._client, self._arguments())
             self.move_to(policy_version)
             self._server = _Server(
                 uvicorn.Config(
@@ -86,7 +86,7 @@ class HttpServer:
                     timeout_graceful_shutdown=int(STOP_S),
                 )
             )
-            # vLLM's handler of a dead engine stops this server, and fails itself where there is none.
+            # vLLM's handler of a dead engine stops this server, and fails without one.
             self._app.state.server = self._server
             self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
             await self._until_started(self._server, self._task)
@@ -100,29 +100,29 @@ class HttpServer:
             while not server.started:
                 if task.done():
                     task.result()
-                    raise RuntimeError("the HTTP server ended while it started; its process's log says why")
+                    raise RuntimeError("the HTTP server ended during its start; see the log of its process")
                 await asyncio.sleep(0.01)
 
     def _arguments(self) -> Any:
         arguments = ["--model", self._settings.model_path]
         if self._generator.chat_template_kwargs:
             arguments += ["--default-chat-template-kwargs", json.dumps(self._generator.chat_template_kwargs)]
-        return vllm_versions.server_arguments(arguments)
+        return compat.server_arguments(arguments)
 
-    def _guarded(self, app: App) -> App:
-        served: App = WaitsWhilePaused(NamedVersions(app), self._wait)
+    def _guarded(self, app: ASGIApp) -> ASGIApp:
+        served: ASGIApp = WaitsWhilePaused(NamedVersions(app), self._wait)
         served = BoundedBody(served, self._settings.max_model_len)
         key = self._generator.http_api_key
         return served if key is None else NeedsKey(served, key)
 
     def move_to(self, policy_version: int) -> None:
-        """Serve the model under this version's name; the name of the one before is no longer known."""
+        """Serve the model under this version's name instead of the previous one."""
         name = self._settings.served_model_name
         names = [f"{name}@{policy_version}", name]
-        vllm_versions.set_served_names(self._app, self._settings.model_path, names)
+        compat.set_served_names(self._app, self._settings.model_path, names)
 
     async def stop(self) -> None:
-        """Close the port; answers under way have STOP_S to end."""
+        """Close the port; running answers have STOP_S to finish."""
         if self._server is not None and self._task is not None:
             self._server.should_exit = True
             done, _ = await asyncio.wait({self._task}, timeout=STOP_S + 2)
@@ -133,7 +133,7 @@ class HttpServer:
 
 
 class VersionedClient:
-    """What vLLM's application takes for its engine: an AsyncLLM that notes which version drew what it returns."""
+    """The engine of vLLM's application: an AsyncLLM that records the versions of its outputs."""
 
     def __init__(self, llm: AsyncLLM, versions: VersionTracker, wait: Wait) -> None:
         self._llm, self._versions, self._wait = llm, versions, wait
@@ -160,7 +160,7 @@ class VersionedClient:
         arguments: dict[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
         while True:
-            await self._wait()  # a pause may have begun since the request was let in
+            await self._wait()  # a pause may have begun since the request was accepted
             has_begun = False
             try:
                 stream = self._versions.generate(prompt, params, request_id, **arguments)
@@ -171,14 +171,14 @@ class VersionedClient:
                         yield output
                 return
             except Exception as error:
-                if has_begun or not vllm_versions.is_refusal_of_a_pause(error):
+                if has_begun or not compat.is_refusal_of_a_pause(error):
                     raise
 
 
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the process: it is not this server's."""
+        """Leave signals to the process, which this server does not own."""
         yield
 
 
@@ -189,13 +189,13 @@ def _listen(host: str, port: int) -> socket.socket:
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
-            listening.listen()  # or a second process could bind the same port, and fail only when it serves
+            listening.listen()  # else a second process could bind the same port, and fail only when it serves
         except OSError:
             listening.close()
             raise
     except OSError as error:
         raise ValueError(
-            f"generator.http_endpoint_host {host} port {port} cannot be listened on ({error}): choose another "
-            "generator.http_endpoint_port, or 0 for any that is free"
+            f"the HTTP endpoint cannot listen on {host} port {port}: {error}. Set generator.http_endpoint_port to "
+            "another port, or to 0 for any free one"
         ) from error
     return listening

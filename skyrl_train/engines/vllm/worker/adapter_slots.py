@@ -1,14 +1,14 @@
-"""The policy's adapter in vLLM's LoRA slots: taken from memory in every worker, carried by every request.
+"""The policy's adapter in vLLM's LoRA slots: loaded from memory in every worker, used by every request.
 
-vLLM reads adapters from folders. Here the tensors come with the weight sync (or, before the first one, are made from
-the base model's shapes), and what the slots hold afterwards is compared with what came.
+vLLM reads adapters from folders. Here the tensors come with the weight sync (before the first one, from the base
+model's shapes), and the contents of the slots are compared with them.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -29,20 +29,11 @@ from skyrl_train.weight_sync.control import WeightSyncError
 ADAPTER_ID = 1
 MODULES = ("target_modules", "exclude_modules")
 IN_MEMORY = "/nonexistent/adapter-in-memory"
-"""The path of a request's adapter: where a worker had lost its own, vLLM would look here and fail."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """One worker's slots after a binding."""
-
-    num_layers: int
-    faults: list[str]
-    """Why they do not hold the whole adapter, as sentences."""
+"""Path of a request's adapter: if a worker had no adapter in its slot, vLLM would fail to load this."""
 
 
 class AdapterUpdate:
-    """Stands where ModelUpdate does for weights: the model stays as it is, tensors are kept until they are bound."""
+    """Has the interface of ModelUpdate, but leaves the model unchanged and keeps the tensors until they are bound."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -51,27 +42,18 @@ class AdapterUpdate:
         self.tensors = {}
 
     def load(self, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Copies, because the tensors are views of a bucket."""
+        """Copies the tensors, which are views of a bucket."""
         self.tensors |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors}
 
     def finish(self) -> None:
-        """Binding is another call: vLLM (0.32) forgets all adapters when an update ends."""
-
-    def num_parameters(self) -> int:
-        return len(self.tensors)
+        """Binding is a separate call: vLLM (0.32) removes all adapters when an update ends."""
 
     def faults(self) -> list[str]:
-        return [] if self.tensors else ["no adapter tensor arrived"]
-
-
-def _missing(tensors: Mapping[str, Tensor], vllm_config: Any) -> list[str]:
-    """Tensors that an adapter of this model must have and this one has not."""
-    expected = targets(linear_shapes(vllm_config.model_config.model), _lora_of(vllm_config))
-    return [name for module in expected for name in tensor_names(module) if name not in tensors]
+        return [] if self.tensors else ["no adapter tensor was received"]
 
 
 def first_adapter(vllm_config: Any) -> dict[str, Tensor]:
-    """PEFT's name -> tensor of the adapter that changes nothing, from the base model's shapes alone."""
+    """PEFT's name -> tensor of an adapter that changes nothing."""
     values = vllm_config.additional_config[ADAPTER]
     return dict(identity_adapter(vllm_config.model_config.model, _lora_of(vllm_config), values["seed"]))
 
@@ -79,19 +61,21 @@ def first_adapter(vllm_config: Any) -> dict[str, Tensor]:
 def _lora_of(vllm_config: Any) -> LoraConfig:
     values = vllm_config.additional_config[ADAPTER]["lora"]
     names = {name: None if values[name] is None else tuple(values[name]) for name in MODULES}
-    return LoraConfig(**{one.name: (values | names)[one.name] for one in fields(LoraConfig)})
+    return LoraConfig(**{field.name: (values | names)[field.name] for field in fields(LoraConfig)})
 
 
-def bind(model_runner: Any, tensors: Mapping[str, Tensor], vllm_config: Any) -> Bound:
-    """Put the adapter into the slot that requests use.
+def bind(model_runner: Any, tensors: Mapping[str, Tensor], vllm_config: Any) -> list[str]:
+    """Load the adapter into the slot that requests use.
 
-    Args: tensors have PEFT's names; model_runner is the worker's.
+    Args: tensors: by PEFT's names; model_runner: the worker's.
+    Returns: why the slots do not hold the complete adapter, as sentences.
     """
     if not tensors:
-        return Bound(0, ["no adapter tensor arrived, the engine would serve the base model"])
-    if missing := _missing(tensors, vllm_config):
-        return Bound(0, [f"{len(missing)} tensors of the adapter did not arrive: {', '.join(missing[:4])}"])
+        return ["no adapter tensor was received; the engine would serve the base model"]
     lora = _lora_of(vllm_config)
+    expected = targets(linear_shapes(vllm_config.model_config.model), lora)
+    if missing := [name for module in expected for name in tensor_names(module) if name not in tensors]:
+        return [f"{len(missing)} tensors of the adapter were not received: {', '.join(missing[:4])}"]
     slots = model_runner.lora_manager
     manager = slots._adapter_manager
     modules = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
@@ -109,26 +93,26 @@ def bind(model_runner: Any, tensors: Mapping[str, Tensor], vllm_config: Any) -> 
     manager.remove_adapter(ADAPTER_ID)
     manager.add_adapter(adapter)
     manager.activate_adapter(ADAPTER_ID)
-    # Loading has packed q, k and v (and others) under the name of the layer that computes them.
-    homeless = sorted(name for name in adapter.loras if name not in manager.modules)
+    # Loading packs q, k and v (and others) under the name of the fused layer.
+    unbound = sorted(name for name in adapter.loras if name not in manager.modules)
     bound = [name for name in adapter.loras if name in manager.modules]
     faults = []
-    if homeless or not bound:
+    if unbound or not bound:
         faults.append(
-            f"the adapter was bound to {len(bound)} layers, and {len(homeless)} modules have no LoRA slot: "
-            f"{', '.join(homeless[:4])}; leave them out with trainer.policy.model.lora.exclude_modules, or set "
+            f"the adapter was bound to {len(bound)} layers, and {len(unbound)} modules have no LoRA slot: "
+            f"{', '.join(unbound[:4])}. Exclude them with trainer.policy.model.lora.exclude_modules, or set "
             "lora.sync=merged"
         )
     slot = manager.lora_index_to_id.index(ADAPTER_ID)
     wrong = [name for name in bound if not _holds(manager.modules[name], slot, adapter.loras[name])]
     if wrong:
         faults.append(f"LoRA slots hold other values than were sent: {', '.join(wrong[:4])}")
-    return Bound(len(bound), faults)
+    return faults
 
 
 def _holds(layer: Any, slot: int, lora: Any) -> bool:
-    """Whether the slot's bits are the adapter's. Layers that cut it among ranks are not looked into, nor experts of
-    models that keep gate and up in one tensor (FusedMoE3DWithLoRA)."""
+    """Whether the slot holds exactly the adapter's values. Not checked for layers that shard it among ranks, nor for
+    experts with gate and up in one tensor (FusedMoE3DWithLoRA)."""
     if type(layer) is FusedMoEWithLoRA and layer.tp_size == 1:
         gate_up_a, gate_up_b = layer.w13_lora_a_stacked, layer.w13_lora_b_stacked
         buffers = (gate_up_a[0], *layer.w2_lora_a_stacked, *gate_up_a[1:])
@@ -159,10 +143,10 @@ def _holds(layer: Any, slot: int, lora: Any) -> bool:
 
 
 class EveryRequest:
-    """Gives every request of an AsyncLLM the adapter, whoever makes it (the trainer's rollouts or an HTTP client)."""
+    """Adds the adapter to every request of an AsyncLLM, of rollouts and of HTTP clients."""
 
     def __init__(self, llm: AsyncLLM) -> None:
-        # Weak: vLLM ends its processes when the last reference to it goes.
+        # Weak: vLLM ends its processes with the last reference to it.
         self._llm = weakref.ref(llm)
         self._request: LoRARequest | None = None
         llm.generate = self._with_adapter  # type: ignore[method-assign]
@@ -172,7 +156,7 @@ class EveryRequest:
         return self._request is not None
 
     def serve(self, name: str) -> None:
-        """Requests carry the adapter from now on. Args: name tells versions apart in the prefix cache."""
+        """Add the adapter to requests from now on. Args: name: distinguishes versions in the prefix cache."""
         self._request = LoRARequest(name, ADAPTER_ID, IN_MEMORY)
 
     def _with_adapter(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:

@@ -1,9 +1,9 @@
-"""Copies received tensors straight into the parameters of a running model, where their bytes are what it computes with.
+"""Direct copies of received tensors into the parameters of a running model.
 
-vLLM's layerwise reload (reload.py) is right for every model, at about a millisecond a layer. Where a model's kernels
-read weights as the checkpoint has them (unquantised, on a GPU), all that its loaders do is copy. A `CopyPlan` holds
-those copies. It is found by running the loaders once without letting them write, and used only after an update that
-went the long way has shown, byte for byte, that the parameters then hold what the plan would have written.
+vLLM's layerwise reload (layerwise.py) supports every model, at about a millisecond per layer. If a model's kernels read
+weights in the checkpoint's form (unquantised, on a GPU), its loaders only copy. A `CopyPlan` holds these copies. It is
+found by running the loaders once without letting them write, and used only after a layerwise update has shown, byte for
+byte, that the parameters hold what the plan would have written.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from skyrl_train.weight_sync.bucket import ALIGNMENT, TensorSpec, cut, fill
 from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.digest import bucket_digests, name_list
 
-WRITES_NOTHING_NEW = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
-"""Loaders set the rows of vocabulary padding to zero, which they are already."""
+IGNORED_WRITES = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+"""Loaders zero the rows of vocabulary padding, which are zero already."""
 
 
 class NoPlanError(RuntimeError):
@@ -30,21 +30,21 @@ class NoPlanError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy of a loader: a part of a received tensor into a part of a parameter."""
+    """A loader's copy from a part of a received tensor into a part of a parameter."""
 
     target: Tensor
     """A view of the live parameter."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """Of the part within the received tensor, in elements."""
+    """Offset in the received tensor, in elements."""
 
     def source(self, tensor: Tensor) -> Tensor:
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
 class CopyPlan:
-    """Where each tensor of an update goes."""
+    """The copies for each tensor of an update."""
 
     def __init__(self, copies: Mapping[str, Sequence[Copy]], model: nn.Module) -> None:
         self._copies = copies
@@ -52,16 +52,16 @@ class CopyPlan:
         self._loaded: set[str] = set()
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether the model's parameters still lie where the plan would write."""
+        """Whether the model's parameters still have the storages that the plan writes to."""
         return self._storages == _storages(model)
 
     def begin(self) -> None:
         self._loaded = set()
 
     def load(self, named_tensors: list[tuple[str, Tensor]]) -> None:
-        """Copy the tensors of one bucket. None of them is referenced any more when this returns.
+        """Copy the tensors of one bucket, and keep no reference to them.
 
-        Raises: WeightSyncError for a name that is not in the plan, or came before.
+        Raises: WeightSyncError for an unknown or repeated name.
         """
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -78,17 +78,15 @@ class CopyPlan:
                 torch._foreach_copy_(targets, sources)
 
     def faults(self) -> list[str]:
-        """What keeps the update from being complete, as sentences."""
+        """Sentences about what is missing in the update."""
         missing = sorted(self._copies.keys() - self._loaded)
-        found = f"{len(missing)} tensors of the first update did not come again: {name_list(missing)}"
-        return [found] if missing else []
+        return [f"{len(missing)} tensors of the first update are missing: {name_list(missing)}"] if missing else []
 
     def parts(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """The parts of a tensor that are copied."""
         return [copy.source(tensor) for copy in self._copies[name]]
 
     def targets(self, name: str) -> list[Tensor]:
-        """Where those parts go, as they are now."""
+        """The parts of parameters that this tensor is copied to."""
         return [copy.target for copy in self._copies[name]]
 
     @property
@@ -96,8 +94,8 @@ class CopyPlan:
         return self._copies.keys()
 
 
-class Trial:
-    """Watches an update that goes the long way, to see whether a plan would have done the same."""
+class PlanCheck:
+    """Compares a layerwise update with what a plan would have written."""
 
     def __init__(self, plan: CopyPlan) -> None:
         self._plan = plan
@@ -110,7 +108,7 @@ class Trial:
                 self._digests[name] = [_digest(part) for part in self._plan.parts(name, tensor)]
 
     def passed(self, model: nn.Module) -> bool:
-        """After the update: whether all of the model's parameters hold exactly what was watched."""
+        """Whether, after the update, the model's parameters hold exactly the watched bytes."""
         return (
             self._plan.is_of(model)
             and self._digests.keys() == self._plan.names
@@ -127,11 +125,11 @@ def find_plan(
     expected_elements: Callable[[nn.Module], int],
     aliases: Mapping[str, str],
 ) -> CopyPlan:
-    """The copies by which `model` loads tensors of these specs.
+    """Find the copies by which `model` loads tensors of these specs.
 
-    Args: expected_elements says how many elements a module's own parameters take from a checkpoint; aliases are
-        modules that share the parameters of another.
-    Raises: NoPlanError if a loader does anything but copy, or a parameter is left out or written twice.
+    Args: expected_elements: number of elements that a module's own parameters load from a checkpoint; aliases: modules
+        that share the parameters of another.
+    Raises: NoPlanError if a loader does more than copy, or a parameter is not written exactly once.
     """
     copies = _observe(model, specs)
     unused = [name for name, some in copies.items() if not some]
@@ -142,7 +140,7 @@ def find_plan(
 
 
 def _observe(model: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, list[Copy]]:
-    """Run the loaders on tensors without content and note what they would write where."""
+    """Run the loaders on tensors without content and record their writes."""
     tensors = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs}
     observer = _Observer(model, tensors)
     try:
@@ -150,13 +148,13 @@ def _observe(model: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, list[Co
             model.load_weights(iter(tensors.items()))  # type: ignore[operator]
     except NoPlanError:
         raise
-    except Exception as error:  # whatever a loader raises when its tensors have no content
-        raise NoPlanError(f"the model's loaders look at the content of weights: {error}") from error
+    except Exception as error:  # any error that a loader raises for tensors without content
+        raise NoPlanError(f"the model's loaders read the values of weights: {error}") from error
     return observer.copies
 
 
 class _Observer(TorchDispatchMode):
-    """Notes copies into parameters instead of doing them."""
+    """Records copies into parameters instead of executing them."""
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -170,13 +168,13 @@ class _Observer(TorchDispatchMode):
         if not writes:
             return func(*args, **(kwargs or {}))
         assert target is not None
-        if func in WRITES_NOTHING_NEW:
+        if func in IGNORED_WRITES:
             return target
         if func is not torch.ops.aten.copy_.default:
             raise NoPlanError(f"a loader changes a parameter by {func}")
         name = self._names.get(_storage(args[1]))
         if name is None or target.shape != args[1].shape or target.dtype != args[1].dtype:
-            raise NoPlanError("a loader copies something else than a part of a received tensor")
+            raise NoPlanError("a loader copies something other than a part of a received tensor")
         source = args[1]
         self.copies[name].append(
             Copy(target.detach(), tuple(source.shape), tuple(source.stride()), source.storage_offset())
@@ -198,7 +196,7 @@ def _check_coverage(
     expected_elements: Callable[[nn.Module], int],
     aliases: Mapping[str, str],
 ) -> None:
-    """Every element of every parameter that a checkpoint has must be written, and none twice."""
+    """Raise unless every element of a checkpoint's parameters is written exactly once."""
     by_storage: dict[int, list[Tensor]] = {}
     for some in copies.values():
         for copy in some:

@@ -1,9 +1,8 @@
-"""Loads weights into the model of a running vLLM worker, layer by layer, and says whether all of it was loaded.
+"""Layer-by-layer loading of weights into a running vLLM model, with a check that everything was loaded.
 
-vLLM's layerwise reload moves the parameters to the meta device, buffers what `model.load_weights` is given, and
-processes (fuses, shards, packs) a layer when all of its elements have come. From `begin` to `finish` the model cannot
-run. What vLLM leaves silent is counted here: names that come twice, names that no parameter takes, layers that got
-too little.
+vLLM's layerwise reload moves the parameters to the meta device, buffers the tensors given to `model.load_weights`, and
+processes (fuses, shards, packs) a layer once it has all its elements. From `begin` to `finish` the model cannot run.
+vLLM does not report repeated names, names without a parameter, or incomplete layers; this does.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.digest import name_list
 
 WRAPPER_NAME = "online_process_loader"
-"""vLLM recognises its wrapped weight loaders by this name, and unwraps them by `__wrapped__`."""
+"""vLLM identifies its wrapped weight loaders by this name, and unwraps them by `__wrapped__`."""
 
 
 class LayerwiseReload:
-    """One model's updates: begin, load as often as needed, faults, finish; begin again also after a failure."""
+    """Call begin, load once per bucket, faults, finish; begin again also after a failure."""
 
     def __init__(self, model: nn.Module, vllm_config: VllmConfig, model_config: Any) -> None:
         self._model, self._vllm_config, self._model_config = model, vllm_config, model_config
@@ -44,7 +43,7 @@ class LayerwiseReload:
         self._views = _Views([])
 
     def begin(self) -> None:
-        """Raises nothing for a model that an interrupted update left half loaded: it is closed first."""
+        """An update that was interrupted is closed first."""
         if self._open:
             self.finish()
         with set_current_vllm_config(self._vllm_config):
@@ -55,9 +54,9 @@ class LayerwiseReload:
         self._watch_loaders()
 
     def load(self, named_tensors: list[tuple[str, Tensor]]) -> None:
-        """Load tensors in checkpoint format. None of them is referenced any more when this returns.
+        """Load tensors in checkpoint format, and keep no reference to them.
 
-        Raises: WeightSyncError for a name that came before; whatever the model raises for a name it does not know.
+        Raises: WeightSyncError for a repeated name; the model's own error for an unknown one.
         """
         for name, _ in named_tensors:
             if name in self._received:
@@ -66,11 +65,11 @@ class LayerwiseReload:
         self._views = _Views(named_tensors)
         with set_current_vllm_config(self._vllm_config), torch.no_grad():
             self._model.load_weights(self._views.feed())  # type: ignore[operator]
-            self._clone_what_stays()
+            self._clone_buffered_views()
         self._views = _Views([])
 
     def faults(self) -> list[str]:
-        """What keeps the update from being complete, as sentences; to be asked before `finish`."""
+        """Sentences about what is missing in the update; to be called before `finish`."""
         unused = sorted(name for name in self._received - self._consumed if name.rsplit(".", 1)[-1] not in NOT_RELOADED)
         found = [f"{len(unused)} tensors belong to no parameter of the engine: {name_list(unused)}"] if unused else []
         missing = list(self._incomplete_layers())
@@ -79,21 +78,21 @@ class LayerwiseReload:
         return found
 
     def finish(self) -> None:
-        """Make the model runnable again, with whatever was loaded."""
+        """Make the model runnable again, whatever was loaded."""
         with set_current_vllm_config(self._vllm_config), torch.no_grad():
             finalize_layerwise_reload(self._model, self._model_config)
             self._open = False
             self._repack_tied_heads()
 
     def _repack_tied_heads(self) -> None:
-        """Else a tied output head keeps computing with the packed copy of the old weights (vLLM 0.26 to 0.32, CPU)."""
+        """A tied output head would keep using the packed copy of the old weights (vLLM 0.26 to 0.32, CPU)."""
         for name, module in self._model.named_modules():
             method: Any = getattr(module, "quant_method", None)
             if name in self._aliases and hasattr(module, "cpu_linear"):
                 method.process_weights_after_loading(module)
 
     def _watch_loaders(self) -> None:
-        """Note for every call of a parameter's weight loader which received tensor it was given."""
+        """Record which received tensors the weight loaders are called with."""
         for module in self._model.modules():
             for parameter in module._parameters.values():
                 loader = getattr(parameter, "weight_loader", None)
@@ -109,8 +108,8 @@ class LayerwiseReload:
         assert watched.__name__ == WRAPPER_NAME
         return watched
 
-    def _clone_what_stays(self) -> None:
-        """A layer that waits for more of its weights holds views of the bucket, which is about to be overwritten."""
+    def _clone_buffered_views(self) -> None:
+        """Incomplete layers hold views of the bucket, which is about to be overwritten."""
         for module in self._model.modules():
             for _, bound in get_layerwise_info(module).loaded_weights:
                 for key, value in bound.arguments.items():
@@ -135,7 +134,7 @@ class LayerwiseReload:
 
 
 class _Views:
-    """The tensors of one bucket, and which of them a given tensor is a view of."""
+    """The tensors of one bucket, searchable by the address of their views."""
 
     def __init__(self, named_tensors: list[tuple[str, Tensor]]) -> None:
         self._named_tensors = named_tensors
@@ -158,9 +157,9 @@ class _Views:
         return not tensor.is_meta and tensor.data_ptr() in self._range
 
     def named_by(self, arguments: list[Any]) -> set[str]:
-        """The names of the bucket's tensors among the arguments of a weight loader.
+        """Names of the bucket's tensors among the arguments of a weight loader.
 
-        A model may hand on a transformed copy instead of a view: then it is the tensor that it was given last.
+        If a model passes a transformed copy instead of a view, it is of the tensor that it received last.
         """
         views = [argument for argument in arguments if isinstance(argument, Tensor) and self.holds(argument)]
         found = {self._names[bisect.bisect_right(self._starts, view.data_ptr()) - 1] for view in views if view.numel()}
@@ -179,7 +178,7 @@ def shared_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def loadable_elements(module: nn.Module) -> int:
-    """Elements that a checkpoint has for this module's own parameters on this rank: rows of vocabulary padding not."""
+    """Elements that a checkpoint has for the module's own parameters on this rank, without vocabulary padding."""
     parameters = [
         parameter
         for name, parameter in module._parameters.items()
@@ -193,7 +192,7 @@ def loadable_elements(module: nn.Module) -> int:
 
 
 def _forget_packed_experts(model: nn.Module) -> None:
-    """Else an unquantised MoE layer keeps its packed experts and copies raw weights into them (vLLM 0.32, CPU)."""
+    """An unquantised MoE layer would copy raw weights into its packed experts (vLLM 0.32, CPU)."""
     if not torch.cuda.is_available():
         for module in model.modules():
             method: Any = getattr(module, "quant_method", None)

@@ -1,4 +1,4 @@
-"""The worker side of the weight sync, inside vLLM's own update lifecycle (init, start, update, finish).
+"""The worker side of the weight sync, in vLLM's update lifecycle (init, start, update, finish).
 
 vLLM imports this module in every worker before the model is loaded, because `SyncExtension` is its
 `worker_extension_cls`; importing it registers the weight transfer backend `skyrl`. One class serves vLLM 0.26 to 0.33.
@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from skyrl_train.device.memory import memory_in_use
 from skyrl_train.engines.settings import ADAPTER
-from skyrl_train.engines.vllm.worker.adapter_slots import AdapterUpdate, Bound, bind, first_adapter
+from skyrl_train.engines.vllm.worker.adapter_slots import AdapterUpdate, bind, first_adapter
 from skyrl_train.engines.vllm.worker.sleeping import Unsynced, sleepable_bytes
 from skyrl_train.engines.vllm.worker.update import ModelUpdate
 from skyrl_train.weight_sync.channels.channel import ReceivingEnd
@@ -44,7 +44,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives tensors and loads them; `report` tells what came."""
+    """Receives and loads tensors; `report` returns what was received."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -80,22 +80,18 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             self._digests |= self._receivers[message["sender"]].receive(message, self._update.load)
         except BaseException:
-            self.shutdown()  # the update is lost, and with it what the other senders have for it
+            self.shutdown()  # the update has failed for all senders
             raise
 
     def finish_weight_update(self) -> None:
         self._update.finish()
 
     def report(self) -> dict[str, Any]:
-        """To be asked before `finish_weight_update`, which is too late to see what is missing."""
-        return {
-            "digests": self._digests,
-            "num_parameters": self._update.num_parameters(),
-            "faults": self._update.faults(),
-        }
+        """To be called before `finish_weight_update`, which hides what is missing."""
+        return {"digests": self._digests, "faults": self._update.faults()}
 
     def adapter(self) -> dict[str, torch.Tensor]:
-        """PEFT's name -> tensor of the last update, where adapters are sent."""
+        """PEFT's name -> tensor of the last update."""
         assert isinstance(self._update, AdapterUpdate)
         return self._update.tensors
 
@@ -106,40 +102,38 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
-        """Abstract in vLLM 0.26; the sender lives in `skyrl_train.weight_sync` and knows no vLLM."""
+        """Abstract in vLLM 0.26; the sender is in `skyrl_train.weight_sync` and does not use vLLM."""
         raise NotImplementedError("weights are sent by skyrl_train.weight_sync")
 
 
 class SyncExtension:
-    """Methods that vLLM adds to its worker, to be called by name through `collective_rpc`."""
+    """Methods that vLLM adds to its worker, called by name through `collective_rpc`."""
 
     weight_transfer_engine: SkyRLWeightTransfer
 
     def skyrl_ping(self) -> bool:
-        """To see whether the worker answers."""
         return True
 
     def skyrl_sync_report(self) -> dict[str, Any]:
         return self.weight_transfer_engine.report()
 
-    def skyrl_bind_adapter(self, first: bool) -> dict[str, Any]:
-        """Serve with the adapter that came last, or with the first, which changes nothing; see adapter_slots.py."""
+    def skyrl_bind_adapter(self, first: bool) -> list[str]:
+        """Bind the adapter received last, or the first one, which changes nothing. Returns: faults."""
         config = self.vllm_config  # type: ignore[attr-defined]
         tensors = first_adapter(config) if first else self.weight_transfer_engine.adapter()
-        bound: Bound = bind(self.model_runner, tensors, config)  # type: ignore[attr-defined]
-        return {"num_layers": bound.num_layers, "faults": bound.faults}
+        return bind(self.model_runner, tensors, config)  # type: ignore[attr-defined]
 
     def skyrl_close_update(self) -> None:
-        """End an update that broke off, so that the next can start; the model is of no use until that one is whole."""
+        """End a failed update, so that the next can start; the model is unusable until that one is complete."""
         if getattr(self, "_weight_update_active", False):
             self.finish_weight_update()  # type: ignore[attr-defined]
 
     def skyrl_keep_unsynced(self) -> None:
-        """Before weights are dropped: copy what no update brings; see sleeping.py."""
+        """To be called before weights are dropped; see sleeping.py."""
         self._unsynced: Unsynced | None = Unsynced(self.model_runner.get_model())  # type: ignore[attr-defined]
 
     def skyrl_restore_unsynced(self) -> None:
-        """After the weights' memory is awake again; does nothing if nothing was kept."""
+        """To be called when the weights' memory is awake again."""
         kept, self._unsynced = getattr(self, "_unsynced", None), None
         if kept is not None:
             kept.restore()
@@ -149,9 +143,5 @@ class SyncExtension:
         return memory_in_use(), sleepable_bytes() if can_sleep else {}
 
 
-def register() -> None:
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, SkyRLWeightTransfer)
-
-
-register()
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, SkyRLWeightTransfer)

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.types import ASGIApp
 
 from skyrl_train.engines.vllm.http.answers import (
-    MOST_DROPPED_BYTES,
+    MAX_DROPPED_BYTES,
     Answer,
-    App,
     BoundedBody,
     NamedVersions,
     NeedsKey,
@@ -25,7 +25,9 @@ from skyrl_train.engines.vllm.http.sampling_facts import sampling_facts
 Told = list[dict[str, Any]]
 
 
-def asked(app: App, path: str = "/v1/completions", method: str = "POST", headers: dict[str, str] | None = None) -> Told:
+def asked(
+    app: ASGIApp, path: str = "/v1/completions", method: str = "POST", headers: dict[str, str] | None = None
+) -> Told:
     """The messages that a server would get from `app` for one request."""
     told: Told = []
 
@@ -48,7 +50,7 @@ def header(told: Told, name: bytes) -> bytes | None:
     return dict(told[0]["headers"]).get(name)
 
 
-def answering(spans: dict[int, Any], parts: list[bytes], kind: str, num_choices: int | None = None) -> App:
+def answering(spans: dict[int, Any], parts: list[bytes], kind: str, num_choices: int | None = None) -> ASGIApp:
     """An application that asks its engine for `num_choices` and then answers in these parts."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -153,7 +155,7 @@ def test_an_answer_says_with_what_it_was_sampled():
     answer.add_request(1)
     answer.choices, answer.sampling_params = {0: ((3, 2),)}, facts
     body: dict[str, Any] = {"choices": [choice(0, "stop")]}
-    answer.describe(body, whole=True)
+    answer.describe(body, complete=True)
     assert body["sampling_params"] == facts and body["policy_versions"] == [3]
 
 
@@ -170,7 +172,7 @@ async def says_hello(scope: Any, receive: Any, send: Any) -> None:
         ({}, "/inference/v1/generate", 401),
         ({"authorization": "Bearer wrong"}, "/v1/models", 401),
         ({"authorization": "secret"}, "/v1/models", 401),
-        ({"Authorization": "Bearer secret"}, "/v1/models", 200),
+        ({"authorization": "Bearer secret"}, "/v1/models", 200),
         ({}, "/health", 200),
     ],
 )
@@ -180,7 +182,7 @@ def test_every_path_but_health_needs_the_key(headers: dict[str, str], path: str,
     assert (body(told) == b"hello") == (status == 200)
 
 
-def waiting(wait: Callable[[], Awaitable[None]]) -> App:
+def waiting(wait: Callable[[], Awaitable[None]]) -> ASGIApp:
     return WaitsWhilePaused(says_hello, wait)
 
 
@@ -246,13 +248,13 @@ def test_a_longer_body_is_refused_before_anything_parses_it(headers: dict[str, s
     told, read, left = posted([b"x" * LIMIT, b"x", b"x"], headers)
     error = json.loads(body(told))["error"]
     assert told[0]["status"] == error["code"] == 413 and error["type"] == "RequestTooLarge"
-    assert f"more than {LIMIT} bytes, and the model takes at most 8192 tokens. Send shorter" in error["message"]
+    assert f"more than {LIMIT} bytes, but the model accepts at most 8192 tokens. Send shorter" in error["message"]
     assert read == [] and left == 0, "the rest is read, so that the client reads the answer"
 
 
 def test_a_body_without_end_is_not_read_to_its_end():
     part = bytes(8 << 20)
     told, read, left = posted([part] * 100, {})
-    assert told[0]["status"] == 413 and read == [] and left == 100 - MOST_DROPPED_BYTES // len(part) - 1
+    assert told[0]["status"] == 413 and read == [] and left == 100 - MAX_DROPPED_BYTES // len(part) - 1
     told, read, left = posted([part] * 100, {"content-length": str(100 * len(part))})
     assert told[0]["status"] == 413 and read == [] and left == 100

@@ -46,11 +46,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         # As a user's shell may have it.
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         patch.setenv("VLLM_API_KEY", "another-key")
-        for world in live_world(
-            tmp_path_factory.mktemp("served"), "tied", http_endpoint_port=0, max_model_len=LONG + 50
-        ):
-            world.url = run(world.engine.start_server())  # type: ignore[attr-defined]
-            yield world
+        yield from live_world(
+            tmp_path_factory.mktemp("served"),
+            "tied",
+            enable_http_endpoint=True,
+            http_endpoint_port=0,
+            max_model_len=LONG + 50,
+        )
 
 
 def client(url: str, **headers: str) -> httpx.AsyncClient:
@@ -227,9 +229,9 @@ def one_token_later(spans: VersionSpans) -> VersionSpans:
 @pytest.mark.parametrize("native", [True, False])
 def test_generations_that_ran_across_syncs_report_every_version_and_the_lowest(world: World, native: bool):
     """Also where vLLM does not tell (0.26), and for samples of one request."""
-    from skyrl_train.engines.vllm.compat import TELLS_VERSIONS
+    from skyrl_train.engines.vllm.compat import REPORTS_VERSIONS
 
-    if native and not TELLS_VERSIONS:
+    if native and not REPORTS_VERSIONS:
         pytest.skip("this vLLM does not tell versions")
     versions = Versions(world)
     tracker = world.engine._versions
@@ -390,7 +392,7 @@ def test_the_key_is_asked_for(world: World):
 
 
 def test_a_port_that_is_taken_is_an_error_that_says_so(world: World):
-    with pytest.raises(ValueError, match="cannot be listened on .* choose another generator.http_endpoint_port"):
+    with pytest.raises(ValueError, match="cannot listen on .* Set generator.http_endpoint_port to another port"):
         run(another_server(world, http_endpoint_port=int(world.url.rsplit(":")[-1])).start(0))
 
 
@@ -399,7 +401,7 @@ def test_of_two_that_start_together_one_gets_the_port():
 
     with (
         contextlib.closing(_listen("127.0.0.1", 0)) as first,
-        pytest.raises(ValueError, match="cannot be listened on"),
+        pytest.raises(ValueError, match="cannot listen on"),
     ):
         _listen("127.0.0.1", first.getsockname()[1])
 

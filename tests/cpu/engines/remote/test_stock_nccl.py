@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.engines.remote.stock_nccl import StockNcclSender, cut_updates
+from skyrl_train.engines.remote.stock_nccl import StockNcclSender, split_updates
 from skyrl_train.weight_sync.bucket import TensorSpec
 from skyrl_train.weight_sync.channels.channel import SendingEnd
 from skyrl_train.weight_sync.control import ControlMessage, PeerLostError, WeightSyncError
@@ -138,7 +138,7 @@ def test_vllm_takes_apart_what_is_sent(shapes: Any):
 
 def test_a_call_ends_before_a_tensor_that_would_not_be_aligned():
     shapes = [(HALF, (3,)), (FULL, (2,)), (FULL, (2,)), (HALF, (1,)), (FULL, (1,))]
-    updates = cut_updates(specs_of(tensors_of(*shapes)), BUCKET)
+    updates = split_updates(specs_of(tensors_of(*shapes)), BUCKET)
     assert [[[spec.name[-1] for spec in chunk] for chunk in update] for update in updates] == [
         [["0"]],
         [["1", "2", "3"]],
@@ -148,7 +148,7 @@ def test_a_call_ends_before_a_tensor_that_would_not_be_aligned():
 
 def test_a_usual_model_is_one_call():
     specs = [TensorSpec(f"layers.{n}.mlp.up_proj.weight", HALF, (64, 32)) for n in range(50)]
-    (update,) = cut_updates(specs, BUCKET)
+    (update,) = split_updates(specs, BUCKET)
     assert len(update) == 25, "of 4096 bytes each, a chunk is full with the tensor that exceeds it"
 
 
@@ -161,7 +161,7 @@ def test_what_a_server_raised_ends_the_send_and_the_group():
     with pytest.raises(RuntimeError, match="no such parameter"):
         sender.send(specs_of(named), named)
     assert time.monotonic() - started < 5 and wire.is_closed
-    with pytest.raises(WeightSyncError, match="broke in the last update"):
+    with pytest.raises(WeightSyncError, match="failed in the last update"):
         sender.send(specs_of(named), named)
 
 
@@ -173,12 +173,12 @@ def test_a_server_that_does_not_take_part_is_given_up_at_the_deadline():
     wire = Wire()
     sender = sender_to(Silent(wire), wire, timeout_s=0.5)
     named = tensors_of((FULL, (8,)))
-    with pytest.raises(PeerLostError, match=r"did not end within 0\.5 s"):
+    with pytest.raises(PeerLostError, match=r"did not finish within 0\.5 s"):
         sender.send(specs_of(named), named)
     assert wire.is_closed
 
 
-@pytest.mark.parametrize(("change", "expected"), [("fewer", "nothing more"), ("more", "did not announce")])
+@pytest.mark.parametrize(("change", "expected"), [("fewer", "nothing more"), ("more", "not in its specs")])
 def test_other_tensors_than_announced_end_the_send(change: str, expected: str):
     wire, named = Wire(), tensors_of((FULL, (8,)), (FULL, (8,)))
     sender = sender_to(VllmWorker(wire), wire)

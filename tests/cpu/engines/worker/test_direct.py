@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.engines.vllm.worker.copy_plan import CopyPlan, NoPlanError, Trial, find_plan
+from skyrl_train.engines.vllm.worker.copy_plan import CopyPlan, NoPlanError, PlanCheck, find_plan
 from skyrl_train.weight_sync.bucket import Bucket, TensorSpec, unpack
 from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.sending import pack, specs_of
@@ -95,7 +95,7 @@ def test_finding_a_plan_changes_no_parameter():
 def test_a_tensor_that_does_not_come_is_named():
     plan = plan_of(Loads())
     deliver(plan, weights(1)[1:])
-    assert plan.faults() == ["1 tensors of the first update did not come again: vocabulary"]
+    assert plan.faults() == ["1 tensors of the first update are missing: vocabulary"]
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ class Overwrites(Loads):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (Transposes(), "something else than a part"),
+        (Transposes(), "something other than a part"),
         (Scales(), "changes a parameter by aten.add_"),
-        (Looks(), "look at the content"),
+        (Looks(), "read the values"),
         (Forgets(), "do not use down"),
         (Misses(), "56 of 64 elements of fused"),
         (Overwrites(), "parts of fused twice"),
@@ -169,7 +169,7 @@ class Packs(Loads):
 
 @pytest.mark.parametrize(("model", "is_proven"), [(Loads(1), True), (Packs(1), False)])
 def test_a_plan_is_proven_only_if_the_parameters_hold_what_came(model: nn.Module, is_proven: bool):
-    trial = Trial(plan_of(model))
+    trial = PlanCheck(plan_of(model))
     buckets: list[Bucket] = list(pack(weights(2), 2048))
     for bucket in buckets:
         trial.watch(list(unpack(bucket)))
@@ -181,7 +181,7 @@ def test_a_plan_is_proven_only_if_the_parameters_hold_what_came(model: nn.Module
 
 def test_a_plan_is_not_proven_by_a_part_of_an_update():
     model = Loads()
-    trial = Trial(plan_of(model))
+    trial = PlanCheck(plan_of(model))
     model.load_weights(weights(2))
     trial.watch(weights(2)[:-1])
     assert not trial.passed(model)
@@ -197,6 +197,6 @@ def test_a_tensor_is_found_without_going_through_all_names():
     model = Loads()
     plan = plan_of(model)
     plan._copies = Unlisted(plan._copies)
-    trial = Trial(plan)
+    trial = PlanCheck(plan)
     trial.watch(weights(2))
     assert len(trial._digests) == len(weights(2))
