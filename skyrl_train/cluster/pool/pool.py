@@ -103,15 +103,15 @@ class EnginePool:
         return any(replica.replacement is not None and replica.replacement.done() for replica in self.replicas)
 
     def mark_dead(self, replica: EngineReplica, reason: str) -> None:
-        """Continue without this engine, which was up, and begin to restart it."""
+        """Continue without this engine, which was up, and restart it. Args: reason: a sentence that names it."""
         replica.is_up, replica.death_cause = False, reason
         self.num_changes += 1
         self.router.remove(replica.index)
-        restart = f"restarting it ({replica.restarts + 1} of {replica.max_restarts})"
+        restart = f"restarting {replica.name} ({replica.restarts + 1} of {replica.max_restarts})"
         if replica.restarts >= replica.max_restarts:
-            restart = f"not restarting it (generator.max_engine_restarts={replica.max_restarts})"
-        left = f"{len(self.up)} of {len(self.replicas)} engines left"
-        log.error("%s died: %s. %s; %s", replica.name, reason, left, restart)
+            restart = f"not restarting {replica.name} (generator.max_engine_restarts={replica.max_restarts})"
+        left = f"{len(self.up)} of {len(self.replicas)} engines are left"
+        log.error("%s. %s; %s", reason, left, restart)
         replica.replacement = self._background.begin(replica.replace())
 
     async def drop_dead(self) -> list[str]:
@@ -121,7 +121,8 @@ class EnginePool:
         dead = [replica for replica, is_alive in zip(checked, answers, strict=True) if replica.is_up and not is_alive]
         for replica in dead:
             self.mark_dead(
-                replica, f"not responding: its process crashed, was killed or hangs (log: {replica.log_path})"
+                replica,
+                f"{replica.name} is not responding: its process crashed, was killed or hangs (log: {replica.log_path})",
             )
         return [replica.name for replica in dead]
 
@@ -155,7 +156,7 @@ class EnginePool:
             await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
 
     def _no_engine_left(self) -> RemoteFailed:
-        reasons = "; ".join(f"{replica.name} died: {replica.death_cause}" for replica in self.replicas)
+        reasons = "; ".join(replica.death_cause for replica in self.replicas)
         limit = f"generator.max_engine_restarts={self.replicas[0].max_restarts}"
         return RemoteFailed(f"no engine is left ({limit}): {reasons}")
 
