@@ -27,7 +27,7 @@ import transformers  # noqa: E402
 
 from skyrl_train.megatron.verify.hf_reference import comparable, hugging_face  # noqa: E402
 from skyrl_train.megatron.verify.layout_check import run_layout  # noqa: E402
-from skyrl_train.megatron.verify.outcome import BFLOAT16, FLOAT32, Bounds, Difference, compare  # noqa: E402
+from skyrl_train.megatron.verify.outcome import BFLOAT16, FLOAT32, Difference, Tolerance, compare  # noqa: E402
 from tests.support.adapters import Adapted, write_adapter  # noqa: E402
 from tests.support.families import FAMILIES, MOE, make_trial, write_family  # noqa: E402
 from tests.support.layouts import DENSE, EXPERT, EXPERT_FOUR, FOUR, layout  # noqa: E402
@@ -38,7 +38,7 @@ BEGIN_LORA, END_LORA = "<!-- table of adapters -->\n", "<!-- end of table of ada
 HEADER = "| family | layout | gradient | worst tensor | logprobs | metrics |\n|---|---|---|---|---|---|\n"
 
 
-def row(family: str, name: str, difference: Difference, bounds: Bounds) -> str:
+def row(family: str, name: str, difference: Difference, bounds: Tolerance) -> str:
     values = (
         difference.gradient,
         difference.worst_tensor[1],
@@ -46,14 +46,14 @@ def row(family: str, name: str, difference: Difference, bounds: Bounds) -> str:
         difference.worst_metric[1],
     )
     cells = " | ".join(f"{value:.1e}" for value in values)
-    sentence = "" if not bounds.broken(difference) else " **broken**"
+    sentence = "" if not bounds.exceeded(difference) else " **broken**"
     return f"| {family} | {name}{sentence} | {cells} |\n"
 
 
 def rows(family: str, folder: Path) -> list[str]:
     """One row per layout in float32 against Hugging Face, and two in bfloat16 against one bfloat16 process."""
     trial = make_trial(write_family(family, folder / family))
-    reference = hugging_face(trial).outcome
+    reference = hugging_face(trial)
     tables = EXPERT | EXPERT_FOUR if family in MOE else DENSE | FOUR
     lines = []
     for name, (processes, sizes) in tables.items():
@@ -73,7 +73,7 @@ def adapter_rows(family: str, folder: Path) -> list[str]:
     path = write_family(family, folder / family)
     lora = write_adapter(folder / f"{family}_adapter", path)
     trial = replace(make_trial(path), lora=lora)
-    reference = hugging_face(trial, model=Adapted(path, lora), gradients_of=Adapted.gradients).outcome
+    reference = hugging_face(trial, model=Adapted(path, lora), gradients_of=Adapted.gradients)
     lines = []
     for name, (processes, sizes) in (EXPERT | EXPERT_FOUR if family in MOE else DENSE | FOUR).items():
         outcome = run_layout(trial, layout(processes, sizes))

@@ -1,4 +1,4 @@
-"""Imports by name, and of large libraries in less time."""
+"""Imports by name, and faster imports of large libraries."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def imported(key: str, name: str) -> Any:
-    """What `module:attribute` names. Args: key: of the configuration, for the error.
+    """Import the `module:attribute` in `name`. Args: key: its key in the configuration, for the error.
 
-    Raises: ValueError that says what is wrong with the name, the import or the module's code.
+    Raises: ValueError that describes the problem of the name, the import or the module's code.
     """
     module, colon, wanted = name.partition(":")
     if not (module and colon and wanted):
@@ -31,32 +31,31 @@ def imported(key: str, name: str) -> Any:
 
 
 def attribute(path: str) -> Any:
-    """What a `module:attribute` of the package itself names."""
+    """Import a `module:attribute` of the package itself."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 @contextlib.contextmanager
 def quick_imports(*, without: tuple[str, ...] = ()) -> Iterator[None]:
-    """Import in this block without the garbage collector, and without libraries that others import if they are there.
+    """Disable garbage collection during imports in the body, and hide optional libraries.
 
-    What an import defines lives as long as the process, and the collector would look through all of it again and again
-    (a fifth of the time that vLLM, Megatron or transformers take), then now and then, and once more when the process
-    ends (a second). It does not look at what is there at the end of a process's first such block any more, which should
-    come early: a reference cycle that the program itself has made until then is never collected either.
+    Imported definitions live as long as the process, and the collector would traverse them repeatedly (a fifth of the
+    import time of vLLM, Megatron or transformers) and at exit (a second). Objects that exist at the end of a process's
+    first such block are exempt from collection for good, so it should come early.
 
-    Args: without: top-level modules that cannot be imported in this block, unless they have been before.
+    Args: without: top-level modules that cannot be imported in the body, unless they have been before.
     """
     hidden = [name for name in without if name not in sys.modules]
     was_enabled, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: `import` says that there is none
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None makes `import` fail
     try:
         yield
     finally:
         for name in hidden:
             del sys.modules[name]
-        # Once: what a running program leaves behind before a later block must be collected.
+        # Once: garbage of the running program before a later block must be collected.
         if len(sys.modules) > num_modules and gc.get_freeze_count() == 0:
             gc.freeze()
         if was_enabled:

@@ -1,6 +1,6 @@
-"""How full the GPUs of this process are, asked of the driver's management library (NVML).
+"""Memory use of this process's GPUs, from the driver's management library (NVML).
 
-CUDA would answer too, and take half a GiB of the device for its context, for as long as the process lives.
+CUDA reports it too, but its context takes half a GiB of the device for the life of the process.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MOST_PROCESSES = 64
+MAX_PROCESSES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """One GPU at one moment."""
+    """Memory use of one GPU."""
 
     name: str
-    """As CUDA_VISIBLE_DEVICES says it: a number or a UUID."""
+    """Number or UUID, as in CUDA_VISIBLE_DEVICES."""
     free_bytes: int
     total_bytes: int
     holders: tuple[tuple[int, int], ...] = ()
-    """(process id, bytes) of those that the driver tells of, the largest first; ids are the host's, not a
-    container's."""
+    """(process id, bytes) of processes that the driver reports, the largest first; ids of the host, not a container."""
 
     def __str__(self) -> str:
         used = f"GPU {self.name}: {gib(self.free_bytes)} of {gib(self.total_bytes)} GiB are free"
@@ -53,11 +52,11 @@ _UNKNOWN = ctypes.c_ulonglong(-1).value
 
 
 def devices_in_use(num_devices: int, library: Any = None) -> list[DeviceUse]:
-    """The first devices that CUDA shows this process, in the order of CUDA_VISIBLE_DEVICES.
+    """Memory use of the first devices that this process sees, in the order of CUDA_VISIBLE_DEVICES.
 
-    Numbers are NVML's, which are CUDA's where all GPUs of a machine are of one kind.
-    Args: library is NVML, for tests.
-    Raises: OSError where NVML is missing or does not answer.
+    Numbers are NVML's, which equal CUDA's if all GPUs of a machine are of one kind.
+    Args: library: NVML, for tests.
+    Raises: OSError if NVML is missing or does not respond.
     """
     nvml = ctypes.CDLL("libnvidia-ml.so.1") if library is None else library
     _check(nvml.nvmlInit_v2(), "start")
@@ -87,12 +86,12 @@ def _use(nvml: Any, name: str) -> DeviceUse:
 
 
 def _holders(nvml: Any, device: ctypes.c_void_p) -> tuple[tuple[int, int], ...]:
-    """Empty where the driver does not tell, as in some containers."""
-    count, processes = ctypes.c_uint(MOST_PROCESSES), (_Process * MOST_PROCESSES)()
+    """Empty if the driver does not report processes, as in some containers."""
+    count, processes = ctypes.c_uint(MAX_PROCESSES), (_Process * MAX_PROCESSES)()
     if nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), processes) != 0:
         return ()
-    known = [(one.pid, one.used) for one in processes[: count.value] if one.used != _UNKNOWN]
-    return tuple(sorted(known, key=lambda one: -one[1]))
+    known = [(process.pid, process.used) for process in processes[: count.value] if process.used != _UNKNOWN]
+    return tuple(sorted(known, key=lambda holder: -holder[1]))
 
 
 def _check(code: int, what: str) -> None:

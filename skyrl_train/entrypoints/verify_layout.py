@@ -147,7 +147,7 @@ def verify(config: VerifyLayoutConfig, console: Console) -> int:
             hugging_face = run_hugging_face(trial, timeout_s=settings.timeout_s)
         differences[HUGGING_FACE] = compare(comparable(outcome, hugging_face), hugging_face)
     bounds = BFLOAT16 if trial.bf16 else FLOAT32
-    broken = [f"{sentence} from {name}" for name, each in differences.items() for sentence in bounds.broken(each)]
+    broken = [f"{sentence} from {name}" for name, each in differences.items() for sentence in bounds.exceeded(each)]
     if settings.json_file is not None:
         numbers = {name: dataclasses.asdict(each) for name, each in differences.items()}
         Path(settings.json_file).write_text(json.dumps({"exact": not broken, "broken": broken} | numbers, indent=1))

@@ -19,10 +19,9 @@ from skyrl_train.device import peak_flops, synchronize
 from skyrl_train.file_sum import FileSum
 from skyrl_train.hf.flops import model_cost
 from skyrl_train.hf.hub import local_folder
-from skyrl_train.megatron.model.model import build_model, build_optimizer, dtype_of, set_learning_rate
+from skyrl_train.megatron.model.model import build_model, dtype_of
 from skyrl_train.megatron.model.parallel import join
-from skyrl_train.megatron.optimizer.finite_step import step_if_finite
-from skyrl_train.megatron.optimizer.schedule import learning_rate
+from skyrl_train.megatron.optimizer.optimizer import build_optimizer, learning_rate, set_learning_rate, step_if_finite
 from skyrl_train.megatron.passes.metrics import PassMetrics, update_metrics
 from skyrl_train.megatron.passes.old_logprobs import LogprobCheck, OldLogprobs, old_logprobs
 from skyrl_train.megatron.passes.packing import Packer

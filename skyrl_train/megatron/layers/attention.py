@@ -1,7 +1,7 @@
 """Causal attention over packed samples in plain torch, with grouped queries and context parallelism.
 
 Legend: T tokens of a pack (each sample padded to the layout's multiple), H query heads, G key/value heads (H a
-multiple of G), D head size of queries and keys, E of values. With context parallelism of size C each sample is cut
+multiple of G), D head size of queries and keys, E of values. With context parallelism of size C each sample is split
 into 2C chunks and rank r holds chunks r and 2C-1-r of every sample (the zig-zag that gives all ranks the same causal
 work).
 """
@@ -20,58 +20,58 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from skyrl_train.megatron.layers.pack_tables import Bucket, Half, bounds, global_order, halves, index_tables
+from skyrl_train.megatron.layers.pack_tables import Half, Rectangle, bounds, global_order, halves, index_tables
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What the attention by rectangles reads."""
+    """Index tables of the attention by rectangles."""
 
-    buckets: tuple[Bucket, ...]
+    rectangles: tuple[Rectangle, ...]
     scatter: Tensor
-    """[T / C] int64: place of each token of the local pack among the rows of all buckets, end to end."""
+    """[T / C] int64: index of each local token among the rows of all rectangles, end to end."""
 
 
 @dataclass
 class PackedSamples(PackedSeqParams):
-    """Megatron's description of a pack, and what the torch attention reads, made by the first layer that asks."""
+    """Megatron's description of a pack, and tables of the torch attention, computed by the first layer."""
 
     lengths: tuple[int, ...] = ()
-    """Padded, of the whole pack."""
+    """Padded lengths of all samples."""
     cp_rank: int = 0
     cp_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @functools.cached_property
     def tables(self) -> Tables:
-        buckets, scatter = index_tables(list(self.lengths), self.cp_rank, self.cp_size)
+        rectangles, scatter = index_tables(list(self.lengths), self.cp_rank, self.cp_size)
         moved = tuple(
-            Bucket(self._place(b.queries), self._place(b.keys), None if b.mask is None else self._place(b.mask))
-            for b in buckets
+            Rectangle(self._move(r.queries), self._move(r.keys), None if r.mask is None else self._move(r.mask))
+            for r in rectangles
         )
-        return Tables(moved, self._place(scatter))
+        return Tables(moved, self._move(scatter))
 
     @functools.cached_property
     def global_order(self) -> Tensor:
-        """[T] int64: place of each token in the rank-by-rank concatenation of the local packs."""
-        return self._place(global_order(list(self.lengths), self.cp_size))
+        """[T] int64: index of each token in the rank-by-rank concatenation of the local packs."""
+        return self._move(global_order(list(self.lengths), self.cp_size))
 
     @functools.cached_property
     def halves(self) -> tuple[Half, Half]:
         first, second = halves(list(self.lengths), self.cp_rank, self.cp_size)
-        return self._move(first), self._move(second)
+        return self._move_half(first), self._move_half(second)
 
-    def _move(self, half: Half) -> Half:
+    def _move_half(self, half: Half) -> Half:
         return replace(
             half,
-            queries=self._place(half.queries),
-            keys=self._place(half.keys),
-            query_bounds=self._place(half.query_bounds),
-            key_bounds=self._place(half.key_bounds),
+            queries=self._move(half.queries),
+            keys=self._move(half.keys),
+            query_bounds=self._move(half.query_bounds),
+            key_bounds=self._move(half.key_bounds),
         )
 
-    def _place(self, table: Tensor) -> Tensor:
-        """On the device; from pinned memory, so that nothing waits for what the device has still to do."""
+    def _move(self, table: Tensor) -> Tensor:
+        """Copy to the device from pinned memory, without waiting for the device's pending work."""
         if self.device.type != "cuda":
             return table
         return table.pin_memory().to(self.device, non_blocking=True)
@@ -80,9 +80,9 @@ class PackedSamples(PackedSeqParams):
 def pack_params(
     lengths: list[int], real_lengths: list[int], device: torch.device, *, cp_rank: int, cp_size: int
 ) -> PackedSamples:
-    """Describe a pack of samples with padded `lengths` of which `real_lengths` are tokens.
+    """Describe a pack of samples with padded `lengths`, of which `real_lengths` are tokens.
 
-    The torch attention reads the lengths; Transformer Engine reads the cu_seqlens.
+    The torch attention reads the lengths, Transformer Engine the cu_seqlens.
     """
     padded = bounds(lengths).to(device)
     real = padded if lengths == real_lengths else bounds(real_lengths).to(device)
@@ -127,7 +127,7 @@ def _take(tensor: Tensor, rows: Tensor) -> Tensor:
 
 @functools.cache
 def _grouped_queries() -> dict[str, Any]:
-    """torch 2.11 takes fewer key than query heads as they are; later versions want to be told."""
+    """Arguments for fewer key than query heads, which torch 2.11 accepts without any."""
     from torch.nn.attention.varlen import varlen_attn
 
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -136,18 +136,18 @@ def _grouped_queries() -> dict[str, Any]:
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Tensor, Tensor], longest: tuple[int, int], scale: float
 ) -> Tensor:
-    """Causal; the last query of a sample stands at its last key."""
+    """Causal; the last query of a sample is aligned with its last key."""
     from torch.nn.attention.varlen import varlen_attn
 
     out = varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=(-1, 0), **_grouped_queries())
-    assert isinstance(out, Tensor)  # the log-sum-exp comes only where it is asked for
+    assert isinstance(out, Tensor)  # the log-sum-exp is returned only on request
     return out
 
 
 def attend_halves(
     query: Tensor, key: Tensor, value: Tensor, both: tuple[Half, Half], scale: float, flash: Any = _flash
 ) -> Tensor:
-    """Attention of the local queries to the gathered keys and values, a call for each half.
+    """Attention of the local queries to the gathered keys and values, one call per half.
 
     Args: query [T / C, H, D]; key, value [T, G, D], rank by rank; flash: another implementation, for a test.
     """
@@ -162,17 +162,16 @@ def attend_halves(
         )
         for half in both
     ]
-    places = torch.cat([half.queries for half in both])
-    return torch.cat(outs)[
-        torch.empty_like(places).scatter_(0, places, torch.arange(len(places), device=places.device))
-    ]
+    order = torch.cat([half.queries for half in both])
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return torch.cat(outs)[inverse]
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSamples, scale: float) -> Tensor:
     """Causal attention of query [T/C, H, D] to key [T/C, G, D] and value [T/C, G, E] of the same sample -> [T/C, H, E].
 
-    On a GPU in half precision it is one FlashAttention call, or two under context parallelism; elsewhere a scaled dot
-    product per bucket of samples of similar length.
+    On a GPU in half precision it is one FlashAttention call, or two under context parallelism; otherwise one scaled dot
+    product per rectangle of samples of similar length.
     """
     cp_size = parallel_state.get_context_parallel_world_size()
     half = query.dtype in (torch.bfloat16, torch.float16)
@@ -187,13 +186,13 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSa
         ends, longest = packed.cu_seqlens_q_padded, packed.max_seqlen_q
         return _flash(query, key, value, (ends, ends), (longest, longest), scale)
     rows = []
-    for bucket in packed.tables.buckets:
+    for rectangle in packed.tables.rectangles:
         out = F.scaled_dot_product_attention(
-            _take(query, bucket.queries),
-            _take(key, bucket.keys),
-            _take(value, bucket.keys),
-            attn_mask=bucket.mask,
-            is_causal=bucket.mask is None,
+            _take(query, rectangle.queries),
+            _take(key, rectangle.keys),
+            _take(value, rectangle.keys),
+            attn_mask=rectangle.mask,
+            is_causal=rectangle.mask is None,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )

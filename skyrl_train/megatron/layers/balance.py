@@ -4,12 +4,12 @@ For one layer of E experts of which each token takes K (Switch Transformer, arXi
 global batch as in arXiv:2501.11873):
 
     L = coefficient * E * sum_e f_e * P_e
-    f_e = share of the mini-batch's T * K choices that fell on expert e, without gradient
+    f_e = fraction of the mini-batch's T * K choices that went to expert e, without gradient
     P_e = mean over the mini-batch's T tokens of the router's score of expert e
 
-f and P over a micro-batch, as Megatron-core takes them, make a loss that depends on how the mini-batch was cut. Here
-f is counted over the mini-batch by a forward pass before the training pass (a third more compute, only where the loss
-is used); L is then linear in the tokens, and its gradient the same for every split. Padding counts nowhere.
+With f and P per micro-batch, as in Megatron-core, the loss depends on how the mini-batch is split. Here f is counted
+over the mini-batch by a forward pass before the training pass (a third more compute, only if the loss is used); L is
+then linear in the tokens, and its gradient the same for every split. Padding is not counted.
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ from skyrl_train.device import device
 
 @dataclass
 class _Layer:
-    """What is known of one router."""
+    """State of one router."""
 
     router: TopKRouter
     counts: Tensor
     """[E] float32: choices of this rank's tokens, then coefficient * E * f / T of the mini-batch."""
     recomputed: deque[Tensor] = field(default_factory=deque)
-    """Token masks of forward passes that will be run again: micro-batches come back in the order in which they went."""
+    """Token masks of forward passes that will be recomputed, in the order of their micro-batches."""
 
 
 class Balance:
     """The load-balancing loss of all routers of this rank.
 
-    `begin_counting`, a forward pass, `begin_training`, the training pass, `finish`. Outside of that routers are as
-    they are.
+    `begin_counting`, a forward pass, `begin_training`, the training pass, `finish`. Otherwise routers are unchanged.
     """
 
     def __init__(self, modules: list[Any], coefficient: float) -> None:
@@ -54,7 +53,7 @@ class Balance:
         self._layers = [_wrap(self, m) for module in modules for m in module.modules() if isinstance(m, TopKRouter)]
 
     def enter_micro_batch(self, is_token: Tensor) -> None:
-        """Called before each forward pass. Args: is_token [P / C] bool, False where the local pack is padding."""
+        """Prepare for the next forward pass. Args: is_token [P / C] bool, False at padding."""
         self._is_token = is_token
 
     def begin_counting(self) -> None:
@@ -74,13 +73,13 @@ class Balance:
     def finish(self) -> float:
         """The loss of the mini-batch, all layers and ranks. A collective over all of them."""
         self._mode = "off"
-        assert not any(layer.recomputed for layer in self._layers), "a forward pass was never run again"
+        assert not any(layer.recomputed for layer in self._layers), "a forward pass was never recomputed"
         _sum_over_stage(self._loss)
         dist.all_reduce(self._loss, group=parallel_state.get_pipeline_model_parallel_group())
         return float(self._loss)
 
     def route(self, layer: _Layer, logits: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
-        """Count or attach the loss; returns the routing weights [n, E] with or without it."""
+        """Count the choices or attach the loss; returns the routing weights [n, E]."""
         if self._mode == "off":
             return probs
         if self._mode == "train" and layer.recomputed and torch.is_grad_enabled():
@@ -127,5 +126,5 @@ def _scores(logits: Tensor, router: TopKRouter) -> Tensor:
 
 
 def _sum_over_stage(values: Tensor) -> None:
-    """Each rank of the stage has its own tokens (the ranks of a tensor group too: sequence parallelism)."""
+    """Sum over the ranks of the stage, each with its own tokens (tensor ranks too: sequence parallelism)."""
     dist.all_reduce(values, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))

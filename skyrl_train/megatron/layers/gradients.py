@@ -1,7 +1,7 @@
-"""Gradients of weight matrices are added to Megatron's float32 buffer by the matrix product itself.
+"""Matrix products that accumulate gradients of weights directly into Megatron's float32 buffer.
 
-Megatron does so where Apex's CUDA extension is installed (`gradient_accumulation_fusion`); otherwise every micro-batch
-writes a half-precision gradient and another kernel adds it to the buffer. cuBLAS can do it alone, and torch offers it.
+Megatron does so if Apex's CUDA extension is installed (`gradient_accumulation_fusion`); otherwise every micro-batch
+writes a half-precision gradient and another kernel adds it to the buffer. torch offers cuBLAS's own accumulation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class WeightGradient:
-    """Stands for Apex's `fused_weight_gradient_mlp_cuda`."""
+    """Replaces Apex's `fused_weight_gradient_mlp_cuda`."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:

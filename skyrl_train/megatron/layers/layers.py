@@ -1,8 +1,8 @@
-"""A torch-native layer set for Megatron-core under Transformer Engine's parameter names.
+"""Torch layers for Megatron-core under Transformer Engine's parameter names.
 
-`install()` swaps the provider that Megatron's own "Transformer Engine" layer specs ask for modules, so no spec is
-copied and the names (and with them checkpoints and the mapping to Hugging Face) are the same with either
-implementation. Provider signatures differ between megatron-core 0.16 and 0.19; the differences live in this file.
+`install()` replaces the provider of modules for Megatron's own "Transformer Engine" layer specs, so no spec is copied
+and the names (and with them checkpoints and the mapping to Hugging Face) are the same with either implementation.
+Provider signatures of megatron-core 0.16 and 0.19 differ; this file handles both.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe import experts
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from skyrl_train.megatron.layers.attention import packed_attention
@@ -29,7 +27,7 @@ from skyrl_train.megatron.layers.norm import rms_norm
 
 
 def _known(cls: type, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments that `cls` takes: newer megatron-core passes `name` to every linear layer."""
+    """Keyword arguments that `cls` accepts: newer megatron-core passes `name` to every linear layer."""
     parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
     return {key: value for key, value in kwargs.items() if key in parameters}
 
@@ -78,7 +76,7 @@ class NormColumnLinear(ColumnLinear):
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """The same linear layer on every tensor-parallel rank (the down projections of multi-latent attention)."""
+    """A linear layer replicated on every tensor-parallel rank (the down projections of multi-latent attention)."""
 
     def __init__(
         self,
@@ -98,17 +96,9 @@ class DuplicatedLinear(torch.nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return F.linear(x, self.weight), None
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        state = self.state_dict(prefix="", keep_vars=True)
-        group = parallel_state.get_tensor_model_parallel_group()
-        dp_cp_group = (metadata or {})["dp_cp_group"]
-        return make_sharded_tensors_for_checkpoint(
-            state, prefix, {}, sharded_offsets, tp_group=group, dp_cp_group=dp_cp_group
-        )
-
 
 class Attention(torch.nn.Module):
-    """Core attention: `packed_attention` with the interface that Megatron's attention layers call."""
+    """`packed_attention` with the interface that Megatron's attention layers call."""
 
     def __init__(
         self,
@@ -141,7 +131,7 @@ class Attention(torch.nn.Module):
 
 
 class TorchSpecProvider(BackendSpecProvider):
-    """Answers Megatron's layer specs with the modules of this file and of experts.py."""
+    """Provides the modules of this file and of experts.py to Megatron's layer specs."""
 
     def linear(self) -> type:
         return DuplicatedLinear
@@ -185,7 +175,7 @@ def install() -> None:
     from megatron.core.transformer import multi_latent_attention, transformer_block
     from megatron.core.transformer.moe import moe_utils
 
-    # Where Transformer Engine is installed routers use its matrix product, which rounds float32 to TensorFloat-32.
+    # With Transformer Engine installed, routers use its matrix product, which rounds float32 to TensorFloat-32.
     moe_utils.te_general_gemm = None
     gpt_layer_specs.TESpecProvider = moe_module_specs.TESpecProvider = TorchSpecProvider
     gpt_layer_specs.TENorm = transformer_block.LayerNormImpl = Norm

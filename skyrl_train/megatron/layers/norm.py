@@ -16,7 +16,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from skyrl_train.kernels import norm
 
-        # a view where the rows lie at equal distances, as the keys do in a joint projection
+        # A view if the rows are at equal distances, like the keys in a joint projection.
         rows = x.reshape(-1, x.shape[-1])
         if rows.stride(1) != 1:
             rows = rows.contiguous()

@@ -1,6 +1,6 @@
-"""Where the tokens of a pack stand: index tables of the torch attention, made on the host from the lengths alone.
+"""Index tables of the torch attention, computed on the host from the lengths of the packed samples.
 
-The letters are those of attention.py.
+Legend as in attention.py.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class Rectangle:
     """Samples of similar length, as rows of a rectangle."""
 
     queries: Tensor
-    """[b, Lq] int64: index in the local pack [T / C]; T / C where the row is padded."""
+    """[b, Lq] int64: index in the local pack [T / C]; T / C at padding."""
     keys: Tensor
-    """[b, Lk] int64: index in the whole pack [T]; T where the row is padded."""
+    """[b, Lk] int64: index in the whole pack [T]; T at padding."""
     mask: Tensor | None
-    """[b, 1, Lq, Lk] bool, True where a query may see a key; None where plain causal order says it (C = 1)."""
+    """[b, 1, Lq, Lk] bool, True where a query may attend to a key; None for plain causal order (C = 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Half:
     queries: Tensor
     """[T / 2C] int64: index in the local pack."""
     keys: Tensor
-    """int64: index in the rank-by-rank concatenation of the local packs of the keys that the chunks may see."""
+    """int64: visible keys, as indices in the rank-by-rank concatenation of the local packs."""
     query_bounds: Tensor
     key_bounds: Tensor
     """[B + 1] int32 each"""
@@ -41,7 +41,7 @@ class Half:
 
 
 def zigzag(lengths: list[int], cp_rank: int, cp_size: int) -> Tensor:
-    """[T / C] int64: places in the pack of the tokens that rank `cp_rank` holds. Lengths are multiples of 2C."""
+    """[T / C] int64: positions in the pack of the tokens of rank `cp_rank`. Lengths are multiples of 2C."""
     parts, start = [], 0
     for length in lengths:
         chunk = length // (2 * cp_size)
@@ -60,7 +60,7 @@ def global_order(lengths: list[int], cp_size: int) -> Tensor:
 def halves(lengths: list[int], cp_rank: int, cp_size: int) -> tuple[Half, Half]:
     """The rank's first chunks of all samples with the keys up to their end, and its second chunks with theirs.
 
-    FlashAttention's causal mask ends with the last query at the last key, which is what a chunk after its prefix needs.
+    FlashAttention's causal mask aligns the last query with the last key, as a chunk after its prefix needs.
     """
     order = global_order(lengths, cp_size)
     starts = [0, *itertools.accumulate(lengths)]
@@ -85,8 +85,8 @@ def _rows(starts: Tensor, lengths: Tensor, width: int, sentinel: int) -> tuple[T
     return torch.where(inside, starts[:, None] + columns, sentinel), inside
 
 
-def index_tables(lengths: list[int], cp_rank: int, cp_size: int) -> tuple[tuple[Bucket, ...], Tensor]:
-    """Buckets by power of two of the length, so that a rectangle wastes less than half, and the `scatter` table."""
+def index_tables(lengths: list[int], cp_rank: int, cp_size: int) -> tuple[tuple[Rectangle, ...], Tensor]:
+    """Rectangles by power of two of the length, so that less than half is padding, and the `scatter` table."""
     all_lengths = torch.tensor(lengths)
     local_lengths = all_lengths // cp_size
     starts = torch.cumsum(all_lengths, 0) - all_lengths
@@ -95,7 +95,7 @@ def index_tables(lengths: list[int], cp_rank: int, cp_size: int) -> tuple[tuple[
     order = zigzag(lengths, cp_rank, cp_size) if cp_size > 1 else None
     classes = torch.tensor([max(length - 1, 0).bit_length() for length in lengths])
     scatter = torch.empty(local_total, dtype=torch.int64)
-    buckets, offset = [], 0
+    rectangles, offset = [], 0
     for size in classes.unique().tolist():
         chosen = torch.nonzero(classes == size).flatten()
         width = int(all_lengths[chosen].max())
@@ -105,12 +105,12 @@ def index_tables(lengths: list[int], cp_rank: int, cp_size: int) -> tuple[tuple[
         if order is not None:
             position = torch.cat([order, torch.tensor([-1])])[queries] - starts[chosen][:, None]
             mask = (position[:, :, None] >= torch.arange(width)) & keys_inside[:, None, :]
-            # A padded query row sees the first key, so that its softmax is defined; nothing reads it.
+            # A padding query attends to the first key, so that its softmax is defined; nothing reads it.
             mask[..., 0] |= ~inside
             mask = mask[:, None]
-        buckets.append(Bucket(queries, keys, mask))
+        rectangles.append(Rectangle(queries, keys, mask))
         flat = queries.flatten()
-        places = torch.arange(len(flat)) + offset
-        scatter[flat[inside.flatten()]] = places[inside.flatten()]
+        rows = torch.arange(len(flat)) + offset
+        scatter[flat[inside.flatten()]] = rows[inside.flatten()]
         offset += len(flat)
-    return tuple(buckets), scatter
+    return tuple(rectangles), scatter

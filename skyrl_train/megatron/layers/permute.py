@@ -1,8 +1,8 @@
-"""Tokens on their way to their experts and back, where Megatron's dispatchers permute them.
+"""Permutation of tokens to their experts and back, in place of that of Megatron's dispatchers.
 
-Without Transformer Engine's kernels (`moe_permute_fusion`) Megatron adds the rows of one token up with atomic additions
-in half precision, forward what its experts made of it and backward their gradients. Here one kernel reads a token's
-rows and adds them in float32, the same bits every time. And chunks that are in order already are not copied.
+Without Transformer Engine's kernels (`moe_permute_fusion`) Megatron sums the rows of one token (expert outputs in
+forward, gradients in backward) with atomic additions in half precision. Here one kernel sums them in float32,
+deterministically. Chunks that are in order already are not copied.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from skyrl_train import kernels
 
 @dataclass(frozen=True, slots=True)
 class Permutation:
-    """Stands in Megatron's dispatchers where they keep the sorted indices; M rows for T tokens."""
+    """Order of M rows for T tokens; Megatron's dispatchers keep it in place of their sorted indices."""
 
     token_of_row: Tensor
     """[M] int64: rows are ordered by expert, then by token."""
-    row_of_place: Tensor
-    """[M] int64: the rows of the first token, then those of the second, and so on."""
-    places: Tensor
-    """[T + 1] int64: where each token's places start, and the end of the last."""
+    row_of_copy: Tensor
+    """[M] int64: rows of the first token, then those of the second, and so on."""
+    bounds: Tensor
+    """[T + 1] int64: start of each token's rows in `row_of_copy`, and the end of the last."""
 
     @classmethod
     def of(cls, routing_map: Tensor, num_rows: int) -> tuple[Permutation, Tensor]:
-        """With [M] int64, indices into the transposed map. No copy to the host.
+        """Return the permutation and its [M] int64 indices into the transposed map. No copy to the host.
 
         Args: routing_map [T, E] bool with `num_rows` true values.
         """
         num_tokens = len(routing_map)
         flat = routing_map.t().reshape(-1).argsort(descending=True, stable=True)[:num_rows]
         token_of_row = flat % max(num_tokens, 1)
-        row_of_place = token_of_row.int().argsort(stable=True)
-        places = routing_map.new_zeros(num_tokens + 1, dtype=torch.int64)
-        torch.cumsum(routing_map.sum(1), 0, out=places[1:])
-        return cls(token_of_row, row_of_place, places), flat
+        row_of_copy = token_of_row.int().argsort(stable=True)
+        bounds = routing_map.new_zeros(num_tokens + 1, dtype=torch.int64)
+        torch.cumsum(routing_map.sum(1), 0, out=bounds[1:])
+        return cls(token_of_row, row_of_copy, bounds), flat
 
 
 class _ToExperts(torch.autograd.Function):
-    """Forward copies the rows of the tokens, backward sums; `_FromExperts` the other way round."""
+    """Copies the tokens' rows in forward, sums them in backward; `_FromExperts` is the reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, permutation: Permutation) -> Tensor:
@@ -72,7 +72,7 @@ class _FromExperts(torch.autograd.Function):
 def _sums(x: Tensor, permutation: Permutation) -> Tensor:
     from skyrl_train.kernels import rows
 
-    return rows.sums(x.contiguous(), permutation.row_of_place, permutation.places)
+    return rows.sums(x.contiguous(), permutation.row_of_copy, permutation.bounds)
 
 
 def permute(
@@ -85,7 +85,7 @@ def permute(
     drop_and_pad: bool = False,
     **more: Any,
 ) -> tuple[Any, ...]:
-    """Megatron's `permute`: (rows, their probabilities, the permutation); 0.19 wants two things more."""
+    """Megatron's `permute`: (rows, their probabilities, the permutation), and in 0.19 two values more."""
     counted = isinstance(num_out_tokens, int)
     if fused or drop_and_pad or not counted or not kernels.serve(tokens):
         return megatrons(
@@ -108,14 +108,14 @@ def unpermute(megatrons: Callable[..., Tensor], rows: Tensor, permutation: Any, 
     """Megatron's `unpermute`: [T, H], the sum of each token's rows."""
     if not isinstance(permutation, Permutation):
         return megatrons(rows, permutation, *args, **kwargs)
-    assert kwargs.get("probs") is None, "the experts' outputs are weighted before"
+    assert kwargs.get("probs") is None, "the experts' outputs are weighted already"
     return _FromExperts.apply(rows, permutation)
 
 
 def sort_chunks(
     megatrons: Callable[..., Any], x: Tensor, split_sizes: Tensor, order: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Megatron's `sort_chunks_by_idxs`; without expert parallelism the experts' chunks are sorted already."""
+    """Megatron's `sort_chunks_by_idxs`; without expert parallelism the chunks are sorted already."""
     if not order.is_cuda and torch.equal(order, torch.arange(len(order))):
         return x, args[0] if args else kwargs.get("probs")
     return megatrons(x, split_sizes, order, *args, **kwargs)

@@ -1,7 +1,7 @@
 """Rotary embedding of packed samples without a loop over them and without waiting for the device.
 
-Megatron's own unfused version reads the sample bounds on the host and, in 0.19, rotates sample by sample: a
-micro-batch of 64 short samples took 100 ms on an H200, most of it here.
+Megatron's unfused version reads the sample bounds on the host and, in 0.19, rotates sample by sample: most of the 100
+ms that a micro-batch of 64 short samples took on an H200.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from skyrl_train import kernels
 def packed_positions(cu_seqlens: Tensor, num_local: int, cp_rank: int, cp_size: int) -> Tensor:
     """Position within its sample of each token that a context-parallel rank holds, [num_local] int64.
 
-    Args: cu_seqlens [B + 1] are the padded bounds of the whole pack; each sample's length is a multiple of 2 * cp_size
-        where cp_size > 1, and the rank holds chunks cp_rank and 2 * cp_size - 1 - cp_rank of each.
+    Args: cu_seqlens [B + 1]: padded bounds of the whole pack. With cp_size > 1 each sample's length is a multiple of
+        2 * cp_size, and the rank holds chunks cp_rank and 2 * cp_size - 1 - cp_rank of each.
     """
     bounds = cu_seqlens.long() // cp_size
     local = torch.arange(num_local, device=cu_seqlens.device)
@@ -34,10 +34,10 @@ def packed_positions(cu_seqlens: Tensor, num_local: int, cp_rank: int, cp_size: 
 
 
 class _Angles:
-    """Cosine and sine of the tokens of a micro-batch: made by its first layer, read by queries and keys of all."""
+    """Cosine and sine of the tokens of a micro-batch: computed by its first layer, reused by all."""
 
     def __init__(self) -> None:
-        # The tensors themselves are kept, so that none is freed and its place taken by another.
+        # The tensors themselves are kept, so that no other can have the identity of a freed one.
         self._tensors: tuple[Tensor, Tensor] | None = None
         self._settings: tuple[Any, ...] = ()
         self._table: tuple[Tensor, Tensor] | None = None
@@ -45,7 +45,7 @@ class _Angles:
     def of(
         self, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, group: dist.ProcessGroup, mscale: float, interleaved: bool
     ) -> tuple[Tensor, Tensor]:
-        """[T, P] each, rounded to t's dtype as Hugging Face rounds them."""
+        """[T, P] each, rounded to t's dtype as in Hugging Face."""
         settings = (t.shape[0], t.dtype, group.rank(), group.size(), mscale, interleaved)
         same = self._tensors is not None and self._tensors[0] is cu_seqlens and self._tensors[1] is freqs
         if self._table is None or not same or self._settings != settings:
@@ -91,8 +91,8 @@ def rotate_packed(
 ) -> Tensor:
     """Rotate t [T / C, heads, head size] by freqs [longest sample, 1, 1, rotary size] -> the same shape.
 
-    Stands for `_apply_rotary_pos_emb_thd` of megatron-core 0.16 to 0.19: one Triton kernel on a GPU, elsewhere its
-    unpacked sibling. `multi_latent_attention` is 0.16's name of `mla_rotary_interleaved`.
+    Replaces `_apply_rotary_pos_emb_thd` of megatron-core 0.16 to 0.19: one Triton kernel on a GPU, otherwise Megatron's
+    unpacked function. `multi_latent_attention` is 0.16's name of `mla_rotary_interleaved`.
     """
     assert cp_group is not None
     paired = bool(mla_rotary_interleaved or multi_latent_attention)

@@ -1,7 +1,6 @@
-"""SwiGLU of the torch layers in the places where Megatron calls its own.
+"""SwiGLU in place of Megatron's: one Triton kernel on a GPU and the plain formula elsewhere.
 
-Megatron's fused version is compiled by torch.compile in every process, again for other shapes; here it is one Triton
-kernel on a GPU and the plain formula elsewhere.
+Megatron's fused version is compiled by torch.compile in every process, again for new shapes.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(x: Tensor, weights: Tensor | None = None) -> Tensor:
     """silu(gate) * up of x [..., 2F] = [gate | up], times the weight of each row -> [..., F] in x's dtype.
 
-    Args: weights: one for each row of x (any shape of that many), or None.
+    Args: weights: one per row of x, of any shape, or None.
     """
     if not kernels.serve(x):
         gate, up = x.chunk(2, -1)
@@ -59,7 +58,7 @@ def _weighted_bias_swiglu(x: Tensor, bias: Tensor | None, weights: Tensor, *_: A
 
 @functools.cache
 def install() -> None:
-    """Make Megatron's layers call this where `bias_activation_fusion` is set."""
+    """Make Megatron's layers call these if `bias_activation_fusion` is set."""
     from megatron.core.transformer import mlp
     from megatron.core.transformer.moe import experts, shared_experts
 

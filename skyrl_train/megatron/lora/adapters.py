@@ -1,17 +1,17 @@
-"""LoRA on Megatron's linear layers: the adapters, what parallelism cuts of them, and the switch that turns them off.
+"""LoRA on Megatron's linear layers: the adapters, how they are sharded, and the switch that disables them.
 
-Megatron computes several Hugging Face modules in one layer (q, k and v; gate and up). Each of them has its own A and
-B here, as PEFT has, so gradients and files are PEFT's. An adapter hangs as the child `lora` on the layer it adapts.
+Megatron computes several Hugging Face modules in one layer (q, k and v; gate and up). Each has its own A and B, as in
+PEFT, so gradients and files are PEFT's. An adapter is the child `lora` of the layer it adapts.
 
 Legend: r rank, P adapted modules of the layer, E local experts (1 elsewhere). `lora_A` [E, P, r, in] and `lora_B`
-[E, out, r]. A row of B belongs to the module whose row of the weight it stands beside.
+[E, out, r]. A row of B belongs to the module of the same row of the weight.
 
-What a rank holds, and who sums what:
-- column parallel: B is cut along its rows as the weight is. A is whole; under sequence parallelism each rank sees its
-  own tokens, so Megatron sums A's gradient over the tensor group.
-- row parallel: A is cut along its input. B is whole and gets what the tensor group summed.
-- experts under expert-tensor parallelism: the token dispatcher sums what the layer leaves partial, so the gradient of
-  the whole one of the two is partial too; `Lora.reduce_gradients` sums it.
+Shards, and reduction of the gradients:
+- column parallel: B is sharded along its rows like the weight. A is replicated; under sequence parallelism each rank
+  has its own tokens, so Megatron sums A's gradient over the tensor group.
+- row parallel: A is sharded along its input. B is replicated and gets the sum over the tensor group.
+- experts under expert-tensor parallelism: the token dispatcher sums the layer's partial outputs, so the gradient of
+  the replicated factor is partial; `Lora.reduce_gradients` sums it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Factors = Callable[[str], tuple[Tensor, Tensor]]
 
 @dataclass(slots=True)
 class Switch:
-    """Shared by all adapters of a model."""
+    """Switches of all adapters of a model."""
 
     enabled: bool = True
     """False: the base model."""
@@ -51,14 +51,14 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The layer that an adapter is for."""
+    """The layer of an adapter."""
 
     modules: tuple[tuple[str, ...], ...]
     """The adapted Hugging Face modules, in the order of their rows; per expert of the model, or once."""
     part_of_row: Tensor
     """[out] int64 over the rows of the whole layer: index into `modules`, or -1 where a module is not adapted."""
     shard_axis: int | None
-    """Axis of the weight [out, in] that is cut; None if every rank holds the whole."""
+    """Axis of the weight [out, in] that is sharded; None if every rank holds the whole."""
     is_gated: bool
     """Rows are (gate, up) halves on every rank."""
     is_expert: bool
@@ -74,12 +74,12 @@ class Site:
 
     @property
     def local_modules(self) -> tuple[tuple[str, ...], ...]:
-        """Those of this rank's experts."""
+        """Modules of this rank's experts."""
         first = parallel_state.get_expert_model_parallel_rank() * self.num_local if self.is_expert else 0
         return self.modules[first : first + self.num_local]
 
-    def cut(self, whole: Tensor, axis: int) -> Tensor:
-        """This rank's part of a tensor that lies along the weight's axis: rows [out, ...] or columns [..., in]."""
+    def shard(self, whole: Tensor, axis: int) -> Tensor:
+        """This rank's part of a tensor along the weight's axis: rows [out, ...] or columns [..., in]."""
         if self.shard_axis != axis:
             return whole
         size, rank = self.group.size(), self.group.rank()
@@ -89,7 +89,7 @@ class Site:
         return torch.cat([half.chunk(size)[rank] for half in halves])
 
     def join(self, part: Tensor, axis: int) -> Tensor:
-        """The whole of which `cut` gives the parts: [E, rows, r] or [E, P, r, columns]. A collective."""
+        """The inverse of `shard`: [E, rows, r] or [E, P, r, columns]. A collective."""
         if self.shard_axis != axis:
             return part
         parts = gather_parts(part, self.group)
@@ -117,7 +117,7 @@ class Adapter(torch.nn.Module):
         self.site, self.scale, self._dropout, self._switch = site, lora.alpha / lora.rank, lora.dropout, switch
         self._sequence_parallel = sequence_parallel
         weight = base_weights(layer)[0]
-        parts = site.cut(site.part_of_row, 0)
+        parts = site.shard(site.part_of_row, 0)
         num_parts = len(site.modules[0])
         select = F.one_hot(parts + 1, num_parts + 1)[:, 1:]
         self.register_buffer("select", select.to(weight), persistent=False)
@@ -125,31 +125,31 @@ class Adapter(torch.nn.Module):
         a, b = (torch.stack(tensors).to(weight) for tensors in zip(*pairs, strict=True))
         self.lora_A = torch.nn.Parameter(a)
         self.lora_B = torch.nn.Parameter(b)
-        self._tell_megatron(weight)
+        self._mark_for_megatron(weight)
         layer.register_forward_hook(self._add)
 
     def _local_factors(self, modules: tuple[str, ...], factors: Factors) -> tuple[Tensor, Tensor]:
         """This rank's [P, r, in] and [out, r] of one expert, or of the layer."""
         pairs = [factors(module) for module in modules]
-        a = torch.stack([one for one, _ in pairs])
+        a = torch.stack([a for a, _ in pairs])
         b = a.new_zeros(len(self.site.part_of_row), a.shape[1])
         for part, (_, rows) in enumerate(pairs):
             b[self.site.part_of_row == part] = rows
-        return self.site.cut(a, 1), self.site.cut(b, 0)
+        return self.site.shard(a, 1), self.site.shard(b, 0)
 
-    def _tell_megatron(self, weight: Tensor) -> None:
-        """Mark what gradient reduction and the norm of the gradient go by."""
+    def _mark_for_megatron(self, weight: Tensor) -> None:
+        """Set the attributes that Megatron's gradient reduction and gradient norm read."""
         site = self.site
         for parameter, axis in ((self.lora_A, 1), (self.lora_B, 0)):
-            is_cut = site.shard_axis == axis
+            is_sharded = site.shard_axis == axis
             parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
             if site.is_expert:
-                # Not whether it is cut, but whether this rank's copy counts in the norm of the gradient.
-                counts = is_cut or site.group.rank() == 0
-                parameter.sum_over_expert_tensor = not is_cut  # type: ignore[attr-defined]
+                # Not whether it is sharded, but whether this rank's copy counts in the norm of the gradient.
+                counts = is_sharded or site.group.rank() == 0
+                parameter.sum_over_expert_tensor = not is_sharded  # type: ignore[attr-defined]
             else:
-                counts = is_cut
-                parameter.sequence_parallel = not is_cut and self._sequence_parallel  # type: ignore[attr-defined]
+                counts = is_sharded
+                parameter.sequence_parallel = not is_sharded and self._sequence_parallel  # type: ignore[attr-defined]
             set_tensor_model_parallel_attributes(parameter, is_parallel=counts, dim=axis, stride=1)
 
     def _add(self, layer: Any, args: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
@@ -171,20 +171,14 @@ class Adapter(torch.nn.Module):
 
     def _dense(self, x: Tensor) -> Tensor:
         hidden = F.linear(x, self.lora_A[0].flatten(0, 1)) * self.scale
-        if self.site.shard_axis == 0:
-            region = (
-                mappings.gather_from_sequence_parallel_region
-                if self._sequence_parallel
-                else mappings.copy_to_tensor_model_parallel_region
-            )
-            hidden = region(hidden)
-        elif self.site.shard_axis == 1:
-            region = (
-                mappings.reduce_scatter_to_sequence_parallel_region
-                if self._sequence_parallel
-                else mappings.reduce_from_tensor_model_parallel_region
-            )
-            hidden = region(hidden)
+        regions = {
+            (0, True): mappings.gather_from_sequence_parallel_region,
+            (0, False): mappings.copy_to_tensor_model_parallel_region,
+            (1, True): mappings.reduce_scatter_to_sequence_parallel_region,
+            (1, False): mappings.reduce_from_tensor_model_parallel_region,
+        }
+        if self.site.shard_axis is not None:
+            hidden = regions[self.site.shard_axis, self._sequence_parallel](hidden)
         return F.linear(hidden, self._rows()[0])
 
     def _experts(self, x: Tensor, tokens_per_expert: list[int]) -> Tensor:
@@ -193,16 +187,16 @@ class Adapter(torch.nn.Module):
         return grouped_linear(hidden, ups.unbind(0), tokens_per_expert)
 
     def _rows(self) -> Tensor:
-        """[E, out, P * r]: each row of B beside zeros, so that it meets the A of its own module only."""
+        """[E, out, P * r]: each row of B padded with zeros, so that it multiplies the A of its own module only."""
         return (self.lora_B[:, :, None, :] * self.select[None, :, :, None]).flatten(2)
 
     def delta(self, index: int) -> Tensor:
-        """What the adapter adds to this rank's part of the weight (of local expert `index`), float32."""
+        """The adapter's change of this rank's part of the weight (of local expert `index`), float32."""
         rows, a = self._rows()[index].detach().float(), self.lora_A[index].detach().flatten(0, 1).float()
         return self.scale * (rows @ a)
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
-        """(module, shape of A, shape of B) of what `factors` yields, in its order; no collective."""
+        """Yield (module, shape of A, shape of B) in the order of `factors`; no collective."""
         rank, columns = self.lora_A.shape[2:]
         in_size = columns * (self.site.group.size() if self.site.shard_axis == 1 else 1)
         rows = [int((self.site.part_of_row == part).sum()) for part in range(self.lora_A.shape[1])]
@@ -211,9 +205,9 @@ class Adapter(torch.nn.Module):
                 yield module, (rank, in_size), (out_size, rank)
 
     def factors(self, read: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(module, whole A [r, in], whole B [out, r]) over all experts, on all ranks of the stage. A collective.
+        """Yield (module, whole A [r, in], whole B [out, r]) of all experts, on all ranks of the stage. A collective.
 
-        Args: read gives what is taken of a parameter: its value, or its gradient in tests.
+        Args: read: returns the value of a parameter, or its gradient in tests.
         """
         a, b = self.site.join(read(self.lora_A), 1), self.site.join(read(self.lora_B), 0)
         if self.site.is_expert and (group := parallel_state.get_expert_model_parallel_group()).size() > 1:
@@ -237,7 +231,7 @@ class Lora:
 
     config: LoraConfig
     adapters: list[tuple[torch.nn.Module, Adapter]] = field(default_factory=list)
-    """With the layers they hang on."""
+    """Adapters with their layers."""
     switch: Switch = field(default_factory=Switch)
 
     @property
@@ -251,7 +245,7 @@ class Lora:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """The base model, inside the context."""
+        """Disable the adapters in the body."""
         self.switch.enabled = False
         try:
             yield
@@ -259,7 +253,7 @@ class Lora:
             self.switch.enabled = True
 
     def reduce_gradients(self) -> None:
-        """Sum what expert-tensor ranks hold in parts; after Megatron's own reductions, before the optimizer step."""
+        """Sum partial gradients over expert-tensor ranks, after Megatron's reductions and before the optimizer step."""
         group = parallel_state.get_expert_tensor_parallel_group()
         if group.size() == 1:
             return

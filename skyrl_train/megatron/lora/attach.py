@@ -19,16 +19,15 @@ from skyrl_train.megatron.lora.dropout import seed_dropout
 from skyrl_train.megatron.weights.gather import gather_json
 
 LINEAR = re.compile(r"\.linear_\w+$")
-"""Local names of layers that a Hugging Face linear layer, or several, became."""
+"""Local names of Megatron's layers for one or several Hugging Face linear layers."""
 
 
 def attach(chunks: list[GPTModel], bridge: Bridge, folder: str, lora: LoraConfig, seed: int) -> Lora:
-    """Adapters on the chunks, whose weights are loaded already; nothing else has gradients afterwards.
+    """Attach adapters to the chunks, whose weights are loaded already, and freeze everything else.
 
-    They are those of `lora.path`, or new ones that change nothing yet. A collective over the pipeline and expert
-    groups.
+    The adapters of `lora.path`, or new ones without effect. A collective over the pipeline and expert groups.
 
-    Raises: ValueError where targets match nothing, or the adapter does not fit; on all ranks alike.
+    Raises: ValueError on all ranks if targets match nothing, or the adapter does not fit.
     """
     chosen = targets(linear_shapes(folder), lora)
     if lora.path is None:
@@ -50,13 +49,13 @@ def attach(chunks: list[GPTModel], bridge: Bridge, folder: str, lora: LoraConfig
             result.adapters.append((layer, adapter))
             held[-1] |= {module for modules in site.modules for module in modules}
         if bridge.config.recompute_granularity is not None and hasattr(chunk, "embedding"):
-            # Reentrant checkpointing computes no gradient inside where none of its inputs asks for one.
-            chunk.embedding.register_forward_hook(_ask_for_gradient)
-    _check_all_are_held(held, set(chosen))
+            # Reentrant checkpointing computes no gradients unless one of its inputs requires one.
+            chunk.embedding.register_forward_hook(_require_gradient)
+    _require_all_held(held, set(chosen))
     return result
 
 
-def _ask_for_gradient(module: Any, args: Any, output: torch.Tensor) -> None:
+def _require_gradient(module: Any, args: Any, output: torch.Tensor) -> None:
     if torch.is_grad_enabled():
         output.requires_grad_()
 
@@ -70,15 +69,15 @@ def _sites(chunk: GPTModel, bridge: Bridge, chosen: dict[str, tuple[int, int]]) 
         first = global_names[f"{name}.weight0" if is_expert else f"{name}.weight"]
         stem = first.removesuffix("0") if is_expert else first
         names = [f"{stem}{index}" for index in range(bridge.config.num_moe_experts)] if is_expert else [stem]
-        parts = [[hf.removesuffix(".weight") for hf in bridge._weight_name_mapping_mcore_to_hf(one)] for one in names]
-        adapted = [tuple(index for index, module in enumerate(one) if module in chosen) for one in parts]
+        parts = [[hf.removesuffix(".weight") for hf in bridge._weight_name_mapping_mcore_to_hf(name)] for name in names]
+        adapted = [tuple(index for index, module in enumerate(modules) if module in chosen) for modules in parts]
         if len(set(adapted)) > 1:
             raise ValueError(
-                f"trainer.policy.model.lora.target_modules picks some experts and not others of {parts[0][0]} and its "
-                "neighbours: target all experts of a layer alike"
+                f"trainer.policy.model.lora.target_modules matches only some of the experts of {parts[0][0]}'s layer. "
+                "Target all experts of a layer"
             )
         if adapted[0]:
-            modules = tuple(tuple(one[index] for index in adapted[0]) for one in parts)
+            modules = tuple(tuple(part[index] for index in adapted[0]) for part in parts)
             yield layer, _site(layer, bridge, parts[0], adapted[0], modules, is_expert=is_expert)
 
 
@@ -92,8 +91,8 @@ def _site(
     is_expert: bool,
 ) -> Site:
     weights = base_weights(layer)
-    cut = getattr(weights[0], "tensor_model_parallel", False)
-    axis = int(weights[0].partition_dim) if cut else None
+    is_sharded = getattr(weights[0], "tensor_model_parallel", False)
+    axis = int(weights[0].partition_dim) if is_sharded else None
     group = (
         parallel_state.get_expert_tensor_parallel_group()
         if is_expert
@@ -113,18 +112,18 @@ def _site(
 
 
 def _part_of_row(out_size: int, num_parts: int, hf_config: Any) -> torch.Tensor:
-    """[out] int64: which Hugging Face module each row of a whole Megatron weight comes from."""
+    """[out] int64: index of the Hugging Face module of each row of a whole Megatron weight."""
     if num_parts == 3:
-        # Every group of heads that share a key: its queries, its key, its value.
+        # Per group of heads that share a key: its queries, its key, its value.
         queries = hf_config.num_attention_heads // hf_config.num_key_value_heads
-        of_group = torch.tensor([0] * queries + [1, 2]).repeat_interleave(hf_config.head_dim)
-        return of_group.repeat(hf_config.num_key_value_heads)
+        part_of_head = torch.tensor([0] * queries + [1, 2]).repeat_interleave(hf_config.head_dim)
+        return part_of_head.repeat(hf_config.num_key_value_heads)
     return torch.arange(num_parts).repeat_interleave(out_size // num_parts)
 
 
-def _check_all_are_held(held: list[set[str]], chosen: set[str]) -> None:
-    """Raises: ValueError if a target is on no rank, or a stage has none; Megatron cannot train a stage of nothing."""
-    found, is_bare = set().union(*held), any(not one for one in held)
+def _require_all_held(held: list[set[str]], chosen: set[str]) -> None:
+    """Raises: ValueError if a target is on no rank, or a stage has none, which Megatron cannot train."""
+    found, is_bare = set().union(*held), any(not modules for modules in held)
     for group in (
         parallel_state.get_expert_model_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
@@ -132,9 +131,11 @@ def _check_all_are_held(held: list[set[str]], chosen: set[str]) -> None:
         parts = gather_json((sorted(found), is_bare), group)
         found, is_bare = set().union(*(names for names, _ in parts)), any(bare for _, bare in parts)
     if missing := sorted(chosen - found):
-        raise ValueError(f"trainer.policy.model.lora.target_modules names {missing[0]}, which Megatron does not hold")
+        raise ValueError(
+            f"trainer.policy.model.lora.target_modules names {missing[0]}, which is not a layer of Megatron's model"
+        )
     if is_bare:
         raise ValueError(
-            "trainer.policy.model.lora.target_modules leaves a pipeline stage without an adapter: target modules of "
+            "trainer.policy.model.lora.target_modules leaves a pipeline stage without an adapter. Target modules of "
             "every layer, or use fewer stages"
         )

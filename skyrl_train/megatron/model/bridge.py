@@ -1,7 +1,7 @@
-"""Hugging Face <-> Megatron: mbridge with what it needs beside transformers 5 and the torch layers.
+"""Hugging Face <-> Megatron: mbridge, adapted to transformers 5 and the torch layers.
 
-mbridge 0.15 was written for transformers 4; this file gives its bridges the configuration fields they look for under
-their old names, the layout, and the rotary frequencies. What single families need stands in families.py.
+mbridge 0.15 was written for transformers 4; this file gives its bridges configuration fields under their old names, the
+layout, and the rotary frequencies. Corrections for single families are in families.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from mbridge.core.bridge import Bridge
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -21,7 +22,6 @@ from skyrl_train.config.policy import OWN_STAGES, MegatronConfig
 from skyrl_train.hf.checkpoint import tensor_files
 from skyrl_train.hf.flops import matrix_weights
 from skyrl_train.megatron.model.families import corrections, family
-from skyrl_train.megatron.model.padding import leave_padding_untrained
 from skyrl_train.megatron.model.stages import layers_of_stages, megatron_layout
 from skyrl_train.megatron.weights.gather import gather_json
 
@@ -51,18 +51,18 @@ PINNED = {
         )
     },
 }
-"""Fields of Megatron's TransformerConfig that the rest of the code relies on, and why or where to set them."""
+"""Fields of Megatron's TransformerConfig that the code relies on, and why they are fixed or where to set them."""
 LATENT_NORM_EPS = 1e-6
-"""Of the norms inside multi-latent attention: transformers leaves them at their default, whatever rms_norm_eps says."""
+"""Epsilon of the norms inside multi-latent attention: transformers uses the default, whatever rms_norm_eps is."""
 
 
 def load_hf_config(path: str) -> PretrainedConfig:
-    """The model's configuration with the fields mbridge reads under their old names."""
+    """The model's configuration, with the fields that mbridge reads under their old names."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     rope = getattr(config, "rope_parameters", None) or {}
     if not hasattr(config, "rope_theta"):
         config.rope_theta = rope.get("rope_theta", 10000.0)
-    if "partial_rotary_factor" in rope:  # Glm4MoeConfig has another 0.5 beside it, which nothing reads
+    if "partial_rotary_factor" in rope:  # Glm4MoeConfig has an unused 0.5 besides
         config.partial_rotary_factor = rope["partial_rotary_factor"]
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
@@ -76,7 +76,7 @@ def _common_fields(megatron: MegatronConfig, *, torch_layers: bool) -> dict[str,
         # Every loss term is a plain sum over the mini-batch; see megatron/passes/step.py.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": True,
-        # The functions that Megatron calls then are those of swiglu.py and rope.py, for both kinds of layers.
+        # Megatron then calls the functions of swiglu.py and rope.py, with both kinds of layers.
         "bias_activation_fusion": True,
         "apply_rope_fusion": False,
         "attention_dropout": 0.0,
@@ -84,8 +84,8 @@ def _common_fields(megatron: MegatronConfig, *, torch_layers: bool) -> dict[str,
         "recompute_granularity": megatron.recompute_granularity,
     }
     if megatron.virtual_pipeline_model_parallel_size is None:
-        # mbridge turns it off. A message on its own gets communicators for its two ranks beside that of the group, one
-        # for each direction. torch has no need of the synchronisation since the message's end is waited for.
+        # mbridge disables it. A single message gets communicators for its two ranks besides that of the group, one for
+        # each direction. torch waits for the end of the message, so it needs no synchronisation.
         fields |= {"batch_p2p_comm": True, "batch_p2p_sync": False}
     if megatron.recompute_granularity == "full":
         fields |= {"recompute_method": "uniform", "recompute_num_layers": 1}
@@ -102,7 +102,7 @@ def _common_fields(megatron: MegatronConfig, *, torch_layers: bool) -> dict[str,
 
 
 def build_bridge(path: str, megatron: MegatronConfig, dtype: torch.dtype, *, torch_layers: bool) -> Bridge:
-    """The bridge of the model at `path` for the layout of this process (Megatron's groups must exist).
+    """Build the bridge of the model at `path` for the layout of this process (Megatron's groups must exist).
 
     Raises: ValueError for a family or variant that would not be computed as Hugging Face does.
     """
@@ -110,7 +110,7 @@ def build_bridge(path: str, megatron: MegatronConfig, dtype: torch.dtype, *, tor
     bridge = family(hf_config, path)(
         hf_config, dtype=dtype, make_vocab_size_divisible_by=megatron.tensor_model_parallel_size
     )
-    # mbridge writes the name of a tied head into a dictionary of the class, where it would poison the next model.
+    # mbridge writes the name of a tied head into a dictionary of the class, which would affect the next model.
     tied = getattr(hf_config, "tie_word_embeddings", False)
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     bridge._DIRECT_MAPPING = {**type(bridge)._DIRECT_MAPPING, "output_layer.weight": head}
@@ -118,9 +118,9 @@ def build_bridge(path: str, megatron: MegatronConfig, dtype: torch.dtype, *, tor
     if getattr(bridge.config, "num_moe_experts", None):
         fields["moe_grouped_gemm"] = True
         fields["moe_shared_expert_overlap"] = False
-        # The router's bias is part of the checkpoint; finalize_model_grads must not move it on the side.
+        # The router's bias is part of the checkpoint; finalize_model_grads must not update it.
         fields["moe_router_bias_update_rate"] = 0.0
-        # Megatron's own load-balancing loss is one of each micro-batch; balance.py has that of the mini-batch.
+        # Megatron's load-balancing loss is per micro-batch; balance.py has that of the mini-batch.
         fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
     fields |= _stages(hf_config, megatron)
     for name in megatron.transformer_config_kwargs:
@@ -131,13 +131,13 @@ def build_bridge(path: str, megatron: MegatronConfig, dtype: torch.dtype, *, tor
     if virtual != megatron.virtual_pipeline_model_parallel_size:
         raise ValueError(
             "megatron_config.transformer_config_kwargs.pipeline_model_parallel_layout has stages for "
-            f"virtual_pipeline_model_parallel_size={virtual}: set it too"
+            f"virtual_pipeline_model_parallel_size={virtual}. Set that key too"
         )
     return bridge
 
 
 def _stages(hf_config: PretrainedConfig, megatron: MegatronConfig) -> dict[str, Any]:
-    """Uneven pipeline stages, where Megatron's even ones are not the best and no others are asked for."""
+    """Uneven pipeline stages, unless Megatron's even ones are as good or the user chose others."""
     size = megatron.pipeline_model_parallel_size
     if size == 1 or any(name in megatron.transformer_config_kwargs for name in OWN_STAGES):
         return {}
@@ -149,7 +149,7 @@ def _stages(hf_config: PretrainedConfig, megatron: MegatronConfig) -> dict[str, 
 
 
 def check_all_weights_are_read(bridge: Bridge, modules: list[GPTModel], folder: str) -> None:
-    """Raises: ValueError if the checkpoint in `folder` has weights that no rank holds; mbridge would pass over them.
+    """Raises: ValueError if the checkpoint in `folder` has weights that no rank holds; mbridge would ignore them.
 
     A collective over the pipeline and expert groups.
     """
@@ -179,9 +179,9 @@ def _needless(name: str, num_layers: int) -> bool:
 
 
 def match_hugging_face(model: GPTModel, hf_config: PretrainedConfig) -> None:
-    """Set in a built model what no field of Megatron's configuration says."""
+    """Apply to a built model what Megatron's configuration cannot express."""
     _correct_rope(model, hf_config)
-    leave_padding_untrained(model, hf_config)
+    _leave_padding_untrained(model, hf_config)
     if model.config.multi_latent_attention:
         for layer in model.decoder.layers:
             for name in ("linear_q_up_proj", "linear_kv_up_proj"):
@@ -193,9 +193,8 @@ def match_hugging_face(model: GPTModel, hf_config: PretrainedConfig) -> None:
 def _correct_rope(model: GPTModel, hf_config: PretrainedConfig) -> None:
     """Give the model Hugging Face's own rotary frequencies.
 
-    mbridge asks `"rope_scaling" in hf_config`, which transformers 5 answers with False, so llama3, linear and yarn
-    scaling would be dropped without a word. Multi-latent attention sets its scaling through the configuration
-    instead.
+    mbridge checks `"rope_scaling" in hf_config`, which is False with transformers 5, so llama3, linear and yarn scaling
+    would be dropped silently. Multi-latent attention sets its scaling through the configuration instead.
     """
     rope = getattr(hf_config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
@@ -213,3 +212,25 @@ def _correct_rope(model: GPTModel, hf_config: PretrainedConfig) -> None:
     for layer in model.decoder.layers:  # 0.19 keeps it in the layer
         if hasattr(layer.self_attention, "_yarn_concentration_factor"):
             layer.self_attention._yarn_concentration_factor = attention_factor
+
+
+def _leave_padding_untrained(model: GPTModel, hf_config: PretrainedConfig) -> None:
+    """Mask the gradient of embedding lookups of the padding token, as `nn.Embedding(..., padding_idx=...)` does.
+
+    Samples may contain the token: models pad with their end of sequence, for example. A tied head still trains the row.
+    Checkpoints keep the row at 0, where a norm makes the gradient of a lookup about a thousand times too large.
+    """
+    padding = getattr(hf_config, "pad_token_id", None)
+    if padding is None or not model.pre_process:
+        return
+    token = padding if padding >= 0 else hf_config.vocab_size + padding  # as nn.Embedding counts
+
+    def mask_gradient(embedding: Any, args: tuple[Tensor, ...], out: Tensor) -> None:
+        if out.requires_grad:
+            is_padding = args[0] == token  # [batch, tokens], as is the output
+            if embedding.reduce_scatter_embeddings:  # the output is this rank's part of [tokens, batch]
+                group = embedding.tp_group
+                is_padding = is_padding.t().chunk(group.size())[group.rank()]
+            out.register_hook(lambda gradient: gradient.masked_fill(is_padding.unsqueeze(-1), 0))
+
+    model.embedding.word_embeddings.register_forward_hook(mask_gradient)

@@ -1,9 +1,9 @@
-"""Lets Megatron-core run on gloo where there is no GPU.
+"""Runs Megatron-core on gloo without a GPU.
 
-Megatron-core asks for CUDA by name in a few places of a training step: the current device, streams, random states and
-`Tensor.type()` strings. `enable()` answers these questions for the CPU. It patches the single functions that a step was
-counted to reach (megatron-core 0.16.1 and 0.19.2); a TorchFunctionMode is slower and is not active inside
-autograd functions or other threads. `torch.cuda.is_available()` stays False.
+Megatron-core uses CUDA by name in a few places of a training step: the current device, streams, random states and
+`Tensor.type()` strings. `enable()` patches the functions that a step reaches (megatron-core 0.16.1 and 0.19.2); a
+TorchFunctionMode is slower and is not active inside autograd functions or other threads. `torch.cuda.is_available()`
+stays False.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Stream:
-    """Stands for a CUDA stream or event: everything it is asked has already happened."""
+    """Replaces a CUDA stream or event: all work is already done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -52,7 +52,7 @@ class _Stream:
     def __getattr__(self, name: str) -> Callable[..., _Stream]:
         if name.startswith("__"):
             raise AttributeError(name)
-        # record_event gives an event, on which others wait.
+        # record_event returns an event, on which others wait.
         return lambda *args, **kwargs: self
 
     def __enter__(self) -> _Stream:
@@ -65,7 +65,7 @@ class _Stream:
 def _patch_torch() -> None:
     from torch.utils._device import _device_constructors
 
-    # `with torch.device("meta")` knows the factories from a cached set; filled after the patch it would not know them
+    # `with torch.device("meta")` has a cached set of the factories; filled after the patch it would not contain them,
     # and transformers would load models with uninitialised buffers.
     _device_constructors()
     for name in FACTORIES:
@@ -76,7 +76,7 @@ def _patch_torch() -> None:
     cuda.set_device = lambda device: None  # type: ignore[assignment]
     cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
     cuda.empty_cache = lambda: None  # type: ignore[assignment]
-    # Not torch.manual_seed: it calls cuda.manual_seed_all in its turn.
+    # Not torch.manual_seed, which calls cuda.manual_seed_all.
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None  # type: ignore[assignment,func-returns-value]
     cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()  # type: ignore[assignment,misc]
     cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)  # type: ignore[assignment,misc]
@@ -110,16 +110,17 @@ def _patch_megatron() -> None:
     def to_host(tensor: torch.Tensor | None, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and tensor is not None else tensor
 
-    # Upstream skips tensors that are on the CPU already; all_to_all then gets tensors where it wants numbers.
+    # Upstream skips tensors that are on the CPU already; all_to_all would get tensors instead of numbers.
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
     moe_utils.te_general_gemm = None
     clip_grads.l2_norm_impl = _l2_norm
 
 
 def _l2_norm(chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool) -> Any:
-    """Instead of Megatron's own for where nothing faster is installed, which adds float32 numbers one by one on a CPU.
+    """Replacement of Megatron's fallback, which sums float32 numbers sequentially on a CPU.
 
-    Of 1e7 gradients in one tensor its norm was 4e-4 off, of 1.6e8 2 %: as the layout cuts them, and clipping with it.
+    Its norm of 1e7 gradients in one tensor was 4e-4 off, of 1.6e8 2 %, so that it depended on the layout, and clipping
+    with it.
     """
     (tensors,) = lists
     norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors])
@@ -127,7 +128,7 @@ def _l2_norm(chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Ten
 
 
 def _patch_collectives() -> None:
-    """gloo refuses lists of unequal tensors in all_gather and reduce_scatter; the expert dispatcher uses them."""
+    """Support lists of unequal tensors, which gloo rejects in all_gather and reduce_scatter (expert dispatcher)."""
     import torch.distributed as dist
 
     gather, scatter = dist.all_gather, dist.reduce_scatter
@@ -163,7 +164,7 @@ def _patch_collectives() -> None:
 
 @functools.cache
 def enable() -> None:
-    """Patch torch and megatron-core of this process for the CPU, once. Call it before a model is built."""
+    """Patch torch and megatron-core of this process for the CPU, once, before a model is built."""
     _patch_torch()
     _patch_megatron()
     _patch_collectives()

@@ -1,8 +1,7 @@
-"""What each model family needs beside mbridge's own bridge to compute what Hugging Face computes.
+"""Corrections of mbridge's bridges, per model family, so that Megatron computes what Hugging Face computes.
 
-mbridge 0.15 was written for transformers 4. Its bridges are used as they are for names and shapes. Each correction
-here was found by comparing logprobs and gradients with Hugging Face (tests/cpu/mcore/verify/test_exactness.py,
-docs/exactness.md).
+mbridge 0.15 was written for transformers 4; its names and shapes are used unchanged. Each correction was found by
+comparing logprobs and gradients with Hugging Face (tests/cpu/mcore/verify/test_exactness.py, docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class DeepseekV3(DeepseekV3Bridge):
         return super()._build_base_config(text_config_key, **kwargs)
 
     def _get_gptmodel_args(self) -> dict[str, Any]:
-        """With the vocabulary padded, which mbridge leaves out for this family."""
+        """Pad the vocabulary, which mbridge omits for this family."""
         args = super()._get_gptmodel_args()
         multiple = self.make_vocab_size_divisible_by or 1
         self.vocab_size = args["vocab_size"]
@@ -44,17 +43,14 @@ class DeepseekV3(DeepseekV3Bridge):
         return args
 
     def _get_safetensor_io(self, weights_path: str) -> Any:
-        """mbridge reads every checkpoint of this family as FP8 and refuses float32."""
+        """Read unquantised checkpoints, too: mbridge reads every checkpoint of this family as FP8."""
         if getattr(self.hf_config, "quantization_config", None) is not None:
             return super()._get_safetensor_io(weights_path)
         return SafeTensorIO(self._get_actual_hf_path(weights_path))
 
 
 class _SoftmaxRouter(Bridge):
-    """A router with the order of softmax and choice from the start.
-
-    Megatron refuses one expert of a token in the order that mbridge sets first.
-    """
+    """Sets the order of softmax and top-k at once: Megatron rejects top-1 in the order that mbridge sets first."""
 
     def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
         kwargs["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob
@@ -70,10 +66,10 @@ class Qwen3Moe(_SoftmaxRouter, Qwen3MoEBridge):
 
 
 class Glm4Moe(GLM4MoEBridge):
-    """GLM-4.5 and its heirs with grouped-query attention. Without MTP layers."""
+    """GLM-4.5 and later with grouped-query attention. Without MTP layers."""
 
     def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
-        """With the name of a tied head."""
+        """Map a tied head, too."""
         if mcore_weights_name in self._DIRECT_MAPPING:
             return [self._DIRECT_MAPPING[mcore_weights_name]]
         return super()._weight_name_mapping_mcore_to_hf(mcore_weights_name)
@@ -101,20 +97,20 @@ FAMILIES: dict[str, type[Bridge]] = {
     **{name: _MODEL_REGISTRY[name] for name in ("llama", "mixtral", "qwen2", "qwen3")},
     "qwen2_moe": Qwen2Moe,
     "qwen3_moe": Qwen3Moe,
-    # Llama's weights and names, as long as no sliding window cuts its attention.
+    # Llama's weights and names, without a sliding window.
     "mistral": _MODEL_REGISTRY["llama"],
     "deepseek_v3": DeepseekV3,
     "glm4_moe_lite": DeepseekV3,
     "glm4_moe": Glm4Moe,
 }
-"""model_type of a config.json -> bridge: the families whose gradients are compared with Hugging Face's."""
+"""model_type of a config.json -> bridge, for the families whose gradients are compared with Hugging Face's."""
 
 
 def family(hf_config: PretrainedConfig, path: str) -> type[Bridge]:
-    """The bridge class of the model.
+    """Return the bridge class of the model.
 
-    Raises: ValueError for a family or a variant that would not be computed as Hugging Face does. The driver has
-        checked it before (checks/equivalence.py), the file's unknown fields too.
+    Raises: ValueError for a family or a variant that would not be computed as in Hugging Face. The driver has already
+        checked it, including unknown fields of the file (checks/equivalence.py).
     """
     kind = hf_config.model_type
     problems = config_problems(hf_config, {}) if kind in FAMILIES else ["its family is not built"]
@@ -124,7 +120,7 @@ def family(hf_config: PretrainedConfig, path: str) -> type[Bridge]:
 
 
 def corrections(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """TransformerConfig fields that mbridge leaves out or sets differently from Hugging Face."""
+    """TransformerConfig fields that mbridge omits or sets differently from Hugging Face."""
     kind = hf_config.model_type
     if kind == "mixtral":
         return {"moe_router_pre_softmax": False}

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint -> Megatron model chunks, their data-parallel wrapper and the distributed optimizer."""
+"""Hugging Face checkpoint -> Megatron model chunks in their data-parallel wrapper."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from mbridge.core.bridge import Bridge
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 
-from skyrl_train.config.policy import LoraConfig, MegatronConfig, OptimizerConfig
+from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.device import device, device_type
 from skyrl_train.hf.hub import local_folder
 from skyrl_train.megatron.layers import gradients, layers, permute, rope, swiglu
@@ -24,7 +22,6 @@ from skyrl_train.megatron.layers.balance import Balance
 from skyrl_train.megatron.lora.adapters import Lora
 from skyrl_train.megatron.lora.attach import attach
 from skyrl_train.megatron.model.bridge import build_bridge, check_all_weights_are_read, match_hugging_face
-from skyrl_train.megatron.optimizer import adam
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +32,14 @@ class Model:
     """One DistributedDataParallel (or bare module) per virtual pipeline stage."""
     bridge: Bridge
     names: list[dict[str, str]]
-    """Of each chunk: a tensor's name in it -> its name in the whole model, where experts count from 0 on every rank.
-    Made once: mbridge makes a state_dict for it, a quarter of the host's time for an export."""
+    """Per chunk: local name of a tensor -> name in the whole model, where experts count from 0 on every rank. Built
+    once: mbridge creates a state_dict for it, a quarter of the host's time of an export."""
     dtype: torch.dtype
     torch_layers: bool
     balance: Balance | None = None
-    """The load-balancing loss of its routers, where it is used."""
+    """The load-balancing loss of its routers, if used."""
     lora: Lora | None = None
-    """Its adapters, where only they are trained."""
+    """Its adapters, if only they are trained."""
 
     @property
     def modules(self) -> list[GPTModel]:
@@ -51,7 +48,7 @@ class Model:
 
     @property
     def vocab_size(self) -> int:
-        """Words of the model; its embedding may have more rows, so that tensor parallelism can cut it."""
+        """Vocabulary size without padding rows, which the embedding may have for tensor parallelism."""
         return int(self.bridge.hf_config.vocab_size)
 
 
@@ -62,19 +59,19 @@ def unwrap(module: Any) -> GPTModel:
 
 
 def uses_torch_layers(transformer_impl: str, dtype: torch.dtype) -> bool:
-    """Whether `transformer_impl` means the torch layers here.
+    """Whether `transformer_impl` selects the torch layers on this machine.
 
-    Raises: ValueError where Transformer Engine is asked for and missing, or for float32.
+    Raises: ValueError if Transformer Engine is requested and missing, or with float32.
     """
     present = device_type() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
     if transformer_impl == "transformer_engine" and not present:
         raise ValueError(
             "trainer.policy.megatron_config.transformer_impl=transformer_engine needs a GPU and "
-            "`pip install skyrl_train[te]`; use auto or torch"
+            "`pip install skyrl_train[te]`. Use auto or torch"
         )
     if transformer_impl == "transformer_engine" and dtype == torch.float32:
-        # Nor has it (2.20) an attention for float32 over samples with padding between them (TP2 with SP).
-        raise ValueError("Transformer Engine rounds float32 to TensorFloat-32; use auto or torch, or bfloat16")
+        # It (2.20) also has no float32 attention over samples with padding between them (TP2 with SP).
+        raise ValueError("Transformer Engine rounds float32 to TensorFloat-32. Use auto or torch, or bfloat16")
     return transformer_impl == "torch" or not present or dtype == torch.float32
 
 
@@ -87,13 +84,13 @@ def build_model(
     lora: LoraConfig | None = None,
     seed: int = 0,
 ) -> Model:
-    """Load the Hugging Face checkpoint at `path` into this rank's share of a Megatron model.
+    """Load the Hugging Face checkpoint at `path` into this rank's part of a Megatron model.
 
     A hub model is downloaded to this node first. A trainable model is wrapped in Megatron's DistributedDataParallel
-    with float32 gradients; a reference is not. With `lora` (of a rank above 0) its adapters are all that is trained;
-    `seed` is theirs.
+    with float32 gradients; a reference is not. With `lora` (of a rank above 0) only adapters are trained, which `seed`
+    initialises.
 
-    Raises: ValueError for a model, or an adapter, that would not be computed as Hugging Face and PEFT do.
+    Raises: ValueError for a model or an adapter that would not be computed as in Hugging Face and PEFT.
     """
     torch_layers = uses_torch_layers(config.transformer_impl, dtype)
     gradients.install()
@@ -170,52 +167,6 @@ def _wrap_data_parallel(chunks: list[Any], config: Any) -> list[DistributedDataP
         DistributedDataParallel(config=config, ddp_config=settings, module=chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
-
-
-def build_optimizer(model: Model, config: OptimizerConfig) -> Any:
-    """Megatron's distributed Adam over the chunks, wired into the model's configuration."""
-    if model.torch_layers:
-        adam.install()
-    settings = MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.adam_betas[0],
-        adam_beta2=config.adam_betas[1],
-        adam_eps=config.adam_eps,
-        clip_grad=config.max_grad_norm,
-        bf16=model.dtype == torch.bfloat16,
-        params_dtype=model.dtype,
-        use_distributed_optimizer=True,
-    )
-    optimizer = get_megatron_optimizer(settings, model.chunks, use_gloo_process_groups=False)
-    mcore = model.bridge.config
-    mcore.finalize_model_grads_func = _finalizer(model.lora)
-    mcore.grad_scale_func = optimizer.scale_loss
-    if model.chunks[0].ddp_config.overlap_grad_reduce:
-        sync = [chunk.no_sync for chunk in model.chunks]
-        start = [chunk.start_grad_sync for chunk in model.chunks]
-        mcore.no_sync_func = sync if len(sync) > 1 else sync[0]
-        mcore.grad_sync_func = start if len(start) > 1 else start[0]
-    return optimizer
-
-
-def _finalizer(lora: Lora | None) -> Any:
-    if lora is None:
-        return finalize_model_grads
-
-    def finalize(*args: Any, **kwargs: Any) -> None:
-        finalize_model_grads(*args, **kwargs)
-        lora.reduce_gradients()
-
-    return finalize
-
-
-def set_learning_rate(optimizer: Any, lr: float, weight_decay: float) -> None:
-    """Set what Megatron's own scheduler would: without it, norms and biases (wd_mult 0) would decay too."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_mult", 1.0)
-        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""Which layers a pipeline stage holds: as many as make the costliest stage as cheap as can be.
+"""Numbers of layers on the pipeline stages that minimise the cost of the costliest stage.
 
-The output layer lies on the last stage and costs as much as several layers (3.9 of Qwen3-4B's, 9.9 of Qwen3-0.6B's),
-and all stages wait for the slowest in every micro-batch. Attention between tokens is left out, which grows with their
-number: with long samples the output layer weighs less than it is taken for.
+The output layer is on the last stage and costs as much as several layers (3.9 of Qwen3-4B's, 9.9 of Qwen3-0.6B's), and
+all stages wait for the slowest in every micro-batch. The quadratic cost of attention is not counted, so with long
+samples the output layer is overestimated.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 
 def layers_of_stages(costs: Sequence[float], head: float, ranks: int, chunks: int = 1) -> list[int]:
-    """Number of consecutive layers on each stage, at least one; the last has the output layer beside.
+    """Number of consecutive layers on each stage, at least one; the last also has the output layer.
 
-    With several `chunks` of a rank (virtual stages) stages are those of the first chunks of all ranks, then those of
-    the second, .. A rank works off all of its chunks in every micro-batch, so the sum over them counts. With layers of
-    unlike cost it is near the best only, for their chunks are not consecutive.
+    Minimises the largest cost of a rank, then the differences between ranks. With several `chunks` per rank (virtual
+    stages), stages are the first chunks of all ranks, then the second, ..; the sum over a rank's chunks counts, because
+    it runs all of them in every micro-batch. With layers of different cost the result is then only near the optimum,
+    because a rank's chunks are not consecutive.
 
-    `costs` are those of the layers, `head` of the output layer, all in one unit. Minimises the greatest sum of a rank;
-    of what is left open, ranks are made alike.
-
+    Args: costs of the layers and of the output layer (`head`), in one unit.
     Raises: ValueError if there are fewer layers than stages.
     """
     if ranks * chunks > len(costs):
-        raise ValueError(f"{len(costs)} layers cannot be cut into {ranks * chunks} pipeline stages")
+        raise ValueError(f"{len(costs)} layers cannot be split into {ranks * chunks} pipeline stages")
     before = [0.0]
     for cost in costs:
         before.append(before[-1] + cost)
 
     @functools.cache
     def best(first: int, left: int) -> tuple[float, float, tuple[int, ...]]:
-        """Greatest cost, sum of squares, and layers of `left` ranks that begin with layer `first`."""
+        """(largest cost, sum of squares, numbers of layers) of `left` ranks from layer `first` on."""
         if left == 1:
             last = before[-1] - before[first] + head
             return last, last**2, (len(costs) - first,)
@@ -49,7 +48,7 @@ def layers_of_stages(costs: Sequence[float], head: float, ranks: int, chunks: in
 
 
 def megatron_layout(counts: Sequence[int], pipeline_size: int) -> PipelineParallelLayerLayout:
-    """Megatron's form of the layers on each stage (with virtual stages: of each of their chunks, in model order)."""
+    """Megatron's description of the layers on each stage (with virtual stages: on each chunk, in model order)."""
     stages = [["decoder"] * count for count in counts]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")

@@ -1,1 +1,1 @@
-"""The optimizer step: Adam without a GPU, the learning rate, steps with gradients that are not finite."""
+"""The optimizer: `optimizer` builds it, sets the learning rate and steps; `adam` is Adam without Transformer Engine."""

@@ -1,8 +1,7 @@
-"""Adam in plain torch with the state layout that Megatron's distributed optimizer saves and reshards.
+"""AdamW in plain torch with the state layout of Apex's FusedAdam, which Megatron's distributed optimizer expects.
 
-Without Transformer Engine or Apex megatron-core uses torch's AdamW, whose `step` per parameter breaks loading of a
-sharded checkpoint. This class keeps `exp_avg` and `exp_avg_sq` per parameter and one `step` per group, as Apex's
-FusedAdam does, and updates with torch's multi-tensor kernels.
+`exp_avg` and `exp_avg_sq` per parameter and one `step` per group, unlike torch's AdamW; updates use torch's
+multi-tensor kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         **_: Any,
     ) -> None:
-        assert bias_correction and adam_w_mode, "only AdamW with bias correction is built here"
+        assert bias_correction and adam_w_mode, "only AdamW with bias correction is supported"
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True}
         )
@@ -47,7 +46,7 @@ class FusedAdam(torch.optim.Optimizer):
         for p in params:
             if not self.state[p]:
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        # Fused kernels read the step of each tensor on its device, where this one is made without a copy, and not kept.
+        # Fused kernels read the step on the device, where this one is created without a copy.
         step = torch.full((), float(group["step"]), device=params[0].device)
         torch._fused_adamw_(
             params,
@@ -70,7 +69,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 @functools.cache
 def install() -> None:
-    """Make megatron-core of this process build this Adam, on the path it has for Apex's."""
+    """Make megatron-core of this process build this Adam, on its path for Apex's."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 

@@ -1,7 +1,7 @@
-"""Everything that a rank of the policy must know to go on in another process of the same layout, as one file.
+"""State of a policy rank in one file, from which another process of the same layout resumes bit for bit.
 
-Trained weights, optimizer state, random states and the policy version, bit for bit. Frozen weights (all but adapters
-under LoRA) are those of the checkpoint that the other process loads; of them names and shapes are kept.
+Trained weights, optimizer state, random states and the policy version. Frozen weights (all but adapters under LoRA)
+come from the checkpoint that the other process loads; only their names and shapes are kept.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def state_file(folder: str | Path, rank: int) -> Path:
 
 
 def save_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> int:
-    """Write the file, which is there when it is complete; returns its bytes.
+    """Write the file, which appears when it is complete; returns its size in bytes.
 
-    Raises: OSError, for example of a full disk.
+    Raises: OSError, for example if the disk is full.
     """
     state = _state(modules, optimizer, ranks, policy_version)
     with _unfinished(file) as stream:
@@ -45,10 +45,9 @@ def save_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: Para
 def save_durable_state(
     file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int
 ) -> FileSum:
-    """Like `save_state`, but the file survives a loss of power, and its size and digest are returned.
+    """Like `save_state`, but the file survives a loss of power.
 
-    They are of the bytes that this process meant to write, hashed on their way: what the disk returns later is compared
-    with them.
+    Returns: size and digest of the bytes as they were written; what the disk returns later is compared with them.
     """
     state = _state(modules, optimizer, ranks, policy_version)
     with _unfinished(file) as stream:
@@ -62,24 +61,24 @@ def save_durable_state(
 
 
 def _state(modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> dict[str, Any]:
-    """Views of one storage are written once, so Megatron's flat buffers are written without a copy."""
+    """torch.save writes views of one storage once, so Megatron's flat buffers need no copy."""
     return {
         "format": FORMAT,
         "ranks": asdict(ranks),
         "policy_version": policy_version,
         "shapes": [_shapes(module) for module in modules],
         "weights": [_named(module) for module in modules],
-        "optimizer": [_optimizer_state(one) for one in torch_optimizers(optimizer)],
+        "optimizer": [_optimizer_state(part) for part in torch_optimizers(optimizer)],
         "random": _random_states(),
     }
 
 
 @contextlib.contextmanager
 def _unfinished(file: Path) -> Iterator[BinaryIO]:
-    """A stream to a temporary name, which becomes `file` if nothing was raised.
+    """Yield a stream to a temporary file, which is renamed to `file` if nothing was raised.
 
-    An older one goes first: nobody can return to it (a service writes into the folder that does not hold the last
-    version's), and beside it the new one would take its place in memory or on the disk once more.
+    An older file is deleted first, to need memory or disk space only once. Nothing resumes from it: a service writes
+    into the folder that does not hold the last version's state.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
@@ -87,7 +86,7 @@ def _unfinished(file: Path) -> Iterator[BinaryIO]:
     try:
         with unfinished.open("wb") as stream:
             yield stream
-    except RuntimeError as error:  # of torch's writer, whatever the stream said before
+    except RuntimeError as error:  # torch's writer raises it in place of the stream's OSError
         if isinstance(cause := error.__context__, OSError):
             raise OSError(cause.errno, cause.strerror, str(unfinished)) from error
         raise
@@ -96,50 +95,49 @@ def _unfinished(file: Path) -> Iterator[BinaryIO]:
 
 @torch.no_grad()
 def load_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> None:
-    """Take over the file's values in place.
+    """Copy the file's values in place.
 
     Raises: ValueError if it is missing, of another version, or was written by another rank, layout or model.
     """
     if not file.exists():
-        raise ValueError(f"there is no state {file}: it was saved by fewer ranks, or on another node")
+        raise ValueError(f"the state {file} does not exist: it was saved by fewer ranks, or on another node")
     state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     if (state["format"], state["ranks"]) != (FORMAT, asdict(ranks)):
         raise ValueError(
-            f"{file} was written by format {state['format']} and rank {state['ranks']}; this is format {FORMAT} and "
+            f"{file} has format {state['format']} and rank {state['ranks']}; this process has format {FORMAT} and "
             f"rank {asdict(ranks)}"
         )
     if state["policy_version"] != policy_version:
         raise ValueError(
-            f"{file} holds version {state['policy_version']} and not {policy_version}: another run writes into the "
-            "same folder; give each its own trainer.run_name or trainer.placement.state_path"
+            f"{file} has policy version {state['policy_version']}, expected {policy_version}: another run writes "
+            "into the same folder. Give each run its own trainer.run_name or trainer.placement.state_path"
         )
     for module, shapes, saved in zip(modules, state["shapes"], state["weights"], strict=True):
         mine = _named(module)
-        # The optimizer's state goes by position, so the order counts: Transformer Engine's experts have another.
+        # The optimizer's state is by position, so the order matters: Transformer Engine's experts differ in it.
         if list(_shapes(module).items()) != list(shapes.items()):
-            raise ValueError(f"{file} holds the weights of another model or layout, or of other layers")
+            raise ValueError(f"{file} has the weights of another model or layout, or of other layers")
         if differing := sorted(mine.keys() ^ saved.keys()):
-            raise ValueError(f"{file} is of a run that trained other weights: {differing[0]} was trained in one alone")
+            raise ValueError(f"{file} is from a run that trained other weights: only one run trained {differing[0]}")
         for name, tensor in mine.items():
             tensor.copy_(saved[name])
-    for one, saved in zip(torch_optimizers(optimizer), state["optimizer"], strict=True):
-        _load_optimizer(one, saved)
+    for part, saved in zip(torch_optimizers(optimizer), state["optimizer"], strict=True):
+        _load_optimizer(part, saved)
     _set_random_states(state["random"])
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(one.shape) for name, one in (*module.named_parameters(), *module.named_buffers())}
+    return {name: tuple(t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())}
 
 
 def _named(module: nn.Module) -> dict[str, Tensor]:
-    """What training may change."""
-    trained = ((name, one) for name, one in module.named_parameters() if one.requires_grad)
-    return {name: one.detach() for name, one in (*trained, *module.named_buffers())}
+    """Tensors that training may change."""
+    trained = ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
+    return {name: tensor.detach() for name, tensor in (*trained, *module.named_buffers())}
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The float32 copies of bfloat16 weights are parameters of the optimizer alone. Of its groups the number of steps
-    is state (adam.py), all else configuration."""
+    """Parameters (float32 copies of bfloat16 weights), their state and each group's number of steps."""
     return {
         "groups": [{k: v for k, v in group.items() if k == "step"} for group in optimizer.param_groups],
         "parameters": [[p.detach() for p in group["params"]] for group in optimizer.param_groups],
@@ -154,11 +152,13 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
         for parameter, value, state in zip(group["params"], parameters, states, strict=True):
             parameter.copy_(value)
             mine = optimizer.state[parameter] if state else {}
-            for name, one in state.items():
-                if isinstance(one, Tensor) and name in mine:
-                    mine[name].copy_(one)  # it may be a part of memory that others share, see storages.py
+            for name, saved_value in state.items():
+                if isinstance(saved_value, Tensor) and name in mine:
+                    mine[name].copy_(saved_value)  # in place: it may be a view of a merged storage (storages.py)
+                elif isinstance(saved_value, Tensor):
+                    mine[name] = saved_value.to(parameter.device, copy=True)
                 else:
-                    mine[name] = one.to(parameter.device, copy=True) if isinstance(one, Tensor) else one
+                    mine[name] = saved_value
 
 
 def _random_states() -> dict[str, Any]:

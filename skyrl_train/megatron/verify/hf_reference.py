@@ -1,11 +1,10 @@
-"""What Hugging Face's own model computes on a mini-batch: the reference that layouts are compared with."""
+"""Hugging Face's own model on a mini-batch: the reference for all layouts."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,25 +19,17 @@ from skyrl_train.megatron.verify.trial import Trial
 from skyrl_train.ranks import Rendezvous
 
 
-@dataclass(frozen=True)
-class HuggingFace:
-    """What Hugging Face's own model computes on a trial, sample by sample, nothing packed."""
-
-    outcome: Outcome
-    loss: float
-
-
 def run_hugging_face(trial: Trial, *, timeout_s: float = 120.0) -> Outcome:
-    """`hugging_face` in a process of its own, whose memory is free afterwards.
+    """Run `hugging_face` in a separate process, which frees its memory.
 
-    Raises: RuntimeError with the traceback where it failed.
+    Raises: RuntimeError with the traceback if it failed.
     """
     (outcome,) = run_on_ranks(_in_process, trial, 1, timeout_s=timeout_s)
     return outcome
 
 
 def _in_process(rendezvous: Rendezvous, trial: Trial) -> Outcome:
-    return hugging_face(trial, model=_load(trial).to(device()), place=device()).outcome
+    return hugging_face(trial, model=_load(trial).to(device()), model_device=device())
 
 
 def _load(trial: Trial) -> Any:
@@ -54,12 +45,12 @@ def hugging_face(
     *,
     model: Any = None,
     gradients_of: Callable[[Any], dict[str, Tensor]] | None = None,
-    place: torch.device | None = None,
-) -> HuggingFace:
+    model_device: torch.device | None = None,
+) -> Outcome:
     """Loss and gradient by autograd through log_softmax, in the trial's dtype; the metrics that follow from them.
 
-    Args: model and gradients_of: another model than the trial's, such as PEFT's, and its gradients by name; place: the
-        model's device, the CPU if not given.
+    Args: model, gradients_of: another model than the trial's, such as PEFT's, and its gradients by name; model_device:
+        the CPU by default.
     """
     model = model or _load(trial)
     choices: dict[str, list[Tensor]] = {}
@@ -83,7 +74,7 @@ def hugging_face(
     losses: dict[str, list[Tensor]] = {term.name: [] for term in objective.terms}
     all_logprobs = []
     for start, end in itertools.pairwise(bounds):
-        tokens = experience.token_ids[start:end].to(place)
+        tokens = experience.token_ids[start:end].to(model_device)
         logits = model(tokens[None]).logits[0].float() / objective.temperature
         distribution = logits.log_softmax(-1)[:-1]
         sampled = distribution.gather(1, tokens[1:, None])[:, 0].cpu()
@@ -116,11 +107,11 @@ def hugging_face(
     metrics |= {"policy/final_loss": loss.item(), "policy/grad_norm": float(norm)}
     if choices:
         metrics["policy/moe_aux_loss"] = balance.item()
-    return HuggingFace(Outcome(gradients, torch.cat(all_logprobs), metrics), loss.item())
+    return Outcome(gradients, torch.cat(all_logprobs), metrics)
 
 
 def comparable(outcome: Outcome, reference: Outcome) -> Outcome:
-    """The outcome without what Hugging Face has not: gradients of buffers (the routers' bias) and other metrics."""
+    """The outcome without gradients of buffers (the routers' bias) and metrics that Hugging Face lacks."""
     gradients = {name: g for name, g in outcome.gradients.items() if not name.endswith("e_score_correction_bias")}
     return Outcome(gradients, outcome.logprobs, {name: outcome.metrics[name] for name in reference.metrics})
 

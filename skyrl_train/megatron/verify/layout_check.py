@@ -1,7 +1,7 @@
 """One mini-batch under a parallel layout, in processes of this machine.
 
-The pieces are those of a training step: batching.split, Packer, forward_backward, the distributed optimizer. The
-tests and `entrypoints/verify_layout.py` both stand on this module and compare what it yields by `outcome.py`.
+The parts are those of a training step: batching.split, Packer, forward_backward, the distributed optimizer. The tests
+and `entrypoints/verify_layout.py` use it and compare the outcomes (outcome.py).
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from torch import Tensor
 from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.batching.split import split
 from skyrl_train.config.policy import MegatronConfig, OptimizerConfig
-from skyrl_train.megatron.model.model import Model, build_model, build_optimizer, dtype_of
+from skyrl_train.megatron.model.model import Model, build_model, dtype_of
 from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.optimizer.optimizer import build_optimizer
 from skyrl_train.megatron.passes.metrics import update_metrics
 from skyrl_train.megatron.passes.packing import Packer
 from skyrl_train.megatron.passes.step import batch_logprobs, forward_backward
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.verify.outcome import Outcome
 from skyrl_train.megatron.verify.trial import Trial
-from skyrl_train.megatron.weights.export import export, is_stage_owner
+from skyrl_train.megatron.weights.export import export
 from skyrl_train.megatron.weights.lora_export import export_adapter
 from skyrl_train.ranks import ParallelRanks, Rendezvous, pad_multiple
 from skyrl_train.types import ExperienceBatch, Metrics, TrainBatch
@@ -41,17 +42,17 @@ OPTIMIZER = OptimizerConfig(
     num_warmup_steps=0,
     min_lr_ratio=0.0,
 )
-"""Only the norm of the gradient is read of the optimizer step, so nothing is learnt."""
+"""A learning rate of 0: of the optimizer step only the norm of the gradient is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the trial is split."""
+    """A parallel layout and its micro-batches."""
 
     megatron: MegatronConfig
     world_size: int
     max_tokens: int
-    """Padded tokens of one micro-batch."""
+    """Padded tokens per micro-batch, at most."""
     min_micro_batches: int = 1
 
 
@@ -76,7 +77,7 @@ def run_layout(trial: Trial, layout: Layout, *, timeout_s: float = 120.0) -> Out
 
 
 def rules(layout: Layout, dp_size: int) -> MicroBatchLimits:
-    """How batching splits a mini-batch for the layout."""
+    """Limits for splitting a mini-batch in the layout."""
     megatron = layout.megatron
     tp = megatron.tensor_model_parallel_size
     return MicroBatchLimits(
@@ -92,7 +93,7 @@ def rules(layout: Layout, dp_size: int) -> MicroBatchLimits:
 
 
 def share_of(trial: Trial, layout: Layout, ranks: ParallelRanks, *, num_mini_batches: int = 1) -> TrainBatch:
-    """What the rank's data-parallel shard gets of the trial, split into mini-batches."""
+    """The trial's batch of the rank's data-parallel shard, split into mini-batches."""
     shards = split(
         trial.experience,
         rules(layout, ranks.dp_size),
@@ -106,7 +107,7 @@ def share_of(trial: Trial, layout: Layout, ranks: ParallelRanks, *, num_mini_bat
 
 
 def _token_indices(experience: ExperienceBatch, sample_ids: Tensor) -> Tensor:
-    """Indices into the experience of the tokens of the samples, end to end."""
+    """Indices of the samples' tokens in the experience, end to end."""
     bounds = experience.cu_seqlens.tolist()
     return torch.cat(
         [torch.zeros(0, dtype=torch.int64)] + [torch.arange(bounds[i], bounds[i + 1]) for i in sample_ids.tolist()]
@@ -115,18 +116,12 @@ def _token_indices(experience: ExperienceBatch, sample_ids: Tensor) -> Tensor:
 
 def _run_rank(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str, Any]:
     trial, layout = arguments
+    objective = trial.objective
     ranks = join(rendezvous, layout.megatron, seed=1)
     batch = share_of(trial, layout, ranks)
     model = build_model(trial.model_path, layout.megatron, dtype_of(trial.bf16), trainable=True, lora=trial.lora)
     optimizer = build_optimizer(model, OPTIMIZER)
     packer = Packer.of_layout(sequence_parallel=model.bridge.config.sequence_parallel)
-    return _run_mini_batch(trial, batch, ranks, model, optimizer, packer)
-
-
-def _run_mini_batch(
-    trial: Trial, batch: TrainBatch, ranks: ParallelRanks, model: Model, optimizer: Any, packer: Packer
-) -> dict[str, Any]:
-    objective = trial.objective
     logprobs = batch_logprobs(model, packer, batch, objective.temperature, objective.logprobs_chunk_size)
     tokens = _token_indices(trial.experience, batch.sample_ids)
     signals = {}
@@ -142,7 +137,7 @@ def _run_mini_batch(
     gradients = {}
     trained = export(model, torch.float32, read=_gradient)
     for name, gradient in trained if model.lora is None else export_adapter(model.lora, read=_gradient):
-        if is_stage_owner():
+        if ranks.owns_stage:
             gradients[name] = gradient.to("cpu", copy=True)
     _, norm, _ = optimizer.step()
     return {
@@ -154,7 +149,7 @@ def _run_mini_batch(
 
 
 def _gather_gradients(model: Model) -> None:
-    """Give every data-parallel rank the whole gradient; the distributed optimizer reduces only its own shard."""
+    """Gather the whole gradient on every data-parallel rank; the distributed optimizer reduces each shard on one."""
     for chunk in model.chunks:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
             ranks = group.intra_distributed_optimizer_instance_group
@@ -164,6 +159,6 @@ def _gather_gradients(model: Model) -> None:
 
 
 def _gradient(tensor: Tensor) -> Tensor:
-    """What `export` reads; buffers (the routers' expert bias) and frozen parameters have a gradient of 0."""
+    """A `read` for `export`: the gradient, 0 for buffers (the routers' expert bias) and frozen parameters."""
     gradient = getattr(tensor, "main_grad", None)
     return torch.zeros_like(tensor, dtype=torch.float32) if gradient is None else gradient.view(tensor.shape).detach()

@@ -1,9 +1,8 @@
-"""Run one function in several processes of this machine that form one process group.
+"""Runs one function in several local processes that form one process group.
 
-Without a GPU the processes are forked, which takes 0.1 s where a fresh interpreter takes 8 s of imports; with GPUs
-they are spawned, because CUDA does not survive a fork. (Nor can a server that has imported everything be forked: with
-Transformer Engine, importing Megatron uses CUDA.) Results come back through files: a tensor in a queue would die with
-its writer.
+Without a GPU the processes are forked in 0.1 s, instead of 8 s of imports; with GPUs they are spawned, because CUDA
+does not survive a fork. (Nor does a fork server help: with Transformer Engine, importing Megatron uses CUDA.) Results
+are returned in files, because a tensor in a queue dies with its writer.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ ADDRESS = "127.0.0.1"
 def run_on_ranks(
     function: Callable[[Rendezvous, Any], Any], argument: Any, world_size: int, *, timeout_s: float
 ) -> list[Any]:
-    """`function(rendezvous, argument)` in `world_size` processes -> its results by rank.
+    """Run `function(rendezvous, argument)` in `world_size` processes; returns its results by rank.
 
-    The function joins the process group; its result is read back with torch.load. Call it from a process that has not
-    used more than one thread for tensors yet (torch.set_num_threads(1)) nor a GPU.
+    The function joins the process group; its result is saved and loaded by torch. The calling process must not have
+    used more than one thread for tensors (torch.set_num_threads(1)) nor a GPU.
 
     Raises: RuntimeError with the traceback of the first rank that failed, or if a rank takes longer than timeout_s. No
         process is left behind.
@@ -56,7 +55,7 @@ def run_on_ranks(
             for process in processes:
                 process.kill()
                 process.join()
-        # Objects of any kind, which processes of this one have just written into a folder of its own.
+        # Any objects: this process's own children have just written them into its folder.
         return [torch.load(_result(folder, rank), weights_only=False) for rank in range(world_size)]
 
 
@@ -74,11 +73,11 @@ def _wait(processes: list[Any], folder: Path, timeout_s: float) -> None:
 
 
 def _failure(folder: Path, rank: int, process: Any) -> str:
-    """The first traceback that was written: the ranks after it only lost their peer."""
+    """The first traceback that was written: later ranks failed because their peer died."""
     written = sorted(folder.glob("*.error"), key=lambda file: file.stat().st_mtime_ns)
     if not written:
         process.join()
-        return f"rank {rank} ended with exit code {process.exitcode} and said nothing"
+        return f"rank {rank} ended with exit code {process.exitcode} without a traceback"
     return f"rank {written[0].stem} failed:\n{written[0].read_text()}"
 
 
@@ -88,7 +87,7 @@ def _work(function: Callable[[Rendezvous, Any], Any], argument: Any, rendezvous:
         file = _result(folder, rendezvous.rank)
         torch.save(result, file.with_suffix(".tmp"))
         if dist.is_initialized():
-            # A rank that leaves first would break the connections of those still at work.
+            # A rank that exits first would break the connections of the others.
             dist.barrier()
         file.with_suffix(".tmp").rename(file)
     except BaseException:

@@ -1,9 +1,9 @@
-"""Check that a model's configuration, made small, is computed through Megatron as Hugging Face computes it.
+"""Check that Megatron computes a model's configuration, made small, like Hugging Face.
 
     python -m skyrl_train.megatron.verify.model_check FOLDER
 
-FOLDER needs a config.json and no weights: they are random. One mini-batch goes through both, on the CPU; logprobs and
-the gradient of every tensor are compared. Prints one line of JSON, the `Verdict`.
+FOLDER needs a config.json but no weights: they are random. Both run one mini-batch on the CPU; logprobs and the
+gradient of every tensor are compared. Prints the `Verdict` as one line of JSON.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ LENGTHS = (40, 7, 23, 2, 31, 12)
 """Tokens of the samples: beyond `shrink.WINDOW` and `shrink.SHORT`, and within."""
 TIMEOUT_S = 500.0
 SEEDS = (0, 1)
-"""A routing tie that rounding decides differently is possible with one set of weights, hardly with two."""
+"""Rounding may decide a routing tie differently with one set of weights, but hardly with two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How far the small model is from Hugging Face's."""
+    """Difference of the small model from Hugging Face's."""
 
     gradient: float
     """|g - g'| / |g'| of all tensors as one vector."""
     worst: tuple[str, float]
-    """The tensor whose gradient is farthest off, and by how much."""
+    """(name, difference) of the tensor whose gradient differs most."""
     logprobs: float
     """Largest difference, over the largest logprob."""
     problems: list[str]
@@ -48,7 +48,7 @@ class Verdict:
 def check_model(config: PretrainedConfig) -> Verdict:
     """Compare the small model of `config` with Hugging Face's on one mini-batch.
 
-    Raises: RuntimeError or ValueError where one of the two cannot be built.
+    Raises: RuntimeError or ValueError if one of the two cannot be built.
     """
     small = shrunk(config)
     verdict = _compare(small, SEEDS[0])
@@ -63,15 +63,15 @@ def _compare(config: PretrainedConfig, seed: int) -> Verdict:
         _write_weights(config, folder, seed)
         padding = getattr(config, "pad_token_id", None)
         trial = random_trial(folder, LENGTHS, [1] * len(LENGTHS), config.vocab_size, padding=padding)
-        reference = hugging_face(trial).outcome
+        reference = hugging_face(trial)
         megatron = replace(load_config().trainer.policy.megatron_config, transformer_impl="torch")
         outcome = run_layout(trial, Layout(megatron, world_size=1, max_tokens=sum(LENGTHS)), timeout_s=TIMEOUT_S)
     difference = compare(comparable(outcome, reference), reference)
-    return Verdict(difference.gradient, difference.worst_tensor, difference.logprobs, FLOAT32.broken(difference))
+    return Verdict(difference.gradient, difference.worst_tensor, difference.logprobs, FLOAT32.exceeded(difference))
 
 
 def _write_weights(config: PretrainedConfig, folder: str, seed: int) -> None:
-    """Random weights under which everything in the model matters: scores, gates and logits of size 1."""
+    """Save random weights with which everything in the model matters: scores, gates and logits of size 1."""
     set_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a mini-batch yields, how far two such outcomes are apart, and how far rounding can bring them."""
+"""Results of a mini-batch, the difference of two of them, and bounds on rounding."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from skyrl_train.types import Metrics
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a mini-batch yields, put together from all ranks. Equal for all layouts up to rounding."""
+    """Results of a mini-batch from all ranks, equal for all layouts up to rounding."""
 
     gradients: dict[str, Tensor]
-    """Hugging Face name (of adapters PEFT's) -> whole gradient, float32 on the CPU."""
+    """Hugging Face's (for adapters PEFT's) name -> whole gradient, float32 on the CPU."""
     logprobs: Tensor
     """[T] float32, in the order of the experience; 0 for the first token of a sample."""
     metrics: Metrics
-    """As the trainer logs them."""
+    """Metrics as logged by the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far an outcome is from a reference."""
+    """Difference of an outcome from a reference."""
 
     tensors: dict[str, float]
     """|g - r| / |r| of each tensor, 2-norms."""
     gradient: float
-    """The same over all parameters as one vector."""
+    """|g - r| / |r| of all parameters as one vector."""
     logprobs: float
-    """Largest |p - p'| / max(1, the largest |p'|): a logprob is rounded as the logits are that it was made of, and the
-    largest shows how large these are."""
+    """Largest |p - p'| / max(1, the largest |p'|): logprobs have the rounding errors of the logits, whose size the
+    largest one shows."""
     metrics: dict[str, float]
     """|m - r| / max(1, |r|) of each metric."""
 
     @property
     def worst_tensor(self) -> tuple[str, float]:
-        """Name and value of the largest of `tensors`."""
+        """(name, value) of the largest of `tensors`."""
         return _worst(self.tensors)
 
     @property
     def worst_metric(self) -> tuple[str, float]:
-        """Name and value of the largest of `metrics`."""
+        """(name, value) of the largest of `metrics`."""
         return _worst(self.metrics)
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """Largest differences that are rounding."""
+class Tolerance:
+    """Largest differences that rounding explains."""
 
     gradient: float
     worst_tensor: float
     logprobs: float
     metrics: float
 
-    def broken(self, difference: Difference) -> list[str]:
+    def exceeded(self, difference: Difference) -> list[str]:
         """A sentence for each bound that the difference exceeds."""
         (tensor, worst), (metric, off) = difference.worst_tensor, difference.worst_metric
         values = [
@@ -73,9 +73,9 @@ class Bounds:
         ]
 
 
-FLOAT32 = Bounds(gradient=5e-6, worst_tensor=2e-5, logprobs=2e-6, metrics=1e-6)
-BFLOAT16 = Bounds(gradient=5e-2, worst_tensor=2e-1, logprobs=2e-2, metrics=5e-2)
-"""Half precision rounds differently in every layout; a wrong factor is still far outside."""
+FLOAT32 = Tolerance(gradient=5e-6, worst_tensor=2e-5, logprobs=2e-6, metrics=1e-6)
+BFLOAT16 = Tolerance(gradient=5e-2, worst_tensor=2e-1, logprobs=2e-2, metrics=5e-2)
+"""Half precision rounds differently in every layout; a wrong factor still exceeds it by far."""
 
 
 def compare(outcome: Outcome, reference: Outcome) -> Difference:
@@ -104,12 +104,12 @@ def _largest(values: Tensor) -> float:
 
 
 def _worst(values: Mapping[str, float]) -> tuple[str, float]:
-    # NaN is neither less nor more than a number, so `max` by value alone would pass over it.
+    # NaN compares false with every number, so `max` by value alone would miss it.
     return max(values.items(), key=lambda item: (math.isnan(item[1]), item[1]))
 
 
 def _ratio(error: float, size: float) -> float:
-    """Root of error / size; a gradient that should be 0 counts as it is."""
+    """Root of error / size; of the error alone if the reference is 0."""
     return math.sqrt(error / size) if size > 0 else math.sqrt(error)
 
 

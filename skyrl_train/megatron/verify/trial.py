@@ -1,4 +1,4 @@
-"""A mini-batch and what is computed on it, whatever computes it."""
+"""A mini-batch and its objective, for any layout and implementation."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from skyrl_train.types import ExperienceBatch
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A mini-batch and what is computed on it, whatever the layout."""
+    """A mini-batch and its objective, for any layout."""
 
     model_path: str
     experience: ExperienceBatch
     advantages: Tensor
     """[T] float32"""
     old_offsets: Tensor
-    """[T] float32: old logprobs = logprobs of this forward pass + these, as if the policy had moved since."""
+    """[T] float32: old logprobs = logprobs of this forward pass + these, as if the policy had been updated."""
     ref_offsets: Tensor
-    """[T] float32: likewise for the reference's logprobs."""
+    """[T] float32: the same for the reference's logprobs."""
     objective: Objective
     max_generate_length: int
     bf16: bool = False
     lora: LoraConfig | None = None
-    """With adapters, whose gradients are then the outcome's."""
+    """Adapters to train; the outcome then has their gradients."""
 
 
 def random_trial(
@@ -46,7 +46,7 @@ def random_trial(
 ) -> Trial:
     """Random tokens and advantages, groups of one, under `trial_objective`.
 
-    Args: lengths of the samples; padding: a token that a tenth of the positions hold, None for no such token.
+    Args: lengths of the samples; padding: a token for a tenth of the positions, or None.
     """
     generator = torch.Generator().manual_seed(0)
     bounds = torch.tensor([0, *lengths]).cumsum(0)

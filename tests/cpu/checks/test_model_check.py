@@ -94,7 +94,7 @@ def normalised_weights(patch: pytest.MonkeyPatch) -> None:
         (lambda patch: patch.setattr(bridge, "LATENT_NORM_EPS", 0.1), "deepseek_v3", {}),
         (lambda patch: patch.setattr(bridge, "_correct_rope", lambda *_: None), "llama3_rope", {}),
         (
-            lambda patch: patch.setattr(bridge, "leave_padding_untrained", lambda *_: None),
+            lambda patch: patch.setattr(bridge, "_leave_padding_untrained", lambda *_: None),
             "qwen3",
             {"pad_token_id": 3},
         ),

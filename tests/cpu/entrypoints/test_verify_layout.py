@@ -12,7 +12,7 @@ import transformers
 from skyrl_train.config.verify import VERIFY
 from skyrl_train.entrypoints.verify_layout import checked_layouts, main
 from skyrl_train.megatron.model import bridge
-from skyrl_train.megatron.model import model as models
+from skyrl_train.megatron.optimizer import optimizer as optimizers
 from tests.support.families import write_family
 
 SHORT = {
@@ -80,7 +80,7 @@ def test_an_unsupported_architecture_is_refused_in_a_sentence(tmp_path: Path, ca
 def test_a_wrong_gradient_is_exit_code_1(
     dense: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(models, "finalize_model_grads", lambda *args, **kwargs: None)
+    monkeypatch.setattr(optimizers, "finalize_model_grads", lambda *args, **kwargs: None)
     assert main(overrides(model=dense, ranks=2, samples=6)) == 1
     assert "not exact: the gradient is off by" in capsys.readouterr().out
 
@@ -91,7 +91,7 @@ def test_a_process_that_fails_is_not_called_inexact(
     def fail(*args: object, **kwargs: object) -> None:
         raise MemoryError("no room [for this]")
 
-    monkeypatch.setattr(models, "finalize_model_grads", fail)
+    monkeypatch.setattr(optimizers, "finalize_model_grads", fail)
     assert main(overrides(model=dense, ranks=2, samples=6)) == 2
     assert "MemoryError: no room [for this]" in capsys.readouterr().err
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from skyrl_train.algorithms.kl import k2
-from skyrl_train.megatron.model import model as models
-from skyrl_train.megatron.optimizer.schedule import learning_rate
+from skyrl_train.megatron.optimizer import optimizer as optimizers
+from skyrl_train.megatron.optimizer.optimizer import learning_rate
 from skyrl_train.megatron.passes.step import batch_logprobs
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER, Layout, Trial, share_of
@@ -31,13 +31,13 @@ ADAM = replace(OPTIMIZER, lr=1e-2, adam_eps=1e-2, weight_decay=0.1, scheduler="l
 def _train(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str, Any]:
     """Two epochs of two mini-batches."""
     trial, one = arguments
-    finalize, calls = models.finalize_model_grads, []
+    finalize, calls = optimizers.finalize_model_grads, []
 
     def counted(*args: Any, **kwargs: Any) -> None:
         calls.append(1)
         finalize(*args, **kwargs)
 
-    models.finalize_model_grads = counted
+    optimizers.finalize_model_grads = counted
     prepared: list[int] = []
     objective = without_kl(trial.objective)
     policy = MegatronPolicy(

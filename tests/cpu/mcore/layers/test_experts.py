@@ -13,8 +13,9 @@ from skyrl_train.config import load_config
 from skyrl_train.megatron.layers import experts
 from skyrl_train.megatron.layers.experts import GroupedLinear, grouped_linear
 from skyrl_train.megatron.model import model as models
-from skyrl_train.megatron.model.model import build_model, build_optimizer
+from skyrl_train.megatron.model.model import build_model
 from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.optimizer.optimizer import build_optimizer
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
 from tests.support.layouts import check, layout, model
@@ -190,7 +191,7 @@ def test_numbers_of_tokens_that_do_not_fit_the_rows_are_refused():
         grouped_linear(torch.randn(27, IN), weights, COUNTS["uneven"])
 
 
-def _lengths_of_stretches(rendezvous: Rendezvous, arguments: tuple[str, Any, bool]) -> list[Any]:
+def _lengths_of_runs(rendezvous: Rendezvous, arguments: tuple[str, Any, bool]) -> list[Any]:
     folder, megatron, trainable = arguments
     join(rendezvous, megatron, seed=1)
     built = build_model(folder, megatron, torch.bfloat16, trainable=trainable)
@@ -200,11 +201,11 @@ def _lengths_of_stretches(rendezvous: Rendezvous, arguments: tuple[str, Any, boo
             assert [name for name, _ in module.named_parameters()] == [
                 f"weight{i}" for i in reversed(range(module.num_gemms))
             ]
-            assert experts._is_served(torch.zeros(1, dtype=torch.float32), module.weights)
+            assert experts._is_supported(torch.zeros(1, dtype=torch.float32), module.weights)
             kinds = [module.weights]
             if trainable:
                 kinds.append([weight.main_grad for weight in module.weights])
-            found += [[len(block) for _, block in experts._stretches(kind, joined=True)] for kind in kinds]
+            found += [[len(block) for _, block in experts._runs(kind, joined=True)] for kind in kinds]
     if trainable:
         build_optimizer(built, load_config().trainer.policy.optimizer_config)
     return found
@@ -215,7 +216,7 @@ def _lengths_of_stretches(rendezvous: Rendezvous, arguments: tuple[str, Any, boo
 def test_experts_of_a_built_model_are_one_view(processes: int, sizes: dict[str, Any], num: int, trainable: bool):
     one = layout(processes, sizes)
     for found in run_on_ranks(
-        _lengths_of_stretches, (str(model("qwen3_moe")), one.megatron, trainable), processes, timeout_s=60.0
+        _lengths_of_runs, (str(model("qwen3_moe")), one.megatron, trainable), processes, timeout_s=60.0
     ):
         assert len(found) >= 2 and all(lengths == [num] for lengths in found), found
 
@@ -233,8 +234,8 @@ def test_gradients_that_are_reduced_while_others_are_computed_are_hugging_faces(
 
 def test_a_bucket_that_ends_between_experts_cuts_the_view_in_two():
     weights = in_a_buffer(6, (OUT, IN), torch.float32, gap=0, gap_before=4)
-    assert [(first, len(block)) for first, block in experts._stretches(weights, joined=True)] == [(0, 4), (4, 2)]
-    for first, block in experts._stretches(weights, joined=True):
+    assert [(first, len(block)) for first, block in experts._runs(weights, joined=True)] == [(0, 4), (4, 2)]
+    for first, block in experts._runs(weights, joined=True):
         assert [one.data_ptr() for one in block] == [one.data_ptr() for one in weights[first : first + len(block)]]
 
 
@@ -245,4 +246,4 @@ def test_neighbours_of_another_storage_are_not_joined():
         torch.frombuffer(whole.numpy()[i * size : (i + 1) * size], dtype=torch.float32).view(OUT, IN) for i in range(6)
     ]
     assert list(accumulate([size * itemsize] * 5)) == [one.data_ptr() - parts[0].data_ptr() for one in parts[1:]]
-    assert [len(block) for _, block in experts._stretches(parts, joined=True)] == [1] * 6
+    assert [len(block) for _, block in experts._runs(parts, joined=True)] == [1] * 6

@@ -48,7 +48,7 @@ def with_adapter(family: str, **changes: Any) -> tuple[Trial, Outcome]:
     config = adapted(family, **changes)
     trial = replace(make_trial(model(family)), lora=config)
     reference = Adapted(model(family), config)
-    return trial, hugging_face(trial, model=reference, gradients_of=Adapted.gradients).outcome
+    return trial, hugging_face(trial, model=reference, gradients_of=Adapted.gradients)
 
 
 def check(family: str, one: Any, **changes: Any) -> None:
@@ -60,7 +60,7 @@ def test_peft_computes_the_gradient_that_layouts_are_compared_with():
     trial, hf = with_adapter("qwen3_tied")
     assert trial.lora is not None and trial.lora.path is not None
     theirs = peft_model(trial.model_path, trial.lora.path)
-    assert_exact(compare(hugging_face(trial, model=theirs, gradients_of=peft_gradients).outcome, hf))
+    assert_exact(compare(hugging_face(trial, model=theirs, gradients_of=peft_gradients), hf))
 
 
 @cases(DENSE)
@@ -102,13 +102,13 @@ def test_adapters_of_every_family_of_experts_have_pefts_gradient(name: str, proc
 
 def forget_the_sum_over_the_sequence(patch: pytest.MonkeyPatch) -> None:
     """A's gradient is each rank's own tokens' only."""
-    tell = lora.Adapter._tell_megatron
+    tell = lora.Adapter._mark_for_megatron
 
     def wrong(self: Any, weight: Any) -> None:
         tell(self, weight)
         self.lora_A.sequence_parallel = False
 
-    patch.setattr(lora.Adapter, "_tell_megatron", wrong)
+    patch.setattr(lora.Adapter, "_mark_for_megatron", wrong)
 
 
 def forget_the_sum_over_the_tensor_group(patch: pytest.MonkeyPatch) -> None:
@@ -121,14 +121,14 @@ def forget_the_sum_over_expert_tensor_ranks(patch: pytest.MonkeyPatch) -> None:
 
 
 def reduce_experts_with_the_dense_group(patch: pytest.MonkeyPatch) -> None:
-    tell = lora.Adapter._tell_megatron
+    tell = lora.Adapter._mark_for_megatron
 
     def wrong(self: Any, weight: Any) -> None:
         tell(self, weight)
         for parameter in self.parameters():
             parameter.allreduce = True
 
-    patch.setattr(lora.Adapter, "_tell_megatron", wrong)
+    patch.setattr(lora.Adapter, "_mark_for_megatron", wrong)
 
 
 def stack_queries_keys_and_values(patch: pytest.MonkeyPatch) -> None:
@@ -142,18 +142,18 @@ def leave_the_norm_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def count_a_whole_tensor_on_every_rank(patch: pytest.MonkeyPatch) -> None:
-    tell = lora.Adapter._tell_megatron
+    tell = lora.Adapter._mark_for_megatron
 
     def wrong(self: Any, weight: Any) -> None:
         tell(self, weight)
         self.lora_A.tensor_model_parallel = True
 
-    patch.setattr(lora.Adapter, "_tell_megatron", wrong)
+    patch.setattr(lora.Adapter, "_mark_for_megatron", wrong)
 
 
 def let_checkpointing_start_without_a_gradient(patch: pytest.MonkeyPatch) -> None:
     """The embedding is frozen, so nothing that enters the first recomputed layer asks for a gradient."""
-    patch.setattr(lora_attach, "_ask_for_gradient", lambda *args: None)
+    patch.setattr(lora_attach, "_require_gradient", lambda *args: None)
 
 
 TP2, TP2_SP = layout(2, {"tp": 2, "sp": False}), layout(2, {"tp": 2})

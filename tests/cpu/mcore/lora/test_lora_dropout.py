@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.megatron.model.model import build_model, build_optimizer
+from skyrl_train.megatron.model.model import build_model
 from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.optimizer.optimizer import build_optimizer
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER, run_layout
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.verify.outcome import compare

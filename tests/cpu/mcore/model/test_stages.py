@@ -68,9 +68,9 @@ def test_no_other_cut_into_virtual_stages_gives_the_busiest_rank_less(
 
 
 def test_more_stages_than_layers_are_refused():
-    with pytest.raises(ValueError, match="2 layers cannot be cut into 3 pipeline stages"):
+    with pytest.raises(ValueError, match="2 layers cannot be split into 3 pipeline stages"):
         layers_of_stages([1.0, 1.0], 1.0, 3)
-    with pytest.raises(ValueError, match="3 layers cannot be cut into 4 pipeline stages"):
+    with pytest.raises(ValueError, match="3 layers cannot be split into 4 pipeline stages"):
         layers_of_stages([1.0] * 3, 1.0, 2, 2)
 
 

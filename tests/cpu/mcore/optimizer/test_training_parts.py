@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from skyrl_train.config.policy import OptimizerConfig
 from skyrl_train.hf.flops import model_cost
 from skyrl_train.megatron.optimizer.adam import FusedAdam
-from skyrl_train.megatron.optimizer.schedule import learning_rate
+from skyrl_train.megatron.optimizer.optimizer import learning_rate
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER
 from tests.support.families import FAMILIES, VOCABULARY, write_family
 

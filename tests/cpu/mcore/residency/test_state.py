@@ -100,13 +100,13 @@ def test_the_state_of_another_layout_version_or_model_is_refused(dense: Path, tm
     trial = make_trial(dense, [7, 30, 12, 9])
     run_on_ranks(_updates, (trial, layout(1, {}), False, 0, tmp_path, True), 1, timeout_s=120)
     other_layout = run_on_ranks(_load_elsewhere, (trial, layout(2, {"tp": 2}), tmp_path, 0), 2, timeout_s=120)
-    assert "holds the weights of another model or layout" in other_layout[0]
+    assert "has the weights of another model or layout" in other_layout[0]
     assert "saved by fewer ranks" in other_layout[1]
     (message,) = run_on_ranks(_load_elsewhere, (trial, layout(1, {}), tmp_path, 7), 1, timeout_s=120)
-    assert "holds version 0 and not 7: another run writes into the same folder" in message
+    assert "has policy version 0, expected 7: another run writes into the same folder" in message
     other = make_trial(write_family("qwen2", tmp_path / "other"), [7, 30, 12, 9])
     (message,) = run_on_ranks(_load_elsewhere, (other, layout(1, {}), tmp_path, 0), 1, timeout_s=120)
-    assert "holds the weights of another model or layout" in message
+    assert "has the weights of another model or layout" in message
 
 
 class _Frozen(torch.nn.Module):
@@ -123,7 +123,7 @@ def test_the_state_of_a_run_that_trained_other_weights_is_refused(tmp_path: Path
     file = tmp_path / "rank_0.pt"
     save_state(file, [_Frozen(trains_first=False)], NO_OPTIMIZER, ranks, 3)
     load_state(file, [_Frozen(trains_first=False)], NO_OPTIMIZER, ranks, 3)
-    with pytest.raises(ValueError, match="of a run that trained other weights: first was trained in one alone"):
+    with pytest.raises(ValueError, match="from a run that trained other weights: only one run trained first"):
         load_state(file, [_Frozen(trains_first=True)], NO_OPTIMIZER, ranks, 3)
 
 
@@ -134,7 +134,7 @@ def test_the_state_of_weights_in_another_order_is_refused(tmp_path: Path):
     one, other = _Frozen(trains_first=True), torch.nn.Module()
     save_state(file, [one], NO_OPTIMIZER, ranks, 3)
     other.last, other.first = one.last, one.first
-    with pytest.raises(ValueError, match="holds the weights of another model or layout, or of other layers"):
+    with pytest.raises(ValueError, match="has the weights of another model or layout, or of other layers"):
         load_state(file, [other], NO_OPTIMIZER, ranks, 3)
 
 

@@ -76,7 +76,7 @@ def test_variants_of_a_family_have_hugging_faces_gradient(
 ):
     trial = make_trial(write_family(name, tmp_path, **changes))
     trial.experience.token_ids[::9] = 3  # the padding token, where there is one
-    hf = hugging_face(trial).outcome
+    hf = hugging_face(trial)
     assert_exact(compare(comparable(run_layout(trial, layout(processes, sizes)), hf), hf))
 
 
@@ -143,7 +143,7 @@ def with_terms(trial: Trial, **changes: Any) -> Trial:
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_every_reduction_is_that_of_the_whole_mini_batch(reduction: str):
     trial = with_terms(reference("qwen3_tied")[0], reduction=reduction)
-    hf = hugging_face(trial).outcome
+    hf = hugging_face(trial)
     outcome = run_layout(trial, layout(2, {}))
     assert_exact(compare(comparable(outcome, hf), hf))
 
@@ -153,7 +153,7 @@ def test_each_term_may_have_a_reduction_of_its_own():
     terms = zip(trial.objective.terms, ("token_mean", "sequence_mean", "prompt_mean"), strict=True)
     objective = replace(trial.objective, terms=tuple(replace(term, reduction=name) for term, name in terms))
     trial = replace(trial, objective=objective)
-    hf = hugging_face(trial).outcome
+    hf = hugging_face(trial)
     assert_exact(compare(comparable(run_layout(trial, layout(2, {"cp": 2})), hf), hf))
 
 
@@ -176,7 +176,7 @@ def test_every_loss_has_hugging_faces_gradient(loss: str | Callable[..., Any], s
     trial = reference("qwen3_tied")[0]
     function = LOSSES[loss] if isinstance(loss, str) else loss
     trial = replace(trial, objective=trial.objective.with_policy_loss(bind(function, VALUES)))
-    hf = hugging_face(trial).outcome
+    hf = hugging_face(trial)
     outcome = run_layout(trial, layout(2, sizes))
     assert_exact(compare(comparable(outcome, hf), hf))
 
@@ -190,7 +190,7 @@ def test_every_correction_has_hugging_faces_gradient(correction: str):
     noise = 0.3 * torch.randn(engine.shape, generator=torch.Generator().manual_seed(5))
     objective = replace(trial.objective, corrections=(bind(CORRECTIONS[correction], VALUES),))
     trial = replace(trial, experience=replace(experience, rollout_logprobs=engine + noise), objective=objective)
-    hf = hugging_face(trial).outcome
+    hf = hugging_face(trial)
     outcome = run_layout(trial, layout(2, {"cp": 2}))
     assert_exact(compare(comparable(outcome, hf), hf))
     found = {name: value for name, value in outcome.metrics.items() if name.startswith("policy/correction/")}
@@ -208,7 +208,7 @@ UNEVEN = [257, 2, 1, 3, 130, 2, 5, 64, 2, 17]
 )
 def test_uneven_lengths_neither_deadlock_nor_change_the_gradient(processes: int, sizes: dict[str, Any]):
     trial = make_trial(model("qwen3_tied"), UNEVEN)
-    hf = hugging_face(trial).outcome
+    hf = hugging_face(trial)
     assert_exact(compare(comparable(run_layout(trial, layout(processes, sizes)), hf), hf))
 
 
@@ -222,7 +222,7 @@ def test_a_rank_with_one_sample_or_none_takes_part(
     name: str, processes: int, sizes: dict[str, Any], sample_lengths: list[int]
 ):
     trial = make_trial(model(name), sample_lengths)
-    hf = hugging_face(trial).outcome
+    hf = hugging_face(trial)
     assert_exact(compare(comparable(run_layout(trial, layout(processes, sizes)), hf), hf))
 
 
@@ -233,7 +233,7 @@ def test_fully_masked_samples_change_nothing():
     for sample in (0, 1, 5):
         mask[bounds[sample] : bounds[sample + 1]] = False
     trial = replace(trial, experience=replace(trial.experience, loss_mask=mask))
-    hf = hugging_face(trial).outcome
+    hf = hugging_face(trial)
     for sizes in ({}, {"cp": 2}):
         assert_exact(compare(comparable(run_layout(trial, layout(2, sizes)), hf), hf))
 
@@ -261,7 +261,7 @@ def test_a_mini_batch_without_a_trained_token_has_a_gradient_of_zero():
 )
 def test_the_load_balancing_loss_is_that_of_the_whole_mini_batch(processes: int, sizes: dict[str, Any], recompute: Any):
     trial = reference("qwen3_moe")[0]
-    hf = hugging_face(trial, aux_loss_coeff=0.5).outcome
+    hf = hugging_face(trial, aux_loss_coeff=0.5)
     changes = {"moe_aux_loss_coeff": 0.5, "recompute_granularity": recompute, "recompute_modules": ("moe",)}
     outcome = run_layout(trial, layout(processes, sizes, **changes))
     assert_exact(compare(comparable(outcome, hf), hf))
@@ -294,14 +294,14 @@ def test_uneven_stages_have_hugging_faces_gradient(
     name: str, changes: dict[str, int], processes: int, sizes: dict[str, int], tmp_path: Path
 ):
     trial = make_trial(write_family(name, tmp_path, **changes))
-    hf = hugging_face(trial).outcome
+    hf = hugging_face(trial)
     assert_exact(compare(comparable(run_layout(trial, layout(processes, sizes)), hf), hf))
 
 
 def test_the_norm_of_many_gradients_does_not_depend_on_how_they_are_cut(tmp_path: Path):
     """Half a million numbers in the embedding: added one by one in float32 their norm is 1e-5 off."""
     trial = make_trial(write_family("qwen3_tied", tmp_path, num_hidden_layers=2, vocab_size=8003))
-    hf = hugging_face(trial).outcome
+    hf = hugging_face(trial)
     for processes, sizes in ((1, {}), (2, {}), (2, {"tp": 2})):
         outcome = run_layout(trial, layout(processes, sizes))
         assert outcome.metrics["policy/grad_norm"] == pytest.approx(norm(outcome), rel=2e-7)

@@ -15,7 +15,7 @@ import torch
 
 from skyrl_train.batching import split as splitting
 from skyrl_train.megatron.layers import attention, experts, layers
-from skyrl_train.megatron.model import model as models
+from skyrl_train.megatron.optimizer import optimizer as optimizers
 from skyrl_train.megatron.passes import logprobs, metrics, packing, step
 from skyrl_train.megatron.verify import layout_check
 from skyrl_train.megatron.verify.layout_check import Layout
@@ -36,17 +36,17 @@ class Planted:
 
 
 def forget_finalize(patch: Patch) -> None:
-    patch.setattr(models, "finalize_model_grads", lambda *args, **kwargs: None)
+    patch.setattr(optimizers, "finalize_model_grads", lambda *args, **kwargs: None)
 
 
 def finalize_twice(patch: Patch) -> None:
-    finalize = models.finalize_model_grads
+    finalize = optimizers.finalize_model_grads
 
     def twice(*args: Any, **kwargs: Any) -> None:
         finalize(*args, **kwargs)
         finalize(*args, **kwargs)
 
-    patch.setattr(models, "finalize_model_grads", twice)
+    patch.setattr(optimizers, "finalize_model_grads", twice)
 
 
 def _scale_loss(patch: Patch, factor: Callable[[int], float]) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.megatron.lora.adapters import Lora
-from skyrl_train.megatron.model.model import build_model, build_optimizer
+from skyrl_train.megatron.model.model import build_model
 from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.optimizer.optimizer import build_optimizer
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.weights import proof

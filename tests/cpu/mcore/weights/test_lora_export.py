@@ -12,8 +12,9 @@ import transformers
 
 from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.hf import adapter
-from skyrl_train.megatron.model.model import build_model, build_optimizer
+from skyrl_train.megatron.model.model import build_model
 from skyrl_train.megatron.model.parallel import join
+from skyrl_train.megatron.optimizer.optimizer import build_optimizer
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER, share_of
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks

@@ -1,0 +1,103 @@
+"""Megatron's distributed optimizer: how it is built, the learning rate, and a step that skips non-finite gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+
+from skyrl_train.config.policy import OptimizerConfig
+from skyrl_train.megatron.lora.adapters import Lora
+from skyrl_train.megatron.model.model import Model
+from skyrl_train.megatron.optimizer import adam
+
+
+def build_optimizer(model: Model, config: OptimizerConfig) -> Any:
+    """Megatron's distributed Adam over the chunks, wired into the model's configuration."""
+    if model.torch_layers:
+        adam.install()
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_betas[0],
+        adam_beta2=config.adam_betas[1],
+        adam_eps=config.adam_eps,
+        clip_grad=config.max_grad_norm,
+        bf16=model.dtype == torch.bfloat16,
+        params_dtype=model.dtype,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(settings, model.chunks, use_gloo_process_groups=False)
+    mcore = model.bridge.config
+    mcore.finalize_model_grads_func = _finalizer(model.lora)
+    mcore.grad_scale_func = optimizer.scale_loss
+    if model.chunks[0].ddp_config.overlap_grad_reduce:
+        sync = [chunk.no_sync for chunk in model.chunks]
+        start = [chunk.start_grad_sync for chunk in model.chunks]
+        mcore.no_sync_func = sync if len(sync) > 1 else sync[0]
+        mcore.grad_sync_func = start if len(start) > 1 else start[0]
+    return optimizer
+
+
+def _finalizer(lora: Lora | None) -> Any:
+    if lora is None:
+        return finalize_model_grads
+
+    def finalize(*args: Any, **kwargs: Any) -> None:
+        finalize_model_grads(*args, **kwargs)
+        lora.reduce_gradients()
+
+    return finalize
+
+
+def set_learning_rate(optimizer: Any, lr: float, weight_decay: float) -> None:
+    """Set the values of Megatron's scheduler; without its wd_mult of 0, norms and biases would decay too."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_mult", 1.0)
+        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
+
+def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
+    """Learning rate of optimizer step `step` (the first is 0) of `num_steps`.
+
+    Warm-up rises linearly to lr at its last step; linear and cosine then fall to min_lr_ratio * lr at the last step.
+    """
+    if step < config.num_warmup_steps:
+        return config.lr * (step + 1) / config.num_warmup_steps
+    if config.scheduler == "constant_with_warmup":
+        return config.lr
+    decay_steps = max(1, num_steps - 1 - config.num_warmup_steps)
+    progress = min(1.0, (step - config.num_warmup_steps) / decay_steps)
+    fraction = 1 - progress if config.scheduler == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * fraction)
+
+
+def step_if_finite(optimizer: Any) -> float:
+    """Step Megatron's optimizer, unless the gradient is not finite. Returns: the gradient's norm before clipping.
+
+    Megatron (0.16 and 0.19) checks for infinities only with float16's loss scaling; in bfloat16 and float32 one NaN
+    would spread to every weight. All ranks have the same norm, so all of them step or none.
+    """
+    optimizer.prepare_grads()
+    norm = optimizer.get_grad_norm()
+    if math.isfinite(norm):
+        with _prepared(optimizer, norm):
+            optimizer.step()
+    return float(norm)
+
+
+@contextlib.contextmanager
+def _prepared(optimizer: Any, norm: Any) -> Iterator[None]:
+    """Skip the two calls with which `step` begins: they process every parameter, and experts have thousands."""
+    optimizer.prepare_grads, optimizer.get_grad_norm = (lambda: False), (lambda: norm)
+    try:
+        yield
+    finally:
+        del optimizer.prepare_grads, optimizer.get_grad_norm
