@@ -37,7 +37,7 @@ class Problems:
 
 
 class SkippedUpdates:
-    """Steps whose optimizer steps were all skipped because a gradient was not finite (finite_step.py)."""
+    """Steps whose optimizer steps were all skipped because a gradient was not finite."""
 
     def __init__(self) -> None:
         self._num_steps = self._num_skipped = self._in_a_row = 0
