@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -40,3 +41,11 @@ def test_files_that_are_named_exist(page: Path):
     named = {file for file in FILE.findall(page.read_text()) if "NAME" not in file}
     roots = (ROOT, ROOT / "skyrl_train", ROOT / "examples/custom")
     assert not [file for file in sorted(named) if not any((root / file).exists() for root in roots)]
+
+
+def test_the_architecture_page_quotes_the_step():
+    code = re.search(
+        r"```python\nasync def step[^\n]*\n(.*?)```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL
+    )
+    assert code is not None
+    assert indent(code[1], "    ") in (ROOT / "skyrl_train/trainer/step.py").read_text()
