@@ -1,4 +1,4 @@
-"""An advantage estimator of one's own; docs/extending.md explains it."""
+"""An advantage estimator of your own; docs/extending.md explains it."""
 
 import torch
 
@@ -6,11 +6,11 @@ from skyrl_train.algorithms.credit import CreditInputs
 
 
 def discounted_returns(inputs: CreditInputs, *, discount: float) -> torch.Tensor:
-    """What each token still earns, discounted by its distance, over the mean of all tokens that are trained."""
+    """Discounted rewards from each token on, minus their mean over all trained tokens."""
     returns = []
     for rewards in torch.split(inputs.rewards, inputs.cu_seqlens.diff().tolist()):
         distance = torch.arange(len(rewards))
         weights = (discount ** (distance[None] - distance[:, None]).clamp(min=0).double()).triu()
         returns.append(weights @ rewards)
-    whole = torch.cat(returns)
-    return whole - whole[inputs.loss_mask].mean()
+    of_tokens = torch.cat(returns)
+    return of_tokens - of_tokens[inputs.loss_mask].mean()

@@ -1,4 +1,4 @@
-"""An environment of one's own, for the default rollout: `environment.env_class=own_environment:Digits`."""
+"""An environment of your own, for the default rollout: `environment.env_class=own_environment:Digits`."""
 
 from __future__ import annotations
 

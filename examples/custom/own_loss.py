@@ -1,4 +1,4 @@
-"""A policy loss and a correction of one's own; docs/extending.md explains them."""
+"""A policy loss and a correction of your own; docs/extending.md explains them."""
 
 from skyrl_train.algorithms.inputs import Correction, LossTerms, TokenInputs
 from skyrl_train.algorithms.metrics import Metric, Reduce

@@ -1,4 +1,4 @@
-"""A rollout of one's own: it asks the engines itself, and cuts one conversation into two samples."""
+"""A rollout of your own: it queries the engines itself and splits one conversation into two samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from skyrl_train.types import Message, Prompt, Sample, SamplingParams
 
 
 async def draft_and_revise(prompt: Prompt, sampling_params: SamplingParams, engines: Engines) -> list[Sample]:
-    """A draft, and a revision by a policy that has read the draft: both are trained, each with a reward of its own."""
+    """A draft, and a revision by a policy that has read it: both are trained, each with its own reward."""
     draft, text = await answer(prompt.messages, prompt.uid, sampling_params, engines)
     conversation = [*prompt.messages, {"role": "assistant", "content": text}, prompt.messages[-1]]
     revision, _ = await answer(conversation, prompt.uid, sampling_params, engines)
@@ -18,7 +18,7 @@ async def draft_and_revise(prompt: Prompt, sampling_params: SamplingParams, engi
 async def answer(
     messages: list[Message], route_key: str, sampling_params: SamplingParams, engines: Engines
 ) -> tuple[Sample, str]:
-    """One request, as a sample and as text."""
+    """Send one request; return its sample and its text."""
     trace = Trace()
     trace.read(engines.chat.prompt_ids(messages), messages)
     generation = await engines.generate(trace.input_ids(), sampling_params, route_key)

@@ -1,4 +1,4 @@
-"""A source of one's own that prefers groups whose rewards differ: equal ones teach a group-relative loss nothing."""
+"""A source of your own that prefers groups whose rewards differ: equal ones teach a group-relative loss nothing."""
 
 from __future__ import annotations
 

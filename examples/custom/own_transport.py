@@ -1,4 +1,4 @@
-"""A weight transport of one's own (docs/extending.md): files in a folder that policy and engines share."""
+"""A weight transport of your own (docs/extending.md): files in a folder that policy and engines share."""
 
 import shutil
 import tempfile
