@@ -30,7 +30,7 @@ class Correction(NamedTuple):
     factor: Tensor
     """[P]: each token's policy term is multiplied by it; no gradient goes through."""
     metrics: Mapping[str, Metric] = {}
-    """Logged as `policy/correction/NAME`."""
+    """Logged as `policy/correction/FUNCTION/NAME`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,11 @@ class Bound:
         return self.function(*inputs, **self.parameters)
 
     @property
+    def name(self) -> str:
+        """Name of the function."""
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """Signals that the function declared with `needs`, and those of its parameters."""
         own: tuple[str, ...] = getattr(self.function, "needs", ())
@@ -119,7 +124,7 @@ def objective_loss(
     for correction in objective.corrections:
         multiplier, own = correction(tokens)
         factor = multiplier.detach() if factor is None else factor * multiplier.detach()
-        metrics |= {f"policy/correction/{name}": metric for name, metric in own.items()}
+        metrics |= {f"policy/correction/{correction.name}/{name}": metric for name, metric in own.items()}
     loss = torch.zeros((), dtype=torch.float32, device=tokens.logprobs.device)
     for index, term in enumerate(objective.terms):
         terms, own = term.loss(tokens)

@@ -125,15 +125,21 @@ def engine_kind(generator: GeneratorConfig) -> EngineKind:
 
     Raises: ValueError for an unknown generator.backend, or a class that lacks methods.
     """
-    name = generator.backend if generator.run_engines_locally else "remote"
-    if name in ENGINES:
-        return ENGINES[name]
+    name = generator.backend
     given = f"generator.backend is {name}"
+    if not generator.run_engines_locally:
+        if name != "vllm":
+            raise ValueError(f"{given}: with generator.run_engines_locally=false it must be vllm")
+        return ENGINES["remote"]
+    if name == "vllm":
+        return ENGINES["vllm"]
     if ":" not in name:
         raise ValueError(f"{given}: it must be vllm, or `module:Class` of your own engine (docs/extending.md)")
     found = imported("generator.backend", name)
     if isinstance(found, EngineKind):
         return found
-    if missing := [method for method in vars(Engine) if not method.startswith("_") and not hasattr(found, method)]:
+    # A class that inherits from the protocol has its empty methods: they count as missing.
+    methods = {name: method for name, method in vars(Engine).items() if not name.startswith("_")}
+    if missing := [name for name, method in methods.items() if getattr(found, name, method) is method]:
         raise ValueError(f"{given}: the class has no {', '.join(missing)}. See skyrl_train/engines/protocol.py")
     return EngineKind(engine=name)

@@ -75,8 +75,8 @@ class OnPolicySource:
         self._parts, self._seed, self._size = parts, trainer.seed, trainer.train_batch_size
         self._order = Order(parts.prompts, batch_size=self._size, seed=trainer.seed)
         self._num_rollouts = self._size * generator.n_samples_per_prompt
-        self._sampling = trainer.algorithm.dynamic_sampling
-        self._admission = Admission(generator.max_failed_share, filters=self._sampling.type is not None)
+        self._dynamic_sampling = trainer.algorithm.dynamic_sampling
+        self._admission = Admission(generator.max_failed_share, filters=self._dynamic_sampling.type is not None)
 
     async def next(self) -> list[Group]:
         """The groups of the next rows, and of others for those that failed or were filtered, one for one.
@@ -84,12 +84,12 @@ class OnPolicySource:
         Raises: as `Collector`; RuntimeError where dynamic sampling has not found enough groups.
         """
         self._admission.begin(self._num_rollouts)
-        sampling, groups = self._sampling, list[Group]()
-        num_batches = num_copies = 0
+        sampling, groups = self._dynamic_sampling, list[Group]()
+        num_rounds = num_copies = 0
         while missing := self._size - len(groups):
-            if sampling.type is not None and num_batches == sampling.max_sample_batches:
+            if sampling.type is not None and num_rounds == sampling.max_sample_batches:
                 raise RuntimeError(
-                    f"after trainer.algorithm.dynamic_sampling.max_sample_batches={num_batches} batches only "
+                    f"after trainer.algorithm.dynamic_sampling.max_sample_batches={num_rounds} rounds only "
                     f"{len(groups)} of {self._size} groups have samples of different rewards. Raise it (-1: no limit), "
                     "use easier or harder prompts, or set trainer.algorithm.dynamic_sampling.type=null"
                 )
@@ -97,9 +97,9 @@ class OnPolicySource:
             # A row comes once in an epoch, so its samples have the same seeds whichever step it is in.
             params = replace(self._parts.sampling_params, seed=seed("train", self._seed, self._order.epoch))
             made = await self._parts.collect(rows, params, self._admission)
-            num_batches += 1
             kept = made if sampling.type is None else [group for group in made if has_signal(group)]
             self._admission.filter(len(made) - len(kept))
+            num_rounds += len(kept) < len(made)  # a round in which groups only failed does not count
             groups += kept
             if sampling.type == "replace" and len(groups) > sampling.min_replace_ratio * self._size:
                 num_copies = self._size - len(groups)

@@ -63,7 +63,11 @@ class Sender:
         if plan_id != self._known_plan:
             message["specs"] = [spec.to_message() for spec in specs]
         plans = cut(specs, self._bucket_bytes)
-        pending = self._post(message)
+        try:
+            pending = self._post(message)
+        except BaseException:
+            self._channel.abort()  # some receivers may have the message already
+            raise
         clock.plan_s = time.perf_counter() - clock.started
         try:
             self._send_buckets(clock, plans, named_tensors, pending.check)

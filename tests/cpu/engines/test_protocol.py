@@ -20,7 +20,7 @@ from tests.support.settings import changed, engine_settings
 
 METHODS = [name for name in vars(Engine) if not name.startswith("_")]
 PARROT = '''\
-from skyrl_train.engines.protocol import EngineFacts
+from skyrl_train.engines.protocol import Engine, EngineFacts
 from skyrl_train.types import Generation
 
 
@@ -57,6 +57,11 @@ class Parrot:
 class Lame:
     def start(self):
         """All that it can."""
+
+
+class Heir(Engine):
+    async def ping(self):
+        """All that it does not inherit."""
 '''
 
 
@@ -103,6 +108,7 @@ def test_an_engine_from_outside_the_package_is_built_asked_and_updated(own: Path
         ("sglang", r"backend is sglang: it must be vllm, or `module:Class` of your own engine"),
         ("nowhere:Engine", "is 'nowhere:Engine', and nowhere cannot be imported .*No module named 'nowhere'"),
         ("my_engines:Robin", "is 'my_engines:Robin', and my_engines .* has no Robin"),
+        ("my_engines:Heir", "the class has no start, generate_batch, .*, shutdown. See"),
         ("my_engines:Lame", "the class has no ping, generate_batch, .*, shutdown. See skyrl_train/engines/protocol.py"),
     ],
 )
@@ -110,6 +116,13 @@ def test_an_engine_that_cannot_be_one_is_refused_before_anything_starts(own: Pat
     (found,) = engine_problems(load_config([f"generator.backend={backend}"]))
     with pytest.raises(ValueError, match=problem):
         raise ValueError(found)
+
+
+def test_an_own_engine_and_running_servers_exclude_each_other(own: Path):
+    config = load_config(["generator.backend=my_engines:Parrot", "generator.run_engines_locally=false"])
+    assert list(engine_problems(config)) == [
+        "generator.backend is my_engines:Parrot: with generator.run_engines_locally=false it must be vllm"
+    ]
 
 
 def test_an_own_engine_takes_what_arguments_it_likes(own: Path):

@@ -61,7 +61,7 @@ def test_own_parts_train_by_a_call_inside_a_running_loop(world: Path):
         assert row["generate/batch_num_seq"] == 8 * 4 * 2, "two samples of each of four conversations about 8 prompts"
         assert row["policy/num_optimizer_steps"] == 2 and row["policy/grad_norm"] > 0
         assert 0 < row["policy/loss_metrics/weight"] <= 1 and row["policy/loss_metrics/largest_drift"] >= 0
-        assert row["policy/correction/dropped_share"] == 0, "the engine computes what the trainer does"
+        assert row["policy/correction/drop_surprises/dropped_share"] == 0, "the engine computes what the trainer does"
         assert 0 < row["own/share_of_teaching_groups"] <= 1 and "reward/avg_pass_at_8" in row
     assert "eval/all/pass_at_2" in steps[-1], "an evaluation plays the same rollout"
     for process in ("policy-0", "engine-0"):

@@ -101,7 +101,7 @@ def test_sampling_without_an_end_stops_at_the_limit():
         "trainer.algorithm.dynamic_sampling.type=filter",
         "trainer.algorithm.dynamic_sampling.max_sample_batches=2",
     ]
-    with pytest.raises(RuntimeError, match="max_sample_batches=2 batches only 0 of 4 groups have samples of different"):
+    with pytest.raises(RuntimeError, match="max_sample_batches=2 rounds only 0 of 4 groups have samples of different"):
         World(*overrides).steps(1)
 
 
