@@ -144,7 +144,7 @@ class FakeRank(Actor):
         return SendReport(8, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {"w": 1})
 
 
-async def ended(place: EngineReplica) -> None:
+async def ended(replica: EngineReplica) -> None:
     """There is no process to end."""
 
 
@@ -160,15 +160,15 @@ def engine_group(
     Args: ranks_each: policy ranks whose devices each engine shares.
     """
     waiting = iter(actors)
-    monkeypatch.setattr(EngineReplica, "new_actor", lambda place: setattr(place, "actor", next(waiting)))
+    monkeypatch.setattr(EngineReplica, "new_actor", lambda replica: setattr(replica, "actor", next(waiting)))
     monkeypatch.setattr(EngineReplica, "end", ended)
     num_engines = len(actors) if num_engines is None else num_engines
     each = [engine_settings("model", "served", "float32", 64, weight_sync_timeout_s=0.2) for _ in range(num_engines)]
     shares = [tuple(range(n * ranks_each, (n + 1) * ranks_each)) for n in range(num_engines)]
     slots = [Slot(None, 1.0, 0, some) for some in shares]  # type: ignore[arg-type]
     group = EnginePool(slots, each, "logs", 0.2, max_restarts=max_restarts)
-    for place in group.replicas:
-        place.started = StartedEngine(EngineFacts(1), "node", ())
+    for replica in group.replicas:
+        replica.started = StartedEngine(EngineFacts(1), "node", ())
     return group
 
 

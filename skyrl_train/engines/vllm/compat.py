@@ -7,7 +7,6 @@ import inspect
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader.reload import meta as _reload_meta
 from vllm.outputs import CompletionOutput
@@ -43,14 +42,6 @@ def shut_down(llm: AsyncLLM, num_workers: int) -> None:
         llm.shutdown(timeout=0)
     else:
         llm.shutdown()
-
-
-async def init_weight_transfer(llm: AsyncLLM, init_info: dict[str, Any]) -> None:
-    await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
-
-
-async def update_weights(llm: AsyncLLM, update_info: dict[str, Any]) -> None:
-    await llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
 
 
 async def set_weight_version(llm: AsyncLLM, version: int) -> None:

@@ -1,6 +1,6 @@
 """One vLLM engine: generates from token ids and receives new weights while it runs.
 
-A plain class; it lives in a Ray actor, or in any asyncio program. During a weight update the model is half loaded and a
+A plain class, used in a Ray actor or in any asyncio program. During a weight update the model is half loaded and a
 single step would kill the core, so an engine whose update failed stays paused (`resume` refuses) until a complete
 update has succeeded. An engine that shares its device: sleep -> wake_weights -> an update -> wake_kv_cache.
 """

@@ -27,10 +27,10 @@ MIN_MARGIN = 3 << 30
 BYTES_PER_LOGIT = 8
 """Logit in the model's dtype, float32 logprob, and rank. vLLM (0.26 to 0.32) scores a sample at once."""
 MAX_SCORE_FRACTION = 0.25
-"""Of the free memory; vLLM's newer model runner scores in chunks, and needs less for long samples."""
+"""Fraction of the free memory; vLLM's newer model runner scores in chunks, and needs less for long samples."""
 CACHE_ARGUMENTS = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
 MAX_CACHE_FRACTION = 0.5
-"""Of an engine's memory beside the weights: with an explicit KV cache size, vLLM does not check that its steps fit."""
+"""Fraction of the memory beside the weights: vLLM does not check that its steps fit beside an explicit KV cache."""
 BLOCK = 128
 """Tokens; a multiple of the block sizes of vLLM's attention backends."""
 CACHED = re.compile(r"\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|kv_a_proj_with_mqa)\.weight$")

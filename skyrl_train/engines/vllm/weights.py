@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
 from skyrl_train.engines.sync_report import check_reports
 from skyrl_train.engines.vllm import compat
 from skyrl_train.engines.vllm.core import Core
@@ -33,8 +35,8 @@ class Weights:
 
     async def connect(self, info: ControlMessage) -> None:
         """Returns when the sender has answered; for a broadcast, when all receivers have joined."""
-        connected = compat.init_weight_transfer(self._core.llm, {"info": info})
-        await self._core.call(connected, "connecting the weight sync")
+        request = WeightTransferInitRequest(init_info={"info": info})
+        await self._core.call(self._core.llm.init_weight_transfer_engine(request), "connecting the weight sync")
 
     async def start(self) -> None:
         if not self.are_complete:
@@ -45,8 +47,8 @@ class Weights:
     async def load(self, message: ControlMessage) -> None:
         """Receive and load the tensors of one sender; senders are served in the order of their messages."""
         async with self._lock:
-            update = compat.update_weights(self._core.llm, {"message": message})
-            await self._core.call(update, f"loading the weights of {message['sender']}")
+            request = WeightTransferUpdateRequest(update_info={"message": message})
+            await self._core.call(self._core.llm.update_weights(request), f"loading the weights of {message['sender']}")
 
     async def finish(self, policy_version: int, sent_digests: dict[str, int]) -> None:
         """Check what was received, and make vLLM use it under its version; the caller sets `are_complete`.

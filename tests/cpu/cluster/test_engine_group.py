@@ -159,9 +159,9 @@ def test_an_engine_that_waits_for_requests_is_given_its_own_deadline_first(
     async def main() -> None:
         actor = SimpleNamespace(call=SimpleNamespace(remote=lambda method: SimpleNamespace(future=lambda: late)))
         group = engine_group(monkeypatch, actor)
-        place = group.replicas[0]
+        replica = group.replicas[0]
         values = {"pause_mode": pause_mode, "rpc_timeout_s": rpc_timeout_s, "weight_sync_timeout_s": 0.1}
-        place.settings = changed(place.settings, **values)
+        replica.settings = changed(replica.settings, **values)
         said = task_error(still_running(rpc_timeout_s, ["chatcmpl-7"]))
         asyncio.get_running_loop().call_later(rpc_timeout_s, late.set_exception, said)
         expected = "requests .chatcmpl-7. still run after" if answers else "did not begin a weight update within 0.2 s"

@@ -1,4 +1,4 @@
-"""An engine that dies or hangs: the sync fails in time, the others go on, and another takes its place. Through Ray."""
+"""A dead or hanging engine: the sync fails in time, other engines continue, and a replacement starts. Through Ray."""
 
 from __future__ import annotations
 
@@ -104,15 +104,15 @@ class World:
         assert {one.policy_version for one in await self.answers()} == {self.policy.policy_version}
 
     async def wait_for_replacements(self) -> None:
-        tasks = [place.replacement for place in self.engines.replicas if place.replacement is not None]
+        tasks = [replica.replacement for replica in self.engines.replicas if replica.replacement is not None]
         await asyncio.wait_for(asyncio.gather(*tasks), 250)
 
     async def whole_again(self) -> None:
         """Both engines serve; the new one answers nobody before it has the weights."""
         await self.wait_for_replacements()
-        for place in self.engines.replicas:
-            if not place.is_up:
-                answers = place.actor.stream.options(num_returns="streaming").remote(
+        for replica in self.engines.replicas:
+            if not replica.is_up:
+                answers = replica.actor.stream.options(num_returns="streaming").remote(
                     "generate_batch", [(0, PROMPTS[0], GREEDY)]
                 )
                 with pytest.raises(TimeoutError):
@@ -151,7 +151,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def test_a_sync_in_which_an_engine_is_lost_is_repeated_with_the_others(
     world: World, death: str, caplog: pytest.LogCaptureFixture
 ):
-    before = {pid for place in world.engines.replicas for pid, _ in place.started.pids}  # type: ignore[union-attr]
+    before = {pid for replica in world.engines.replicas for pid, _ in replica.started.pids}  # type: ignore[union-attr]
     run(world.train())
     world.order.write_text(death)
     started = time.monotonic()
@@ -165,7 +165,7 @@ def test_a_sync_in_which_an_engine_is_lost_is_repeated_with_the_others(
     assert "engine-" in report and "failed to send weights" in report
 
     run(world.whole_again())
-    after = {pid for place in world.engines.replicas for pid, _ in place.started.pids}  # type: ignore[union-attr]
+    after = {pid for replica in world.engines.replicas for pid, _ in replica.started.pids}  # type: ignore[union-attr]
     assert not [pid for pid in before - after if psutil.pid_exists(pid)], "the lost engine still holds its device"
 
 
@@ -205,8 +205,8 @@ def test_the_run_ends_with_one_error_when_no_engine_can_be_had(world: World):
     """The last test of the world: its engines are gone afterwards."""
 
     async def main() -> None:
-        for place in world.engines.replicas:
-            place.max_restarts = 0
+        for replica in world.engines.replicas:
+            replica.max_restarts = 0
         for index in (0, 1):
             world.core(index).send_signal(signal.SIGKILL)
         with pytest.raises(RemoteFailed, match="no engine is left .*engine-0 .*engine-1 .*core process died"):

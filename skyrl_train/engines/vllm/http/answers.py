@@ -30,6 +30,17 @@ MAX_DROPPED_BYTES = 64 << 20
 VERSIONS_HEADER = b"x-policy-versions"
 FINISH = re.compile(rb'"finish_reason":\s*"')
 
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+CONSTRAINTS = (
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "structured_outputs",
+    "logits_processors",
+    "thinking_token_budget",
+)
+"""Other parameters that exclude tokens or change their probabilities."""
+
 
 class Answer:
     """Policy versions and sampling parameters of one HTTP answer, while it is generated."""
@@ -74,6 +85,15 @@ class Answer:
                     choice["version_spans"] = [list(span) for span in spans]
         body |= self.facts
         self.is_reported = complete or len(self.choices) == self._num_choices
+
+
+def sampling_facts(params: Any) -> dict[str, float | bool]:
+    """The numbers, and `true` for each constraint that is set. Args: params: vLLM's SamplingParams."""
+    facts: dict[str, float | bool] = {name: getattr(params, name) for name in NUMBERS}
+    facts["top_k"] = params.top_k if params.top_k > 0 else -1
+    if params.min_tokens > 0:
+        facts["min_tokens"] = params.min_tokens
+    return facts | {name: True for name in CONSTRAINTS if getattr(params, name, None) not in (None, [], {})}
 
 
 current_answer: ContextVar[Answer | None] = ContextVar("current_answer", default=None)

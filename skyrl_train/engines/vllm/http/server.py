@@ -29,8 +29,8 @@ from skyrl_train.engines.vllm.http.answers import (
     NeedsKey,
     WaitsWhilePaused,
     current_answer,
+    sampling_facts,
 )
-from skyrl_train.engines.vllm.http.sampling_facts import sampling_facts
 from skyrl_train.engines.vllm.versions import VersionTracker
 
 START_S = 60.0
@@ -146,33 +146,25 @@ class VersionedClient:
     ) -> AsyncGenerator[RequestOutput, None]:
         answer = current_answer.get() or Answer()
         answer.sampling_params = sampling_facts(sampling_params)
-        return self._generate(
-            answer, answer.add_request(sampling_params.n), prompt, sampling_params, request_id, arguments
-        )
+        first_choice = answer.add_request(sampling_params.n)
 
-    async def _generate(
-        self,
-        answer: Answer,
-        first_choice: int,
-        prompt: Any,
-        params: SamplingParams,
-        request_id: str,
-        arguments: dict[str, Any],
-    ) -> AsyncGenerator[RequestOutput, None]:
-        while True:
-            await self._wait()  # a pause may have begun since the request was accepted
-            has_begun = False
-            try:
-                stream = self._versions.generate(prompt, params, request_id, **arguments)
-                async with contextlib.aclosing(stream) as outputs:
-                    async for output, ended in outputs:
-                        has_begun = True
-                        answer.choices |= {first_choice + index: spans for index, spans in ended.items()}
-                        yield output
-                return
-            except Exception as error:
-                if has_begun or not compat.is_refusal_of_a_pause(error):
-                    raise
+        async def outputs() -> AsyncGenerator[RequestOutput, None]:
+            while True:
+                await self._wait()  # a pause may have begun since the request was accepted
+                has_begun = False
+                try:
+                    stream = self._versions.generate(prompt, sampling_params, request_id, **arguments)
+                    async with contextlib.aclosing(stream) as generated:
+                        async for output, ended in generated:
+                            has_begun = True
+                            answer.choices |= {first_choice + index: spans for index, spans in ended.items()}
+                            yield output
+                    return
+                except Exception as error:
+                    if has_begun or not compat.is_refusal_of_a_pause(error):
+                        raise
+
+        return outputs()
 
 
 class _Server(uvicorn.Server):

@@ -8,7 +8,7 @@ byte, that the parameters hold what the plan would have written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, KeysView, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ class CopyPlan:
     """The copies for each tensor of an update."""
 
     def __init__(self, copies: Mapping[str, Sequence[Copy]], model: nn.Module) -> None:
-        self._copies = copies
+        self.copies = copies
         self._storages = _storages(model)
         self._loaded: set[str] = set()
 
@@ -66,11 +66,11 @@ class CopyPlan:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for name, tensor in named_tensors:
-            if name in self._loaded or name not in self._copies:
+            if name in self._loaded or name not in self.copies:
                 what = "arrived twice in one weight update" if name in self._loaded else "was not in the first update"
                 raise WeightSyncError(f"tensor {name!r} {what}")
             self._loaded.add(name)
-            for copy in self._copies[name]:
+            for copy in self.copies[name]:
                 targets.append(copy.target)
                 sources.append(copy.source(tensor))
         if targets:
@@ -79,19 +79,8 @@ class CopyPlan:
 
     def faults(self) -> list[str]:
         """Sentences about what is missing in the update."""
-        missing = sorted(self._copies.keys() - self._loaded)
+        missing = sorted(self.copies.keys() - self._loaded)
         return [f"{len(missing)} tensors of the first update are missing: {name_list(missing)}"] if missing else []
-
-    def parts(self, name: str, tensor: Tensor) -> list[Tensor]:
-        return [copy.source(tensor) for copy in self._copies[name]]
-
-    def targets(self, name: str) -> list[Tensor]:
-        """The parts of parameters that this tensor is copied to."""
-        return [copy.target for copy in self._copies[name]]
-
-    @property
-    def names(self) -> KeysView[str]:
-        return self._copies.keys()
 
 
 class PlanCheck:
@@ -104,16 +93,16 @@ class PlanCheck:
     def watch(self, named_tensors: list[tuple[str, Tensor]]) -> None:
         """To be called with the tensors of each bucket before they are loaded."""
         for name, tensor in named_tensors:
-            if name in self._plan.names:
-                self._digests[name] = [_digest(part) for part in self._plan.parts(name, tensor)]
+            if name in self._plan.copies:
+                self._digests[name] = [_digest(copy.source(tensor)) for copy in self._plan.copies[name]]
 
     def passed(self, model: nn.Module) -> bool:
         """Whether, after the update, the model's parameters hold exactly the watched bytes."""
         return (
             self._plan.is_of(model)
-            and self._digests.keys() == self._plan.names
+            and self._digests.keys() == self._plan.copies.keys()
             and all(
-                [_digest(target) for target in self._plan.targets(name)] == digests
+                [_digest(copy.target) for copy in self._plan.copies[name]] == digests
                 for name, digests in self._digests.items()
             )
         )

@@ -19,8 +19,8 @@ from skyrl_train.engines.vllm.http.answers import (
     NeedsKey,
     WaitsWhilePaused,
     current_answer,
+    sampling_facts,
 )
-from skyrl_train.engines.vllm.http.sampling_facts import sampling_facts
 
 Told = list[dict[str, Any]]
 

@@ -196,7 +196,7 @@ def test_a_tensor_is_found_without_going_through_all_names():
     """With 18,432 tensors of experts that took 3 s of a sync."""
     model = Loads()
     plan = plan_of(model)
-    plan._copies = Unlisted(plan._copies)
+    plan.copies = Unlisted(plan.copies)
     trial = PlanCheck(plan)
     trial.watch(weights(2))
     assert len(trial._digests) == len(weights(2))
