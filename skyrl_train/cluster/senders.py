@@ -117,6 +117,6 @@ class Senders:
         self._connected = None
         # A rank that is lost has no sender left; one that still waits for somebody closes its own later, and before it
         # opens another. The error must not wait for either.
-        closes = (self._policy.group.one(rank, "close_sender") for rank in self._senders)
+        closes = (self._policy.group.one(rank, "close") for rank in self._senders)
         with contextlib.suppress(RemoteFailed, TimeoutError):
             await asyncio.wait_for(asyncio.gather(*closes), CLOSE_SENDER_S)

@@ -26,7 +26,7 @@ SpecMessage = tuple[str, str, list[int]]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a receiver must know of a tensor before its bytes arrive."""
+    """Description of a tensor, sent ahead of its bytes."""
 
     name: str
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some tensors, end to end."""
+    """Tensors end to end."""
 
     specs: tuple[TensorSpec, ...]
     data: Tensor
@@ -71,19 +71,19 @@ def offsets(specs: Iterable[TensorSpec]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """What will travel together, known to both ends before the first byte."""
+    """Tensors that travel together, known to both ends before the first byte."""
 
     specs: tuple[TensorSpec, ...]
     num_bytes: int
 
 
 def cut(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[BucketPlan]:
-    """Deal tensors, in their order, to buckets of at most `bucket_bytes`; a larger tensor travels alone.
+    """Assign tensors, in order, to buckets of at most `bucket_bytes`; a larger tensor travels alone.
 
-    Both ends call this with the same arguments, so the order of the specs is the protocol.
+    Both ends call this with the same arguments, so the order of the specs is part of the protocol.
     """
     if bucket_bytes < ALIGNMENT:
-        raise ValueError(f"bucket_bytes is {bucket_bytes}; at least {ALIGNMENT} are needed")
+        raise ValueError(f"bucket_bytes is {bucket_bytes}: at least {ALIGNMENT} are needed")
     buckets: list[BucketPlan] = []
     waiting: list[TensorSpec] = []
     used = 0
@@ -102,15 +102,15 @@ def cut(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[BucketPlan]:
 def fill(plan: BucketPlan, named_tensors: Iterator[tuple[str, Tensor]], buffer: Tensor) -> Bucket:
     """Copy the next tensors of an iterator into a bucket.
 
-    A tensor is copied before the next one is asked for, so the source may overwrite it then.
+    Each tensor is copied before the next is requested, so the source may reuse its memory.
 
     Args: buffer [at least plan.num_bytes] uint8; it decides the device.
     Raises: WeightSyncError if a tensor is not what the plan announces.
     """
     bucket = Bucket(plan.specs, buffer[: plan.num_bytes])
     start = 0
-    for spec, (_, place) in zip(plan.specs, unpack(bucket), strict=True):
-        place.copy_(take(spec, named_tensors))
+    for spec, (_, view) in zip(plan.specs, unpack(bucket), strict=True):
+        view.copy_(take(spec, named_tensors))
         size = aligned(spec.num_bytes)
         if size > spec.num_bytes:
             buffer[start + spec.num_bytes : start + size].zero_()
@@ -118,8 +118,14 @@ def fill(plan: BucketPlan, named_tensors: Iterator[tuple[str, Tensor]], buffer: 
     return bucket
 
 
+def finish(named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Raises: WeightSyncError if there is one more tensor than was announced."""
+    for name, _ in named_tensors:
+        raise WeightSyncError(f"the trainer exports {name}, which it did not announce")
+
+
 def take(spec: TensorSpec, named_tensors: Iterator[tuple[str, Tensor]]) -> Tensor:
-    """The next tensor. Raises: WeightSyncError if it is not the one that was announced."""
+    """Return the next tensor. Raises: WeightSyncError if it is not the one that was announced."""
     name, tensor = next(named_tensors, ("nothing more", None))
     if tensor is None or (name, tensor.dtype, tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):
         found = name if tensor is None else f"{name} {tensor.dtype} {tuple(tensor.shape)}"
@@ -128,12 +134,12 @@ def take(spec: TensorSpec, named_tensors: Iterator[tuple[str, Tensor]]) -> Tenso
 
 
 def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """The tensors as views of the bucket: whoever keeps one beyond the bucket's life clones it."""
+    """Yield the tensors as views of the bucket; clone one to keep it longer than the bucket."""
     typed: dict[torch.dtype, Tensor] = {}
-    for spec, start in zip(bucket.specs, offsets(bucket.specs), strict=False):
+    for spec, start in zip(bucket.specs, offsets(bucket.specs)[:-1], strict=True):
         if spec.dtype not in typed:
             typed[spec.dtype] = bucket.data.view(spec.dtype)
-        # One call where slicing and viewing are three: there are hundreds of tensors, and a GPU does not wait for us.
+        # One call instead of three for slicing and viewing: with hundreds of tensors the GPU would wait for the host.
         base = typed[spec.dtype]
         offset = base.storage_offset() + start // spec.dtype.itemsize
         yield spec.name, base.as_strided(spec.shape, _row_major(spec.shape), offset)

@@ -1,4 +1,4 @@
-"""What was sent and how long its parts took, and the clock that gathers it while the buckets go out."""
+"""What was sent and how long its parts took, and the clock that collects it while the buckets go out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SendReport:
     num_buckets: int
     seconds: float
     plan_s: float
-    """Cutting the specs into buckets and handing the plan to the receivers."""
+    """Assigning tensors to buckets and posting the plan to the receivers."""
     convert_s: float
     """Waiting for the source of the tensors."""
     pack_s: float
@@ -32,12 +32,12 @@ class SendReport:
     wait_s: float
     """Waiting for the receivers."""
     digests: dict[str, int]
-    """name -> digest of what was sent."""
+    """name -> digest of the sent bytes."""
 
 
 @dataclass(slots=True)
 class SendClock:
-    """Gathers a SendReport while the buckets go out."""
+    """Collects a SendReport while the buckets go out."""
 
     started: float = field(default_factory=time.perf_counter)
     plan_s: float = 0.0
@@ -45,12 +45,12 @@ class SendClock:
     digest_s: float = 0.0
     wait_s: float = 0.0
     num_bytes: int = 0
-    is_running: bool = True
+    num_buckets: int = 0
     _specs: list[TensorSpec] = field(default_factory=list)
     _hashes: list[Tensor] = field(default_factory=list)
 
     def source(self, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, with the time that making them takes."""
+        """Yield the tensors and count the time that making them takes."""
         iterator = iter(named_tensors)
         while True:
             before = time.perf_counter()
@@ -60,9 +60,9 @@ class SendClock:
                 return
             yield item
 
-    def wait(self, until: Callable[[], T]) -> T:
+    def wait(self, until: Callable[..., T], *args: object) -> T:
         before = time.perf_counter()
-        result = until()
+        result = until(*args)
         self.wait_s += time.perf_counter() - before
         return result
 
@@ -71,6 +71,7 @@ class SendClock:
         self._specs += bucket.specs
         self._hashes.append(row_hashes(bucket.data))
         self.num_bytes += sum(spec.num_bytes for spec in bucket.specs)
+        self.num_buckets += 1
         self.digest_s += time.perf_counter() - before
 
     def report(self) -> SendReport:
@@ -80,7 +81,7 @@ class SendClock:
         seconds = time.perf_counter() - self.started
         return SendReport(
             num_bytes=self.num_bytes,
-            num_buckets=len(self._hashes),
+            num_buckets=self.num_buckets,
             seconds=seconds,
             plan_s=self.plan_s,
             convert_s=self.convert_s,

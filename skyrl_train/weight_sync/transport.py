@@ -1,10 +1,10 @@
-"""One sender, many receivers, and the way between them, which neither end looks into.
+"""One sender, many receivers, and the protocol between them, which neither end looks into.
 
     Sender.send(specs, tensors) -- control message (the plan) --> Receiver.receive(message, load)
               bucket, bucket, ... -- a Channel (shared memory, CUDA IPC, broadcast) --> load
 
-Both ends cut the same specs into the same buckets, so one message per sender and update says everything. It goes
-through `post`, that is through the engine's own update call, and holds JSON-like values only.
+Both ends assign the same specs to the same buckets, so one message per sender and update is enough. It goes through
+`post`, the engine's own update call, and holds JSON-like values only.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.bucket import Bucket, BucketPlan, NamedTensors, TensorSpec, cut, fill, unpack
+from skyrl_train.weight_sync.bucket import Bucket, BucketPlan, NamedTensors, TensorSpec, cut, fill, finish, unpack
 from skyrl_train.weight_sync.channels.channel import ReceiveChannel, SendChannel
 from skyrl_train.weight_sync.control import Check, ControlMessage, PeerLostError, Pending, Post, WeightSyncError
 from skyrl_train.weight_sync.digest import digests, row_hashes
 from skyrl_train.weight_sync.send_report import SendClock, SendReport
 
 Load = Callable[[list[tuple[str, Tensor]]], None]
-"""Takes the tensors of one bucket. They are views: it keeps none of them beyond the call."""
+"""Loads the tensors of one bucket. They are views: it keeps none of them beyond the call."""
 FIRST_CAUSE_S = 2.0
-"""How long a sender whose channel broke waits for a receiver's own word of what happened."""
+"""Seconds that a sender with a broken channel waits for a receiver to report the cause."""
 
 
 class Sender:
-    """Sends named tensors over a channel. After a failed `send` it is of no use, nor are its receivers."""
+    """Sends named tensors over a channel. After a failed `send` neither it nor its receivers can be used again."""
 
     def __init__(self, channel: SendChannel, bucket_bytes: int, post: Post) -> None:
         self._channel, self._post = channel, post
@@ -41,9 +41,9 @@ class Sender:
         return self._channel.init_info
 
     def connect(self, check: Check = lambda: None) -> None:
-        """Returns when all receivers have joined.
+        """Return when all receivers have joined; after an error none of them waits any more.
 
-        Raises: WeightSyncError if they do not within the deadline; what `check` raises. Nobody waits any more then.
+        Raises: WeightSyncError if they do not within the deadline; what `check` raises.
         """
         try:
             self._channel.connect(check)
@@ -52,10 +52,10 @@ class Sender:
             raise
 
     def send(self, specs: Sequence[TensorSpec], named_tensors: NamedTensors) -> SendReport:
-        """Returns when every receiver has loaded every tensor.
+        """Return when every receiver has loaded every tensor.
 
-        Args: specs say what `named_tensors` will yield, in order. Each tensor is copied before the next is asked for.
-        Raises: WeightSyncError if the tensors are not those, or the channel breaks; whatever a receiver raised.
+        Args: specs: of all `named_tensors`, in order. Each tensor is copied before the next is requested.
+        Raises: WeightSyncError if the tensors are not those, or the channel breaks; what a receiver raised.
         """
         clock = SendClock()
         plan_id = _plan_id(specs)
@@ -72,12 +72,12 @@ class Sender:
         try:
             self._send_buckets(clock, plans, named_tensors, pending.check)
             clock.wait(pending.wait)
-            clock.is_running = False
-        except PeerLostError:
-            _raise_first_cause(pending)
-            raise
-        finally:
-            if clock.is_running:
+        except BaseException as error:
+            try:
+                if isinstance(error, PeerLostError):
+                    _raise_first_cause(pending)
+                raise
+            finally:
                 self._channel.abort()
         self._known_plan = plan_id
         return clock.report()
@@ -88,14 +88,12 @@ class Sender:
         self._channel.begin()
         tensors = clock.source(named_tensors)
         for plan in plans:
-            buffer = clock.wait(lambda num_bytes=plan.num_bytes: self._channel.buffer(num_bytes, check))  # type: ignore[misc]
+            buffer = clock.wait(self._channel.buffer, plan.num_bytes, check)
             bucket = fill(plan, tensors, buffer)
             self._channel.publish(plan.num_bytes)
             clock.digest(bucket)
-        left_over = next(tensors, None)
-        if left_over is not None:
-            raise WeightSyncError(f"the trainer exports {left_over[0]}, which it did not announce")
-        clock.wait(lambda: self._channel.drain(check))
+        finish(tensors)
+        clock.wait(self._channel.drain, check)
 
     def close(self) -> None:
         self._channel.close()
@@ -111,7 +109,7 @@ def _plan_id(specs: Sequence[TensorSpec]) -> str:
 
 
 def _raise_first_cause(pending: Pending) -> None:
-    """A channel that broke knows only that; the receiver that broke it says why a little later."""
+    """Raise the error of the receiver that broke the channel, if it arrives in time; the channel does not know it."""
     deadline = time.monotonic() + FIRST_CAUSE_S
     while time.monotonic() < deadline:
         pending.check()
@@ -119,8 +117,8 @@ def _raise_first_cause(pending: Pending) -> None:
 
 
 class Receiver:
-    """Takes in one sender's updates, in one worker of an engine. One that fails ends the connection, and everything
-    that the update has begun: a sender that goes on is a new one."""
+    """Loads one sender's updates, in one worker of an engine. A failure ends the connection and all that the update
+    has begun; the next sender needs a new receiver."""
 
     def __init__(self, channel: ReceiveChannel) -> None:
         self._channel: ReceiveChannel | None = channel
@@ -128,14 +126,14 @@ class Receiver:
         self._specs: tuple[TensorSpec, ...] = ()
 
     def receive(self, message: ControlMessage, load: Load) -> dict[str, int]:
-        """Hand all tensors of an update to `load`, bucket by bucket.
+        """Pass all tensors of an update to `load`, bucket by bucket.
 
         Returns: name -> digest of the bytes that `load` was given.
-        Raises: WeightSyncError if a bucket does not come within the deadline, or an earlier update failed; whatever
-            `load` raises.
+        Raises: WeightSyncError if a bucket does not come within the deadline, or an earlier update failed; what `load`
+            raises.
         """
         if self._channel is None:
-            raise WeightSyncError("the connection to the sender ended with an update that failed; connect it anew")
+            raise WeightSyncError("the connection was closed by a failed update; reconnect before the next one")
         try:
             return self._receive(self._channel, message, load)
         except BaseException:
@@ -147,7 +145,7 @@ class Receiver:
             self._specs = tuple(TensorSpec.from_message(spec) for spec in message["specs"])
             self._plan_id = message["plan"]
         elif message["plan"] != self._plan_id:
-            raise WeightSyncError("the sender refers to a plan that this engine was never told; connect it anew")
+            raise WeightSyncError("unknown transfer plan: this engine never received it; reconnect")
         plans = cut(self._specs, message["bucket_bytes"])
         hashes: list[Tensor] = []
         channel.begin([plan.num_bytes for plan in plans])
@@ -163,7 +161,7 @@ class Receiver:
 
 
 def _load_bucket(bucket: Bucket, load: Load) -> Tensor:
-    """Returns: its row hashes. No reference to the bucket is left then, unless `load` keeps one."""
+    """Returns: its row hashes. No reference to the bucket is left, unless `load` keeps one."""
     hashes = row_hashes(bucket.data)
     load(list(unpack(bucket)))
     return hashes

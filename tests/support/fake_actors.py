@@ -118,7 +118,6 @@ class FakeRank(Actor):
             build=ParallelRanks(0, pp_rank, 0, 0, 1, True),
             open_sender=self._open,
             connect_sender=None,
-            close_sender=None,
             send_weights=self._send,
             close=self._close,
             memory={"reserved": 2.0 * GIB, "free": 5.0 * GIB},

@@ -1,7 +1,8 @@
-"""The processes of one model: started, ended, and started again from the state that they saved."""
+"""The processes of one model: started, ended, and restarted from the state that they saved."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from skyrl_train.cluster.ranks.worker_group import IDLE_S, WorkerGroup
@@ -10,19 +11,20 @@ from skyrl_train.ranks import Moved, ParallelRanks
 
 
 class ModelGroup:
-    """What policy and reference have in common; they say what is computed."""
+    """Life of the ranks of one model; subclasses add what they compute."""
 
     entry_point: str
     """`module:Class` of each rank's worker."""
 
     def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-        self._ranks: list[ParallelRanks] = []
+        self.group = group
+        self.ranks: list[ParallelRanks] = []
+        """Position of each rank in the layout, once started."""
         self._kwargs: dict[str, Any] = {}
         self._state_folder: str | None = None
-        """Where a restart finds the state; None means the model as it came."""
+        """Source of the state after a restart; None for the initial model."""
         self.num_starts = 0
-        """Times that processes were started: whatever was connected with earlier ones is gone."""
+        """Number of times the processes were started; each start invalidates the connections of the last."""
         self.num_steps = 0
         """Optimizer steps in the weights."""
         self.has_changed = False
@@ -35,66 +37,60 @@ class ModelGroup:
 
     async def _build(self) -> list[Moved]:
         self.num_starts += 1
-        self._ranks = await self._group.build(self.entry_point, self._kwargs)
+        self.ranks = await self.group.build(self.entry_point, self._kwargs)
         if self._state_folder is None:
             return []
-        return await self._group.all("load_state", self._state_folder, self.num_steps)
+        return await self.group.all("load_state", self._state_folder, self.num_steps)
 
-    @property
-    def group(self) -> WorkerGroup:
-        return self._group
-
-    @property
-    def ranks(self) -> list[ParallelRanks]:
-        """Where each rank stands, once started."""
-        return self._ranks
+    def reported(self, results: Sequence[Any]) -> list[Any]:
+        """The results of those ranks that report, one per data-parallel shard, of the results of all ranks."""
+        of_shard = {place.dp_rank: result for place, result in zip(self.ranks, results, strict=True) if place.reports}
+        return [of_shard[shard] for shard in sorted(of_shard)]
 
     @property
     def is_running(self) -> bool:
         """False from `end` to `restart`."""
-        return bool(self._group.actors)
+        return bool(self.group.actors)
 
     async def offload(self, *parts: str) -> list[Moved]:
-        """Free the device's memory on every rank; done when it returns. Args: parts: "weights", "optimizer" or both, of
-        a policy."""
-        return await self._group.all("offload", *parts)
+        """Free the device memory of every rank. Args: parts: "weights", "optimizer" or both, for a policy."""
+        return await self.group.all("offload", *parts)
 
     async def reload(self, *parts: str) -> list[Moved]:
-        return await self._group.all("reload", *parts)
+        return await self.group.all("reload", *parts)
 
     async def drop(self, *parts: str) -> None:
-        """As `offload` without a copy, for processes that will end."""
-        await self._group.all("drop", *parts)
+        """Like `offload` without a copy, for processes that will end."""
+        await self.group.all("drop", *parts)
 
     async def save_state(self, folder: str) -> list[Moved]:
-        """Write what `restart` starts from."""
-        moved = await self._group.all("save_state", folder)
+        """Write the state that `restart` loads."""
+        moved = await self.group.all("save_state", folder)
         self._state_folder, self.has_changed = folder, False
         return moved
 
     async def copy_state(self, folder: str) -> list[FileSum]:
-        """Write the same for a checkpoint, which survives this run and a loss of power; `restart` still uses what it
-        had. Returns size and digest of the file of each rank."""
-        return await self._group.all("copy_state", folder)
+        """Write the state durably for a checkpoint, which `restart` does not use. Returns: sum of each rank's file."""
+        return await self.group.all("copy_state", folder)
 
     async def end(self) -> None:
-        """End the processes; done when they and their memory are gone."""
+        """End the processes; return when they and their memory are gone."""
         assert not self.has_changed, "updates would be lost: save_state first"
-        await self._group.end()
+        await self.kill()
 
     async def kill(self) -> None:
-        """As `end`, for processes that may be dead or hang; updates since the last `save_state` are lost."""
-        await self._group.end()
+        """Like `end`, for processes that may be dead or hang; updates since the last `save_state` are lost."""
+        await self.group.end()
 
     async def restart(self) -> list[Moved]:
-        """New processes with the saved state."""
-        self._group.spawn()
+        """Start new processes with the saved state."""
+        self.group.spawn()
         return await self._build()
 
     async def memory(self) -> list[dict[str, float]]:
-        """What each rank holds, as `device.memory_in_use`; empty while it is ended."""
-        return await self._group.memory()
+        """`device.memory_in_use` of each rank; empty while the processes are ended."""
+        return await self.group.memory()
 
     async def is_idle(self, timeout_s: float = IDLE_S) -> bool:
-        """Whether every rank answers by then: none is dead, or waits in a collective for one that failed."""
-        return await self._group.is_idle(timeout_s)
+        """Whether every rank answers in time: none is dead, or waits in a collective for one that failed."""
+        return await self.group.is_idle(timeout_s)

@@ -1,4 +1,4 @@
-"""The policy as the trainer sees it: a few calls on a step's shards, and the version of its weights."""
+"""The policy as the trainer sees it: calls on a step's shards, and the version of its weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.cluster.ranks.shards import Shards
-from skyrl_train.cluster.ranks.versions import Versions
 from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.ranks import LogprobLimit, SavedState, UpdateReport
 from skyrl_train.types import Metrics, TrainBatch
@@ -20,7 +19,7 @@ from skyrl_train.types import Metrics, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class UpdateReports:
-    """What the ranks say of one update."""
+    """Reports of all ranks on one update."""
 
     ranks: tuple[UpdateReport, ...]
     flops: float
@@ -40,6 +39,25 @@ class UpdateRefused(RuntimeError):
         self.difference = difference
 
 
+@dataclass(slots=True)
+class Versions:
+    """Numbers under which engines serve the policy's weights; none is ever given to other weights."""
+
+    current: int = 0
+    """Version of the policy's weights: optimizer steps so far, plus skipped numbers."""
+    last_given: int = 0
+    """Highest version that engines may have served."""
+
+    def advance(self, num_steps: int) -> None:
+        """Count optimizer steps."""
+        self.current = max(self.current, self.last_given) + num_steps
+
+    def give(self) -> int:
+        """Return the current version, for engines that are about to serve it."""
+        self.last_given = max(self.last_given, self.current)
+        return self.current
+
+
 class PolicyGroup(ModelGroup):
     """The trained model: logprobs and updates."""
 
@@ -49,7 +67,7 @@ class PolicyGroup(ModelGroup):
         super().__init__(group)
         self.versions = Versions()
         self.num_updates = 0
-        """Updates that were begun, also those that failed."""
+        """Number of updates that were begun, including failed ones."""
 
     async def start(self, kwargs: dict[str, Any], saved: SavedState | None = None) -> None:
         """Build the ranks and, if there is one, load a saved state."""
@@ -59,48 +77,41 @@ class PolicyGroup(ModelGroup):
         await super().start(kwargs)
 
     async def restart_from(self, folder: str | None, policy_version: int, num_steps: int) -> None:
-        """Like `restart`, from the state in `folder`, which is of this version and so many optimizer steps, or from the
-        initial model if None."""
+        """Like `restart`, from the state of this version in `folder`, or from the initial model if None."""
         self._state_folder, self.has_changed = folder, False
         self.versions.current, self.num_steps = policy_version, num_steps
         await self.restart()
 
     @property
     def policy_version(self) -> int:
-        """Number of its weights, under which engines serve them."""
+        """Version under which engines serve the weights."""
         return self.versions.current
 
     @property
     def dp_size(self) -> int:
-        return self._ranks[0].dp_size
+        return self.ranks[0].dp_size
 
     def _of_rank(self, per_shard: Sequence[Any]) -> list[Any]:
-        return [per_shard[place.dp_rank] for place in self._ranks]
+        return [per_shard[place.dp_rank] for place in self.ranks]
 
     async def keep_old_logprobs(self, shards: Shards, ref_logprobs: Sequence[Any] | None = None) -> list[Tensor] | None:
-        """Have every rank compute and keep the logprobs that the next update compares with.
+        """Compute the logprobs that the next update compares with, and keep them on the ranks.
 
         Returns: with reference logprobs, the estimated KL divergence of every token, [T] of each shard.
         """
         refs = [None] * self.dp_size if ref_logprobs is None else ref_logprobs
         args = list(zip(self._of_rank(shards.refs), self._of_rank(refs), strict=True))
-        results = await self._group.each("keep_old_logprobs", args)
-        if ref_logprobs is None:
-            return None
-        reporting = {place.dp_rank: result for place, result in zip(self._ranks, results, strict=True) if place.reports}
-        return [reporting[shard] for shard in range(self.dp_size)]
+        results = await self.group.each("keep_old_logprobs", args)
+        return None if ref_logprobs is None else self.reported(results)
 
     async def prompt_logprobs(self, batch: TrainBatch) -> Tensor:
         """Logprobs [T] of one batch at temperature 1; all data-parallel ranks compute the same."""
-        ref = ray.put(batch)
-        results = await self._group.each("prompt_logprobs", [(ref,)] * len(self._ranks))
-        return next(result for place, result in zip(self._ranks, results, strict=True) if place.reports)
+        return self.reported(await self.group.all("prompt_logprobs", ray.put(batch)))[0]
 
     async def evaluate(self, shards: Shards) -> float:
         """The objective over all shards, under the current weights."""
         args = [(ref,) for ref in self._of_rank(shards.refs)]
-        results = await self._group.each("evaluate", args)
-        return sum(result for place, result in zip(self._ranks, results, strict=True) if place.reports)
+        return sum(self.reported(await self.group.each("evaluate", args)))
 
     async def update(
         self,
@@ -116,10 +127,10 @@ class PolicyGroup(ModelGroup):
         Raises: UpdateRefused beyond the limit; the ranks are then as before.
         """
         args = [(shard, epochs, objective, limit) for shard in self._of_rank(shards.refs)]
-        own = [{name: refs[place.dp_rank] for name, refs in signals.items()} for place in self._ranks]
+        own = [{name: refs[place.dp_rank] for name, refs in signals.items()} for place in self.ranks]
         had_changed, self.has_changed = self.has_changed, True
         self.num_updates += 1
-        reports: list[UpdateReport] = await self._group.each("update", args, own)
+        reports: list[UpdateReport] = await self.group.each("update", args, own)
         difference = reports[0].logprob_difference
         if reports[0].is_refused:
             assert difference is not None
@@ -130,9 +141,9 @@ class PolicyGroup(ModelGroup):
         self.num_steps += steps
         self.versions.advance(steps)
         metrics = next(report.metrics for report in reports if report.metrics)
-        flops = sum(r.train_flops for place, r in zip(self._ranks, reports, strict=True) if place.reports)
+        flops = sum(report.train_flops for report in self.reported(reports))
         return metrics, UpdateReports(tuple(reports), flops)
 
     async def save_hf(self, folder: str) -> None:
         """Write a Hugging Face checkpoint of the current weights."""
-        await self._group.all("save_hf", folder)
+        await self.group.all("save_hf", folder)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Rank:
-    """Makes a plain worker in `build`, hands calls on to it, and sends its weights to the engines."""
+    """Makes a plain worker in `build`, forwards calls to it, and sends its weights to the engines."""
 
     def __init__(self, log_path: str) -> None:
         import torch
@@ -39,7 +39,7 @@ class Rank:
         return getattr(self._worker, name)
 
     def find_place(self) -> tuple[str, int, str]:
-        """(node, process id, visible devices)"""
+        """`worker_group.Place`: node, process id, visible devices."""
         return ray.get_runtime_context().get_node_id(), os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def memory(self) -> dict[str, float]:
@@ -53,8 +53,8 @@ class Rank:
         import_modules(names)
 
     def build(self, entry_point: str, rendezvous: Rendezvous, kwargs: dict[str, Any]) -> Any:
-        """Make the worker `module:Class` and return its place in the layout."""
-        with quick_imports(without=("wandb",)):  # Megatron would; no rank logs to it
+        """Make the worker `module:Class`. Returns: its position in the layout."""
+        with quick_imports(without=("wandb",)):  # Megatron would import it; no rank logs to it
             worker = attribute(entry_point)
         self._worker = worker(rendezvous, **kwargs)
         return self._worker.ranks
@@ -67,24 +67,21 @@ class Rank:
         name: str,
         nodes: Collection[str] | None = None,
     ) -> ControlMessage:
-        """Make this rank a sender of weights and return what the engines (name -> actor) must be told.
+        """Make this rank a sender of weights. Returns: the message with which engines join it.
 
-        Args: engines: to whom this rank posts its messages; num_workers: of all engines; name: of the sender;
-            nodes: of the engines, None where they may be anywhere.
+        Args: engines: name -> actor that this rank posts its messages to; num_workers: of all engines; name: of the
+            sender; nodes: of the engines, None for anywhere.
         """
         from skyrl_train.device import device
         from skyrl_train.weight_sync.channels.channel import SendingEnd
 
-        if self._sender is not None:
-            self._sender.close()
+        self.close()
         timeout_s = settings.weight_sync_timeout_s
 
         def post(message: ControlMessage) -> PostedCalls:
             message = message | {"sender": name}
-            calls = {
-                engine_name: engine.call.remote("update_weights", message) for engine_name, engine in engines.items()
-            }
-            return PostedCalls("take in the weights", calls, timeout_s)
+            calls = {to: engine.call.remote("update_weights", message) for to, engine in engines.items()}
+            return PostedCalls("load the weights", calls, timeout_s)
 
         is_alone = nodes is not None and set(nodes) <= {ray.get_runtime_context().get_node_id()}
         end = SendingEnd(
@@ -99,30 +96,25 @@ class Rank:
         told = {"transport": settings.weight_sync_backend, "sender": name, "weight_sync_timeout_s": timeout_s}
         return told | self._sender.init_info
 
-    def close(self) -> None:
-        """Before the end of the process: leave nothing behind that outlives it."""
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
-
     def connect_sender(self, joining: Mapping[str, Any]) -> None:
         """Wait until every receiver has joined.
 
-        Args: joining: name of each engine -> the call in which it joins; when one fails the others are let go.
+        Args: joining: name of each engine -> its call that joins; when one fails, the others are released.
         Raises: WeightSyncError.
         """
         assert self._sender is not None
         self._sender.connect(PostedCalls("join the weight sync", joining).check)
 
-    def close_sender(self) -> None:
-        """Let the receivers of a sync that broke off go; `open_sender` opens another."""
+    def close(self) -> None:
+        """Close the sender, which releases its receivers and leaves nothing that outlives this process."""
         if self._sender is not None:
             self._sender.close()
+            self._sender = None
 
     def send_weights(self, settings: SyncSettings) -> SendReport | None:
         """Export weights, in which every rank takes part; a sender sends them and reports.
 
-        The export runs to its end also where sending fails: the other ranks of the stage wait for this one in it.
+        The export runs to its end even if sending fails: the other ranks of the stage wait for this one in it.
         """
         import torch
 
@@ -141,10 +133,10 @@ class Rank:
 
 
 class PostedCalls:
-    """Calls to several engines that run, as a sender of weights waits for them."""
+    """Running calls of several engines, for a sender of weights to wait for."""
 
     def __init__(self, what: str, calls: Mapping[str, Any], timeout_s: float = 0.0) -> None:
-        """Args: what they are to do; calls: name of the engine -> reference to its result; timeout_s of `wait`."""
+        """Args: what: the calls' task, for errors; calls: name of the engine -> reference; timeout_s: of `wait`."""
         self._what, self._timeout_s = what, timeout_s
         self._names = {call: name for name, call in calls.items()}
 
@@ -158,7 +150,7 @@ class PostedCalls:
                 raise WeightSyncError(f"{', '.join(late)} did not {self._what} within {self._timeout_s:g} s")
 
     def _raise_errors(self, timeout_s: float) -> list[str]:
-        """Returns: the engines that are still at work after that time."""
+        """Returns: the engines whose calls still run after that time."""
         done, running = ray.wait(list(self._names), num_returns=len(self._names), timeout=timeout_s)
         for call in done:
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -17,17 +17,20 @@ from skyrl_train.ranks import Rendezvous
 from skyrl_train.stores import LOOPBACK
 
 CLOSE_S = 5
-"""Patience with processes that may hang in a collective."""
+"""Timeout for processes that may hang in a collective."""
 IDLE_S = 20
-"""Longest time after which a rank answers that has nothing to do."""
+"""Longest time in which an idle rank answers."""
 RANK = "skyrl_train.cluster.ranks.rank:Rank"
 END_S = 60
-"""Patience with killed processes that give back the memory of a device."""
+"""Timeout for killed processes to free the memory of a device."""
 
 
-def _words(method: str) -> str:
-    """For messages: "failed to keep old logprobs"."""
-    return method.replace("_", " ") if "_" in method or method == "update" else f"compute {method}"
+class Place(NamedTuple):
+    """Process of a rank."""
+
+    node: str
+    pid: int
+    visible_devices: str
 
 
 class WorkerGroup:
@@ -53,12 +56,12 @@ class WorkerGroup:
         self._visible_devices = visible_devices or [None] * len(slots)
         self._custom_modules = tuple(custom_modules)
         self.actors: list[Any] = []
-        self._places: list[tuple[str, int, str]] = []
-        """As they were last found: a process that hangs cannot be asked."""
+        self._places: list[Place] = []
+        """Last known: a process that hangs cannot be asked."""
         self.spawn()
 
     def spawn(self) -> None:
-        """Ask Ray to start the actors, which are not there or were ended."""
+        """Ask Ray to start the actors."""
         assert not self.actors
         actor = ray.remote(Host)
         self.actors = [
@@ -68,69 +71,61 @@ class WorkerGroup:
             for slot, rank_name, visible in zip(self._slots, self.calls.names, self._visible_devices, strict=True)
         ]
 
-    async def visible_devices(self) -> list[str]:
-        """CUDA_VISIBLE_DEVICES of each rank."""
-        return [visible for _, _, visible in await self._find_places()]
-
-    async def _find_places(self) -> list[tuple[str, int, str]]:
-        self._places = await self.calls.gather("start", [actor.call.remote("find_place") for actor in self.actors])
+    async def places(self, timeout_s: float | None = None) -> list[Place]:
+        """Place of each rank's process."""
+        found = await self.calls.gather("start", self._call("find_place"), timeout_s=timeout_s)
+        self._places = [Place(*place) for place in found]
         return self._places
 
-    async def end(self) -> None:
-        """End the actors, also those that are dead or hang; returns when their processes, and with them their memory on
-        the devices, are gone. What ran on a node that is lost is gone.
+    async def visible_devices(self) -> list[str]:
+        """CUDA_VISIBLE_DEVICES of each rank."""
+        return [place.visible_devices for place in await self.places()]
 
-        Raises: RemoteFailed if one is still there after a minute.
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        return [actor.call.remote(method, *args) for actor in self.actors]
+
+    async def end(self) -> None:
+        """End the actors, dead or hanging ones too; return when their processes and device memory are gone.
+
+        Processes of a dead node count as gone. Raises: RemoteFailed if one is still there after a minute.
         """
         await self.shutdown()
         pids: dict[str, list[int]] = {}
-        for node, pid, _ in self._places:
-            pids.setdefault(node, []).append(pid)
-        tasks_on = {place[0]: slot.strategy for slot, place in zip(self._slots, self._places, strict=False)}
+        tasks_on = {}
+        for slot, place in zip(self._slots, self._places, strict=bool(self._places)):
+            pids.setdefault(place.node, []).append(place.pid)
+            tasks_on[place.node] = slot.strategy
         if alive := await wait_ended_on_nodes(pids, tasks_on, END_S):
             raise RemoteFailed(f"processes {alive} did not end within {END_S} s of being killed")
 
     async def memory(self) -> list[dict[str, float]]:
-        """What each rank holds, as `device.memory_in_use`; empty while the actors are ended."""
-        if not self.actors:
-            return []
-        return await self.calls.gather("tell its memory", [actor.call.remote("memory") for actor in self.actors])
+        """`device.memory_in_use` of each rank; empty while the actors are ended."""
+        return await self.all("memory") if self.actors else []
 
     async def is_idle(self, timeout_s: float = IDLE_S) -> bool:
-        """Whether every rank answers by then. One that is at work, or waits in a collective, does not."""
+        """Whether every rank answers within the timeout: none is dead, computes, or waits in a collective."""
         try:
-            await self.calls.gather(
-                "answer", [actor.call.remote("find_place") for actor in self.actors], timeout_s=timeout_s
-            )
+            await self.places(timeout_s)
         except RemoteFailed:
             return False
         return True
-
-    @property
-    def size(self) -> int:
-        return len(self._slots)
 
     async def build(self, entry_point: str, kwargs: dict[str, Any]) -> list[Any]:
         """Make `module:Class` on every rank. Returns: each rank's position in the layout."""
         if self._custom_modules:  # a call of its own, before arguments are unpickled that may refer to these modules
             await self.all("import_modules", self._custom_modules)
         address, port = await self.one(0, "find_meeting_place")
-        if len({node for node, _, _ in await self._find_places()}) == 1:
+        if len({place.node for place in await self.places()}) == 1:
             address = LOOPBACK
-        meetings = [Rendezvous(rank, self.size, address, port, self.calls.timeout_s) for rank in range(self.size)]
-        return await self.calls.gather(
-            "start",
-            [
-                actor.call.remote("build", entry_point, meeting, kwargs)
-                for actor, meeting in zip(self.actors, meetings, strict=True)
-            ],
-        )
+        size = len(self._slots)
+        meetings = [Rendezvous(rank, size, address, port, self.calls.timeout_s) for rank in range(size)]
+        calls = zip(self.actors, meetings, strict=True)
+        refs = [actor.call.remote("build", entry_point, meeting, kwargs) for actor, meeting in calls]
+        return await self.calls.gather("start", refs)
 
-    async def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    async def all(self, method: str, *args: Any) -> list[Any]:
         """`worker.method(*args)` on every rank with the same arguments."""
-        return await self.calls.gather(
-            _words(method), [actor.call.remote(method, *args, **kwargs) for actor in self.actors]
-        )
+        return await self.calls.gather(f"run {method}", self._call(method, *args))
 
     async def each(
         self,
@@ -141,24 +136,23 @@ class WorkerGroup:
         """`worker.method(*args_of_rank[rank], **kwargs_of_rank[rank])` on every rank."""
         kwargs = [{}] * len(args_of_rank) if kwargs_of_rank is None else kwargs_of_rank
         calls = zip(self.actors, args_of_rank, kwargs, strict=True)
-        return await self.calls.gather(
-            _words(method), [actor.call.remote(method, *args, **own) for actor, args, own in calls]
-        )
+        refs = [actor.call.remote(method, *args, **own) for actor, args, own in calls]
+        return await self.calls.gather(f"run {method}", refs)
 
     async def each_kept(self, method: str, args_of_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """As `each`, but the results stay where they are: references to them, one per rank."""
+        """Like `each`, but results stay on the ranks. Returns: references to them, one per rank."""
         pairs = zip(self.actors, args_of_rank, strict=True)
         refs = [actor.call_and_keep.options(num_returns=2).remote(method, *args) for actor, args in pairs]
-        await self.calls.gather(_words(method), [done for done, _ in refs])
+        await self.calls.gather(f"run {method}", [done for done, _ in refs])
         return [kept for _, kept in refs]
 
     async def one(self, rank: int, method: str, *args: Any) -> Any:
         """`worker.method(*args)`, or a method of Rank itself, on one rank."""
-        return (await self.calls.gather(_words(method), [self.actors[rank].call.remote(method, *args)], [rank]))[0]
+        return (await self.calls.gather(f"run {method}", [self.actors[rank].call.remote(method, *args)], [rank]))[0]
 
     async def shutdown(self) -> None:
         """Kill the actors, which first close what they have open if they still answer."""
-        calls = [asyncio.wrap_future(actor.call.remote("close").future()) for actor in self.actors]
+        calls = [asyncio.wrap_future(ref.future()) for ref in self._call("close")]
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), CLOSE_S)
         for actor in self.actors:

@@ -9,16 +9,14 @@ compare them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from skyrl_train.ranks import free_port
-from skyrl_train.weight_sync.bucket import NamedTensors, TensorSpec, take
+from skyrl_train.weight_sync.bucket import NamedTensors, TensorSpec, finish, take
 from skyrl_train.weight_sync.channels.broadcast_group import POLL_S
 from skyrl_train.weight_sync.channels.channel import SendingEnd
 from skyrl_train.weight_sync.channels.flight import Flight, Land
@@ -106,31 +104,19 @@ class StockNcclSender:
                 pending = self._end.post(_message(update))
                 for chunk in update:
                     size = sum(spec.num_bytes for spec in chunk)
-                    buffer = clock.wait(partial(flight.buffer, size, pending.check))
+                    buffer = clock.wait(flight.buffer, size, pending.check)
                     fill(chunk, tensors, buffer)
-                    flight.send(size, lambda sent: self._land(group.broadcast(sent)))
+                    flight.send(lambda sent: self._land(group.broadcast(sent)))
                     clock.num_bytes += size
-                clock.wait(partial(flight.drain, pending.check))
+                    clock.num_buckets += 1
+                clock.wait(flight.drain, pending.check)
                 clock.wait(pending.wait)
-            left_over = next(tensors, None)
-            if left_over is not None:
-                raise WeightSyncError(f"the trainer exports {left_over[0]}, which is not in its specs")
+            finish(tensors)
             self._group = group
         finally:
             if self._group is None:
                 group.close()
-        seconds = time.perf_counter() - clock.started
-        return SendReport(
-            num_bytes=clock.num_bytes,
-            num_buckets=flight.num_sent,
-            seconds=seconds,
-            plan_s=0.0,
-            convert_s=clock.convert_s,
-            pack_s=seconds - clock.convert_s - clock.wait_s,
-            digest_s=0.0,
-            wait_s=clock.wait_s,
-            digests={},
-        )
+        return clock.report()
 
     def _land(self, is_sent: Callable[[], bool]) -> Land:
         """NCCL only enqueues, and a failed peer never joins: so poll both."""

@@ -14,8 +14,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from skyrl_train.device.memory import memory_to_share
 from skyrl_train.weight_sync.channels.channel import ReceivingEnd, SendingEnd
-from skyrl_train.weight_sync.channels.ring import SLOTS, ReceiveRing, SendRing
-from skyrl_train.weight_sync.channels.signals import SignalHub, SignalPeer
+from skyrl_train.weight_sync.channels.signals import SLOTS, SignalHub, SignalPeer
 from skyrl_train.weight_sync.control import Check, ControlMessage, WeightSyncError
 from skyrl_train.weight_sync.transport import Sender
 
@@ -32,7 +31,6 @@ class CudaIpcSendChannel:
 
     def __init__(self, timeout_s: float) -> None:
         self._hub = SignalHub(1, timeout_s)
-        self._ring = SendRing(self._hub)
         self._slots: list[Tensor | None] = [None] * SLOTS
         self._told: list[Tensor | None] = [None] * SLOTS
         """The buffer of which the receiver has the handle."""
@@ -45,10 +43,10 @@ class CudaIpcSendChannel:
         self._hub.connect(check)
 
     def begin(self) -> None:
-        self._ring.begin()
+        self._hub.begin()
 
     def buffer(self, num_bytes: int, check: Check) -> Tensor:
-        slot = self._ring.next(check)
+        slot = self._hub.next(check)
         buffer = self._slots[slot]
         if buffer is None or len(buffer) < num_bytes:
             self._slots[slot] = None
@@ -57,7 +55,7 @@ class CudaIpcSendChannel:
         return buffer
 
     def publish(self, num_bytes: int) -> None:
-        slot = self._ring.slot
+        slot = self._hub.slot
         buffer = self._slots[slot]
         assert buffer is not None
         handle = None
@@ -65,10 +63,10 @@ class CudaIpcSendChannel:
             _, handle = reduce_tensor(buffer)
             self._told[slot] = buffer
         torch.cuda.current_stream().synchronize()
-        self._ring.tell(handle)
+        self._hub.announce(handle)
 
     def drain(self, check: Check) -> None:
-        self._ring.drain(check)
+        self._hub.drain(check)
         self._free()
 
     def _free(self) -> None:
@@ -76,7 +74,7 @@ class CudaIpcSendChannel:
         torch.cuda.ipc_collect()
 
     def abort(self) -> None:
-        self._ring.abort()
+        self._hub.abort()
         self._free()
 
     def close(self) -> None:
@@ -96,16 +94,15 @@ class CudaIpcReceiveChannel:
                 "otherwise set generator.weight_sync_backend=broadcast"
             )
         self._peer = SignalPeer(address, timeout_s)
-        self._ring = ReceiveRing(self._peer)
         self._slots: list[Tensor | None] = [None] * SLOTS
 
     def begin(self, sizes: Sequence[int]) -> None:
         self._free()
-        self._ring.begin(sizes)
+        self._peer.begin(sizes)
 
     def next(self) -> Tensor:
-        handle, _ = self._ring.next()
-        slot = self._ring.slot
+        handle, _ = self._peer.next()
+        slot = self._peer.slot
         if handle is not None:
             self._slots[slot] = None
             # Its seventh item is the number that the GPU has in the sender's process.
@@ -113,13 +110,13 @@ class CudaIpcReceiveChannel:
             self._slots[slot] = rebuild_cuda_tensor(*arguments)
         buffer = self._slots[slot]
         assert buffer is not None
-        return buffer[: self._ring.num_bytes]
+        return buffer[: self._peer.num_bytes]
 
     def release(self) -> None:
         torch.cuda.current_stream().synchronize()
-        if self._ring.is_last:
+        if self._peer.is_last:
             self._free()  # before the sender learns of it and gives the memory back
-        self._ring.release()
+        self._peer.release()
 
     def _free(self) -> None:
         self._slots = [None] * SLOTS

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.weight_sync.channels.channel import ReceivingEnd, SendingEnd
-from skyrl_train.weight_sync.channels.ring import SLOTS, ReceiveRing, SendRing
-from skyrl_train.weight_sync.channels.signals import SignalHub, SignalPeer
+from skyrl_train.weight_sync.channels.signals import SLOTS, SignalHub, SignalPeer
 from skyrl_train.weight_sync.control import Check, ControlMessage, WeightSyncError
 from skyrl_train.weight_sync.transport import Sender
 
@@ -81,7 +80,6 @@ class ShmSendChannel:
 
     def __init__(self, num_receivers: int, timeout_s: float) -> None:
         self._hub = SignalHub(num_receivers, timeout_s)
-        self._ring = SendRing(self._hub)
         self._slots: list[_Memory | None] = [None] * SLOTS
 
     @property
@@ -92,10 +90,10 @@ class ShmSendChannel:
         self._hub.connect(check)
 
     def begin(self) -> None:
-        self._ring.begin()
+        self._hub.begin()
 
     def buffer(self, num_bytes: int, check: Check) -> Tensor:
-        slot = self._ring.next(check)
+        slot = self._hub.next(check)
         memory = self._slots[slot]
         if memory is None or memory.num_bytes < num_bytes:
             self._drop(slot)
@@ -103,15 +101,15 @@ class ShmSendChannel:
         return memory.tensor()[0]
 
     def publish(self, num_bytes: int) -> None:
-        memory = self._slots[self._ring.slot]
+        memory = self._slots[self._hub.slot]
         assert memory is not None
-        self._ring.tell(file=memory.descriptor)
+        self._hub.announce(file=memory.descriptor)
 
     def drain(self, check: Check) -> None:
-        self._ring.drain(check)
+        self._hub.drain(check)
 
     def abort(self) -> None:
-        self._ring.abort()
+        self._hub.abort()
 
     def _drop(self, slot: int) -> None:
         memory, self._slots[slot] = self._slots[slot], None
@@ -129,18 +127,17 @@ class ShmReceiveChannel:
 
     def __init__(self, init_info: ControlMessage, timeout_s: float) -> None:
         self._peer = SignalPeer(init_info["address"], timeout_s)
-        self._ring = ReceiveRing(self._peer)
         self._mapped: dict[int, _Memory] = {}
         self._is_viewed: Callable[[], bool] = lambda: False
 
     def begin(self, sizes: Sequence[int]) -> None:
-        self._ring.begin(sizes)
+        self._peer.begin(sizes)
 
     def next(self) -> Tensor:
-        _, descriptor = self._ring.next()
+        _, descriptor = self._peer.next()
         assert descriptor is not None
-        buffer, self._is_viewed = self._map(self._ring.slot, descriptor).tensor()
-        return buffer[: self._ring.num_bytes]
+        buffer, self._is_viewed = self._map(self._peer.slot, descriptor).tensor()
+        return buffer[: self._peer.num_bytes]
 
     def release(self) -> None:
         """Raises: WeightSyncError if somebody kept a view of the bucket, which the sender is about to overwrite."""
@@ -148,10 +145,10 @@ class ShmReceiveChannel:
             gc.collect()  # a view in a reference cycle is nobody's
         if self._is_viewed():
             raise WeightSyncError(
-                f"the engine's loader keeps views of bucket {self._ring.bucket} after loading it; it must clone what "
+                f"the engine's loader keeps views of bucket {self._peer.bucket} after loading it; it must clone what "
                 "it keeps"
             )
-        self._ring.release()
+        self._peer.release()
 
     def _map(self, slot: int, descriptor: int) -> _Memory:
         memory = self._mapped.get(slot)

@@ -1,7 +1,8 @@
-"""Short messages between a sender and the receivers on its host: which bucket is ready, which was taken in.
+"""Which bucket is ready and which was loaded: messages between a sender and the receivers on its host.
 
-A Unix socket per receiver, so that the death of either end is seen at once and nothing has to be polled. An open file
-can go with a frame.
+A Unix socket per receiver, so that the death of either end is seen at once and nothing is polled; an open file can
+travel with a message. Buckets alternate between two slots: one is filled while the receivers load the other. Both ends
+count the buckets of an update from 0, so a lost one is noticed at the next. The channel decides what a slot holds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -19,12 +21,13 @@ from typing import Any
 
 from skyrl_train.weight_sync.control import Check, PeerLostError, WeightSyncError
 
+SLOTS = 2
 CHECK_EVERY_S = 0.05
 FOLDERS = "/tmp"
 """Not TMPDIR: a socket's path has at most 107 bytes."""
 FORGOTTEN_S = 3600.0
 ABORTED = -1
-"""Instead of a bucket's number: the rest of the update will not come."""
+"""Sent instead of a bucket's number: the rest of the update will not come."""
 
 
 class SignalHub:
@@ -40,6 +43,7 @@ class SignalHub:
         self._listener.listen(num_receivers)
         self._receivers: list[Connection] = []
         self._taken: list[int] = []
+        self._bucket = -1
 
     def connect(self, check: Check) -> None:
         """Wait for all receivers."""
@@ -59,35 +63,59 @@ class SignalHub:
             self._stop_listening()
 
     def begin(self) -> None:
-        self._taken = [0] * len(self._receivers)
+        """Start an update."""
+        self._taken, self._bucket = [0] * len(self._receivers), -1
+
+    @property
+    def slot(self) -> int:
+        """Slot of the current bucket."""
+        return self._bucket % SLOTS
+
+    def next(self, check: Check) -> int:
+        """Return the slot of the next bucket when every receiver has emptied it. Raises: like `wait_taken`."""
+        self._bucket += 1
+        self.wait_taken(self._bucket + 1 - SLOTS, check)
+        return self.slot
+
+    def announce(self, content: Any = None, file: int | None = None) -> None:
+        """Report that the bucket is in its slot. Args, Raises: like `tell`."""
+        self.tell(self._bucket, content=content, file=file)
+
+    def drain(self, check: Check) -> None:
+        """Wait until every slot is empty. Raises: like `wait_taken`."""
+        self.wait_taken(self._bucket + 1, check)
+
+    def abort(self) -> None:
+        """Notify the receivers that no more comes."""
+        with contextlib.suppress(WeightSyncError):
+            self.tell(ABORTED)
 
     def tell(self, index: int, content: Any = None, file: int | None = None) -> None:
-        """Args: file is a descriptor, of which every receiver gets its own."""
-        try:
+        """Send a bucket's number to all receivers. Args: file: a descriptor, which each receiver gets a copy of.
+
+        Raises: PeerLostError.
+        """
+        with _worker_alive():
             for receiver in self._receivers:
                 receiver.send((index, content, file is not None))
                 if file is not None:
                     send_handle(receiver, file, None)
-        except OSError as error:
-            raise PeerLostError("an engine's worker has ended in the middle of a weight update") from error
 
     def wait_taken(self, count: int, check: Check) -> None:
-        """Return when every receiver has taken in the first `count` buckets of this update."""
+        """Return when every receiver has loaded the first `count` buckets of this update.
+
+        Raises: PeerLostError if one died or is late; what `check` raises.
+        """
         deadline = time.monotonic() + self._timeout_s
         while any(taken < count for taken in self._taken):
             for connection in wait(self._receivers, timeout=CHECK_EVERY_S):
                 number = self._receivers.index(connection)  # type: ignore[arg-type]
-                self._read(number)
+                with _worker_alive():
+                    self._taken[number] = 1 + self._receivers[number].recv()
             if any(taken < count for taken in self._taken):
                 check()
                 if time.monotonic() > deadline:
-                    raise PeerLostError(f"a bucket of weights was not taken in within {self._timeout_s:g} s")
-
-    def _read(self, number: int) -> None:
-        try:
-            self._taken[number] = 1 + self._receivers[number].recv()
-        except (EOFError, OSError) as error:
-            raise PeerLostError("an engine's worker has ended in the middle of a weight update") from error
+                    raise PeerLostError(f"a bucket of weights was not loaded within {self._timeout_s:g} s")
 
     def _stop_listening(self) -> None:
         self._listener.close()
@@ -100,8 +128,17 @@ class SignalHub:
         self._receivers = []
 
 
+@contextlib.contextmanager
+def _worker_alive() -> Iterator[None]:
+    """Turns errors of the socket into PeerLostError."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise PeerLostError("an engine's worker died during a weight update") from error
+
+
 def _remove_forgotten_folders(parent: str, age_s: float) -> None:
-    """Of senders that were killed while they waited for their receivers; afterwards there is no folder any more."""
+    """Remove folders of senders that were killed before their receivers connected; later the folder is gone."""
     for folder in Path(parent).glob("skyrl_sync_*"):
         with contextlib.suppress(OSError):  # gone by now, or another user's
             if time.time() - folder.stat().st_mtime > age_s:
@@ -119,34 +156,62 @@ class SignalPeer:
             connection.connect(address)
         except OSError as error:
             raise WeightSyncError(
-                f"no sender of weights listens at {address} ({error}): it ended, or it runs on another host (then set "
-                "generator.weight_sync_backend=broadcast)"
+                f"no sender of weights listens at {address} ({error}): it ended, or it runs on another host. In that "
+                "case set generator.weight_sync_backend=broadcast"
             ) from error
         connection.settimeout(None)
         self._connection = Connection(connection.detach())
+        self._sizes: list[int] = []
+        self.bucket = 0
+        """Number of the current bucket."""
 
-    def next(self, expected: int) -> tuple[Any, int | None]:
-        """The content of the signal for bucket `expected`, and the descriptor of the file that came with it.
+    @property
+    def slot(self) -> int:
+        """Slot of the current bucket."""
+        return self.bucket % SLOTS
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the current bucket."""
+        return self._sizes[self.bucket]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the current bucket is the last one of the update."""
+        return self.bucket + 1 == len(self._sizes)
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Expect buckets of these many bytes."""
+        self._sizes, self.bucket = list(sizes), 0
+
+    def next(self) -> tuple[Any, int | None]:
+        """Wait until the bucket is in its slot. Returns: content and file descriptor that the sender sent with it.
 
         Raises: WeightSyncError if another one comes, none comes within the deadline, or the sender gives up or dies.
         """
         if not self._connection.poll(self._timeout_s):
-            raise WeightSyncError(f"bucket {expected} of the weights did not come within {self._timeout_s:g} s")
+            raise WeightSyncError(f"bucket {self.bucket} of the weights did not come within {self._timeout_s:g} s")
         try:
             index, content, has_file = self._connection.recv()
             file = recv_handle(self._connection) if has_file else None
         except (EOFError, OSError) as error:
-            raise WeightSyncError("the sender of the weights has ended in the middle of an update") from error
-        if index == expected:
+            raise WeightSyncError("the sender of the weights died during an update") from error
+        if index == self.bucket:
             return content, file
         if file is not None:
             os.close(file)
         if index == ABORTED:
             raise WeightSyncError("the sender gave up this weight update")
-        raise WeightSyncError(f"bucket {index} arrived where bucket {expected} was due: one was lost")
+        raise WeightSyncError(f"received bucket {index}, expected {self.bucket}: a bucket was lost")
+
+    def release(self) -> None:
+        """Report the slot as empty, and go to the next bucket."""
+        self.taken(self.bucket)
+        self.bucket += 1
 
     def taken(self, index: int) -> None:
-        with contextlib.suppress(OSError):  # the sender is gone: the next wait for it says so
+        """Report a bucket as loaded."""
+        with contextlib.suppress(OSError):  # the sender died: the next wait for it raises
             self._connection.send(index)
 
     def close(self) -> None:

@@ -248,8 +248,8 @@ def test_a_rank_that_cannot_import_a_custom_module_names_it_before_anything_is_b
     with pytest.raises(RemoteFailed) as caught:
         asyncio.run(body())
     assert str(caught.value).startswith(
-        "policy-0 failed to import modules: ValueError: trainer.custom_modules names no_such_module, which cannot be "
-        "imported (ModuleNotFoundError: "
+        "policy-0 failed to run import_modules: ValueError: trainer.custom_modules names no_such_module, which cannot "
+        "be imported (ModuleNotFoundError: "
     )
 
 

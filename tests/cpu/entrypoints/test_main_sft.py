@@ -261,9 +261,9 @@ def test_a_model_that_cannot_be_trained_and_an_export_that_cannot_be_written_end
     ]
     with fine_tuning(made_world, "broken", *overrides) as job:
         assert job.wait() == 1, job.story()
-    assert "the export of step 1 could not be written, the run continues: policy-0 failed to save hf" in job.output
+    assert "the export of step 1 could not be written, the run continues: policy-0 failed to run save_hf" in job.output
     (message,) = (line for line in job.output.splitlines() if line.startswith("error: "))
-    assert "the export of step 3, the last one, could not be written: policy-0 failed to save hf" in message
+    assert "the export of step 3, the last one, could not be written: policy-0 failed to run save_hf" in message
     assert "the model was not trained: the updates of all 3 steps were skipped" in message
     assert not list((job.run_dir / "checkpoints").glob("*"))
     assert json.loads((job.run_dir / "run.json").read_text())["status"] == "failed"

@@ -226,7 +226,7 @@ def test_a_load_that_fails_leaves_nothing_of_the_update_and_the_next_connection_
         assert child.recv() == "no such parameter"
         before, left = child.recv()
         assert left == before
-        assert "connect it anew" in child.recv()
+        assert "closed by a failed update" in child.recv()
         digests = send()
         assert child.poll(20) and child.recv() == digests
 

@@ -173,7 +173,7 @@ def test_a_receiver_that_dies_or_hangs_fails_the_send(number, within_s):
             yield f"t{n}", torch.zeros(1024)
 
     started = time.monotonic()
-    with pytest.raises(WeightSyncError, match="ended in the middle|not taken in within 5 s"):
+    with pytest.raises(WeightSyncError, match="died during|not loaded within 5 s"):
         sender.send(specs_of([(f"t{n}", torch.zeros(1024)) for n in range(100)]), source())
     assert time.monotonic() - started < within_s + 2
     sender.close()
@@ -210,7 +210,7 @@ def test_a_failing_receiver_says_why_and_both_ends_have_to_be_connected_anew():
     with pytest.raises(RuntimeError, match="no such parameter"):
         pair.send(some_weights())
     assert time.monotonic() - started < TIMEOUT_S
-    with pytest.raises(WeightSyncError, match="connect it anew"):
+    with pytest.raises(WeightSyncError, match="closed by a failed update"):
         pair.send(some_weights())
     pair.close()
 
@@ -246,7 +246,7 @@ def test_a_lost_bucket_is_noticed_at_the_next_one(monkeypatch):
     pair = Pair(1024, Loader())
     tell = pair.channel._hub.tell
     monkeypatch.setattr(pair.channel._hub, "tell", lambda index, **more: index == 1 or tell(index, **more))
-    with pytest.raises(WeightSyncError, match="bucket 2 arrived where bucket 1 was due"):
+    with pytest.raises(WeightSyncError, match="received bucket 2, expected 1"):
         pair.send([(f"t{n}", torch.zeros(256)) for n in range(7)])
     pair.close()
 
