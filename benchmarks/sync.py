@@ -110,7 +110,9 @@ async def run_syncs(config: Config, count: int, folder: Path) -> list[dict[str, 
     """The parts of each sync in seconds, and its bytes."""
     goal = objective(config.trainer.algorithm, config.generator.sampling_params, 1024)
     with connect() as cluster:
-        processes = await launch(config, cluster, 2048, goal, 10, str(folder / "logs"))
+        processes = await launch(
+            config, cluster, max_model_len=2048, objective=goal, num_optimizer_steps=10, logs=str(folder / "logs")
+        )
         try:
             found = []
             for _ in range(count):

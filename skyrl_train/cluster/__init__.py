@@ -2,6 +2,5 @@
 
 import os
 
-# Read when ray is first imported. Ray's handler prints a C++ stack of the driver at SIGTERM, which the driver handles
-# itself.
+# Read when ray is first imported. Ray's handler prints a C++ stack of the driver at SIGTERM, which the driver handles.
 os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")

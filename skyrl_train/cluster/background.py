@@ -1,4 +1,4 @@
-"""Work that goes on beside the calls that began it, until it is done or the run ends."""
+"""Work that continues beside the calls that began it, until it is done or the run ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Background:
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._let_go)
+        task.add_done_callback(self._forget)
         return task
 
     async def end(self) -> None:
@@ -25,7 +25,7 @@ class Background:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _let_go(self, task: asyncio.Task[None]) -> None:
+    def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # told by whoever began it; asyncio complains of those that it never asked for
+            task.exception()  # asyncio complains of errors that are never retrieved; the work reports its own

@@ -1,4 +1,4 @@
-"""Waiting for several actors at once, with a deadline and errors that name the process and its log."""
+"""Waits for several actors at once, with a deadline and errors that name the process and its log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RemoteFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """How a group of processes is waited for."""
+    """Names, deadline and logs of a group of processes."""
 
     names: tuple[str, ...]
     timeout_s: float
@@ -25,11 +25,10 @@ class Calls:
     async def gather(
         self, what: str, refs: Sequence[Any], members: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> list[Any]:
-        """Results of `refs`, one per member of the group (all of them, or those given), within the group's deadline
-        or another.
+        """Results of `refs`, one per process (all of the group, or `members`).
 
-        The first failure is raised at once: the others may wait in a collective for the one that is lost.
-        Raises: RemoteFailed.
+        Args: what: the task, for errors ("send weights"); timeout_s: None for the group's deadline.
+        Raises: RemoteFailed for the first failure, at once: the others may wait in a collective for the failed process.
         """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         names = [self.names[member] for member in (range(len(refs)) if members is None else members)]
@@ -39,7 +38,7 @@ class Calls:
         finally:
             for future in futures:
                 future.cancel()
-        # All are asked, or asyncio complains later about those that nobody asked.
+        # Of all futures, because asyncio complains about errors that are never retrieved.
         errors = [future.exception() if future in done else None for future in futures]
         for name, error in zip(names, errors, strict=True):
             if error is not None:

@@ -1,6 +1,6 @@
-"""The process of a rank or an engine: a Ray actor that makes one object and forwards calls to it.
+"""Process of a rank or an engine: a Ray actor that makes one object and forwards calls to it.
 
-The object's constructor does next to nothing: of an error in an actor's constructor Ray keeps only the text of a stack.
+The object's constructor must not fail: Ray keeps only the stack's text of an error in an actor's constructor.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from skyrl_train.imports import attribute
 
 
 class Host:
-    """One call after another."""
+    """Runs one call at a time."""
 
     def __init__(self, entry_point: str, log_path: str, visible_devices: str | None) -> None:
-        """Args: entry_point: `module:Class`, made with the path of the process's log; visible_devices: where they are
-        not those that Ray gives it."""
+        """Args: entry_point: `module:Class`, made with the path of the log; visible_devices: None for Ray's choice."""
         use_devices(visible_devices)
         log_to(log_path)
         talk_through_node_address()
@@ -33,18 +32,18 @@ class Host:
             raise
 
     def call_and_keep(self, method: str, *args: Any) -> tuple[None, Any]:
-        """As `call`; the driver waits for the first result and hands on a reference to the second."""
+        """Like `call`; the driver waits for the first result and passes a reference to the second on."""
         return None, self.call(method, *args)
 
 
 class AsyncHost(Host):
-    """Many calls at once, to an object whose methods are coroutines."""
+    """Runs many calls at once, of an object whose methods are coroutines."""
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return await super().call(method, *args, **kwargs)
 
     async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
-        """What an asynchronous generator of the object yields."""
+        """Yield the items of an asynchronous generator of the object."""
         items = super().call(method, *args)
         try:
             async for item in items:

@@ -1,4 +1,4 @@
-"""Configuration -> running processes: placed, started side by side or in turn, and connected."""
+"""Configuration -> running processes: placed, started and connected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.cluster.devices import require_gpus_for_snapshots, require_kernels_for_adapters, sync_backend
-from skyrl_train.cluster.placement import Demand, Placement, terms
+from skyrl_train.cluster.placement import Demand, Placement
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.pool.settings import all_engine_settings
 from skyrl_train.cluster.ranks.model_group import ModelGroup
@@ -18,7 +18,7 @@ from skyrl_train.cluster.ranks.rank_arguments import policy_arguments, reference
 from skyrl_train.cluster.ranks.scorer_group import FrozenGroup, ScorerGroup, reference_scorer
 from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.cluster.session import Cluster
-from skyrl_train.cluster.sharing import Sharing, build_sharing
+from skyrl_train.cluster.sharing import OwnDevices, build_sharing
 from skyrl_train.cluster.weight_sync import WeightSync
 from skyrl_train.config import Config
 from skyrl_train.config.training import TrainingConfig
@@ -31,7 +31,7 @@ POLICY, REFERENCE, ENGINES = "policy ranks", "reference ranks", "engines"
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """All processes of a run; they know each other and are ready."""
+    """All processes of a run, connected and ready."""
 
     cluster: Cluster
     placement: Placement
@@ -40,7 +40,7 @@ class Processes:
     """The reference, with a KL term."""
     engines: EnginePool
     weight_sync: WeightSync
-    sharing: Sharing
+    sharing: OwnDevices
     groups: tuple[WorkerGroup, ...]
 
     async def stop(self) -> None:
@@ -54,6 +54,7 @@ class Processes:
 async def launch(
     config: Config,
     cluster: Cluster,
+    *,
     max_model_len: int,
     objective: Objective,
     num_optimizer_steps: int,
@@ -62,19 +63,18 @@ async def launch(
 ) -> Processes:
     """Place and start policy, reference and engines, and connect the weight sync.
 
-    Args: saved: what the policy goes on with, and the engines then serve.
+    Args: saved: state from which the policy resumes, and which the engines then serve.
     Raises: PlacementError if the cluster has no room; RemoteFailed if a process cannot start.
     """
     backend = sync_backend(config, cluster)
     require_gpus_for_snapshots(config.trainer, cluster)
     require_kernels_for_adapters(config, cluster)
-    sharing = build_sharing(config)
-    placement = await sharing.reserve(_demands(config), cluster.has_gpus)
+    placement = await build_sharing(config).reserve(_demands(config), cluster.has_gpus)
     processes = None
     try:
         version = 0 if saved is None else saved.policy_version
         settings = all_engine_settings(config, max_model_len, backend, version)
-        processes = await _spawn(config, cluster, placement, sharing, settings, backend, logs)
+        processes = await _spawn(config, cluster, placement, settings, logs)
         await _start(processes, config, objective, num_optimizer_steps, saved)
         if config.trainer.algorithm.needs_reference and not processes.scorers:
             processes = replace(processes, scorers=(reference_scorer(processes.policy),))
@@ -85,9 +85,9 @@ async def launch(
             or config.trainer.policy.model.lora.path is not None
             or saved is not None
         ):
-            # Servers may hold anything, what they loaded or what an earlier run left in them; and local engines hold
-            # the base model, from which a policy with an adapter, or with a saved state, does not start.
-            await sharing.send_first_weights(processes.policy, processes.engines, processes.weight_sync)
+            # Servers may hold any weights, and local engines hold the base model, from which a policy with an adapter
+            # or a saved state differs.
+            await processes.sharing.send_first_weights(processes.policy, processes.engines, processes.weight_sync)
     except BaseException:
         if processes is None:
             placement.remove()
@@ -99,32 +99,32 @@ async def launch(
 
 @dataclass(frozen=True, slots=True)
 class PolicyProcesses:
-    """The policy's ranks alone, as supervised fine-tuning needs them."""
+    """The policy's ranks alone, for supervised fine-tuning."""
 
     placement: Placement
     policy: PolicyGroup
-    group: WorkerGroup
 
     async def stop(self) -> None:
         """End every process."""
-        await self.group.shutdown()
+        await self.policy.group.shutdown()
         self.placement.remove()
 
 
 async def launch_policy(
     trainer: TrainingConfig,
     cluster: Cluster,
+    *,
     objective: Objective,
     num_optimizer_steps: int,
     logs: str,
     saved: SavedState | None = None,
 ) -> PolicyProcesses:
-    """Place and start the policy. Args, raises: as `launch`."""
+    """Place and start the policy. Args, Raises: like `launch`."""
     require_gpus_for_snapshots(trainer, cluster)
     demands = [Demand(POLICY, trainer.placement.num_policy_ranks, 1)]
-    placement = await Placement.reserve(demands, **terms(trainer.placement, cluster.has_gpus))
+    placement = await Placement.reserve(demands, trainer.placement, use_gpus=cluster.has_gpus)
     group = WorkerGroup("policy", placement.slots[POLICY], logs, trainer.timeout_s)
-    processes = PolicyProcesses(placement, PolicyGroup(group), group)
+    processes = PolicyProcesses(placement, PolicyGroup(group))
     try:
         await processes.policy.start(policy_arguments(trainer, objective, num_optimizer_steps), saved)
     except BaseException:
@@ -134,32 +134,21 @@ async def launch_policy(
 
 
 async def _spawn(
-    config: Config,
-    cluster: Cluster,
-    placement: Placement,
-    sharing: Sharing,
-    settings: list[EngineSettings],
-    backend: str,
-    logs: str,
+    config: Config, cluster: Cluster, placement: Placement, settings: list[EngineSettings], logs: str
 ) -> Processes:
     """Ask Ray for all processes."""
-    trainer, generator, slots = config.trainer, config.generator, placement.slots
+    trainer, generator, slots, sharing = config.trainer, config.generator, placement.slots, build_sharing(config)
     modules = trainer.custom_modules
     groups = [WorkerGroup("policy", slots[POLICY], logs, trainer.timeout_s, custom_modules=modules)]
     if trainer.starts_reference:
         devices = await sharing.visible_devices(groups[0], slots[REFERENCE])
         groups.append(WorkerGroup("reference", slots[REFERENCE], logs, trainer.timeout_s, devices, modules))
-    engines = EnginePool(
-        slots[ENGINES],
-        settings,
-        logs,
-        trainer.timeout_s,
-        await sharing.visible_devices(groups[0], slots[ENGINES]),
-        max_restarts=sharing.max_engine_restarts,
-    )
+    devices = await sharing.visible_devices(groups[0], slots[ENGINES])
+    restarts = sharing.max_engine_restarts
+    engines = EnginePool(slots[ENGINES], settings, logs, trainer.timeout_s, devices, max_restarts=restarts)
     policy = PolicyGroup(groups[0])
     sync = SyncSettings(
-        weight_sync_backend=backend,
+        weight_sync_backend=settings[0].generator.weight_sync_backend,
         weight_sync_bucket_mb=generator.weight_sync_bucket_mb,
         weight_sync_timeout_s=generator.weight_sync_timeout_s,
         model_dtype=generator.model_dtype,
@@ -193,12 +182,10 @@ async def _start(
 def _demands(config: Config) -> list[Demand]:
     trainer, generator = config.trainer, config.generator
     place = trainer.placement
-    demands = [
-        Demand(POLICY, place.num_policy_ranks, 1),
-        Demand(ENGINES, generator.num_inference_engines, generator.inference_engine_tensor_parallel_size)
-        if generator.run_engines_locally
-        else Demand(ENGINES, len(generator.remote_inference_engine_urls), 0),
-    ]
+    demands = [Demand(POLICY, place.num_policy_ranks, 1)]
     if trainer.starts_reference:
-        demands.insert(1, Demand(REFERENCE, place.ref_num_nodes * place.ref_num_gpus_per_node, 1))
-    return demands
+        demands.append(Demand(REFERENCE, place.ref_num_nodes * place.ref_num_gpus_per_node, 1))
+    if generator.run_engines_locally:
+        width = generator.inference_engine_tensor_parallel_size
+        return [*demands, Demand(ENGINES, generator.num_inference_engines, width)]
+    return [*demands, Demand(ENGINES, len(generator.remote_inference_engine_urls), 0)]

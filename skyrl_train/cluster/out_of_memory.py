@@ -1,4 +1,4 @@
-"""What to say where a device has no memory left."""
+"""Explains an out-of-memory error of a device: who holds the memory, and which keys reduce it."""
 
 from __future__ import annotations
 
@@ -7,37 +7,36 @@ from collections.abc import Sequence
 from skyrl_train.device.memory import memory_in_use
 from skyrl_train.device.nvml import DeviceUse, devices_in_use, gib
 
-CURES = (
-    "lower trainer.max_tokens_per_microbatch or logprobs_chunk_size of the model's megatron_config, recompute "
+FIXES = (
+    "Lower trainer.max_tokens_per_microbatch or logprobs_chunk_size of the model's megatron_config, recompute "
     "activations (recompute_granularity=full), split the model (tensor_, pipeline_ or context_parallel_size), or where "
     "engines share the device lower generator.gpu_memory_utilization"
 )
 
 
 class DeviceOutOfMemory(RuntimeError):
-    """A GPU has no memory for what a process was asked to do."""
+    """A GPU has not enough memory for a process's task."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch found no memory on a GPU. By name: not every process has imported torch."""
+    """Whether torch ran out of GPU memory; by name, because not every process has imported torch."""
     return type(error).__name__ == "OutOfMemoryError"
 
 
 def explained(error: BaseException, memory: dict[str, float], devices: Sequence[DeviceUse]) -> DeviceOutOfMemory:
-    """Who holds the device's memory, which keys help, and torch's own words.
+    """Error with the holders of the device's memory, the keys that help, and torch's own message.
 
-    Args: memory: as `memory_in_use` of this process; devices: those that it sees.
+    Args: memory: `memory_in_use` of this process; devices: those that it sees.
     """
     holders = "; ".join(map(str, devices))
     return DeviceOutOfMemory(
-        f"the device has no memory left. This process holds {gib(memory['allocated'])} GiB in tensors, of "
-        f"{gib(memory['reserved'])} GiB that it has reserved{f' ({holders})' if holders else ''}. "
-        f"To need less: {CURES}. torch: {error}"
+        f"the device is out of memory. This process holds {gib(memory['allocated'])} GiB in tensors, of "
+        f"{gib(memory['reserved'])} GiB reserved{f' ({holders})' if holders else ''}. {FIXES}. torch: {error}"
     )
 
 
 def out_of_memory(error: BaseException) -> DeviceOutOfMemory:
-    """`explained` by what holds memory now."""
+    """`explained` with the current memory use."""
     try:
         devices = devices_in_use(1)
     except OSError:  # without NVML this process alone is known

@@ -1,8 +1,9 @@
-"""Room for the run's processes: one placement group with a bundle for each rank and engine."""
+"""Placement of the run's processes: one placement group with a bundle for each rank and engine."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.cluster.session import cpu_environment
 from skyrl_train.config.training import PolicyPlacementConfig
+
+KINDS = ("CPU", "GPU")
+ADVICE = (
+    "Ask for fewer ranks or engines (trainer.placement.*, generator.num_inference_engines), lower "
+    "trainer.placement.cpus_per_worker, or add nodes to the cluster"
+)
 
 
 class PlacementError(ValueError):
@@ -26,23 +33,23 @@ class Demand:
     """For messages: "policy ranks", ..."""
     count: int
     gpus_each: int
-    """Devices of one process where the cluster has GPUs."""
+    """Devices per process if the cluster has GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one process is placed."""
+    """Position of one process."""
 
     strategy: PlacementGroupSchedulingStrategy
     num_cpus: float
     num_gpus: int
     shares: tuple[int, ...] = ()
-    """Ranks of the first demand whose devices it uses, where it has none of its own."""
+    """Ranks of the first demand whose devices it uses, if it has none itself."""
     uses_gpus: bool = False
-    """Also where they are another's."""
+    """Whether it uses GPUs, its own or shared ones."""
 
     def options(self) -> dict[str, Any]:
-        """Of the Ray actor that is to be here."""
+        """Options of the Ray actor in this slot."""
         return {
             "num_cpus": self.num_cpus,
             "num_gpus": self.num_gpus,
@@ -51,53 +58,40 @@ class Slot:
         }
 
 
-def terms(config: PolicyPlacementConfig, use_gpus: bool) -> dict[str, Any]:
-    """Keyword arguments of `Placement.reserve`."""
-    return {
-        "use_gpus": use_gpus,
-        "cpus_each": config.cpus_per_worker,
-        "strategy": config.strategy,
-        "timeout_s": config.timeout_s,
-    }
-
-
 class Placement:
-    """The reserved bundles; `slots[name]` lists those of one demand, neighbours on the same node where possible."""
+    """Reserved bundles; `slots[name]` lists those of one demand, neighbours on the same node where possible."""
 
     def __init__(self, group: PlacementGroup, slots: dict[str, list[Slot]]) -> None:
         self._group, self.slots = group, slots
 
     @classmethod
-    async def reserve(
-        cls, demands: list[Demand], *, use_gpus: bool, cpus_each: float, strategy: str, timeout_s: float
-    ) -> Placement:
-        """Raises: PlacementError, at once where the whole cluster is too small, after `timeout_s` where it is busy."""
+    async def reserve(cls, demands: list[Demand], config: PolicyPlacementConfig, *, use_gpus: bool) -> Placement:
+        """Reserve one bundle for each process.
+
+        Raises: PlacementError, at once if the whole cluster is too small, after `timeout_s` if it is busy.
+        """
         needed = [(demand, demand.gpus_each if use_gpus else 0) for demand in demands for _ in range(demand.count)]
-        bundles = [{"CPU": cpus_each} | ({"GPU": gpus} if gpus else {}) for _, gpus in needed]
-        group = await _reserve(demands, bundles, strategy, timeout_s)
+        bundles = [{"CPU": config.cpus_per_worker} | ({"GPU": gpus} if gpus else {}) for _, gpus in needed]
+        group = await _reserve(demands, bundles, config)
         nodes = placement_group_table(group)["bundles_to_node_id"]
         slots: dict[str, list[Slot]] = {demand.name: [] for demand in demands}
-        order = sorted(range(len(needed)), key=lambda index: (demands.index(needed[index][0]), nodes[index], index))
-        for index in order:
+        for index in sorted(range(len(needed)), key=lambda index: (nodes[index], index)):
             demand, gpus = needed[index]
             scheduling = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            slots[demand.name].append(Slot(scheduling, cpus_each, gpus, uses_gpus=use_gpus))
+            slots[demand.name].append(Slot(scheduling, config.cpus_per_worker, gpus, uses_gpus=use_gpus))
         return cls(group, slots)
 
     @classmethod
-    async def reserve_shared(
-        cls, demands: list[Demand], *, use_gpus: bool, cpus_each: float, strategy: str, timeout_s: float
-    ) -> Placement:
-        """One bundle, with one device, for each process of the first demand. The others use the devices of those: a
-        process that asks for several lies beside the first of them.
+    async def reserve_shared(cls, demands: list[Demand], config: PolicyPlacementConfig, *, use_gpus: bool) -> Placement:
+        """Reserve one bundle, with one device, for each process of the first demand. The others use these devices: a
+        process of several devices is in the bundle of the first of them.
 
-        Raises: PlacementError as `reserve`, and if a process of several devices would lie on two nodes.
+        Raises: PlacementError like `reserve`, and if a process of several devices would span two nodes.
         """
         first = demands[0]
         assert all(demand.count * demand.gpus_each == first.count for demand in demands)
-        bundle = {"CPU": cpus_each * len(demands)} | ({"GPU": 1} if use_gpus else {})
-        bundles = [bundle] * first.count
-        group = await _reserve(demands, bundles, strategy, timeout_s)
+        bundle = {"CPU": config.cpus_per_worker * len(demands)} | ({"GPU": 1} if use_gpus else {})
+        group = await _reserve(demands, [bundle] * first.count, config)
         nodes = placement_group_table(group)["bundles_to_node_id"]
         order = sorted(range(first.count), key=lambda index: (nodes[index], index))
         slots: dict[str, list[Slot]] = {}
@@ -108,12 +102,13 @@ class Placement:
                 if len({nodes[index] for index in order[start : start + width]}) > 1:
                     remove_placement_group(group)
                     raise PlacementError(
-                        f"one of the {demand.name} uses {width} devices and would lie on two nodes: with "
-                        "trainer.placement.colocate_all the devices of each node must be a multiple of that"
+                        f"trainer.placement.colocate_all is true, and one of the {demand.name} would use {width} "
+                        f"devices on two nodes. Make the number of devices of each node a multiple of {width}"
                     )
                 scheduling = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=order[start])
                 shares = () if own else tuple(range(start, start + width))
-                slots[demand.name].append(Slot(scheduling, cpus_each, 1 if own and use_gpus else 0, shares, use_gpus))
+                num_gpus = 1 if own and use_gpus else 0
+                slots[demand.name].append(Slot(scheduling, config.cpus_per_worker, num_gpus, shares, use_gpus))
         return cls(group, slots)
 
     def remove(self) -> None:
@@ -121,61 +116,36 @@ class Placement:
 
 
 async def _reserve(
-    demands: list[Demand], bundles: list[dict[str, float]], strategy: str, timeout_s: float
+    demands: list[Demand], bundles: list[dict[str, float]], config: PolicyPlacementConfig
 ) -> PlacementGroup:
-    _check_size(demands, bundles)
-    group = placement_group(bundles, strategy=strategy)
+    total = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in KINDS}
+    wanted = f"{', '.join(f'{demand.count} {demand.name}' for demand in demands)}: together {total['CPU']:g} CPUs"
+    if total["GPU"]:
+        wanted += f" and {total['GPU']:g} GPUs"
+    _check_size(wanted, total, bundles)
+    group = placement_group(bundles, strategy=config.strategy)
     try:
-        await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), timeout_s)
+        await asyncio.wait_for(asyncio.wrap_future(group.ready().future()), config.timeout_s)
     except BaseException as error:
         remove_placement_group(group)
         if isinstance(error, TimeoutError):
-            raise PlacementError(_busy(demands, bundles, timeout_s)) from None
+            raise PlacementError(
+                f"the run was not placed within trainer.placement.timeout_s={config.timeout_s:g} s: it asks for "
+                f"{wanted}, and {_amount(ray.available_resources())} are free. Wait for other jobs to end. {ADVICE}"
+            ) from None
         raise
     return group
 
 
-def _total(bundles: list[dict[str, float]]) -> dict[str, float]:
-    return {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
-
-
-def _asked(demands: list[Demand], bundles: list[dict[str, float]]) -> str:
-    parts = ", ".join(f"{demand.count} {demand.name}" for demand in demands)
-    total = _total(bundles)
-    return f"{parts}: together {total['CPU']:g} CPUs" + (f" and {total['GPU']:g} GPUs" if total["GPU"] else "")
-
-
-def _has(resources: dict[str, float]) -> str:
+def _amount(resources: Mapping[str, float]) -> str:
     return f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs"
 
 
-def _advice() -> str:
-    return (
-        "ask for fewer ranks or engines (trainer.placement.*, generator.num_inference_engines), lower "
-        "trainer.placement.cpus_per_worker, or add nodes to the cluster"
-    )
-
-
-def _check_size(demands: list[Demand], bundles: list[dict[str, float]]) -> None:
+def _check_size(wanted: str, total: dict[str, float], bundles: list[dict[str, float]]) -> None:
     cluster = ray.cluster_resources()
-    largest = {
-        kind: max(node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]) for kind in ("CPU", "GPU")
-    }
-    total = _total(bundles)
-    short = [kind for kind in ("CPU", "GPU") if total[kind] > cluster.get(kind, 0) + 1e-6]
-    wide = [kind for kind in ("CPU", "GPU") if max(bundle.get(kind, 0) for bundle in bundles) > largest[kind] + 1e-6]
+    largest = {kind: max(node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]) for kind in KINDS}
+    short = any(total[kind] > cluster.get(kind, 0) + 1e-6 for kind in KINDS)
+    wide = any(bundle.get(kind, 0) > largest[kind] + 1e-6 for kind in KINDS for bundle in bundles)
     if short or wide:
-        what = "in all" if short else "on its largest node"
-        have = cluster if short else largest
-        raise PlacementError(
-            f"the run cannot be placed: it asks for {_asked(demands, bundles)}, and the cluster has {_has(have)} "
-            f"{what}; {_advice()}"
-        )
-
-
-def _busy(demands: list[Demand], bundles: list[dict[str, float]], timeout_s: float) -> str:
-    return (
-        f"the run was not placed within trainer.placement.timeout_s={timeout_s:g} s: it asks for "
-        f"{_asked(demands, bundles)}, and {_has(ray.available_resources())} are free; wait for other jobs to end, or "
-        f"{_advice()}"
-    )
+        has = f"{_amount(cluster)} in all" if short else f"{_amount(largest)} on its largest node"
+        raise PlacementError(f"the run cannot be placed: it asks for {wanted}, and the cluster has {has}. {ADVICE}")

@@ -1,4 +1,4 @@
-"""What the Ray actors of a run have in common: their log file and their place."""
+"""Log file, devices, network and end of the processes of Ray actors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from ray.exceptions import RayError
 
 
 def log_to(path: str) -> None:
-    """Send everything that this process and its children print to a file, and let it be asked for its stacks.
-
-    `kill -USR1 PID` writes the stacks of all threads to the file.
-    """
+    """Send everything that this process and its children print to a file; `kill -USR1 PID` adds all threads' stacks."""
     import signal
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -36,10 +33,7 @@ def log_to(path: str) -> None:
 
 
 def use_devices(visible: str | None) -> None:
-    """Have this process, which has not asked for its devices yet, use those of another; None leaves it its own.
-
-    Ray sets CUDA_VISIBLE_DEVICES before an actor is made, and not again.
-    """
+    """Set CUDA_VISIBLE_DEVICES of this process, which must not have used CUDA yet; None keeps Ray's value."""
     if visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
@@ -50,18 +44,18 @@ def host() -> str:
 
 
 def talk_through_node_address() -> None:
-    """Have gloo, also in children of this process, use the network that the nodes of the cluster see each other on.
+    """Have gloo, also in child processes, use the network that connects the nodes of the cluster.
 
-    By itself it takes the address of the host's name, which on many systems is one that only the host can reach.
+    By default it takes the address of the host's name, which on many systems only the host can reach.
     """
     address = host()
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
+        if any(known.address == address for known in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def wait_ended(pids: list[int], timeout_s: float) -> list[int]:
-    """Wait until processes of this node have ended, with their device memory; returns those that have not."""
+    """Wait until processes of this node have ended and freed their device memory. Returns: those that have not."""
     deadline = time.monotonic() + timeout_s
     while (alive := [pid for pid in pids if _is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -71,9 +65,9 @@ def wait_ended(pids: list[int], timeout_s: float) -> list[int]:
 async def wait_ended_on_nodes(
     pids: Mapping[str, list[int]], tasks_on: Mapping[str, Any], timeout_s: float
 ) -> list[int]:
-    """As `wait_ended`, for processes by node. What ran on a node that is lost has ended.
+    """Like `wait_ended`, for processes by node. Processes of a dead node have ended.
 
-    Args: tasks_on: node -> Ray's strategy for a task there.
+    Args: tasks_on: node -> Ray's scheduling strategy for a task there.
     """
     here = ray.get_runtime_context().get_node_id()
     waits = [
@@ -90,11 +84,11 @@ async def _wait_on_node(node: str, pids: list[int], strategy: Any, timeout_s: fl
     try:
         return await asyncio.wait_for(asyncio.wrap_future(wait.remote(pids, timeout_s).future()), 2 * timeout_s)
     except (RayError, TimeoutError):
-        return pids if any(one["NodeID"] == node and one["Alive"] for one in ray.nodes()) else []
+        return pids if any(known["NodeID"] == node and known["Alive"] for known in ray.nodes()) else []
 
 
 def _is_alive(pid: int) -> bool:
-    """A zombie without threads has given everything back; only its parent has not looked yet."""
+    """False for a zombie without threads too: it has freed everything, but its parent has not reaped it."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE or len(os.listdir(f"/proc/{pid}/task")) > 1
     except (psutil.NoSuchProcess, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""The senders of a weight sync: which ranks send to which engines, and in which order."""
+"""Senders of a weight sync: which ranks send to which engines, and in which order."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ CLOSE_SENDER_S = 5.0
 class Senders:
     """Each pipeline stage's owner sends its own tensors to every engine that is up.
 
-    Stock vLLM knows one sender only: there the first stage's owner sends the tensors of all stages. Through CUDA IPC
-    each engine's worker is fed by the rank on its own GPU.
+    Stock vLLM accepts one sender: there the first stage's owner sends the tensors of all stages. Through CUDA IPC each
+    engine's worker receives from the rank on its own GPU.
     """
 
     def __init__(self, policy: PolicyGroup, engines: EnginePool, settings: SyncSettings) -> None:
         self._policy, self._engines, self._settings = policy, engines, settings
         self._scope = transport(settings.weight_sync_backend).scope
         self._connected: tuple[int, int] | None = None
-        """The processes that are connected: `num_starts` of the policy and `num_changes` of the engines."""
-        self._feeders: list[int] = []
-        """Ranks that share a GPU with an engine and send to it, where each engine has a sender of its own."""
+        """`num_starts` of the policy and `num_changes` of the engines, of the processes that are connected."""
+        self._beside_engines: list[int] = []
+        """Ranks that share a GPU with an engine and send to it, with scope every_stage."""
 
     @property
     def are_connected(self) -> bool:
-        """False where an engine or the policy was replaced since, or the last sync failed."""
+        """False if an engine or the policy was replaced since, or the last sync failed."""
         return self._connected == (self._policy.num_starts, self._engines.num_changes)
 
     async def connect(self) -> None:
@@ -49,45 +49,44 @@ class Senders:
         else:
             for rank in self._senders:
                 name = self._policy.group.calls.names[rank]
-                await self._meet(await self._open(rank, engines.actors, name), [rank], num_changes)
+                await self._join(await self._open(rank, engines.actors, name, engines.nodes), [rank], num_changes)
         self._connected = self._policy.num_starts, num_changes
 
-    async def _open(self, rank: int, engines: dict[str, object], name: str) -> ControlMessage:
-        pool = self._engines
-        nodes = None if self._scope == "every_stage" else pool.nodes
-        return await self._policy.group.one(rank, "open_sender", engines, self._settings, pool.num_workers, name, nodes)
+    async def _open(self, rank: int, engines: dict[str, object], name: str, nodes: set[str] | None) -> ControlMessage:
+        workers = self._engines.num_workers
+        return await self._policy.group.one(rank, "open_sender", engines, self._settings, workers, name, nodes)
 
     async def _connect_beside_engines(self, num_changes: int) -> None:
-        """A rank feeds the engine's worker on its own GPU, if that one is up. The first speaks for all, who send the
-        same."""
+        """Have each rank send to the engine's worker on its own GPU, if that one is up. All send the same, so the first
+        posts the messages for all."""
         group, pool, everybody = self._policy.group, self._engines, range(len(self._policy.ranks))
-        self._feeders = sorted(pool.shared_ranks) or list(everybody)
-        await asyncio.gather(*(group.one(rank, "close") for rank in everybody if rank not in self._feeders))
-        spoken_to = [pool.actors] + [{}] * (len(self._feeders) - 1)
-        opens = (self._open(rank, engines, "policy") for rank, engines in zip(self._feeders, spoken_to, strict=True))
+        self._beside_engines = sorted(pool.shared_ranks) or list(everybody)
+        await asyncio.gather(*(group.one(rank, "close") for rank in everybody if rank not in self._beside_engines))
+        first, *others = self._beside_engines
+        opens = [self._open(first, pool.actors, "policy", None), *(self._open(r, {}, "policy", None) for r in others)]
         infos = await asyncio.gather(*opens)
         addresses: dict[str, str] = {}
         for info in infos:
             addresses |= info["addresses"]
-        await self._meet(infos[0] | {"addresses": addresses}, self._feeders, num_changes)
+        await self._join(infos[0] | {"addresses": addresses}, self._beside_engines, num_changes)
 
-    async def _meet(self, info: ControlMessage, senders: Sequence[int], num_changes: int) -> None:
-        """Every engine joins these senders, which look after the engines' calls meanwhile.
+    async def _join(self, info: ControlMessage, senders: Sequence[int], num_changes: int) -> None:
+        """Have every engine join these senders, which check the engines' calls during that time.
 
-        Args: num_changes of the engines when the senders were told how many to wait for.
+        Args: num_changes: of the engines when the senders were opened.
         """
         if self._engines.num_changes != num_changes:
-            # The senders would wait for one whose loss a request noticed.
-            raise RemoteFailed("an engine was lost while the weight sync was connected")
+            # The senders would wait for an engine whose death a request has noticed.
+            raise RemoteFailed("an engine died while connecting the weight sync")
         joining = self._engines.join_sender(info)
         connects = (self._policy.group.one(rank, "connect_sender", joining) for rank in senders)
         await asyncio.gather(self._engines.joined(joining), *connects)
 
     @property
     def _senders(self) -> list[int]:
-        """The ranks that send."""
+        """Ranks that send."""
         if self._scope == "every_stage":
-            return self._feeders
+            return self._beside_engines
         ranks = self._policy.ranks
         owners = [rank for rank, place in enumerate(ranks) if place.owns_stage]
         return owners if self._scope == "own_stage" else [rank for rank in owners if ranks[rank].pp_rank == 0]
@@ -99,8 +98,8 @@ class Senders:
         """
         group, places = self._policy.group, self._policy.ranks
         reports: list[SendReport] = []
-        # One stage after another: engines that took two senders' broadcasts in different order would wait for each
-        # other. It is also the order of the layers, in which vLLM loads them without holding back parts of one.
+        # One stage after another: engines that receive two senders' broadcasts in different order would deadlock. It is
+        # also the order of the layers, in which vLLM loads them without holding back parts of one.
         each_stage = self._scope == "own_stage"
         for stage in range(1 + max(place.pp_rank for place in places) if each_stage else 1):
             ranks = [rank for rank, place in enumerate(places) if place.pp_rank == stage or not each_stage]
@@ -113,10 +112,10 @@ class Senders:
         return reports
 
     async def disconnect(self) -> None:
-        """After a failure: no engine waits for a sender any more, and the next sync connects others."""
+        """Release the engines that wait for a sender after a failure; the next sync connects others."""
         self._connected = None
-        # A rank that is lost has no sender left; one that still waits for somebody closes its own later, and before it
-        # opens another. The error must not wait for either.
+        # A dead rank has no sender left; one that still waits closes its own later, before it opens another. The error
+        # must not wait for either.
         closes = (self._policy.group.one(rank, "close") for rank in self._senders)
         with contextlib.suppress(RemoteFailed, TimeoutError):
             await asyncio.wait_for(asyncio.gather(*closes), CLOSE_SENDER_S)

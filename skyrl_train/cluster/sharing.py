@@ -1,4 +1,4 @@
-"""Whether engines and trainers share devices, and all that a start depends on it: the one place that asks
+"""Sharing of devices between engines and trainers, and what a start makes of it: the only reader of
 `trainer.placement.colocate_all`."""
 
 from __future__ import annotations
@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from skyrl_train.cluster.placement import Demand, Placement, Slot, terms
+from skyrl_train.cluster.placement import Demand, Placement, Slot
 from skyrl_train.cluster.ranks.model_group import ModelGroup
-from skyrl_train.cluster.ranks.release import KeepResident, Release, build_release
+from skyrl_train.cluster.ranks.release import Release, build_release
 from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.config import Config
 from skyrl_train.engines.settings import Margin
@@ -22,85 +22,69 @@ if TYPE_CHECKING:
     from skyrl_train.cluster.weight_sync import WeightSync
 
 LEFT_BY_TRAINER = 2 << 30
-"""Bytes that an offloaded trainer comes to hold after the engine has started, for NCCL, kernels and what stays of
-torch's pages. All that a rank of a pipeline holds is 1.0 GiB of an H200; ranks of tensor parallelism, for which it was
-not read, have one more communicator, of as many channels as NCCL takes."""
+"""Bytes that an offloaded trainer comes to hold after the engine has started, for NCCL, kernels and the rest of
+torch's pages. A rank of a pipeline holds 1.0 GiB of an H200 in all; ranks of tensor parallelism, not measured, have one
+more communicator, with as many channels as NCCL takes."""
 SHARE_OF_STAYING_TRAINERS = 0.5
-"""Of what is free before their first step, for moments of Adam and whatever torch keeps of a step's memory."""
+"""Fraction of the memory that is free before their first step, for Adam's moments and torch's cache of a step."""
 
 Starts = Sequence[tuple[ModelGroup, Callable[[], Awaitable[None]]]]
 """Trainers, and what has each load its model."""
 
 
-class Sharing(Protocol):
-    """Who has which devices, and what follows from it."""
-
-    is_shared: bool
-    max_engine_restarts: int
-
-    @property
-    def release(self) -> Release:
-        """What trainers do out of their turn."""
-
-    async def reserve(self, demands: list[Demand], use_gpus: bool) -> Placement:
-        """Raises: PlacementError if the cluster has no room."""
-
-    async def visible_devices(self, policy: WorkerGroup, slots: Sequence[Slot]) -> list[str | None]:
-        """CUDA_VISIBLE_DEVICES of processes in these slots; None where Ray says it."""
-
-    async def start(self, engines: EnginePool, trainers: Starts) -> None:
-        """Have all load their models."""
-
-    async def send_first_weights(self, policy: PolicyGroup, engines: EnginePool, weight_sync: WeightSync) -> None:
-        """To engines that have just started, of which nobody has asked anything."""
-
-    def engine_margin(self, scored_tokens: int) -> Margin:
-        """What engines leave of the memory that they find. Args: of the longest sample that they score."""
-
-    @property
-    def cached_sequences(self) -> int | None:
-        """What of an engine's KV cache is worth its memory; None for all that fits."""
-
-
 class OwnDevices:
-    """Every process has devices, or without GPUs memory, of its own."""
+    """Dedicated devices, or without GPUs memory, for every process."""
 
     is_shared = False
 
     def __init__(self, config: Config) -> None:
-        self._config, self.release = config, KeepResident()
-        self.max_engine_restarts = config.generator.max_engine_restarts
-        self.cached_sequences: int | None = None
+        self._config, self.release = config, Release()
+
+    @property
+    def max_engine_restarts(self) -> int:
+        return self._config.generator.max_engine_restarts
 
     async def reserve(self, demands: list[Demand], use_gpus: bool) -> Placement:
-        return await Placement.reserve(demands, **terms(self._config.trainer.placement, use_gpus))
+        """Raises: PlacementError if the cluster has no room."""
+        return await Placement.reserve(demands, self._config.trainer.placement, use_gpus=use_gpus)
 
     async def visible_devices(self, policy: WorkerGroup, slots: Sequence[Slot]) -> list[str | None]:
+        """CUDA_VISIBLE_DEVICES of processes in these slots; None for Ray's choice."""
         return [None] * len(slots)
 
     async def start(self, engines: EnginePool, trainers: Starts) -> None:
-        """Side by side."""
+        """Have all load their models, concurrently."""
         await asyncio.gather(engines.start(), *(start() for _, start in trainers))
 
     async def send_first_weights(self, policy: PolicyGroup, engines: EnginePool, weight_sync: WeightSync) -> None:
+        """Send weights to engines that have just started and served no request."""
         await weight_sync.send_once()
 
     def engine_margin(self, scored_tokens: int) -> Margin:
+        """Memory that engines leave free. Args: scored_tokens: of the longest sample that they score."""
         return Margin(scored_tokens=scored_tokens)
 
+    @property
+    def cached_sequences(self) -> int | None:
+        """Number of sequences for which an engine's KV cache is worth its memory; None for all that fit."""
+        return None
 
-class SharedDevices:
-    """Trainers and engines take turns on the policy's devices."""
+
+class SharedDevices(OwnDevices):
+    """Trainers and engines use the policy's devices, one at a time."""
 
     is_shared = True
-    max_engine_restarts = 0
-    """A replacement starts when it is needed, and would find the devices that it shares in use."""
 
     def __init__(self, config: Config) -> None:
         self._config, self.release = config, build_release(config.trainer)
 
+    @property
+    def max_engine_restarts(self) -> int:
+        """A replacement would start while the devices that it shares are in use."""
+        return 0
+
     async def reserve(self, demands: list[Demand], use_gpus: bool) -> Placement:
-        return await Placement.reserve_shared(demands, **terms(self._config.trainer.placement, use_gpus))
+        return await Placement.reserve_shared(demands, self._config.trainer.placement, use_gpus=use_gpus)
 
     async def visible_devices(self, policy: WorkerGroup, slots: Sequence[Slot]) -> list[str | None]:
         if not slots or not slots[0].uses_gpus:
@@ -109,8 +93,8 @@ class SharedDevices:
         return [",".join(devices[rank] for rank in slot.shares) for slot in slots]
 
     async def start(self, engines: EnginePool, trainers: Starts) -> None:
-        """One after the other, and each leaves the devices once it has loaded: an engine sizes itself by the memory
-        that is free when it starts. Engines import vLLM meanwhile."""
+        """One after the other, and each leaves the devices once loaded, because an engine sizes itself by the memory
+        free at its start. Engines import vLLM during that time."""
 
         async def start_trainers() -> None:
             for group, start in trainers:
@@ -129,8 +113,7 @@ class SharedDevices:
         await engines.wake_kv_cache()
 
     def engine_margin(self, scored_tokens: int) -> Margin:
-        """Engines start when the trainers of their devices have left them for the first time, before their first
-        step."""
+        """Engines start after the trainers have left the devices for the first time, before the first step."""
         trainer, margin = self._config.trainer, Margin(scored_tokens=scored_tokens)
         if trainer.placement.release == "exit":
             return margin
@@ -140,16 +123,16 @@ class SharedDevices:
 
     @property
     def cached_sequences(self) -> int | None:
-        """An engine's part of a step's samples, and one prompt's more, for they are dealt by prompts. Of clients over
-        HTTP nobody knows how many there are."""
+        """An engine's part of a step's samples, and those of one more prompt, since whole prompts are assigned. The
+        number of clients over HTTP is unknown."""
         generator, trainer = self._config.generator, self._config.trainer
         if generator.enable_http_endpoint:
             return None
         samples = trainer.train_batch_size * generator.n_samples_per_prompt
         each = -(-samples // generator.num_inference_engines) + generator.n_samples_per_prompt
-        # What waits for its environment keeps its cache; a sample of one turn that is not computed has none.
+        # A sample that waits for its environment keeps its cache; one of a single turn that is not computed has none.
         return min(each, generator.max_num_seqs) if generator.max_turns == 1 else each
 
 
-def build_sharing(config: Config) -> Sharing:
+def build_sharing(config: Config) -> OwnDevices:
     return SharedDevices(config) if config.trainer.placement.colocate_all else OwnDevices(config)

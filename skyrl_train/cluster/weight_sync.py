@@ -1,4 +1,4 @@
-"""Weight sync: the policy's weights reach every engine, are proven there, and are served under their version."""
+"""Weight sync: sends the policy's weights to every engine, verifies them there, and has them served."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class SyncResult:
     seconds: float
     """From pausing the engines to their resuming."""
     begin_s: float
-    """Of it, pausing and opening the update."""
+    """Seconds of pausing and opening the update."""
     finish_s: float
-    """Of it, comparing digests, closing the update and resuming."""
+    """Seconds of comparing digests, closing the update and resuming."""
     reports: tuple[SendReport, ...]
-    """One of each pipeline stage."""
+    """One report per pipeline stage."""
 
 
 class Check(Protocol):
-    """A comparison of engine and trainer on the same samples, which a sync makes now and then."""
+    """Periodic comparison of engine and trainer on the same samples."""
 
     def is_due(self, sync: int) -> bool:
         """Syncs count from 1."""
@@ -46,19 +46,18 @@ class Check(Protocol):
         """Whether there are samples to compare on, these or earlier ones."""
 
     async def expect(self, policy: PolicyGroup, groups: Sequence[Group]) -> Any:
-        """What the trainer computes; the policy is on its devices."""
+        """Compute the trainer's side; the policy is on its devices."""
 
     async def compare(self, engines: EnginePool, expected: Any) -> None:
-        """Raises: SyncCheckFailed if an engine computes something else; it must be able to generate."""
+        """Raises: SyncCheckFailed if an engine, which must be able to generate, computes something else."""
 
 
 class WeightSync:
-    """Sends the policy's weights to every engine, and again to those that are left when one fails meanwhile."""
+    """Sends the policy's weights to every engine, and again to the remaining ones if one fails."""
 
     def __init__(
         self, policy: PolicyGroup, engines: EnginePool, settings: SyncSettings, check: Check | None = None
     ) -> None:
-        """Args: check: None for none, until one is given with `verify_with`."""
         self._policy, self._engines, self._check = policy, engines, check
         self.senders = Senders(policy, engines, settings)
         self._num_syncs = 0
@@ -73,15 +72,15 @@ class WeightSync:
     async def publish(self, groups: Sequence[Group]) -> SyncResult:
         """Send the weights, and where a check is due compare the logprobs of samples that were just generated.
 
-        Raises: RemoteFailed, SyncCheckFailed; the engines then serve nothing more.
+        Raises: RemoteFailed, SyncCheckFailed; the engines then stop serving.
         """
         result, expected = await self.send(groups)
         await self.verify(expected)
         return result
 
     async def send(self, groups: Sequence[Group]) -> tuple[SyncResult, Any]:
-        """The first half of `publish`, for which the policy must be on its devices: send, and where a check is due
-        compute what `verify` compares with, else None. A check stays due until it was made."""
+        """First half of `publish`, for which the policy must be on its devices: send, and compute the trainer's side of
+        a check, None if none is due. A check stays due until it was made."""
         self._num_syncs += 1
         result = await self._send_to_all()
         if self._check is None:
@@ -90,15 +89,12 @@ class WeightSync:
         if not self._check_is_due:
             return result, None
         if not self._check.has_samples(groups):
-            log.info("the comparison of logprobs waits for the first samples to compare on")
+            log.info("the comparison of logprobs is postponed: there are no samples yet")
             return result, None
         return result, await self._check.expect(self._policy, groups)
 
     async def verify(self, expected: Any) -> None:
-        """The second half, for which the engines must be able to generate.
-
-        Raises: as `publish`.
-        """
+        """Second half of `publish`, for which the engines must be able to generate. Raises: like `publish`."""
         while expected is not None:
             assert self._check is not None
             before = self._engines.num_changes
@@ -110,7 +106,7 @@ class WeightSync:
                 try:
                     await self._engines.pause()
                 except RemoteFailed as error:
-                    log.error("engines that hold other weights than the trainer could not be paused: %s", error)
+                    log.error("engines with other weights than the trainer could not be paused: %s", error)
                 raise
             except RemoteFailed as error:
                 await self._drop_blamed(error, before, "the comparison of logprobs")
@@ -118,12 +114,12 @@ class WeightSync:
                     await self._send_to_all()
 
     async def restore(self) -> None:
-        """Give the same weights to an engine that was started when all had failed, so that it answers in their place.
+        """Send the same weights to a replacement that was started after all engines had died.
 
         To be called while requests wait, in a phase in which the policy does not change.
         """
         async with self._lock:
-            if self._engines.router.is_holding:  # else a sync that was under way has given them an engine
+            if self._engines.router.is_holding:  # else a running sync has provided an engine
                 await self._repeat_until_sent()
 
     async def _send_to_all(self) -> SyncResult:
@@ -131,7 +127,7 @@ class WeightSync:
             return await self._repeat_until_sent()
 
     async def _repeat_until_sent(self) -> SyncResult:
-        """Ends, for every round loses an engine and each of them is replaced only so many times."""
+        """Terminates, because every failed round costs an engine and replacements are limited."""
         while True:
             await self._engines.admit_replacements()
             before = self._engines.num_changes
@@ -141,15 +137,15 @@ class WeightSync:
                 await self._drop_blamed(error, before, "the weight sync")
 
     async def _drop_blamed(self, error: RemoteFailed, before: int, what: str) -> None:
-        """Raises: the error if no engine is to blame for it."""
+        """Raises: the error if no engine died of it."""
         names = await self._engines.drop_failed(error, before)
-        log.error("%s broke off with %s (%s); it is repeated without", what, names, error)
+        log.error("%s failed (%s); dropped %s, retrying", what, error, names)
 
     async def send_once(self) -> SyncResult:
-        """Move the current weights into the engines that are up and have them served as the current version.
+        """Send the current weights to the engines that are up and have them served as the current version.
 
-        Senders and engines are connected first where one of them is new, or the last sync failed.
-        Raises: RemoteFailed; the engines then stay paused, and none of them waits for the senders any more.
+        Reconnects if an engine or rank was replaced since the last sync, or that sync failed.
+        Raises: RemoteFailed; the engines then stay paused, and none of them waits for a sender.
         """
         version = self._policy.versions.give()
         try:

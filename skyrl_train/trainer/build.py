@@ -41,7 +41,13 @@ async def launch_training(
 ) -> Processes:
     """Start the processes of reinforcement learning. Args, raises: like `launch`."""
     return await launch(
-        config, cluster, max_model_len(config, model), _objective(config), num_optimizer_steps, logs, saved
+        config,
+        cluster,
+        max_model_len=max_model_len(config, model),
+        objective=_objective(config),
+        num_optimizer_steps=num_optimizer_steps,
+        logs=logs,
+        saved=saved,
     )
 
 
@@ -50,7 +56,9 @@ async def launch_fine_tuning(
 ) -> PolicyProcesses:
     """Start the processes of supervised fine-tuning. Args, raises: like `launch`."""
     objective = cross_entropy_objective(trainer.policy.megatron_config.logprobs_chunk_size)
-    return await launch_policy(trainer, cluster, objective, num_optimizer_steps, logs, saved)
+    return await launch_policy(
+        trainer, cluster, objective=objective, num_optimizer_steps=num_optimizer_steps, logs=logs, saved=saved
+    )
 
 
 class Assembly:

@@ -1,4 +1,4 @@
-"""Moves named tensors from one sender to many receivers, packed into buckets, and proves that they arrived.
+"""Moves named tensors from one sender to many receivers, packed into buckets, and verifies that they arrived.
 
     (name, tensor) ... -bucket.pack-> Bucket ... -transport-> Bucket -bucket.unpack-> (name, tensor) ... -> load
 

@@ -1,4 +1,4 @@
-"""How weights travel, for both ends."""
+"""Settings of the weight sync, for both ends."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SyncSettings:
-    """The names are those of `generator.*`."""
+    """Keys of `generator`, after the choice of a transport."""
 
     weight_sync_backend: str
-    """What was chosen for "auto"."""
+    """Never "auto"."""
     weight_sync_bucket_mb: int
     weight_sync_timeout_s: float
-    """Deadline of each wait of one end for the other."""
+    """Timeout in seconds of each wait of one end for the other."""
     model_dtype: str
     """dtype in which the tensors travel."""

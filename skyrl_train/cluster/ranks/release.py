@@ -1,4 +1,4 @@
-"""How trainers give their devices to the engines out of their turn, and take them again."""
+"""How idle trainers free their devices for the engines, and take them back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -17,27 +16,17 @@ from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.ranks import OPTIMIZER, Moved
 
 REMOVE_S = 60
-"""Patience with nodes that remove a run's states."""
+"""Timeout for nodes that remove a run's states."""
 STATE_FOLDERS = ("a", "b")
-"""Of a service, in the folder of its states: it writes into one while the other is whole."""
+"""Subfolders of a service's states: it writes into one while the other is complete."""
 
 
-class Release(Protocol):
-    """Moves `parts` of the policy ("weights", "optimizer", or both), or the whole reference.
+class Release:
+    """Moves `parts` of the policy ("weights", "optimizer", or both), or the whole reference, off the devices and back.
 
-    A call returns when the memory is free or taken, with the bytes of all ranks and its wall-clock seconds.
+    A call returns when the memory is free or taken, with the bytes of all ranks and its wall-clock seconds. This base
+    keeps everything resident: the engines' fraction of the memory must leave room for it.
     """
-
-    async def leave(self, group: ModelGroup, *parts: str) -> Moved: ...
-
-    async def enter(self, group: ModelGroup, *parts: str) -> Moved: ...
-
-    async def close(self) -> None:
-        """The run is over, and its processes have ended."""
-
-
-class KeepResident:
-    """Trainers keep their memory; the engines' share must leave room for it."""
 
     async def leave(self, group: ModelGroup, *parts: str) -> Moved:
         return Moved(0, 0.0)
@@ -46,11 +35,11 @@ class KeepResident:
         return Moved(0, 0.0)
 
     async def close(self) -> None:
-        """Nothing lies anywhere."""
+        """Clean up after the run, when its processes have ended."""
 
 
-class Offload:
-    """To pinned host memory. What is left is CUDA's context and the buffers of NCCL."""
+class Offload(Release):
+    """To pinned host memory; CUDA's context and the buffers of NCCL stay."""
 
     async def leave(self, group: ModelGroup, *parts: str) -> Moved:
         started = time.perf_counter()
@@ -60,19 +49,16 @@ class Offload:
         started = time.perf_counter()
         return _together(await group.reload(*parts), started)
 
-    async def close(self) -> None:
-        """Host memory ends with its processes."""
 
-
-class Exit:
-    """The processes end, so nothing at all is left; the next turn starts new ones with the same state."""
+class Exit(Release):
+    """The processes end, so nothing stays; the next phase starts new ones with the same state."""
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config, self._folder = config, states_folder(config)
         self._without_optimizer: set[ModelGroup] = set()
 
     async def leave(self, group: ModelGroup, *parts: str) -> Moved:
-        """The policy's optimizer leaves alone while its weights are still to be sent: its state is written then."""
+        """The policy's optimizer leaves alone while its weights are still to be sent; its state is written then."""
         started, moved = time.perf_counter(), []
         if not group.is_running:
             return Moved(0, 0.0)
@@ -102,21 +88,21 @@ def build_release(config: TrainerConfig) -> Release:
     release = config.placement.release
     if release == "exit":
         return Exit(config)
-    return Offload() if release == "offload" else KeepResident()
+    return Offload() if release == "offload" else Release()
 
 
 def states_folder(config: TrainerConfig) -> str:
-    """The same on every node. Runs that share trainer.placement.state_path have folders of their names in it."""
+    """Folder of a run's states, the same on every node and different for each trainer.run_name."""
     return str(Path(config.placement.state_path).expanduser().resolve() / config.run_name)
 
 
 async def remove_states(config: TrainerConfig) -> None:
-    """Delete the states of a run on all nodes, and the folders that were made for them and are empty then.
+    """Delete the states of a run on all nodes, and the empty folders that are left of them.
 
     A trainer.placement.state_path outside of the run's folder stays: it may be the user's.
     """
     folder = states_folder(config)
-    state_path, run_dir = (Path(one).expanduser().resolve() for one in (config.placement.state_path, config.run_dir))
+    state_path, run_dir = (Path(path).expanduser().resolve() for path in (config.placement.state_path, config.run_dir))
     kept = str(run_dir if state_path.is_relative_to(run_dir) else state_path)
     here = ray.get_runtime_context().get_node_id()
     others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
@@ -129,23 +115,23 @@ async def remove_states(config: TrainerConfig) -> None:
     ]
     await asyncio.to_thread(_remove, folder, kept)
     if answers:
-        await asyncio.wait([asyncio.wrap_future(one.future()) for one in answers], timeout=REMOVE_S)
+        await asyncio.wait([asyncio.wrap_future(answer.future()) for answer in answers], timeout=REMOVE_S)
 
 
 def _remove(folder: str, kept: str) -> None:
-    """Remove what ranks wrote there and nothing else, then empty folders from `folder` up to that which is kept."""
+    """Remove the files of ranks and nothing else, then empty folders from `folder` up to `kept`."""
     with contextlib.suppress(OSError):
-        for one in (Path(folder), *(Path(folder, name) for name in STATE_FOLDERS)):
-            for file in (*one.glob("rank_*.pt"), *one.glob("rank_*.tmp")):
+        for states in (Path(folder), *(Path(folder, name) for name in STATE_FOLDERS)):
+            for file in (*states.glob("rank_*.pt"), *states.glob("rank_*.tmp")):
                 file.unlink(missing_ok=True)
         for name in STATE_FOLDERS:
             with contextlib.suppress(OSError):
                 Path(folder, name).rmdir()
-        for one in (Path(folder), *Path(folder).parents):
-            if not one.is_relative_to(kept) or one == Path(kept):
+        for empty in (Path(folder), *Path(folder).parents):
+            if not empty.is_relative_to(kept) or empty == Path(kept):
                 break
-            one.rmdir()
+            empty.rmdir()
 
 
 def _together(moved: Sequence[Moved], started: float) -> Moved:
-    return Moved(sum(one.num_bytes for one in moved), time.perf_counter() - started)
+    return Moved(sum(part.num_bytes for part in moved), time.perf_counter() - started)

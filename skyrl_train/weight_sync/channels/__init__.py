@@ -1,4 +1,4 @@
-"""Transports of weights: shared memory, CUDA IPC and NCCL or gloo broadcast.
+"""Weight transports: shared memory, CUDA IPC and NCCL or gloo broadcast.
 
 Read `channel` (the protocol), then `table`.
 """

@@ -1,12 +1,11 @@
-"""A process group that broadcasts from rank 0 and ends when a peer is lost.
+"""A process group that broadcasts from rank 0 and ends when a peer dies.
 
-It is built beside torch's global group (which belongs to the trainer, or to the engine), on gloo for tensors of the CPU
-and on NCCL for those of a GPU.
+It is built beside torch's global group (which belongs to the trainer, or to the engine), with gloo for CPU tensors and
+NCCL for GPU tensors.
 
-A broadcast on NCCL that a peer has left never ends, and neither does anything that stands behind it on the device: a
-copy to the host would wait there for ever, without a look at who is left. So the device is asked for nothing that
-depends on a broadcast which may not end. Both ends wait for it on the host, where they look after each other
-(`settle`), and end a group of which nothing more is expected: that ends its kernel, and frees who waits for the device.
+An NCCL broadcast that a peer has left never ends, and neither does anything queued behind it on the device, such as a
+copy to the host. So nothing is queued that depends on a broadcast that may not end: both ends wait for it on the host,
+where they check each other (`settle`), and abort a failed group, which ends its kernel and frees the device's queue.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from skyrl_train.weight_sync.control import Check, PeerLostError, WeightSyncErro
 
 POLL_S = 0.0002
 CONNECT_S = 20.0
-"""For gloo to connect those that have come. Meanwhile an engine hears nobody: it is less than the 30 s after which one
-that does not say that it lives is lost (`EngineReplica.lives`)."""
+"""Timeout for gloo to connect all processes. An engine answers no call during that time, so it is less than the 30 s
+after which it counts as dead (`EngineReplica.lives`)."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
@@ -38,10 +37,9 @@ class BroadcastGroup:
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, device: torch.device, timeout_s: float, check: Check
     ) -> None:
-        """Blocks until all have come.
+        """Block until all have joined.
 
-        Raises: WeightSyncError if they do not come within the deadline, or one that came cannot be connected; what
-            `check` raises.
+        Raises: WeightSyncError if they do not within the deadline, or one cannot be connected; what `check` raises.
         """
         self._timeout_s = timeout_s
         self._device = device
@@ -59,13 +57,12 @@ class BroadcastGroup:
             raise
 
     def broadcast(self, buffer: Tensor) -> dist.Work:
-        """Start a broadcast of rank 0's buffer into everybody's. On a GPU it begins when the device has done what was
-        asked of it so far.
+        """Start a broadcast of rank 0's buffer into all others'. On a GPU it is queued behind earlier work.
 
         Raises: WeightSyncError after `close`.
         """
         if self._backend is None:
-            raise WeightSyncError("the broadcast group broke in an earlier update; connect the weight sync anew")
+            raise WeightSyncError("the broadcast group failed in an earlier update; reconnect the weight sync")
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -76,10 +73,10 @@ class BroadcastGroup:
         """Wait for the end of a broadcast.
 
         Raises: WeightSyncError if it fails or does not end within the deadline; what `check` raises. `close` the group
-            then: on a GPU the broadcast may go on.
+            then: on a GPU the broadcast may continue.
         """
-        # Neither backend's own `wait` will do: NCCL's leaves it to the device or, like gloo's (torch 2.13), stays until
-        # the group's deadline, and does not look after the peers. It raises what has gone wrong, so it comes last.
+        # Neither backend's `wait` checks the peers: NCCL's returns at once or, like gloo's (torch 2.13), blocks until
+        # the group's deadline. It raises the broadcast's error, so it comes last.
         late = f"a broadcast of weights did not end within {self._timeout_s:g} s"
         wait_until(work.is_completed, POLL_S, self._timeout_s, late, check)
         try:
@@ -88,14 +85,14 @@ class BroadcastGroup:
             raise PeerLostError(f"a broadcast of weights failed: {error}") from error
 
     def close(self) -> None:
-        """Returns at once, also while a broadcast waits for a peer, which ends then. Again, it does nothing."""
+        """Return at once and end a broadcast that waits for a peer; a second call does nothing."""
         if self._backend is None:
             return
         last_reference, self._backend = [self._backend], None
         if self._device.type == "cuda":
             with contextlib.suppress(RuntimeError):
                 last_reference[0].abort()
-        # gloo's destructor (torch 2.13) waits for what is in flight, up to its deadline; its abort ends nothing.
+        # gloo's destructor (torch 2.13) waits for broadcasts in flight, up to its deadline; its abort has no effect.
         threading.Thread(target=last_reference.clear, daemon=True).start()
 
 
@@ -105,26 +102,25 @@ def _connect(store: dist.Store, rank: int, world_size: int, device: torch.device
         options._timeout = timedelta(seconds=timeout_s)
         with _no_watchdog():
             return dist.ProcessGroupNCCL(store, rank, world_size, options)
-    # Half of a short deadline, for an engine is given no more than the deadline to say that it lives.
+    # Half of a short deadline, because an engine must answer a health check within that deadline.
     return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=min(CONNECT_S, timeout_s / 2)))
 
 
 @contextlib.contextmanager
 def _while_all_can_be_connected() -> Iterator[None]:
-    """Raises: PeerLostError where torch says that one cannot: it ended after all had come, or is not reached."""
+    """Raises: PeerLostError if one died after all had joined, or is not reachable."""
     try:
         yield
     except RuntimeError as error:
-        raise PeerLostError(f"not all who send or receive weights could be connected: {error}") from error
+        raise PeerLostError(f"not all senders and receivers of weights could be connected: {error}") from error
 
 
 @contextlib.contextmanager
 def _no_watchdog() -> Iterator[None]:
-    """For NCCL groups that are made in it: when one fails, that is for its users to hear and no end of the process.
+    """Make NCCL groups without a watchdog in this block.
 
-    torch (2.11) has a watchdog for each group, which takes the process down a minute after a peer was lost: a dead
-    engine would cost the policy's rank and the other engines. A group whose `wait` blocks has none; here nobody waits
-    so before a broadcast is over.
+    torch (2.11) ends the process a minute after a peer of a group died: a dead engine would cost the policy's rank and
+    the other engines. A group whose `wait` blocks has no watchdog; here `wait` is called after a broadcast has ended.
     """
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"

@@ -1,4 +1,4 @@
-"""What carries a sender's buckets to its receivers: the two ends of a channel, and what each is opened with."""
+"""Protocols of the two ends of a channel, which carries a sender's buckets to its receivers, and their arguments."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from skyrl_train.weight_sync.send_report import SendReport
 
 @dataclass(frozen=True, slots=True)
 class SendingEnd:
-    """What a sender is opened with."""
+    """Arguments of a sender's end."""
 
     post: Post
     bucket_bytes: int
     num_receivers: int
-    """Every worker of every engine."""
+    """Number of workers of all engines."""
     device: torch.device
     timeout_s: float
-    """Deadline of each wait for the receivers."""
+    """Timeout of each wait for the receivers."""
     host: str
-    """This machine's address as they see it."""
+    """Address of this machine for the receivers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivingEnd:
-    """What a receiver is opened with."""
+    """Arguments of a receiver's end."""
 
     info: ControlMessage
     """The sender's `init_info` with `weight_sync_timeout_s` and, for a broadcast, `rank_offset`."""
@@ -41,22 +41,22 @@ class ReceivingEnd:
 
     @property
     def timeout_s(self) -> float:
-        """Deadline of each wait for the sender."""
+        """Timeout of each wait for the sender."""
         return self.info["weight_sync_timeout_s"]
 
 
 class WeightSender(Protocol):
-    """Sends named tensors, as `transport.Sender` does."""
+    """Sends named tensors, like `transport.Sender`."""
 
     @property
     def init_info(self) -> ControlMessage:
         """Message with which every receiver joins, once per connection."""
 
     def connect(self, check: Check = lambda: None) -> None:
-        """Returns when all receivers have joined."""
+        """Return when all receivers have joined."""
 
     def send(self, specs: Sequence[TensorSpec], named_tensors: NamedTensors) -> SendReport:
-        """Returns when every receiver has loaded every tensor."""
+        """Return when every receiver has loaded every tensor."""
 
     def close(self) -> None: ...
 
@@ -65,42 +65,42 @@ class SendChannel(Protocol):
     """Carries the buckets of one sender to all receivers, in order, at most two at a time."""
 
     max_bucket_bytes: int
-    """Larger buckets than this are slower."""
+    """Size above which buckets are slower."""
 
     @property
     def init_info(self) -> ControlMessage:
-        """What the receivers are told once to join."""
+        """Message with which every receiver joins."""
 
     def connect(self, check: Check) -> None:
-        """Wait until all receivers have joined; they must be told `init_info` without waiting for them first."""
+        """Wait until all receivers have joined; each of them may block with `init_info` until this call."""
 
     def begin(self) -> None: ...
 
     def buffer(self, num_bytes: int, check: Check) -> Tensor:
-        """[at least num_bytes] uint8 that nobody reads any more, to be filled; waits for one."""
+        """Return [at least num_bytes] uint8 to fill; wait until no receiver reads it any more."""
 
     def publish(self, num_bytes: int) -> None:
-        """Hand over the start of the last buffer. It may be read, but not written, until it comes back."""
+        """Send the start of the last buffer. It may be read, but not written, until `buffer` returns it again."""
 
     def drain(self, check: Check) -> None:
-        """Wait until every receiver has taken in everything."""
+        """Wait until every receiver has loaded everything."""
 
     def abort(self) -> None:
-        """Tell the receivers, where that is possible, that no more comes."""
+        """Notify the receivers, where possible, that no more comes."""
 
     def close(self) -> None: ...
 
 
 class ReceiveChannel(Protocol):
-    """The other end, in one worker of an engine."""
+    """The receiving end, in one worker of an engine."""
 
     def begin(self, sizes: Sequence[int]) -> None:
         """Expect buckets of these many bytes."""
 
     def next(self) -> Tensor:
-        """[its bytes] uint8, the next bucket, valid until `release`."""
+        """Return the next bucket, [its bytes] uint8, valid until `release`."""
 
     def release(self) -> None:
-        """The last bucket may be overwritten."""
+        """Allow the last bucket to be overwritten."""
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
 """Channel between two processes that share a GPU: the receiver maps the sender's buffers (CUDA IPC).
 
-Each receiver has a sender of its own, the trainer rank on the same GPU, because a process sees no other GPU than its
-own. The buffers live for one update only: between updates the memory belongs to training or to the engine.
+Each receiver has its own sender, the trainer rank on the same GPU, because a process sees only its own GPU. The buffers
+live for one update: between updates the memory is used by training or by the engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from skyrl_train.weight_sync.transport import Sender
 
 
 def gpu_id() -> str:
-    """The same in every process that uses this GPU, whatever number it has there."""
+    """Id of the current GPU, equal in every process that uses it."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
@@ -33,7 +33,7 @@ class CudaIpcSendChannel:
         self._hub = SignalHub(1, timeout_s)
         self._slots: list[Tensor | None] = [None] * SLOTS
         self._told: list[Tensor | None] = [None] * SLOTS
-        """The buffer of which the receiver has the handle."""
+        """Buffers of which the receiver has the handle."""
 
     @property
     def init_info(self) -> ControlMessage:
@@ -86,12 +86,12 @@ class CudaIpcReceiveChannel:
     """A receiver's end."""
 
     def __init__(self, init_info: ControlMessage, timeout_s: float) -> None:
-        """Args: init_info with the `addresses` of all senders by the id of their GPU."""
+        """Args: init_info: with the `addresses` of all senders by GPU id."""
         address = init_info["addresses"].get(gpu_id())
         if address is None:
             raise WeightSyncError(
-                "no rank of the policy runs on this engine's GPU; CUDA IPC needs trainer.placement.colocate_all=true, "
-                "otherwise set generator.weight_sync_backend=broadcast"
+                "no policy rank runs on this engine's GPU, but CUDA IPC needs trainer.placement.colocate_all=true. "
+                "Otherwise set generator.weight_sync_backend=broadcast"
             )
         self._peer = SignalPeer(address, timeout_s)
         self._slots: list[Tensor | None] = [None] * SLOTS
@@ -105,7 +105,7 @@ class CudaIpcReceiveChannel:
         slot = self._peer.slot
         if handle is not None:
             self._slots[slot] = None
-            # Its seventh item is the number that the GPU has in the sender's process.
+            # The seventh item is the GPU's number in the sender's process.
             arguments = (*handle[:6], torch.cuda.current_device(), *handle[7:])
             self._slots[slot] = rebuild_cuda_tensor(*arguments)
         buffer = self._slots[slot]
@@ -115,7 +115,7 @@ class CudaIpcReceiveChannel:
     def release(self) -> None:
         torch.cuda.current_stream().synchronize()
         if self._peer.is_last:
-            self._free()  # before the sender learns of it and gives the memory back
+            self._free()  # before the sender is notified and frees the memory
         self._peer.release()
 
     def _free(self) -> None:

@@ -3,8 +3,7 @@
 The memory has no name: its descriptor goes through the socket with every bucket. So the kernel frees it when the last
 process that uses it ends, however it ends, and neither a full `/dev/shm` nor a container with another one matters.
 
-Two pieces are in flight, so that packing the next bucket overlaps with loading the last. They stay for the next update:
-the first touch of a fresh page costs more than copying into a warm one.
+Both slots stay for the next update: the first touch of a fresh page costs more than copying into a warm one.
 """
 
 from __future__ import annotations
@@ -26,18 +25,15 @@ from skyrl_train.weight_sync.control import Check, ControlMessage, WeightSyncErr
 from skyrl_train.weight_sync.transport import Sender
 
 MAX_BUCKET_BYTES = 32 << 20
-"""Packing, loading and the core's cache like small buckets: 290 MB took 0.08 s in buckets of 16 MiB, 0.09 s of 32,
-0.12 s of 64 and 0.45 s in one piece (two cores, fresh pages, digests included)."""
+"""Small buckets are faster: 290 MB took 0.08 s in buckets of 16 MiB, 0.09 s of 32, 0.12 s of 64 and 0.45 s in one (two
+cores, fresh pages, digests included)."""
 
 
 class _Memory:
-    """Shared memory as a uint8 tensor that knows whether somebody else still holds a view of it."""
+    """Shared memory as a uint8 tensor, with a check whether views of it are alive."""
 
     def __init__(self, descriptor: int) -> None:
-        """Args: descriptor is owned by this object, and closed where there will be none.
-
-        Raises: OSError if it cannot be mapped.
-        """
+        """Args: descriptor: owned by this object, and closed on failure. Raises: OSError if it cannot be mapped."""
         self.descriptor = descriptor
         status = os.fstat(descriptor)
         self.inode, self.num_bytes = status.st_ino, status.st_size
@@ -49,26 +45,26 @@ class _Memory:
 
     @staticmethod
     def new(num_bytes: int) -> _Memory:
-        """Raises: WeightSyncError if there is no room for it."""
+        """Raises: WeightSyncError if there is not enough memory."""
         descriptor = os.memfd_create("skyrl_sync", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(descriptor, 0, num_bytes)
         except OSError as error:
             os.close(descriptor)
             raise WeightSyncError(
-                f"no memory for a weight bucket of {num_bytes} bytes ({error.strerror}); lower "
+                f"no memory for a weight bucket of {num_bytes} bytes ({error.strerror}). Lower "
                 "generator.weight_sync_bucket_mb"
             ) from error
         return _Memory(descriptor)
 
     def tensor(self) -> tuple[Tensor, Callable[[], bool]]:
-        """[num_bytes] uint8, and a function that says whether it or any view of it is alive."""
+        """[num_bytes] uint8, and a function that returns whether it or any view of it is alive."""
         owner = (ctypes.c_ubyte * self.num_bytes).from_buffer(self._map)
         alive = weakref.ref(owner)
         return torch.frombuffer(owner, dtype=torch.uint8), lambda: alive() is not None
 
     def close(self) -> None:
-        with contextlib.suppress(BufferError):  # a view is alive while an error is on its way: it frees the memory
+        with contextlib.suppress(BufferError):  # a view that a raised error keeps alive frees the memory later
             self._map.close()
         os.close(self.descriptor)
 
@@ -140,12 +136,12 @@ class ShmReceiveChannel:
         return buffer[: self._peer.num_bytes]
 
     def release(self) -> None:
-        """Raises: WeightSyncError if somebody kept a view of the bucket, which the sender is about to overwrite."""
+        """Raises: WeightSyncError if the loader kept a view of the bucket, which the sender is about to overwrite."""
         if self._is_viewed():
-            gc.collect()  # a view in a reference cycle is nobody's
+            gc.collect()  # of views in reference cycles
         if self._is_viewed():
             raise WeightSyncError(
-                f"the engine's loader keeps views of bucket {self._peer.bucket} after loading it; it must clone what "
+                f"the engine's loader keeps views of bucket {self._peer.bucket} after loading it. It must clone what "
                 "it keeps"
             )
         self._peer.release()
@@ -156,7 +152,7 @@ class ShmReceiveChannel:
             os.close(descriptor)
             return memory
         if memory is not None:
-            self._mapped.pop(slot).close()  # out of it first: `close` must not find it if the next one fails
+            self._mapped.pop(slot).close()  # removed first: `close` must not find it if the next one fails
         memory = self._mapped[slot] = _Memory(descriptor)
         return memory
 

@@ -27,6 +27,7 @@ from skyrl_train.cluster.placement import Demand, Placement, PlacementError
 from skyrl_train.cluster.pool.replica import EngineReplica
 from skyrl_train.cluster.ranks.worker_group import RANK, WorkerGroup
 from skyrl_train.cluster.session import CPU_ENVIRONMENT, Cluster, connect, cpu_environment, worker_environment
+from skyrl_train.config import load_config
 from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.settings import SyncSettings
 from tests.support.settings import engine_settings
@@ -92,9 +93,13 @@ def demand(count: int) -> list[Demand]:
     return [Demand("policy ranks", count, 1), Demand("engines", 1, 1)]
 
 
+async def placed(count: int, cpus_each: float, timeout_s: float = 30) -> Placement:
+    config = load_config([f"trainer.placement.cpus_per_worker={cpus_each}", f"trainer.placement.timeout_s={timeout_s}"])
+    return await Placement.reserve(demand(count), config.trainer.placement, use_gpus=False)
+
+
 def reserve(count: int, cpus_each: float, timeout_s: float = 30) -> Placement:
-    place = Placement.reserve(demand(count), use_gpus=False, cpus_each=cpus_each, strategy="PACK", timeout_s=timeout_s)
-    return asyncio.run(place)
+    return asyncio.run(placed(count, cpus_each, timeout_s))
 
 
 def groups_held() -> int:
@@ -134,10 +139,8 @@ def test_a_busy_cluster_is_waited_for_until_the_deadline_and_the_place_is_given_
 
 def test_waiting_for_a_place_leaves_the_event_loop_free(cluster: Cluster):
     async def main() -> int:
-        blocker = await Placement.reserve(demand(1), use_gpus=False, cpus_each=1.0, strategy="PACK", timeout_s=30)
-        waiting = asyncio.ensure_future(
-            Placement.reserve(demand(1), use_gpus=False, cpus_each=1.0, strategy="PACK", timeout_s=60)
-        )
+        blocker = await placed(1, 1.0)
+        waiting = asyncio.ensure_future(placed(1, 1.0, 60))
         turns = 0
         while turns < 20:
             await asyncio.sleep(0.01)
@@ -214,7 +217,7 @@ def test_a_killed_member_is_noticed_within_seconds(members: list[Any], calls: Ca
 
 def test_processes_with_gpus_get_none_of_the_cpus_environment_from_a_driver_without(cluster: Cluster, tmp_path: Path):
     async def body() -> list[dict[str, str]]:
-        place = await Placement.reserve(demand(2), use_gpus=False, cpus_each=0.5, strategy="PACK", timeout_s=30)
+        place = await placed(2, 0.5)
         first, second = place.slots["policy ranks"]
         third = place.slots["engines"][0]
         group = WorkerGroup("policy", [first, replace(second, uses_gpus=True)], str(tmp_path), timeout_s=60)
@@ -236,7 +239,7 @@ def test_processes_with_gpus_get_none_of_the_cpus_environment_from_a_driver_with
 
 def test_a_rank_that_cannot_import_a_custom_module_names_it_before_anything_is_built(cluster: Cluster, tmp_path: Path):
     async def body() -> None:
-        place = await Placement.reserve(demand(1), use_gpus=False, cpus_each=0.5, strategy="PACK", timeout_s=30)
+        place = await placed(1, 0.5)
         slots = place.slots["policy ranks"]
         group = WorkerGroup("policy", slots, str(tmp_path), 60, custom_modules=("json", "no_such_module"))
         try:

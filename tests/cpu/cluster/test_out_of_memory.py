@@ -17,7 +17,7 @@ def test_the_message_names_the_holders_and_the_keys():
     memory = {"allocated": 55.0 * GIB, "reserved": 60.0 * GIB}
     text = str(explained(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), memory, [device]))
     for part in (
-        "This process holds 55.0 GiB in tensors, of 60.0 GiB that it has reserved",
+        "This process holds 55.0 GiB in tensors, of 60.0 GiB reserved",
         "0.5 of 80.0 GiB are free (process 71 holds 60.0, process 72 holds 19.0)",
         "trainer.max_tokens_per_microbatch",
         "recompute_granularity=full",
@@ -38,7 +38,7 @@ class Full:
 def test_a_call_that_runs_out_of_memory_is_explained_and_other_errors_are_left_alone():
     host = Host.__new__(Host)
     host._object = Full()
-    with pytest.raises(DeviceOutOfMemory, match=r"the device has no memory left\. .*torch: CUDA out of memory"):
+    with pytest.raises(DeviceOutOfMemory, match=r"the device is out of memory\. .*torch: CUDA out of memory"):
         host.call("update")
     with pytest.raises(RuntimeError, match="^something else$"):
         host.call("other")

@@ -34,7 +34,8 @@ def cluster() -> Iterator[None]:
 
 
 async def reserve(use_gpus: bool = True) -> Placement:
-    return await Placement.reserve_shared(DEMANDS, use_gpus=use_gpus, cpus_each=0.1, strategy="PACK", timeout_s=30)
+    config = load_config(["trainer.placement.cpus_per_worker=0.1", "trainer.placement.timeout_s=30"])
+    return await Placement.reserve_shared(DEMANDS, config.trainer.placement, use_gpus=use_gpus)
 
 
 def test_each_rank_shares_its_device_and_keeps_it_when_its_process_is_replaced(cluster: None, tmp_path: Path):
@@ -52,14 +53,14 @@ def test_each_rank_shares_its_device_and_keeps_it_when_its_process_is_replaced(c
         }
         assert await others["reference ranks"].visible_devices() == shared
         assert await others["engines"].visible_devices() == [",".join(shared)]
-        before = [pid for _, pid, _ in await policy._find_places()]
+        before = [pid for _, pid, _ in await policy.places()]
         assert all(one["free"] > 0 for one in await policy.memory())
         await policy.end()
         assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in before)
         assert await policy.memory() == []
         policy.spawn()
         assert await policy.visible_devices() == shared
-        after = [pid for _, pid, _ in await policy._find_places()]
+        after = [pid for _, pid, _ in await policy.places()]
         assert not set(before) & set(after)
         for group in (policy, *others.values()):
             await group.shutdown()
@@ -71,6 +72,6 @@ def test_each_rank_shares_its_device_and_keeps_it_when_its_process_is_replaced(c
 def test_an_engine_is_not_cut_in_two_by_nodes(cluster: None, monkeypatch: pytest.MonkeyPatch):
     nodes = {"bundles_to_node_id": {0: "first", 1: "second"}}
     monkeypatch.setattr(placements, "placement_group_table", lambda group: nodes)
-    with pytest.raises(PlacementError, match="one of the engines uses 2 devices and would lie on two nodes"):
+    with pytest.raises(PlacementError, match="one of the engines would use 2 devices on two nodes"):
         asyncio.run(reserve())
     assert all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())

@@ -118,7 +118,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]))
         patch.setattr(PolicyGroup, "start", start)
         with connect() as cluster:
-            processes = run(launch(config, cluster, MAX_LEN, goal, 10, str(folder / "logs")))
+            logs = str(folder / "logs")
+            started = launch(config, cluster, max_model_len=MAX_LEN, objective=goal, num_optimizer_steps=10, logs=logs)
+            processes = run(started)
             try:
                 yield World(config, processes, folder)
             finally:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.cluster.calls import RemoteFailed
-from skyrl_train.cluster.ranks.release import KeepResident
+from skyrl_train.cluster.ranks.release import Release
 from skyrl_train.cluster.weight_sync import WeightSync
 from skyrl_train.trainer.performance import MemoryReport
 from skyrl_train.trainer.residency import Colocated
@@ -34,7 +34,7 @@ class World:
         check: Any = SimpleNamespace(is_due=lambda sync: False)
         sync, report = WeightSync(self.policy, engines, SYNC, check), MemoryReport(self.policy, (), engines)
         await sync.senders.connect()
-        self.residency = Colocated(self.policy, (), engines, sync, KeepResident(), report)
+        self.residency = Colocated(self.policy, (), engines, sync, Release(), report)
 
     def fail(self, method: str) -> None:
         def refuse(*args: Any, **kwargs: Any) -> None:
