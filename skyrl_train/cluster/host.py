@@ -5,12 +5,23 @@ The object's constructor must not fail: Ray keeps only the stack's text of an er
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from skyrl_train.cluster.out_of_memory import is_out_of_memory, out_of_memory
 from skyrl_train.cluster.process import log_to, talk_through_node_address, use_devices
+from skyrl_train.device.memory import memory_in_use
+from skyrl_train.device.nvml import DeviceUse, devices_in_use, gib
 from skyrl_train.imports import attribute
+
+FIXES = (
+    "Lower trainer.max_tokens_per_microbatch or logprobs_chunk_size of the model's megatron_config, recompute "
+    "activations (recompute_granularity=full), split the model (tensor_, pipeline_ or context_parallel_size), or where "
+    "engines share the device lower generator.gpu_memory_utilization"
+)
+
+
+class DeviceOutOfMemory(RuntimeError):
+    """A GPU has not enough memory for a process's task."""
 
 
 class Host:
@@ -27,8 +38,8 @@ class Host:
         try:
             return getattr(self._object, method)(*args, **kwargs)
         except Exception as error:
-            if is_out_of_memory(error):
-                raise out_of_memory(error) from error
+            if type(error).__name__ == "OutOfMemoryError":  # torch's; not every process has imported torch
+                raise explained(error, memory_in_use(), _devices()) from error
             raise
 
     def call_and_keep(self, method: str, *args: Any) -> tuple[None, Any]:
@@ -50,3 +61,22 @@ class AsyncHost(Host):
                 yield item
         finally:
             await items.aclose()
+
+
+def explained(error: BaseException, memory: dict[str, float], devices: Sequence[DeviceUse]) -> DeviceOutOfMemory:
+    """Error with the holders of the device's memory, the keys that help, and torch's own message.
+
+    Args: memory: `memory_in_use` of this process; devices: those that it sees.
+    """
+    holders = "; ".join(map(str, devices))
+    return DeviceOutOfMemory(
+        f"the device is out of memory. This process holds {gib(memory['allocated'])} GiB in tensors, of "
+        f"{gib(memory['reserved'])} GiB reserved{f' ({holders})' if holders else ''}. {FIXES}. torch: {error}"
+    )
+
+
+def _devices() -> Sequence[DeviceUse]:
+    try:
+        return devices_in_use(1)
+    except OSError:  # without NVML only this process's memory is known
+        return []

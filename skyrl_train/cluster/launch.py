@@ -24,7 +24,6 @@ from skyrl_train.config import Config
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.engines.settings import EngineSettings
 from skyrl_train.ranks import SavedState
-from skyrl_train.weight_sync.settings import SyncSettings
 
 POLICY, REFERENCE, ENGINES = "policy ranks", "reference ranks", "engines"
 
@@ -137,7 +136,7 @@ async def _spawn(
     config: Config, cluster: Cluster, placement: Placement, settings: list[EngineSettings], logs: str
 ) -> Processes:
     """Ask Ray for all processes."""
-    trainer, generator, slots, sharing = config.trainer, config.generator, placement.slots, build_sharing(config)
+    trainer, slots, sharing = config.trainer, placement.slots, build_sharing(config)
     modules = trainer.custom_modules
     groups = [WorkerGroup("policy", slots[POLICY], logs, trainer.timeout_s, custom_modules=modules)]
     if trainer.starts_reference:
@@ -147,19 +146,13 @@ async def _spawn(
     restarts = sharing.max_engine_restarts
     engines = EnginePool(slots[ENGINES], settings, logs, trainer.timeout_s, devices, max_restarts=restarts)
     policy = PolicyGroup(groups[0])
-    sync = SyncSettings(
-        weight_sync_backend=settings[0].generator.weight_sync_backend,
-        weight_sync_bucket_mb=generator.weight_sync_bucket_mb,
-        weight_sync_timeout_s=generator.weight_sync_timeout_s,
-        model_dtype=generator.model_dtype,
-    )
     return Processes(
         cluster=cluster,
         placement=placement,
         policy=policy,
         scorers=tuple(reference_scorer(FrozenGroup(group)) for group in groups[1:]),
         engines=engines,
-        weight_sync=WeightSync(policy, engines, sync),
+        weight_sync=WeightSync(policy, engines, settings[0].generator),
         sharing=sharing,
         groups=tuple(groups),
     )

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
+from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.weight_sync.channels.table import transport
 from skyrl_train.weight_sync.control import ControlMessage
 from skyrl_train.weight_sync.send_report import SendReport
-from skyrl_train.weight_sync.settings import SyncSettings
 
 CLOSE_SENDER_S = 5.0
 
@@ -24,7 +24,7 @@ class Senders:
     engine's worker receives from the rank on its own GPU.
     """
 
-    def __init__(self, policy: PolicyGroup, engines: EnginePool, settings: SyncSettings) -> None:
+    def __init__(self, policy: PolicyGroup, engines: EnginePool, settings: GeneratorConfig) -> None:
         self._policy, self._engines, self._settings = policy, engines, settings
         self._scope = transport(settings.weight_sync_backend).scope
         self._connected: tuple[int, int] | None = None

@@ -13,10 +13,10 @@ from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.senders import Senders
+from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.types import Group
 from skyrl_train.weight_sync.control import SyncCheckFailed
 from skyrl_train.weight_sync.send_report import SendReport
-from skyrl_train.weight_sync.settings import SyncSettings
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class WeightSync:
     """Sends the policy's weights to every engine, and again to the remaining ones if one fails."""
 
     def __init__(
-        self, policy: PolicyGroup, engines: EnginePool, settings: SyncSettings, check: Check | None = None
+        self, policy: PolicyGroup, engines: EnginePool, settings: GeneratorConfig, check: Check | None = None
     ) -> None:
         self._policy, self._engines, self._check = policy, engines, check
         self.senders = Senders(policy, engines, settings)

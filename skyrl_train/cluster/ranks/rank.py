@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from skyrl_train.algorithms.tables import import_modules
 from skyrl_train.cluster.process import host
+from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.device.memory import memory_in_use
 from skyrl_train.imports import attribute, quick_imports
 from skyrl_train.ranks import Rendezvous, free_port
@@ -19,7 +20,6 @@ from skyrl_train.stores import LOOPBACK
 from skyrl_train.weight_sync.channels.table import open_sender, transport
 from skyrl_train.weight_sync.control import ControlMessage, WeightSyncError
 from skyrl_train.weight_sync.send_report import SendReport
-from skyrl_train.weight_sync.settings import SyncSettings
 
 if TYPE_CHECKING:
     from skyrl_train.weight_sync.channels.channel import WeightSender
@@ -62,7 +62,7 @@ class Rank:
     def open_sender(
         self,
         engines: Mapping[str, Any],
-        settings: SyncSettings,
+        settings: GeneratorConfig,
         num_workers: int,
         name: str,
         nodes: Collection[str] | None = None,
@@ -111,7 +111,7 @@ class Rank:
             self._sender.close()
             self._sender = None
 
-    def send_weights(self, settings: SyncSettings) -> SendReport | None:
+    def send_weights(self, settings: GeneratorConfig) -> SendReport | None:
         """Export weights, in which every rank takes part; a sender sends them and reports.
 
         The export runs to its end even if sending fails: the other ranks of the stage wait for this one in it.

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from skyrl_train.ranks import free_port
 from skyrl_train.weight_sync.bucket import NamedTensors, TensorSpec, finish, take
-from skyrl_train.weight_sync.channels.broadcast_group import POLL_S
+from skyrl_train.weight_sync.channels.broadcast_group import POLL_S, wait_until
 from skyrl_train.weight_sync.channels.channel import SendingEnd
 from skyrl_train.weight_sync.channels.flight import Flight, Land
-from skyrl_train.weight_sync.channels.meeting import wait_until
 from skyrl_train.weight_sync.channels.table import STOCK
 from skyrl_train.weight_sync.control import Check, ControlMessage, WeightSyncError
 from skyrl_train.weight_sync.send_report import SendClock, SendReport

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from skyrl_train.stores import serve_store
-from skyrl_train.weight_sync.channels.broadcast_group import BroadcastGroup
+from skyrl_train.weight_sync.channels.broadcast_group import BroadcastGroup, has, join_store
 from skyrl_train.weight_sync.channels.channel import ReceivingEnd, SendingEnd
 from skyrl_train.weight_sync.channels.flight import BUFFERS, Flight, Land
-from skyrl_train.weight_sync.channels.meeting import has, join_store
 from skyrl_train.weight_sync.control import Check, ControlMessage, WeightSyncError
 from skyrl_train.weight_sync.transport import Sender
 

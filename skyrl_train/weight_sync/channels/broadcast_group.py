@@ -6,14 +6,19 @@ NCCL for GPU tensors.
 An NCCL broadcast that a peer has left never ends, and neither does anything queued behind it on the device, such as a
 copy to the host. So nothing is queued that depends on a broadcast that may not end: both ends wait for it on the host,
 where they check each other (`settle`), and abort a failed group, which ends its kernel and frees the device's queue.
+
+The store of the rendezvous is in the sender's process, so a receiver's query fails if the sender died. The sender
+checks the engines' calls (`Check`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -21,10 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_train.weight_sync.channels.meeting import meet, wait_until
 from skyrl_train.weight_sync.control import Check, PeerLostError, WeightSyncError
 
 POLL_S = 0.0002
+CHECK_EVERY_S = 0.2
+MEETING_POLL_S = 0.02
+"""Each poll is a request to the sender's store."""
 CONNECT_S = 20.0
 """Timeout for gloo to connect all processes. An engine answers no call during that time, so it is less than the 30 s
 after which it counts as dead (`EngineReplica.lives`)."""
@@ -131,3 +138,66 @@ def _no_watchdog() -> Iterator[None]:
             del os.environ[BLOCKING_WAIT]
         else:
             os.environ[BLOCKING_WAIT] = before
+
+
+def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float, check: Check) -> None:
+    """Wait for all processes before NCCL connects them, because NCCL waits without a deadline.
+
+    Only the sender, whose check notices dead engines, reports that all are there: a process that came may have died.
+    Raises: PeerLostError if not all of them come in time, or the sender dies; what `check` raises.
+    """
+
+    def wait_for(keys: list[str]) -> None:
+        late = f"not all senders and receivers of weights joined within {timeout_s:g} s"
+        wait_until(lambda: has(store, keys), MEETING_POLL_S, timeout_s, late, check)
+
+    if rank == 0:
+        wait_for([f"came {peer}" for peer in range(1, world_size)])
+        check()
+        store.set("all came", "")
+    else:
+        with while_the_sender_lives():
+            store.set(f"came {rank}", "")
+        wait_for(["all came"])
+
+
+def wait_until(is_over: Callable[[], bool], poll_s: float, timeout_s: float, late: str, check: Check) -> None:
+    """Poll until the end. Raises: PeerLostError with the message `late` at the deadline; what `check` raises."""
+    started = time.monotonic()
+    next_check = started + CHECK_EVERY_S
+    while not is_over():
+        now = time.monotonic()
+        if now > next_check:
+            check()
+            next_check = now + CHECK_EVERY_S
+        if now > started + timeout_s:
+            raise PeerLostError(late)
+        time.sleep(poll_s)
+
+
+def join_store(host: str, port: int, timeout_s: float) -> dist.Store:
+    """Raises: PeerLostError."""
+    # The sender listens before it sends its address; where nothing listens any more torch would retry to the deadline.
+    try:
+        socket.create_connection((host, port), timeout_s).close()
+    except OSError as error:
+        raise PeerLostError(
+            f"no sender of weights listens at {host}:{port} ({error}): it died, or this host cannot reach it"
+        ) from error
+    with while_the_sender_lives():
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def has(store: dist.Store, keys: list[str]) -> bool:
+    """Raises: PeerLostError."""
+    with while_the_sender_lives():
+        return store.check(keys)
+
+
+@contextlib.contextmanager
+def while_the_sender_lives() -> Iterator[None]:
+    """Wrap requests to the store, which is in the sender's process. Raises: PeerLostError if it does not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError("the sender of the weights died during a sync") from error

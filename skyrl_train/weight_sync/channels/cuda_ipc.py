@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from skyrl_train.device.memory import memory_to_share
 from skyrl_train.weight_sync.channels.channel import ReceivingEnd, SendingEnd
-from skyrl_train.weight_sync.channels.signals import SLOTS, SignalHub, SignalPeer
+from skyrl_train.weight_sync.channels.signals import SLOTS, LocalReceiveChannel, LocalSendChannel
 from skyrl_train.weight_sync.control import Check, ControlMessage, WeightSyncError
 from skyrl_train.weight_sync.transport import Sender
 
@@ -24,29 +24,23 @@ def gpu_id() -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-class CudaIpcSendChannel:
+class CudaIpcSendChannel(LocalSendChannel):
     """The sender's end."""
 
     max_bucket_bytes = 256 << 20
 
     def __init__(self, timeout_s: float) -> None:
-        self._hub = SignalHub(1, timeout_s)
+        super().__init__(1, timeout_s)
         self._slots: list[Tensor | None] = [None] * SLOTS
         self._told: list[Tensor | None] = [None] * SLOTS
         """Buffers of which the receiver has the handle."""
 
     @property
     def init_info(self) -> ControlMessage:
-        return {"transport": "cuda_ipc", "addresses": {gpu_id(): self._hub.address}}
-
-    def connect(self, check: Check) -> None:
-        self._hub.connect(check)
-
-    def begin(self) -> None:
-        self._hub.begin()
+        return {"transport": "cuda_ipc", "addresses": {gpu_id(): self.address}}
 
     def buffer(self, num_bytes: int, check: Check) -> Tensor:
-        slot = self._hub.next(check)
+        slot = self.next_slot(check)
         buffer = self._slots[slot]
         if buffer is None or len(buffer) < num_bytes:
             self._slots[slot] = None
@@ -55,7 +49,7 @@ class CudaIpcSendChannel:
         return buffer
 
     def publish(self, num_bytes: int) -> None:
-        slot = self._hub.slot
+        slot = self.slot
         buffer = self._slots[slot]
         assert buffer is not None
         handle = None
@@ -63,10 +57,10 @@ class CudaIpcSendChannel:
             _, handle = reduce_tensor(buffer)
             self._told[slot] = buffer
         torch.cuda.current_stream().synchronize()
-        self._hub.announce(handle)
+        self.tell(self.bucket, handle)
 
     def drain(self, check: Check) -> None:
-        self._hub.drain(check)
+        super().drain(check)
         self._free()
 
     def _free(self) -> None:
@@ -74,15 +68,15 @@ class CudaIpcSendChannel:
         torch.cuda.ipc_collect()
 
     def abort(self) -> None:
-        self._hub.abort()
+        super().abort()
         self._free()
 
     def close(self) -> None:
-        self._hub.close()
+        super().close()
         self._free()
 
 
-class CudaIpcReceiveChannel:
+class CudaIpcReceiveChannel(LocalReceiveChannel):
     """A receiver's end."""
 
     def __init__(self, init_info: ControlMessage, timeout_s: float) -> None:
@@ -93,16 +87,16 @@ class CudaIpcReceiveChannel:
                 "no policy rank runs on this engine's GPU, but CUDA IPC needs trainer.placement.colocate_all=true. "
                 "Otherwise set generator.weight_sync_backend=broadcast"
             )
-        self._peer = SignalPeer(address, timeout_s)
+        super().__init__(address, timeout_s)
         self._slots: list[Tensor | None] = [None] * SLOTS
 
     def begin(self, sizes: Sequence[int]) -> None:
         self._free()
-        self._peer.begin(sizes)
+        super().begin(sizes)
 
     def next(self) -> Tensor:
-        handle, _ = self._peer.next()
-        slot = self._peer.slot
+        handle, _ = self.wait_ready()
+        slot = self.slot
         if handle is not None:
             self._slots[slot] = None
             # The seventh item is the GPU's number in the sender's process.
@@ -110,20 +104,20 @@ class CudaIpcReceiveChannel:
             self._slots[slot] = rebuild_cuda_tensor(*arguments)
         buffer = self._slots[slot]
         assert buffer is not None
-        return buffer[: self._peer.num_bytes]
+        return buffer[: self.num_bytes]
 
     def release(self) -> None:
         torch.cuda.current_stream().synchronize()
-        if self._peer.is_last:
+        if self.is_last:
             self._free()  # before the sender is notified and frees the memory
-        self._peer.release()
+        super().release()
 
     def _free(self) -> None:
         self._slots = [None] * SLOTS
 
     def close(self) -> None:
         self._free()  # as in `release`
-        self._peer.close()
+        super().close()
 
 
 def send(end: SendingEnd) -> Sender:

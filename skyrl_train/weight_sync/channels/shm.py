@@ -14,13 +14,13 @@ import gc
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from skyrl_train.weight_sync.channels.channel import ReceivingEnd, SendingEnd
-from skyrl_train.weight_sync.channels.signals import SLOTS, SignalHub, SignalPeer
+from skyrl_train.weight_sync.channels.signals import SLOTS, LocalReceiveChannel, LocalSendChannel
 from skyrl_train.weight_sync.control import Check, ControlMessage, WeightSyncError
 from skyrl_train.weight_sync.transport import Sender
 
@@ -69,27 +69,21 @@ class _Memory:
         os.close(self.descriptor)
 
 
-class ShmSendChannel:
+class ShmSendChannel(LocalSendChannel):
     """The sender's end."""
 
     max_bucket_bytes = MAX_BUCKET_BYTES
 
     def __init__(self, num_receivers: int, timeout_s: float) -> None:
-        self._hub = SignalHub(num_receivers, timeout_s)
+        super().__init__(num_receivers, timeout_s)
         self._slots: list[_Memory | None] = [None] * SLOTS
 
     @property
     def init_info(self) -> ControlMessage:
-        return {"transport": "shm", "address": self._hub.address}
-
-    def connect(self, check: Check) -> None:
-        self._hub.connect(check)
-
-    def begin(self) -> None:
-        self._hub.begin()
+        return {"transport": "shm", "address": self.address}
 
     def buffer(self, num_bytes: int, check: Check) -> Tensor:
-        slot = self._hub.next(check)
+        slot = self.next_slot(check)
         memory = self._slots[slot]
         if memory is None or memory.num_bytes < num_bytes:
             self._drop(slot)
@@ -97,15 +91,9 @@ class ShmSendChannel:
         return memory.tensor()[0]
 
     def publish(self, num_bytes: int) -> None:
-        memory = self._slots[self._hub.slot]
+        memory = self._slots[self.slot]
         assert memory is not None
-        self._hub.announce(file=memory.descriptor)
-
-    def drain(self, check: Check) -> None:
-        self._hub.drain(check)
-
-    def abort(self) -> None:
-        self._hub.abort()
+        self.tell(self.bucket, file=memory.descriptor)
 
     def _drop(self, slot: int) -> None:
         memory, self._slots[slot] = self._slots[slot], None
@@ -113,27 +101,24 @@ class ShmSendChannel:
             memory.close()
 
     def close(self) -> None:
-        self._hub.close()
+        super().close()
         for slot in range(SLOTS):
             self._drop(slot)
 
 
-class ShmReceiveChannel:
+class ShmReceiveChannel(LocalReceiveChannel):
     """A receiver's end."""
 
     def __init__(self, init_info: ControlMessage, timeout_s: float) -> None:
-        self._peer = SignalPeer(init_info["address"], timeout_s)
+        super().__init__(init_info["address"], timeout_s)
         self._mapped: dict[int, _Memory] = {}
         self._is_viewed: Callable[[], bool] = lambda: False
 
-    def begin(self, sizes: Sequence[int]) -> None:
-        self._peer.begin(sizes)
-
     def next(self) -> Tensor:
-        _, descriptor = self._peer.next()
+        _, descriptor = self.wait_ready()
         assert descriptor is not None
-        buffer, self._is_viewed = self._map(self._peer.slot, descriptor).tensor()
-        return buffer[: self._peer.num_bytes]
+        buffer, self._is_viewed = self._map(self.slot, descriptor).tensor()
+        return buffer[: self.num_bytes]
 
     def release(self) -> None:
         """Raises: WeightSyncError if the loader kept a view of the bucket, which the sender is about to overwrite."""
@@ -141,10 +126,9 @@ class ShmReceiveChannel:
             gc.collect()  # of views in reference cycles
         if self._is_viewed():
             raise WeightSyncError(
-                f"the engine's loader keeps views of bucket {self._peer.bucket} after loading it. It must clone what "
-                "it keeps"
+                f"the engine's loader keeps views of bucket {self.bucket} after loading it. It must clone what it keeps"
             )
-        self._peer.release()
+        super().release()
 
     def _map(self, slot: int, descriptor: int) -> _Memory:
         memory = self._mapped.get(slot)
@@ -157,7 +141,7 @@ class ShmReceiveChannel:
         return memory
 
     def close(self) -> None:
-        self._peer.close()
+        super().close()
         for memory in self._mapped.values():
             memory.close()
         self._mapped.clear()

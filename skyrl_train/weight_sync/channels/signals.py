@@ -1,8 +1,8 @@
-"""Which bucket is ready and which was loaded: messages between a sender and the receivers on its host.
+"""Channel ends on one host: messages about which bucket is ready and which was loaded.
 
 A Unix socket per receiver, so that the death of either end is seen at once and nothing is polled; an open file can
 travel with a message. Buckets alternate between two slots: one is filled while the receivers load the other. Both ends
-count the buckets of an update from 0, so a lost one is noticed at the next. The channel decides what a slot holds.
+count the buckets of an update from 0, so a lost one is noticed at the next. Subclasses add what a slot holds.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ ABORTED = -1
 """Sent instead of a bucket's number: the rest of the update will not come."""
 
 
-class SignalHub:
-    """The sender's end."""
+class LocalSendChannel:
+    """The sender's end, without the memory."""
 
     def __init__(self, num_receivers: int, timeout_s: float) -> None:
         self._num_receivers, self._timeout_s = num_receivers, timeout_s
@@ -43,7 +43,7 @@ class SignalHub:
         self._listener.listen(num_receivers)
         self._receivers: list[Connection] = []
         self._taken: list[int] = []
-        self._bucket = -1
+        self.bucket = -1
 
     def connect(self, check: Check) -> None:
         """Wait for all receivers."""
@@ -64,40 +64,33 @@ class SignalHub:
 
     def begin(self) -> None:
         """Start an update."""
-        self._taken, self._bucket = [0] * len(self._receivers), -1
+        self._taken, self.bucket = [0] * len(self._receivers), -1
 
     @property
     def slot(self) -> int:
         """Slot of the current bucket."""
-        return self._bucket % SLOTS
+        return self.bucket % SLOTS
 
-    def next(self, check: Check) -> int:
+    def next_slot(self, check: Check) -> int:
         """Return the slot of the next bucket when every receiver has emptied it. Raises: like `wait_taken`."""
-        self._bucket += 1
-        self.wait_taken(self._bucket + 1 - SLOTS, check)
+        self.bucket += 1
+        self.wait_taken(self.bucket + 1 - SLOTS, check)
         return self.slot
-
-    def announce(self, content: Any = None, file: int | None = None) -> None:
-        """Report that the bucket is in its slot. Args, Raises: like `tell`."""
-        self.tell(self._bucket, content=content, file=file)
 
     def drain(self, check: Check) -> None:
         """Wait until every slot is empty. Raises: like `wait_taken`."""
-        self.wait_taken(self._bucket + 1, check)
+        self.wait_taken(self.bucket + 1, check)
 
     def abort(self) -> None:
         """Notify the receivers that no more comes."""
         with contextlib.suppress(WeightSyncError):
             self.tell(ABORTED)
 
-    def tell(self, index: int, content: Any = None, file: int | None = None) -> None:
-        """Send a bucket's number to all receivers. Args: file: a descriptor, which each receiver gets a copy of.
-
-        Raises: PeerLostError.
-        """
+    def tell(self, bucket: int, content: Any = None, file: int | None = None) -> None:
+        """Report a bucket as ready. Raises: PeerLostError. Args: file: a descriptor, copied to each receiver."""
         with _worker_alive():
             for receiver in self._receivers:
-                receiver.send((index, content, file is not None))
+                receiver.send((bucket, content, file is not None))
                 if file is not None:
                     send_handle(receiver, file, None)
 
@@ -145,8 +138,8 @@ def _remove_forgotten_folders(parent: str, age_s: float) -> None:
                 shutil.rmtree(folder)
 
 
-class SignalPeer:
-    """A receiver's end."""
+class LocalReceiveChannel:
+    """A receiver's end, without the memory."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -184,7 +177,7 @@ class SignalPeer:
         """Expect buckets of these many bytes."""
         self._sizes, self.bucket = list(sizes), 0
 
-    def next(self) -> tuple[Any, int | None]:
+    def wait_ready(self) -> tuple[Any, int | None]:
         """Wait until the bucket is in its slot. Returns: content and file descriptor that the sender sent with it.
 
         Raises: WeightSyncError if another one comes, none comes within the deadline, or the sender gives up or dies.
@@ -209,10 +202,10 @@ class SignalPeer:
         self.taken(self.bucket)
         self.bucket += 1
 
-    def taken(self, index: int) -> None:
+    def taken(self, bucket: int) -> None:
         """Report a bucket as loaded."""
         with contextlib.suppress(OSError):  # the sender died: the next wait for it raises
-            self._connection.send(index)
+            self._connection.send(bucket)
 
     def close(self) -> None:
         self._connection.close()

@@ -29,7 +29,6 @@ from skyrl_train.cluster.ranks.worker_group import RANK, WorkerGroup
 from skyrl_train.cluster.session import CPU_ENVIRONMENT, Cluster, connect, cpu_environment, worker_environment
 from skyrl_train.config import load_config
 from skyrl_train.weight_sync.control import WeightSyncError
-from skyrl_train.weight_sync.settings import SyncSettings
 from tests.support.settings import engine_settings
 
 pytestmark = pytest.mark.slow
@@ -331,7 +330,8 @@ def test_a_sender_and_the_engines_that_wait_for_it_hear_of_one_that_dies_while_t
     del members  # for what it registers
     engines = {f"engine-{n}": ray.remote(Member).options(num_cpus=0).remote() for n in range(2)}
     rank = ray.remote(Host).options(num_cpus=0).remote(RANK, str(tmp_path / "log"), None)
-    settings = SyncSettings("broadcast", weight_sync_bucket_mb=1, weight_sync_timeout_s=60.0, model_dtype="float32")
+    settings = load_config(["generator.weight_sync_timeout_s=60"]).generator
+    settings = replace(settings, weight_sync_backend="broadcast")
     info = ray.get(rank.call.remote("open_sender", engines, settings, 3, "policy-0"))
     store = torch.distributed.TCPStore(info["host"], info["port"], is_master=False)
     calls = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skyrl_train.cluster.host import Host
-from skyrl_train.cluster.out_of_memory import DeviceOutOfMemory, explained
+from skyrl_train.cluster.host import DeviceOutOfMemory, Host, explained
 from skyrl_train.device.nvml import DeviceUse
 
 GIB = 2**30

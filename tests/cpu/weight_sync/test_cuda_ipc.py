@@ -15,7 +15,7 @@ import torch
 
 from skyrl_train.weight_sync.channels import cuda_ipc
 from skyrl_train.weight_sync.channels.cuda_ipc import CudaIpcReceiveChannel, CudaIpcSendChannel
-from skyrl_train.weight_sync.channels.signals import SignalHub, SignalPeer
+from skyrl_train.weight_sync.channels.signals import LocalReceiveChannel, LocalSendChannel
 from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.transport import Receiver, Sender
 from tests.support.sending import InThread, ReceivingEnd, specs_of
@@ -43,9 +43,11 @@ class Device:
         patch.setattr(cuda_ipc, "memory_to_share", lambda: contextlib.nullcontext(self.note("memory to share")))
         patch.setattr(cuda_ipc, "reduce_tensor", self._reduce)
         patch.setattr(cuda_ipc, "rebuild_cuda_tensor", self._rebuild)
-        self._watch(patch, SignalHub, "tell", lambda n, content=None, **_: f"tell {n}{' with handle' * bool(content)}")
-        self._watch(patch, SignalHub, "wait_taken", lambda count, check: f"wait for {count}")
-        self._watch(patch, SignalPeer, "taken", lambda index: f"taken {index}, {self._num_mapped} mapped")
+        self._watch(
+            patch, LocalSendChannel, "tell", lambda n, content=None, **_: f"tell {n}{' with handle' * bool(content)}"
+        )
+        self._watch(patch, LocalSendChannel, "wait_taken", lambda count, check: f"wait for {count}")
+        self._watch(patch, LocalReceiveChannel, "taken", lambda bucket: f"taken {bucket}, {self._num_mapped} mapped")
 
     def _watch(self, patch: pytest.MonkeyPatch, of: type, method: str, words: Callable[..., str]) -> None:
         real = getattr(of, method)

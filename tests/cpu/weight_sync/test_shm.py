@@ -164,7 +164,7 @@ def test_a_receiver_that_dies_or_hangs_fails_the_send(number, within_s):
     process = Process(channel.init_info)
     sender = Sender(channel, 4096, process.post)
     sender.connect()
-    channel._hub._timeout_s = TIMEOUT_S
+    channel._timeout_s = TIMEOUT_S
 
     def source():
         for n in range(100):
@@ -244,8 +244,8 @@ def test_a_name_that_is_exported_twice_is_refused():
 
 def test_a_lost_bucket_is_noticed_at_the_next_one(monkeypatch):
     pair = Pair(1024, Loader())
-    tell = pair.channel._hub.tell
-    monkeypatch.setattr(pair.channel._hub, "tell", lambda index, **more: index == 1 or tell(index, **more))
+    tell = pair.channel.tell
+    monkeypatch.setattr(pair.channel, "tell", lambda bucket, **more: bucket == 1 or tell(bucket, **more))
     with pytest.raises(WeightSyncError, match="received bucket 2, expected 1"):
         pair.send([(f"t{n}", torch.zeros(256)) for n in range(7)])
     pair.close()
@@ -301,7 +301,7 @@ def test_a_bucket_that_cannot_be_mapped_fails_with_the_reason_and_leaves_nothing
 
 def test_the_kernel_frees_the_memory_of_a_killed_sender():
     held = "import torch, time; from skyrl_train.weight_sync.channels.shm import ShmSendChannel as C; c = C(1, 5); "
-    held += "c._hub._stop_listening(); c.begin(); c.buffer(1 << 30, lambda: None); "
+    held += "c._stop_listening(); c.begin(); c.buffer(1 << 30, lambda: None); "
     held += "print('held', flush=True); time.sleep(60)"
     before = shared_bytes()
     process = subprocess.Popen([sys.executable, "-c", held], stdout=subprocess.PIPE, text=True)
