@@ -5,10 +5,11 @@ The object's constructor must not fail: Ray keeps only the stack's text of an er
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from skyrl_train.cluster.process import log_to, talk_through_node_address, use_devices
+from skyrl_train.cluster.process import log_to, talk_through_node_address
 from skyrl_train.device.memory import memory_in_use
 from skyrl_train.device.nvml import DeviceUse, devices_in_use, gib
 from skyrl_train.imports import attribute
@@ -29,7 +30,8 @@ class Host:
 
     def __init__(self, entry_point: str, log_path: str, visible_devices: str | None) -> None:
         """Args: entry_point: `module:Class`, made with the path of the log; visible_devices: None for Ray's choice."""
-        use_devices(visible_devices)
+        if visible_devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
         log_to(log_path)
         talk_through_node_address()
         self._object: Any = attribute(entry_point)(log_path)

@@ -32,12 +32,6 @@ def log_to(path: str) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
-def use_devices(visible: str | None) -> None:
-    """Set CUDA_VISIBLE_DEVICES of this process, which must not have used CUDA yet; None keeps Ray's value."""
-    if visible is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
-
-
 def host() -> str:
     """Address of this node as the other nodes of the cluster see it."""
     return ray.util.get_node_ip_address()

@@ -77,7 +77,7 @@ class BucketPlan:
     num_bytes: int
 
 
-def cut(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[BucketPlan]:
+def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[BucketPlan]:
     """Assign tensors, in order, to buckets of at most `bucket_bytes`; a larger tensor travels alone.
 
     Both ends call this with the same arguments, so the order of the specs is part of the protocol.
@@ -110,7 +110,7 @@ def fill(plan: BucketPlan, named_tensors: Iterator[tuple[str, Tensor]], buffer: 
     bucket = Bucket(plan.specs, buffer[: plan.num_bytes])
     start = 0
     for spec, (_, view) in zip(plan.specs, unpack(bucket), strict=True):
-        view.copy_(take(spec, named_tensors))
+        view.copy_(next_tensor(spec, named_tensors))
         size = aligned(spec.num_bytes)
         if size > spec.num_bytes:
             buffer[start + spec.num_bytes : start + size].zero_()
@@ -124,7 +124,7 @@ def finish(named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         raise WeightSyncError(f"the trainer exports {name}, which it did not announce")
 
 
-def take(spec: TensorSpec, named_tensors: Iterator[tuple[str, Tensor]]) -> Tensor:
+def next_tensor(spec: TensorSpec, named_tensors: Iterator[tuple[str, Tensor]]) -> Tensor:
     """Return the next tensor. Raises: WeightSyncError if it is not the one that was announced."""
     name, tensor = next(named_tensors, ("nothing more", None))
     if tensor is None or (name, tensor.dtype, tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):

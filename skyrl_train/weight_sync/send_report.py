@@ -1,19 +1,17 @@
-"""What was sent and how long its parts took, and the clock that collects it while the buckets go out."""
+"""Report of a send: bytes, digests and the time of each part."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from skyrl_train.weight_sync.bucket import Bucket, NamedTensors, TensorSpec
 from skyrl_train.weight_sync.digest import digests, row_hashes
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,58 +33,51 @@ class SendReport:
     """name -> digest of the sent bytes."""
 
 
-@dataclass(slots=True)
 class SendClock:
     """Collects a SendReport while the buckets go out."""
 
-    started: float = field(default_factory=time.perf_counter)
-    plan_s: float = 0.0
-    convert_s: float = 0.0
-    digest_s: float = 0.0
-    wait_s: float = 0.0
-    num_bytes: int = 0
-    num_buckets: int = 0
-    _specs: list[TensorSpec] = field(default_factory=list)
-    _hashes: list[Tensor] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._parts = {"plan_s": 0.0, "convert_s": 0.0, "digest_s": 0.0, "wait_s": 0.0}
+        self.num_bytes = self.num_buckets = 0
+        self._specs: list[TensorSpec] = []
+        self._hashes: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        before = time.perf_counter()
+        yield
+        self._parts[part] += time.perf_counter() - before
 
     def source(self, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors and count the time that making them takes."""
         iterator = iter(named_tensors)
         while True:
-            before = time.perf_counter()
-            item = next(iterator, None)
-            self.convert_s += time.perf_counter() - before
+            with self.timed("convert_s"):
+                item = next(iterator, None)
             if item is None:
                 return
             yield item
 
-    def wait(self, until: Callable[..., T], *args: object) -> T:
-        before = time.perf_counter()
-        result = until(*args)
-        self.wait_s += time.perf_counter() - before
-        return result
+    def count(self, specs: Sequence[TensorSpec]) -> None:
+        """Count a bucket of these tensors as sent."""
+        self.num_bytes += sum(spec.num_bytes for spec in specs)
+        self.num_buckets += 1
 
     def digest(self, bucket: Bucket) -> None:
-        before = time.perf_counter()
-        self._specs += bucket.specs
-        self._hashes.append(row_hashes(bucket.data))
-        self.num_bytes += sum(spec.num_bytes for spec in bucket.specs)
-        self.num_buckets += 1
-        self.digest_s += time.perf_counter() - before
+        with self.timed("digest_s"):
+            self._specs += bucket.specs
+            self._hashes.append(row_hashes(bucket.data))
 
     def report(self) -> SendReport:
-        before = time.perf_counter()
-        found = digests(self._specs, torch.cat(self._hashes)) if self._hashes else {}
-        self.digest_s += time.perf_counter() - before
-        seconds = time.perf_counter() - self.started
+        with self.timed("digest_s"):
+            found = digests(self._specs, torch.cat(self._hashes)) if self._hashes else {}
+        seconds = time.perf_counter() - self._started
         return SendReport(
             num_bytes=self.num_bytes,
             num_buckets=self.num_buckets,
             seconds=seconds,
-            plan_s=self.plan_s,
-            convert_s=self.convert_s,
-            pack_s=seconds - self.plan_s - self.convert_s - self.digest_s - self.wait_s,
-            digest_s=self.digest_s,
-            wait_s=self.wait_s,
+            pack_s=seconds - sum(self._parts.values()),
             digests=found,
+            **self._parts,
         )

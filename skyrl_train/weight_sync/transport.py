@@ -16,7 +16,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.bucket import Bucket, BucketPlan, NamedTensors, TensorSpec, cut, fill, finish, unpack
+from skyrl_train.weight_sync.bucket import (
+    Bucket,
+    BucketPlan,
+    NamedTensors,
+    TensorSpec,
+    fill,
+    finish,
+    plan_buckets,
+    unpack,
+)
 from skyrl_train.weight_sync.channels.channel import ReceiveChannel, SendChannel
 from skyrl_train.weight_sync.control import Check, ControlMessage, PeerLostError, Pending, Post, WeightSyncError
 from skyrl_train.weight_sync.digest import digests, row_hashes
@@ -58,20 +67,21 @@ class Sender:
         Raises: WeightSyncError if the tensors are not those, or the channel breaks; what a receiver raised.
         """
         clock = SendClock()
-        plan_id = _plan_id(specs)
-        message: ControlMessage = {"bucket_bytes": self._bucket_bytes, "plan": plan_id}
-        if plan_id != self._known_plan:
-            message["specs"] = [spec.to_message() for spec in specs]
-        plans = cut(specs, self._bucket_bytes)
-        try:
-            pending = self._post(message)
-        except BaseException:
-            self._channel.abort()  # some receivers may have the message already
-            raise
-        clock.plan_s = time.perf_counter() - clock.started
+        with clock.timed("plan_s"):
+            plan_id = _plan_id(specs)
+            message: ControlMessage = {"bucket_bytes": self._bucket_bytes, "plan": plan_id}
+            if plan_id != self._known_plan:
+                message["specs"] = [spec.to_message() for spec in specs]
+            plans = plan_buckets(specs, self._bucket_bytes)
+            try:
+                pending = self._post(message)
+            except BaseException:
+                self._channel.abort()  # some receivers may have the message already
+                raise
         try:
             self._send_buckets(clock, plans, named_tensors, pending.check)
-            clock.wait(pending.wait)
+            with clock.timed("wait_s"):
+                pending.wait()
         except BaseException as error:
             try:
                 if isinstance(error, PeerLostError):
@@ -88,12 +98,15 @@ class Sender:
         self._channel.begin()
         tensors = clock.source(named_tensors)
         for plan in plans:
-            buffer = clock.wait(self._channel.buffer, plan.num_bytes, check)
+            with clock.timed("wait_s"):
+                buffer = self._channel.buffer(plan.num_bytes, check)
             bucket = fill(plan, tensors, buffer)
             self._channel.publish(plan.num_bytes)
             clock.digest(bucket)
+            clock.count(plan.specs)
         finish(tensors)
-        clock.wait(self._channel.drain, check)
+        with clock.timed("wait_s"):
+            self._channel.drain(check)
 
     def close(self) -> None:
         self._channel.close()
@@ -146,7 +159,7 @@ class Receiver:
             self._plan_id = message["plan"]
         elif message["plan"] != self._plan_id:
             raise WeightSyncError("unknown transfer plan: this engine never received it; reconnect")
-        plans = cut(self._specs, message["bucket_bytes"])
+        plans = plan_buckets(self._specs, message["bucket_bytes"])
         hashes: list[Tensor] = []
         channel.begin([plan.num_bytes for plan in plans])
         for plan in plans:

@@ -1,4 +1,4 @@
-"""Configuration -> what each rank of the policy and of the reference is started with."""
+"""Configuration -> arguments of the ranks of the policy and of the reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_train.hf.hub import seen_from_anywhere
 
 
 def policy_arguments(trainer: TrainingConfig, objective: Objective, num_optimizer_steps: int) -> dict[str, Any]:
-    """Of `MegatronPolicy`, beside its rendezvous."""
+    """Keyword arguments of `MegatronPolicy`, apart from the rendezvous."""
     return {
         "model_path": seen_from_anywhere(trainer.policy.model.path),
         "config": _traced_absolutely(trainer.policy.megatron_config),
@@ -29,7 +29,7 @@ def policy_arguments(trainer: TrainingConfig, objective: Objective, num_optimize
 
 
 def reference_arguments(config: Config) -> dict[str, Any]:
-    """Of `MegatronReference`, beside its rendezvous."""
+    """Keyword arguments of `MegatronReference`, apart from the rendezvous."""
     trainer = config.trainer
     return {
         "model_path": seen_from_anywhere(trainer.ref.model.path),
@@ -41,7 +41,7 @@ def reference_arguments(config: Config) -> dict[str, Any]:
 
 
 def _traced_absolutely(config: MegatronConfig) -> MegatronConfig:
-    """The folder of its traces absolute, for processes with other working directories."""
+    """The configuration with an absolute folder of traces, for processes with other working directories."""
     profiler = config.torch_profiler_config
     path = os.path.abspath(profiler.save_path)
     return replace(config, torch_profiler_config=replace(profiler, save_path=path))

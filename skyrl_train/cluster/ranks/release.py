@@ -1,4 +1,4 @@
-"""How idle trainers free their devices for the engines, and take them back."""
+"""Frees the devices of idle trainers for the engines, and takes them back."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.ranks import free_port
-from skyrl_train.weight_sync.bucket import NamedTensors, TensorSpec, finish, take
+from skyrl_train.weight_sync.bucket import NamedTensors, TensorSpec, finish, next_tensor
 from skyrl_train.weight_sync.channels.broadcast_group import POLL_S, wait_until
 from skyrl_train.weight_sync.channels.channel import SendingEnd
 from skyrl_train.weight_sync.channels.flight import Flight, Land
@@ -103,13 +103,14 @@ class StockNcclSender:
                 pending = self._end.post(_message(update))
                 for chunk in update:
                     size = sum(spec.num_bytes for spec in chunk)
-                    buffer = clock.wait(flight.buffer, size, pending.check)
+                    with clock.timed("wait_s"):
+                        buffer = flight.buffer(size, pending.check)
                     fill(chunk, tensors, buffer)
                     flight.send(lambda sent: self._land(group.broadcast(sent)))
-                    clock.num_bytes += size
-                    clock.num_buckets += 1
-                clock.wait(flight.drain, pending.check)
-                clock.wait(pending.wait)
+                    clock.count(chunk)
+                with clock.timed("wait_s"):
+                    flight.drain(pending.check)
+                    pending.wait()
             finish(tensors)
             self._group = group
         finally:
@@ -168,7 +169,7 @@ def fill(chunk: Chunk, tensors: Iterator[tuple[str, Tensor]], buffer: Tensor) ->
     start = 0
     for spec in chunk:
         target = buffer[start : start + spec.num_bytes]
-        target.view(spec.dtype).view(spec.shape).copy_(take(spec, tensors))
+        target.view(spec.dtype).view(spec.shape).copy_(next_tensor(spec, tensors))
         start += spec.num_bytes
 
 

@@ -21,7 +21,7 @@ KEY = "generator.weight_sync_backend"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """How weights get from ranks to engines."""
+    """Path of the weights from ranks to engines."""
 
     send: str
     """`module:function` that opens the end of a sender: SendingEnd -> WeightSender."""

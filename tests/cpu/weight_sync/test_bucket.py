@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, cut, fill, offsets, unpack
+from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, fill, offsets, plan_buckets, unpack
 from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.sending import pack, specs_of
 
@@ -66,7 +66,7 @@ def test_each_tensor_starts_at_a_multiple_of_the_alignment():
 def test_the_source_may_be_overwritten_at_once():
     scratch = torch.empty(100)
     source = ((f"t{value}", scratch.fill_(value)) for value in range(5))
-    for plan in cut(specs_of([(f"t{n}", scratch) for n in range(5)]), 2 * ALIGNMENT):
+    for plan in plan_buckets(specs_of([(f"t{n}", scratch) for n in range(5)]), 2 * ALIGNMENT):
         for name, tensor in unpack(fill(plan, source, torch.empty(plan.num_bytes, dtype=torch.uint8))):
             assert torch.equal(tensor, torch.full((100,), float(name[1:])))
 
@@ -81,7 +81,7 @@ def test_the_source_may_be_overwritten_at_once():
     ],
 )
 def test_a_tensor_that_was_not_announced_is_refused(exported, message):
-    (plan,) = cut([TensorSpec("a", torch.float32, (3,))], ALIGNMENT)
+    (plan,) = plan_buckets([TensorSpec("a", torch.float32, (3,))], ALIGNMENT)
     with pytest.raises(WeightSyncError, match=message):
         fill(plan, iter(exported), torch.empty(ALIGNMENT, dtype=torch.uint8))
 
@@ -113,7 +113,7 @@ def test_an_unknown_dtype_is_refused(name):
 
 def test_a_bucket_size_below_the_alignment_is_refused():
     with pytest.raises(ValueError, match="bucket_bytes is 100"):
-        cut([], 100)
+        plan_buckets([], 100)
 
 
 def test_nothing_gives_no_bucket():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl_train.weight_sync.bucket import ALIGNMENT, TensorSpec, cut, fill
+from skyrl_train.weight_sync.bucket import ALIGNMENT, TensorSpec, fill, plan_buckets
 from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.digest import bucket_digests, name_list
 
@@ -214,6 +214,6 @@ def _overlap(targets: Sequence[Tensor], parameter: Tensor) -> bool:
 
 
 def _digest(part: Tensor) -> int:
-    (plan,) = cut([TensorSpec("", part.dtype, tuple(part.shape))], ALIGNMENT)
+    (plan,) = plan_buckets([TensorSpec("", part.dtype, tuple(part.shape))], ALIGNMENT)
     buffer = torch.empty(plan.num_bytes, dtype=torch.uint8, device=part.device)
     return bucket_digests(fill(plan, iter([("", part)]), buffer))[""]
