@@ -7,13 +7,16 @@ import faulthandler
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+T = TypeVar("T")
 
 
 def log_to(path: str) -> None:
@@ -56,29 +59,30 @@ def wait_ended(pids: list[int], timeout_s: float) -> list[int]:
     return alive
 
 
-async def wait_ended_on_nodes(
-    pids: Mapping[str, list[int]], tasks_on: Mapping[str, Any], timeout_s: float
-) -> list[int]:
-    """Like `wait_ended`, for processes by node. Processes of a dead node have ended.
-
-    Args: tasks_on: node -> Ray's scheduling strategy for a task there.
-    """
-    here = ray.get_runtime_context().get_node_id()
-    waits = [
-        asyncio.to_thread(wait_ended, some, timeout_s)
-        if node == here
-        else _wait_on_node(node, some, tasks_on[node], timeout_s)
-        for node, some in pids.items()
-    ]
-    return [pid for some in await asyncio.gather(*waits) for pid in some]
+async def on_node(node: str, function: Callable[..., T], *args: Any) -> T:
+    """Run a function on a node. Raises: RayError if that is another node, and dead."""
+    if node == ray.get_runtime_context().get_node_id():  # a task would start a process of 2 s for it
+        return await asyncio.to_thread(function, *args)
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    task: Any = ray.remote(function)
+    task = task.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+    return await asyncio.wrap_future(task.remote(*args).future())
 
 
-async def _wait_on_node(node: str, pids: list[int], strategy: Any, timeout_s: float) -> list[int]:
-    wait = ray.remote(wait_ended).options(num_cpus=0, scheduling_strategy=strategy)  # type: ignore[attr-defined]
-    try:
-        return await asyncio.wait_for(asyncio.wrap_future(wait.remote(pids, timeout_s).future()), 2 * timeout_s)
-    except (RayError, TimeoutError):
-        return pids if any(known["NodeID"] == node and known["Alive"] for known in ray.nodes()) else []
+async def wait_ended_on_nodes(pids: Mapping[str, list[int]], timeout_s: float) -> list[int]:
+    """Like `wait_ended`, for processes by node. Processes of a dead node have ended."""
+
+    async def wait(node: str) -> list[int]:
+        try:
+            return await asyncio.wait_for(on_node(node, wait_ended, pids[node], timeout_s), 2 * timeout_s)
+        except (RayError, TimeoutError):
+            return pids[node] if node in alive_nodes() else []
+
+    return [pid for remaining in await asyncio.gather(*map(wait, pids)) for pid in remaining]
+
+
+def alive_nodes() -> list[str]:
+    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
 
 
 def _is_alive(pid: int) -> bool:

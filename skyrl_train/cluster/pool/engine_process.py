@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shutil
 from dataclasses import dataclass, replace
@@ -11,10 +10,9 @@ from typing import Any
 
 import psutil
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.algorithms.tables import import_modules
-from skyrl_train.cluster.process import host
+from skyrl_train.cluster.process import host, on_node
 from skyrl_train.engines.protocol import EngineFacts, engine_kind
 from skyrl_train.engines.settings import EngineSettings
 from skyrl_train.hf.hub import local_folder
@@ -108,10 +106,5 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 async def kill_on_node(engine: StartedEngine) -> None:
-    """Run `kill_processes` on the engine's node. Raises: RayError if that is another node and has died."""
-    if engine.node_id == ray.get_runtime_context().get_node_id():  # a task would take 2 s to start a process
-        await asyncio.to_thread(kill_processes, engine.pids, engine.facts.scratch)
-        return
-    strategy = NodeAffinitySchedulingStrategy(engine.node_id, soft=False)
-    task = ray.remote(kill_processes).options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
-    await asyncio.wrap_future(task.remote(engine.pids, engine.facts.scratch).future())
+    """`kill_processes` on the engine's node. Raises: RayError if that is another, and dead."""
+    await on_node(engine.node_id, kill_processes, engine.pids, engine.facts.scratch)

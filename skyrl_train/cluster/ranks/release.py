@@ -8,9 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
+from skyrl_train.cluster.process import alive_nodes, on_node
 from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.ranks import OPTIMIZER, Moved
@@ -104,18 +102,9 @@ async def remove_states(config: TrainerConfig) -> None:
     folder = states_folder(config)
     state_path, run_dir = (Path(path).expanduser().resolve() for path in (config.placement.state_path, config.run_dir))
     kept = str(run_dir if state_path.is_relative_to(run_dir) else state_path)
-    here = ray.get_runtime_context().get_node_id()
-    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
-    remove = ray.remote(_remove)
-    answers = [
-        remove.options(  # type: ignore[attr-defined]
-            num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        ).remote(folder, kept)
-        for node in others
-    ]
-    await asyncio.to_thread(_remove, folder, kept)
-    if answers:
-        await asyncio.wait([asyncio.wrap_future(answer.future()) for answer in answers], timeout=REMOVE_S)
+    removals = (on_node(node, _remove, folder, kept) for node in alive_nodes())
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.gather(*removals, return_exceptions=True), REMOVE_S)
 
 
 def _remove(folder: str, kept: str) -> None:

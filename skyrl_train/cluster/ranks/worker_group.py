@@ -91,11 +91,9 @@ class WorkerGroup:
         """
         await self.shutdown()
         pids: dict[str, list[int]] = {}
-        tasks_on = {}
-        for slot, place in zip(self._slots, self._places, strict=bool(self._places)):
+        for place in self._places:
             pids.setdefault(place.node, []).append(place.pid)
-            tasks_on[place.node] = slot.strategy
-        if alive := await wait_ended_on_nodes(pids, tasks_on, END_S):
+        if alive := await wait_ended_on_nodes(pids, END_S):
             raise RemoteFailed(f"processes {alive} did not end within {END_S} s of being killed")
 
     async def memory(self) -> list[dict[str, float]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.cluster.ranks import release
+from skyrl_train.cluster import process
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.ranks.release import Exit, build_release, states_folder
 from skyrl_train.config import ConfigError, load_config
@@ -92,10 +92,6 @@ class OneNode:
     def nodes() -> list[dict[str, Any]]:
         return [{"NodeID": "here", "Alive": True}, {"NodeID": "lost", "Alive": False}]
 
-    @staticmethod
-    def remote(function: Any) -> Any:
-        return function
-
 
 def states(*overrides: str) -> tuple[Any, Path]:
     """The trainer's configuration, and the folder of its states as a rank has written it."""
@@ -109,7 +105,7 @@ def states(*overrides: str) -> tuple[Any, Path]:
 
 
 def test_runs_that_share_a_state_path_remove_only_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(release, "ray", OneNode)
+    monkeypatch.setattr(process, "ray", OneNode)
     path = f"trainer.placement.state_path={tmp_path}/states"
     (one, its_folder), (two, other_folder) = (states(path, f"trainer.run_name={name}") for name in ("one", "sweep/1"))
     asyncio.run(build_release(one).close())
@@ -120,7 +116,7 @@ def test_runs_that_share_a_state_path_remove_only_their_own(tmp_path: Path, monk
 
 
 def test_the_states_in_a_runs_own_folder_go_with_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(release, "ray", OneNode)
+    monkeypatch.setattr(process, "ray", OneNode)
     trainer, folder = states(f"trainer.run_dir={tmp_path}/run")
     assert folder.is_relative_to(tmp_path / "run")
     asyncio.run(build_release(trainer).close())
@@ -128,7 +124,7 @@ def test_the_states_in_a_runs_own_folder_go_with_their_folder(tmp_path: Path, mo
 
 
 def test_nothing_but_states_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(release, "ray", OneNode)
+    monkeypatch.setattr(process, "ray", OneNode)
     trainer, folder = states(f"trainer.placement.state_path={tmp_path}")
     (folder / "thesis.tex").write_text("years")
     (folder / "b" / "thesis.pdf").write_text("years")
