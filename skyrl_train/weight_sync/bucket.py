@@ -121,7 +121,7 @@ def fill(plan: BucketPlan, named_tensors: Iterator[tuple[str, Tensor]], buffer: 
 def finish(named_tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Raises: WeightSyncError if there is one more tensor than was announced."""
     for name, _ in named_tensors:
-        raise WeightSyncError(f"the trainer exports {name}, which it did not announce")
+        raise WeightSyncError(f"the trainer exports {name}, which is not in its specs")
 
 
 def next_tensor(spec: TensorSpec, named_tensors: Iterator[tuple[str, Tensor]]) -> Tensor:

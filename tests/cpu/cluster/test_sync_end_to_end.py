@@ -110,7 +110,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     config = config_of(write_tiny_model(folder / "model", num_hidden_layers=8))
 
     async def start(self: PolicyGroup, kwargs: dict[str, Any], saved: None) -> None:
-        self._ranks = await self._group.build("tests.support.planted_faults:FaultyPolicy", kwargs)
+        self.ranks = await self.group.build("tests.support.planted_faults:FaultyPolicy", kwargs)
 
     goal = objective(config.trainer.algorithm, config.generator.sampling_params, 1024)
     with pytest.MonkeyPatch.context() as patch:
@@ -211,7 +211,7 @@ def test_a_sync_of_unchanged_weights_changes_no_answer(world: World):
     ],
 )
 def test_a_planted_fault_stops_the_sync_before_an_answer_is_drawn(world: World, fault: str, message: str):
-    policy = world.processes.policy._group
+    policy = world.processes.policy.group
     run(policy.all("remember"))
     run(world.update(run(world.experience())))
     run(policy.all("plant", fault))

@@ -230,7 +230,7 @@ def test_a_failing_source_ends_the_receiver():
 
 def test_a_tensor_that_was_not_announced_is_refused():
     pair = Pair(1024, Loader())
-    with pytest.raises(WeightSyncError, match="exports b, which it did not announce"):
+    with pytest.raises(WeightSyncError, match="exports b, which is not in its specs"):
         pair.sender.send(specs_of([("a", torch.zeros(3))]), [("a", torch.zeros(3)), ("b", torch.zeros(3))])
     pair.close()
 
