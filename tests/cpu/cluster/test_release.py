@@ -134,5 +134,5 @@ def test_nothing_but_states_is_removed(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["/tmp/victim", "..", ".", "a/../../b", "./a"])
 def test_a_runs_name_leads_nowhere_but_into_its_folder(name: str):
-    with pytest.raises(ConfigError, match="trainer.run_name is .*it must be a name such as my_run"):
+    with pytest.raises(ConfigError, match="trainer.run_name is .*it must be a relative path such as my_run"):
         load_config([f"trainer.run_name={name}"])

@@ -99,11 +99,11 @@ def test_when_the_sender_dies_neither_those_that_wait_nor_one_that_comes_later_w
     sender.kill()
     killed = time.monotonic()
     for said in receivers.said:
-        assert "the sender of the weights has ended" in said.get(timeout=SOON_S)
+        assert "the sender of the weights died" in said.get(timeout=SOON_S)
     assert time.monotonic() - killed < SOON_S
     receivers.start(info)
     assert receivers.said[2].get(timeout=START_S) == "comes"
-    assert "it has ended" in receivers.said[2].get(timeout=SOON_S)
+    assert "it died" in receivers.said[2].get(timeout=SOON_S)
 
 
 def test_a_peer_that_is_slow_to_come_or_stands_still_for_a_while_is_waited_for(receivers: Receivers):
