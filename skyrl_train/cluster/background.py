@@ -8,8 +8,6 @@ from typing import Any
 
 
 class Background:
-    """Tasks of one event loop."""
-
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 

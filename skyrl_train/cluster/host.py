@@ -56,7 +56,6 @@ class AsyncHost(Host):
         return await super().call(method, *args, **kwargs)
 
     async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
-        """Yield the items of an asynchronous generator of the object."""
         items = super().call(method, *args)
         try:
             async for item in items:

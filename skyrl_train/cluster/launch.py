@@ -43,7 +43,6 @@ class Processes:
     groups: tuple[WorkerGroup, ...]
 
     async def stop(self) -> None:
-        """End every process."""
         await self.engines.shutdown()
         await asyncio.gather(*(group.shutdown() for group in self.groups))
         self.placement.remove()
@@ -104,7 +103,6 @@ class PolicyProcesses:
     policy: PolicyGroup
 
     async def stop(self) -> None:
-        """End every process."""
         await self.policy.group.shutdown()
         self.placement.remove()
 
@@ -135,7 +133,6 @@ async def launch_policy(
 async def _spawn(
     config: Config, cluster: Cluster, placement: Placement, settings: list[EngineSettings], logs: str
 ) -> Processes:
-    """Ask Ray for all processes."""
     trainer, slots, sharing = config.trainer, placement.slots, build_sharing(config)
     modules = trainer.custom_modules
     groups = [WorkerGroup("policy", slots[POLICY], logs, trainer.timeout_s, custom_modules=modules)]
@@ -161,7 +158,6 @@ async def _spawn(
 async def _start(
     processes: Processes, config: Config, objective: Objective, num_optimizer_steps: int, saved: SavedState | None
 ) -> None:
-    """Have all load their models."""
     policy = processes.policy
     arguments = policy_arguments(config.trainer, objective, num_optimizer_steps)
     trainers: list[tuple[ModelGroup, Callable[[], Awaitable[None]]]] = [

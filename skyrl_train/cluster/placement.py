@@ -49,7 +49,6 @@ class Slot:
     """Whether it uses GPUs, its own or shared ones."""
 
     def options(self) -> dict[str, Any]:
-        """Options of the Ray actor in this slot."""
         return {
             "num_cpus": self.num_cpus,
             "num_gpus": self.num_gpus,

@@ -84,7 +84,6 @@ class Senders:
 
     @property
     def _senders(self) -> list[int]:
-        """Ranks that send."""
         if self._scope == "every_stage":
             return self._beside_engines
         ranks = self._policy.ranks

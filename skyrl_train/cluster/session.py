@@ -29,8 +29,6 @@ CONNECT_S = 10
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Facts about the cluster."""
-
     address: str
     is_local: bool
     """Started by this run and stopped with it."""

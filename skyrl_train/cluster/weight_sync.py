@@ -23,8 +23,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SyncResult:
-    """One weight sync."""
-
     num_bytes: int
     seconds: float
     """From pausing the engines to their resuming."""
@@ -66,7 +64,6 @@ class WeightSync:
         engines.on_all_dead(self.restore)
 
     def verify_with(self, check: Check) -> None:
-        """Have later syncs make this check."""
         self._check = check
 
     async def publish(self, groups: Sequence[Group]) -> SyncResult:

@@ -31,7 +31,6 @@ class ModelGroup:
         """Whether there were updates since the last `save_state`."""
 
     async def start(self, kwargs: dict[str, Any]) -> None:
-        """Build the ranks."""
         self._kwargs = kwargs
         await self._build()
 

@@ -19,8 +19,6 @@ from skyrl_train.types import Metrics, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class UpdateReports:
-    """Reports of all ranks on one update."""
-
     ranks: tuple[UpdateReport, ...]
     flops: float
     """Model FLOPs of the update, all ranks together."""
@@ -49,7 +47,6 @@ class Versions:
     """Highest version that engines may have served."""
 
     def advance(self, num_steps: int) -> None:
-        """Count optimizer steps."""
         self.current = max(self.current, self.last_given) + num_steps
 
     def give(self) -> int:
@@ -70,7 +67,6 @@ class PolicyGroup(ModelGroup):
         """Number of updates that were begun, including failed ones."""
 
     async def start(self, kwargs: dict[str, Any], saved: SavedState | None = None) -> None:
-        """Build the ranks and, if there is one, load a saved state."""
         if saved is not None:
             self._state_folder = saved.folder
             self.versions.current = self.num_steps = saved.policy_version

@@ -61,7 +61,6 @@ class WorkerGroup:
         self.spawn()
 
     def spawn(self) -> None:
-        """Ask Ray to start the actors."""
         assert not self.actors
         actor = ray.remote(Host)
         self.actors = [
@@ -72,7 +71,6 @@ class WorkerGroup:
         ]
 
     async def places(self, timeout_s: float | None = None) -> list[Place]:
-        """Place of each rank's process."""
         found = await self.calls.gather("start", self._call("find_place"), timeout_s=timeout_s)
         self._places = [Place(*place) for place in found]
         return self._places

@@ -16,8 +16,6 @@ from skyrl_train.weight_sync.send_report import SendReport
 
 @dataclass(frozen=True, slots=True)
 class SendingEnd:
-    """Arguments of a sender's end."""
-
     post: Post
     bucket_bytes: int
     num_receivers: int
@@ -31,8 +29,6 @@ class SendingEnd:
 
 @dataclass(frozen=True, slots=True)
 class ReceivingEnd:
-    """Arguments of a receiver's end."""
-
     info: ControlMessage
     """The sender's `init_info` with `weight_sync_timeout_s` and, for a broadcast, `rank_offset`."""
     worker_rank: int

@@ -25,8 +25,6 @@ def gpu_id() -> str:
 
 
 class CudaIpcSendChannel(LocalSendChannel):
-    """The sender's end."""
-
     max_bucket_bytes = 256 << 20
 
     def __init__(self, timeout_s: float) -> None:
@@ -77,8 +75,6 @@ class CudaIpcSendChannel(LocalSendChannel):
 
 
 class CudaIpcReceiveChannel(LocalReceiveChannel):
-    """A receiver's end."""
-
     def __init__(self, init_info: ControlMessage, timeout_s: float) -> None:
         """Args: init_info: with the `addresses` of all senders by GPU id."""
         address = init_info["addresses"].get(gpu_id())

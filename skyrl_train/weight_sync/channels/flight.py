@@ -48,7 +48,6 @@ class Flight:
         return self._buffers[slot][: self._sizes[slot]]
 
     def drain(self, check: Check) -> None:
-        """Wait for all broadcasts."""
         for slot in range(BUFFERS):
             self._land(slot, check)
 

@@ -70,8 +70,6 @@ class _Memory:
 
 
 class ShmSendChannel(LocalSendChannel):
-    """The sender's end."""
-
     max_bucket_bytes = MAX_BUCKET_BYTES
 
     def __init__(self, num_receivers: int, timeout_s: float) -> None:
@@ -107,8 +105,6 @@ class ShmSendChannel(LocalSendChannel):
 
 
 class ShmReceiveChannel(LocalReceiveChannel):
-    """A receiver's end."""
-
     def __init__(self, init_info: ControlMessage, timeout_s: float) -> None:
         super().__init__(init_info["address"], timeout_s)
         self._mapped: dict[int, _Memory] = {}

@@ -46,7 +46,6 @@ class LocalSendChannel:
         self.bucket = -1
 
     def connect(self, check: Check) -> None:
-        """Wait for all receivers."""
         deadline = time.monotonic() + self._timeout_s
         try:
             while missing := self._num_receivers - len(self._receivers):
@@ -63,12 +62,10 @@ class LocalSendChannel:
             self._stop_listening()
 
     def begin(self) -> None:
-        """Start an update."""
         self._taken, self.bucket = [0] * len(self._receivers), -1
 
     @property
     def slot(self) -> int:
-        """Slot of the current bucket."""
         return self.bucket % SLOTS
 
     def next_slot(self, check: Check) -> int:
@@ -160,12 +157,10 @@ class LocalReceiveChannel:
 
     @property
     def slot(self) -> int:
-        """Slot of the current bucket."""
         return self.bucket % SLOTS
 
     @property
     def num_bytes(self) -> int:
-        """Size of the current bucket."""
         return self._sizes[self.bucket]
 
     @property

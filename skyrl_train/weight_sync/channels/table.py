@@ -75,7 +75,6 @@ def transport(name: str) -> Transport:
 
 
 def open_sender(name: str, end: SendingEnd) -> WeightSender:
-    """One rank's end of this transport."""
     return attribute(transport(name).send)(end)
 
 
