@@ -174,7 +174,7 @@ def _fine_tune(rendezvous: Rendezvous, arguments: tuple[Layout, bool]) -> dict[s
 
 
 @functools.cache
-def megatron_loop(processes: int, sizes: tuple[tuple[str, Any], ...], lora: bool = False) -> Curve:
+def megatron_loop(processes: int, sizes: tuple[tuple[str, Any], ...], lora: bool) -> Curve:
     if lora:
         adapter()  # made before the ranks are
     parts = run_on_ranks(_fine_tune, (layout(processes, dict(sizes)), lora), processes, timeout_s=200)
@@ -217,7 +217,7 @@ def test_two_ranks_with_uneven_token_counts_log_the_loss_of_one():
         [float(shard.loss_mask.sum()) for shard in split(build_examples(e), rules(layout(one, {}), 2))] for e in train
     ]
     assert sum(max(pair) > 1.2 * min(pair) for pair in shares) > NUM_STEPS // 2, "token counts are uneven"
-    alone, both = megatron_loop(1, ()), megatron_loop(2, ())
+    alone, both = megatron_loop(1, (), False), megatron_loop(2, (), False)
     assert both.losses == pytest.approx(alone.losses, abs=2e-5)
     assert both.held_out == pytest.approx(alone.held_out, abs=2e-5)
 
