@@ -21,7 +21,7 @@ from skyrl_train.entrypoints import command, main_sft, run
 from skyrl_train.file_sum import sum_of
 from skyrl_train.tasks.sft_quickstart import MODEL, write_untrained
 from skyrl_train.trainer.run_state import Checkpoints, RunState, settings_of
-from tests.support.jobs import Job, start_command
+from tests.support.jobs import Job, assert_interrupted, start_command
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": str(a + b)}]}
@@ -232,18 +232,6 @@ def exported_loss(folder: Path, job: Job) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ctrl_c_finishes_the_step_in_flight_and_leaves_nothing_running(made_world: Path):
-    with fine_tuning(made_world, "stopped", "trainer.epochs=100000") as job:
-        job.wait_for_step(3)
-        job.interrupt()
-        assert job.wait(60) == 130
-        assert "stopping after this step" in job.output and "Traceback" not in job.output
-        assert json.loads((job.run_dir / "run.json").read_text())["status"] == "interrupted"
-        assert not (left := job.left_behind()), left
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_model_that_cannot_be_trained_and_an_export_that_cannot_be_written_end_the_run_with_an_error(
     made_world: Path, tmp_path: Path
 ):
@@ -271,17 +259,23 @@ def test_a_model_that_cannot_be_trained_and_an_export_that_cannot_be_written_end
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_killed_run_with_a_damaged_checkpoint_resumes_from_the_one_before(made_world: Path):
+def test_ctrl_c_finishes_the_step_in_flight_and_the_run_resumes_before_its_damaged_checkpoint(made_world: Path):
     overrides = ["trainer.ckpt_interval=1", "trainer.max_ckpts_to_keep=2", "trainer.hf_save_interval=-1"]
-    with fine_tuning(made_world, "damaged", *overrides, "trainer.max_training_steps=2") as job:
-        assert job.wait() == 0, job.story()
-    newest = job.run_dir / "checkpoints/global_step_2/rank_0.pt"
+    with fine_tuning(made_world, "damaged", *overrides, "trainer.epochs=100000") as job:
+        job.wait_for_step(3)
+        job.interrupt()
+        assert job.wait() == 130
+        assert "stopping after this step" in job.output
+        assert_interrupted(job)
+    last = len(job.metrics)
+    newest = job.run_dir / f"checkpoints/global_step_{last}/rank_0.pt"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
-    resuming = ["trainer.max_training_steps=3", "trainer.resume_mode=latest"]
+    resuming = [f"trainer.max_training_steps={last + 1}", "trainer.epochs=100000", "trainer.resume_mode=latest"]
     with fine_tuning(made_world, "damaged", *overrides, *resuming) as job:
         assert job.wait() == 0, job.story()
-    assert "global_step_2 is damaged: rank_0.pt has other bytes than were written" in job.output
-    assert "resumes after step 1, from" in job.output
-    assert [row["trainer/global_step"] for row in job.metrics] == [1, 2, 2, 3]
+    assert f"global_step_{last} is damaged: rank_0.pt has other bytes than were written" in job.output
+    assert f"resumes after step {last - 1}, from" in job.output
+    steps = [row["trainer/global_step"] for row in job.metrics]
+    assert steps == [*range(1, last + 1), last, last + 1]
