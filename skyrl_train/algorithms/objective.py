@@ -34,7 +34,7 @@ class Bound:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Signals that the function declared with `needs`, and those of its parameters."""
+        """Optional signals (entropy, ref_logprobs) that the function or its parameters declare with `needs`."""
         own: tuple[str, ...] = getattr(self.function, "needs", ())
         inner = [value.needs for value in self.parameters.values() if isinstance(value, Bound)]
         return tuple(dict.fromkeys([*own, *(name for names in inner for name in names)]))
@@ -55,18 +55,18 @@ class Term:
 
 @dataclass(frozen=True)
 class Objective:
-    """The sum of its terms, and what the logprobs are of."""
+    """The sum of its terms, and how logprobs are computed."""
 
     terms: tuple[Term, ...]
     """The first is the policy's, whose loss is corrected."""
     temperature: float
-    """The engines' sampling temperature: logprobs are of the distribution that was sampled."""
+    """Divides the logits, as the engines' sampling does. Truncation (top-p, top-k, min-p) is refused in training."""
     logprobs_chunk_size: int
     """Positions whose float32 logits exist at a time."""
     corrections: tuple[Bound, ...] = ()
     """f(TokenInputs) -> Correction; their product multiplies the terms of the policy."""
     kl_estimator: Callable[[Tensor, Tensor], Tensor] = k3
-    """Estimator of a KL penalty in the reward."""
+    """Estimator of a KL penalty in the reward, which ranks compute together with the old logprobs."""
 
     @property
     def reductions(self) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ def kl_to_reference(
     """Per-token KL divergence from the policy to the reference.
 
     Args: use_unbiased_kl: multiply the estimate by the ratio, with gradient through both, so that it stays unbiased
-        where the policy has moved since it sampled (DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
+        where the policy has moved since the step began (DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
     """
     kl = estimator(tokens.logprobs, tokens.ref_logprobs)
     metrics = {"policy_kl": Metric(kl, Reduce.TOKEN_MEAN), "policy_kl_max": Metric(kl, Reduce.MAX)}
@@ -109,13 +109,14 @@ def negative_entropy(tokens: TokenInputs) -> LossTerms:
     return LossTerms(-tokens.entropy)
 
 
+# Logged without the prefix loss_metrics/, under the names of skyrl_train 0.4.
 OWN_METRICS = frozenset({"policy_kl", "policy_kl_max"})
 
 
 def objective_loss(
     objective: Objective, tokens: TokenInputs, weights: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """The objective's part of a micro-batch, with gradient, and its metrics under the names of the log.
+    """Contribution of a micro-batch to the loss, with gradient, and its metrics under their logged names.
 
     Args: weights: name of each reduction -> [P] float32, each token's share of the whole mini-batch.
     """
@@ -141,7 +142,7 @@ def objective_loss(
 
 
 def _differences(tokens: TokenInputs) -> dict[str, Metric]:
-    """How far the policy has moved in the step, and how far the engine was from it."""
+    """How far the policy has moved in the step, and the mismatch between engine and trainer before it."""
     signals = tokens.signals
     metrics = {}
     if "old_logprobs" in signals:

@@ -1,4 +1,7 @@
-"""Ray: where processes run and how the driver talks to them."""
+"""Ray: where processes run and how the driver calls them.
+
+Read `launch` (what starts in which order), `sharing`, then `pool` (engines), `ranks` (models) and `weight_sync`.
+"""
 
 import os
 

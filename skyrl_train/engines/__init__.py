@@ -1,1 +1,2 @@
-"""Inference engines: the settings that all kinds share, vLLM engines (`vllm`) and running vLLM servers (`remote`)."""
+"""Inference engines: what the driver calls (`protocol`), the settings of all kinds (`settings`), vLLM engines (`vllm`)
+and running vLLM servers (`remote`). Read `protocol` first, then `vllm/engine`."""

@@ -2,7 +2,8 @@
 
 A new kind is a class, named here or as `module:Class` in generator.backend.
 
-Imports no engine: the kind is checked before anything starts, and the class is imported in the engine's own process.
+A kind of this package is imported in the engine's own process only; a `module:Class` also on the driver, which checks
+its methods before anything starts.
 """
 
 from __future__ import annotations
@@ -35,8 +36,16 @@ class EngineDeadError(RuntimeError):
 
 
 class Engine(Protocol):
-    """One engine, in its own process. A call that raises EngineDeadError or times out makes the driver replace the
-    engine; any other error fails the request or ends the run."""
+    """One engine, in its own process.
+
+    Order of a run: `start`; then per weight sync `begin_weight_update`, one `update_weights` from each sender,
+    `finish_weight_update`, `resume`. The first sync, and each after a failure, begins with one `init_weight_sync` per
+    sender. On shared devices a sync stands between `sleep`, `wake_weights` and `wake_kv_cache`. Senders call
+    `update_weights` through the engine's actor; the driver calls everything else.
+
+    EngineDeadError or a timeout makes the driver replace the engine. Another error of `generate_batch` fails its
+    requests; any other error ends the run.
+    """
 
     def __init__(self, settings: EngineSettings) -> None: ...
 
@@ -74,13 +83,14 @@ class Engine(Protocol):
         """Pause, and expect weights."""
 
     async def update_weights(self, message: ControlMessage) -> None:
-        """Receive and load all tensors of one sender."""
+        """Receive and load all tensors of one sender; one call per sender (pipeline stage) and update."""
 
     async def finish_weight_update(self, policy_version: int, sent_digests: dict[str, int]) -> None:
         """Serve the weights as this version. Raises: WeightSyncError if they do not match the digests."""
 
     async def sleep(self, *, keep_weights: bool = False) -> None:
-        """Free the device; weights are restored from host memory if kept, else by the next update."""
+        """Free the device. With keep_weights, `wake_weights` restores the weights from host memory; without, they are
+        undefined until the next update."""
 
     async def wake_weights(self) -> None:
         """Allocate the memory of the weights again."""

@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluation, checkpoints, and who has the devices.
+"""The training loop: steps, evaluation, checkpoints, and which processes hold device memory in which phase.
 
-Read `trainer` (one step), then `loop`, `learner` and `residency`.
+Read `step` (one step), then `scorers`, `publisher` and `residency`, then `loop` and `trainer` (a run).
 """

@@ -100,7 +100,7 @@ class Assembly:
             scorers=Scorers(trainer, policy, self._processes.scorers, self.residency),
             publisher=publisher,
             first_check=FirstCheck(self._check, policy, self._processes.engines),
-            bound=LogprobBound(
+            logprob_bound=LogprobBound(
                 trainer.logprob_difference,
                 self._coarser_dtype,
                 tensor_float=self._tensor_float,

@@ -22,27 +22,28 @@ Restart = Callable[[], Awaitable[None]]
 
 
 class Residency(Protocol):
-    """Called before each phase; returns when the processes that work in it have their memory. Any order works."""
+    """Called before each phase; returns when the processes of that phase have their memory, after any other phase."""
 
     async def for_rollout(self) -> None:
-        """Engines can generate from the newest weights."""
+        """Make the engines ready to generate from the newest weights."""
 
     async def for_scoring(self, scorer: ScorerGroup) -> None:
-        """The scorer's model can compute."""
+        """Make the scorer's model ready to compute."""
 
     async def for_training(self) -> None:
-        """The policy can compute logprobs and be updated."""
+        """Make the policy ready to compute logprobs and to be updated."""
 
     async def sync_weights(self, groups: Sequence[Group]) -> SyncResult:
-        """The policy's weights are the engines'. Raises: what `WeightSync.publish` raises."""
+        """Send the policy's weights to the engines. Raises: the errors of `WeightSync.publish`."""
 
     async def for_saving(self) -> None:
-        """The policy's weights can be read."""
+        """Make the policy's weights readable."""
 
     async def restart_trainers(self, restart_policy: Restart) -> None:
-        """After a failure and the end of the policy's processes: start new processes of policy and scorers.
+        """After a failure, when the policy's processes have ended: start new processes of policy and scorers.
 
-        Engines must not serve before `sync_weights` and `for_rollout`.
+        The caller then runs `sync_weights` and `for_rollout` before engines serve again.
+        Args: restart_policy: loads the state to resume from, which only the caller knows.
         """
 
     def metrics(self) -> Metrics:
@@ -81,9 +82,14 @@ class Dedicated:
 
 
 class Colocated:
-    """One step: engines generate, then drop weights and KV cache; each scorer computes and is offloaded; the policy
-    trains, and sends its weights to the engines while neither optimizer nor KV cache is on the device. The policy's
-    weights stay until the KV cache needs their memory, so that an export finds them."""
+    """Engines, scorers and policy use the same devices, one after the other:
+
+    1. engines generate, then drop weights and KV cache;
+    2. each scorer computes and is offloaded;
+    3. the policy trains, and offloads its optimizer;
+    4. engines allocate their weights and receive the policy's;
+    5. the policy's weights stay for an export until the next rollout needs the memory for the KV cache.
+    """
 
     def __init__(
         self,
@@ -98,11 +104,15 @@ class Colocated:
         self._policy, self._scorers, self._engines = policy, scorers, engines
         self._weight_sync, self._release, self._report = weight_sync, release, report
         self._policy_parts: frozenset[str] = frozenset()
-        """What of the policy is on its devices."""
+        """Parts of the policy on the devices."""
         self._resident_scorer: ScorerGroup | None = None
         """The scorer with processes of its own that is on the devices."""
         self._engines_are: Literal["awake", "without KV cache", "half loaded", "asleep", "without weights"] = "awake"
-        """"half loaded": they may hold memory, and must not serve before a complete sync."""
+        """
+        - awake: weights and KV cache are on the devices; without KV cache: only the weights;
+        - asleep: weights are in host memory; without weights: they come with the next sync;
+        - half loaded: a change is under way or has failed; they may hold memory and must not serve before a sync.
+        """
         self._moved: dict[str, list[Moved]] = {}
 
     async def for_rollout(self) -> None:
@@ -135,7 +145,8 @@ class Colocated:
         await self._scorer_leaves()
         await self._policy_enters(WEIGHTS)
         await self._policy_leaves(OPTIMIZER)
-        before, self._engines_are = self._engines_are, "half loaded"
+        before = self._engines_are
+        self._engines_are = "half loaded"
         if before not in ("awake", "without KV cache"):
             await self._timed("engine_wake", self._engines.wake_weights())
         result, expected = await self._weight_sync.send(groups)
@@ -150,7 +161,7 @@ class Colocated:
     async def for_saving(self) -> None:
         await self._scorer_leaves()
         if WEIGHTS not in self._policy_parts and self._engines_are == "awake":
-            self._engines_are = "asleep"  # also if one of them fails, so that `for_rollout` wakes the others
+            self._engines_are = "asleep"  # set first: if an engine fails here, `for_rollout` still wakes the others
             await self._timed("engine_sleep", self._engines.sleep(keep_weights=True))
         await self._policy_enters(WEIGHTS)
 
@@ -177,7 +188,7 @@ class Colocated:
 
     async def _engines_leave(self) -> None:
         if self._engines_are != "without weights":  # also "asleep", since a wake may have failed halfway
-            self._engines_are = "half loaded"  # if one of them fails: it may hold memory, the others are asleep
+            self._engines_are = "half loaded"  # set first: an engine that fails here may still hold memory
             await self._timed("engine_sleep", self._engines.sleep())
         self._engines_are = "without weights"
 
@@ -212,7 +223,7 @@ class Colocated:
 
 
 async def _restart(scorer: ScorerGroup) -> None:
-    """Replace the processes of a scorer that has its own, and is not ended until its next phase."""
+    """Replace the running processes of a scorer that has its own."""
     if not scorer.is_policy and scorer.model.is_running:
         await scorer.model.kill()
         await scorer.model.restart()

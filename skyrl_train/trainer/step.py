@@ -37,31 +37,34 @@ class TrainingStep:
     scorers: Scorers
     publisher: Publisher
     first_check: FirstCheck
-    bound: LogprobBound
+    logprob_bound: LogprobBound
     learning_signal: LearningSignal
     objective: Objective
     limits: MicroBatchLimits
     timers: Timers
+    # Identifies the old logprobs that ranks keep; it is not the global step.
     _step_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
         self._credit = CreditAssignment(self.config.trainer.algorithm)
 
     async def step(self) -> Metrics:
-        """Train on the groups that come next. Without signal (credit.py) weights, version and devices stay unchanged.
+        """Train on the next groups of the source and publish the new weights.
 
-        Raises: ValueError for groups that cannot be split, LogprobsDiffer for samples that are not the policy's, both
-            before anything has changed; RemoteFailed, SyncCheckFailed; errors of the source.
+        If every advantage is zero and no other term has a gradient, the update and the sync are skipped.
+        Raises: before any optimizer step ValueError (groups that cannot be split), LogprobsDiffer (samples of another
+            policy), SyncCheckFailed (first check) and errors of the source; after it RemoteFailed, and SyncCheckFailed
+            for the published weights.
         """
         groups = await self.source.next()
         with self.timers("convert_to_training_input"):
             batch = build_experience(groups, self.policy.policy_version)
             shards = Shards(self._split(batch, len(groups)))
-            credit = self._credit(batch)
+            credit = self._credit(batch)  # without a KL penalty, to decide whether there is anything to learn
         if not self.learning_signal.is_in(credit.metrics):
             skipped = {"policy/num_optimizer_steps": 0.0}
             return self.source.metrics() | credit.metrics | skipped | self.residency.metrics()
-        with self.timers("sync_weights"):
+        with self.timers("sync_weights"):  # engines are still awake here; scoring gives their devices to the trainer
             scores = await self.first_check.scores(groups)
         with self.timers("fwd_logprobs_values_reward"):
             signals = await self.scorers.score(shards)
@@ -91,12 +94,16 @@ class TrainingStep:
         with self.timers("policy_train"):
             values = {name: refs for name, refs in signals.refs.items() if name in self.objective.needs}
             values["advantages"] = shards.put(credit.advantages, batch)
-            limit = LogprobLimit(self.bound.fail, is_compared(groups, version), of_kept=signals.has_old_logprobs)
+            limit = LogprobLimit(
+                nats=self.logprob_bound.fail,
+                is_compared=is_compared(groups, version),
+                of_kept=signals.has_old_logprobs,
+            )
             try:
                 metrics, reports = await self.policy.update(shards, values, epochs, limit=limit)
             except UpdateRefused as refused:
-                raise self.bound.error(refused.difference, version) from None
-        self.bound.report(reports.logprob_difference)
+                raise self.logprob_bound.error(refused.difference, version) from None
+        self.logprob_bound.report(reports.logprob_difference)
         return (
             balance_metrics(shards.batches, self.limits)
             | metrics

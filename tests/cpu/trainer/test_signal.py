@@ -94,7 +94,7 @@ class World:
             scorers=Scorers(config.trainer, policy, (), residency),
             publisher=Publisher(residency, timers),
             first_check=SimpleNamespace(scores=noting("scores"), judge=noting("judge")),  # type: ignore[arg-type]
-            bound=SimpleNamespace(fail=1.0, report=lambda difference: None),  # type: ignore[arg-type]
+            logprob_bound=SimpleNamespace(fail=1.0, report=lambda difference: None),  # type: ignore[arg-type]
             learning_signal=LearningSignal(objective_of(), has_other_terms=always_updates),
             objective=objective_of(),
             limits=SimpleNamespace(),  # type: ignore[arg-type]
