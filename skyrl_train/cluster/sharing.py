@@ -1,5 +1,5 @@
-"""Sharing of devices between engines and trainers, and what a start makes of it: the only reader of
-`trainer.placement.colocate_all`."""
+"""Start-up decisions that depend on whether engines and trainers share devices. Besides the checks of a configuration
+only this module reads `trainer.placement.colocate_all`; trainer/residency.py moves memory between phases."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Check(Protocol):
         """Whether there are samples to compare on, these or earlier ones."""
 
     async def expect(self, policy: PolicyGroup, groups: Sequence[Group]) -> Any:
-        """Compute the trainer's side; the policy is on its devices."""
+        """Compute the trainer's logprobs; the policy is on its devices."""
 
     async def compare(self, engines: EnginePool, expected: Any) -> None:
         """Raises: SyncCheckFailed if an engine, which must be able to generate, computes something else."""
@@ -107,7 +107,7 @@ class WeightSync:
                 raise
             except RemoteFailed as error:
                 await self._drop_blamed(error, before, "the comparison of logprobs")
-                if not self._engines.actors:
+                if not self._engines.actors:  # never on shared devices, where engines are not restarted
                     await self._send_to_all()
 
     async def restore(self) -> None:
