@@ -1,6 +1,6 @@
 """Training from a script or a notebook: `skyrl_train.run(skyrl_train.load_config(experiment="quickstart"))`.
 
-Not called `run`: importing a submodule of that name would replace the function `skyrl_train.run`.
+Not named `run`: importing a submodule of that name would replace the function `skyrl_train.run`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from skyrl_train.entrypoints.main_base import COMMAND
 
 T = TypeVar("T")
 WAIT_S = 0.5
-"""Between looks for Ctrl-C: a signal that another thread receives does not wake this one."""
+"""Seconds between checks for Ctrl-C: a signal that another thread receives does not wake this one."""
 
 
 def load_config(
     overrides: Sequence[str] = (), *, experiment: str | None = None, folders: Sequence[str | Path] = ()
 ) -> Config:
-    """The configuration that a command line with these arguments has.
+    """The configuration of a command line with these arguments.
 
     Args:
-        overrides: `key=value`, as on the command line; `extra.NAME=value` for values of your own.
-        experiment: name of a file in an `experiment/` folder, as `+experiment=NAME`.
-        folders: searched for `experiment/NAME.yaml` beside `./configs` and those of skyrl_train.
-    Raises: ConfigError with everything that is wrong.
+        overrides: `key=value`, as on the command line; `extra.NAME=value` for your own values.
+        experiment: file name in an `experiment/` folder, as in `+experiment=NAME`.
+        folders: also searched for `experiment/NAME.yaml`, besides `./configs` and those of skyrl_train.
+    Raises: ConfigError with every problem.
     """
     chosen = [] if experiment is None else [f"+experiment={experiment}"]
     here = [Path("configs")] if Path("configs/experiment").is_dir() else []
@@ -42,14 +42,13 @@ def load_config(
 
 
 def run(config: Config, *, experiment: type[Experiment] = Experiment) -> Path:
-    """Train, and return the folder of the run. It prints what the command prints.
+    """Train and return the folder of the run; prints what the command prints.
 
-    Where an event loop runs, as in a notebook, the training has a thread of its own. Ctrl-C, or a notebook's stop
-    button, ends it after the step in flight, a second one at once.
+    With a running event loop, as in a notebook, training has its own thread. Ctrl-C, or a notebook's stop button, ends
+    it after the current step, a second one immediately.
 
-    Args: experiment: subclass with parts of your own (`get_rollout`, `get_source`, `get_trainer`, ...).
-    Raises: ConfigError for a configuration that cannot work; KeyboardInterrupt for a run that was interrupted; what
-        ended a run that failed.
+    Args: experiment: subclass with your own parts (`get_rollout`, `get_source`, `get_trainer`, ...).
+    Raises: ConfigError for an invalid configuration; KeyboardInterrupt if interrupted; the error of a failed run.
     """
     interrupts = command.Interrupts()
     ended = _beside_a_running_loop(lambda: _run(config, experiment, interrupts), interrupts)
@@ -68,7 +67,7 @@ def _run(config: Config, experiment: type[Experiment], interrupts: command.Inter
 
 
 def _beside_a_running_loop(work: Callable[[], T], interrupts: command.Interrupts) -> T:
-    """The result of `work`, which needs an event loop of its own, and a thread has one at most."""
+    """The result of `work`, in a separate thread if this one already runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,7 +1,7 @@
-"""Size and SHA-256 of a file: taken while it is written, checked before it is used.
+"""Size and SHA-256 of files: computed while writing, checked before use.
 
-SHA-256 because anybody can check it with `sha256sum`. One core with SHA instructions hashes 1.7 GB/s (measured, blake2b
-0.7), about the speed of a local disk; files are hashed in threads, as hashlib releases the GIL.
+`sha256sum` can check them too. One core with SHA instructions hashes 1.7 GB/s (measured; blake2b 0.7), about the speed
+of a local disk; files are hashed in threads, because hashlib releases the GIL.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import BinaryIO
 MAX_THREADS = 8
 """Files hashed at once; more do not make a disk faster."""
 MIN_PARALLEL_BYTES = 1 << 16
-"""Below this, handing bytes to a thread takes longer than hashing them."""
+"""Below this, a thread costs more than hashing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class FileSum:
 
 
 class SummingWriter:
-    """A binary stream for writing that hashes what passes through, at the same time as it is written."""
+    """A binary stream that hashes data while it is written."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._hash, self._num_bytes = stream, hashlib.sha256(), 0
@@ -53,16 +53,13 @@ class SummingWriter:
         self._stream.flush()
 
     def close(self) -> FileSum:
-        """Sum of all that was written; the stream stays open."""
+        """Sum of all written data; the stream stays open."""
         self._thread.shutdown()
         return FileSum(self._num_bytes, self._hash.hexdigest())
 
 
 def sum_of(file: Path, *, durable: bool = False) -> FileSum:
-    """Size and digest of a file, which is read to its end.
-
-    Args: durable: first have the disk store it. Raises: OSError.
-    """
+    """Size and digest of a file. Args: durable: fsync it first. Raises: OSError."""
     with file.open("rb") as stream:
         if durable:
             os.fsync(stream.fileno())
@@ -71,7 +68,7 @@ def sum_of(file: Path, *, durable: bool = False) -> FileSum:
 
 
 def size_problems(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
-    """One sentence for each file that is missing or has another size; reads no content."""
+    """A sentence for each file that is missing or has another size, without reading contents."""
     problems = []
     for name, expected in files.items():
         try:
@@ -88,7 +85,7 @@ def size_problems(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
 
 
 def problems_of(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
-    """One sentence for each file that is missing or was changed. Reads all of them, unless a size is wrong already."""
+    """A sentence for each file that is missing or changed; reads all contents unless a size differs."""
     if problems := size_problems(folder, files):
         return problems
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:

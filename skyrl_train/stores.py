@@ -1,4 +1,4 @@
-"""Stores in which processes meet, each listening on one address: torch's own listen on every network of the host."""
+"""Rendezvous stores that listen on one address; torch's own listen on all interfaces."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LOOPBACK = "127.0.0.1"
 
 
 def serve_store(host: str, port: int, timeout_s: float, world_size: int | None = None) -> dist.TCPStore:
-    """A store that listens on this address of the machine alone.
+    """A store that listens on this address, or on all if no interface has it (NAT).
 
-    Args: port: 0 means any that is free; world_size: processes, with this one, to wait for; None waits for none.
-    Where the address is not on an interface (NAT), it listens on all. Raises: OSError if the port is taken.
+    Args: port: 0: a free one; world_size: number of processes to wait for, this one included; None: do not wait.
+    Raises: OSError if the port is taken.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listening:
@@ -46,7 +46,7 @@ def serve_store(host: str, port: int, timeout_s: float, world_size: int | None =
 
 
 def join_store(rendezvous: Rendezvous) -> dist.Store:
-    """The store of a worker group; rank 0 serves it, and the others wait for it until the deadline."""
+    """The store of a worker group: served by rank 0, joined by the others within the timeout."""
     if rendezvous.rank == 0:
         return serve_store(rendezvous.address, rendezvous.port, rendezvous.timeout_s, rendezvous.world_size)
     timeout = timedelta(seconds=rendezvous.timeout_s)

@@ -1,5 +1,5 @@
-"""Algorithms as pure functions of tensors; torch is all they know.
+"""Algorithms as pure functions of tensors; imports torch alone.
 
-`tables.py` maps each name of the configuration to its function, `inputs.py` is what a loss or a correction reads of a
-token, `credit.py` what an estimator reads, `objective.py` composes them. A name `module:attribute` is a user's own.
+`tables.py` maps the names of the configuration to functions, `inputs.py` has the inputs of losses and corrections,
+`credit.py` those of estimators, `objective.py` composes them. `module:attribute` names a user's function.
 """

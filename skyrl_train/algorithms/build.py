@@ -1,4 +1,4 @@
-"""From the keys of `trainer.algorithm` to an objective and an estimator, and what can be said of them before a run."""
+"""Builds and checks the objective and the estimator of the keys of `trainer.algorithm`."""
 
 from __future__ import annotations
 
@@ -17,25 +17,22 @@ from skyrl_train.spelling import nearest
 
 
 def bind(function: Callable[..., Any], values: Mapping[str, Any]) -> Bound:
-    """The function with its keyword-only parameters taken from the values of keys by name.
-
-    Raises: ValueError naming every key that is missing.
-    """
+    """Bind keyword-only parameters to the values of keys of the same name. Raises: ValueError for missing keys."""
     keys = _keys(function)
     missing = [key.name for key in keys if key.default is key.empty and key.name not in values]
     if missing:
         raise ValueError(
-            f"{_place(function)} takes {', '.join(missing)}, which no key has: set "
+            f"{_place(function)} takes {', '.join(missing)}: no key has this name. Set "
             + ", ".join(f"trainer.algorithm.parameters.{name}=VALUE" for name in missing)
         )
     return Bound(function, {key.name: values[key.name] for key in keys if key.name in values})
 
 
 def build_objective(values: Mapping[str, Any], temperature: float, logprobs_chunk_size: int) -> Objective:
-    """The objective that the keys describe.
+    """The configured objective.
 
     Args: values: leaf name of every key of `trainer.algorithm` -> its value.
-    Raises: ValueError for a function that cannot be imported, or a parameter of one that has no key.
+    Raises: ValueError for a function that cannot be imported or has a parameter without a key.
     """
     estimator, reduction = KL_ESTIMATORS.resolve(values["kl_estimator_type"]), values["loss_reduction"]
     terms = [Term("policy", bind(LOSSES.resolve(values["policy_loss_type"]), values), 1.0, reduction)]
@@ -55,14 +52,14 @@ def build_objective(values: Mapping[str, Any], temperature: float, logprobs_chun
 
 
 def build_estimator(values: Mapping[str, Any]) -> Bound:
-    """The advantage estimator that the keys describe. Args, Raises: as in `build_objective`."""
+    """The configured advantage estimator. Args, Raises: like `build_objective`."""
     return bind(ADVANTAGES.resolve(values["advantage_estimator"]), values)
 
 
 def algorithm_problems(values: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iterator[str]:
-    """What cannot work, found by trying every function on a sample of three tokens.
+    """Problems found by calling every function on a sample of three tokens.
 
-    Args: values: as in `build_objective`; parameters: of the user's own functions, which are among the values.
+    Args: values: as in `build_objective`; parameters: those of the user's own functions, also in values.
     """
     try:
         objective, estimator = build_objective(values, 1.0, 1), build_estimator(values)
@@ -76,20 +73,20 @@ def algorithm_problems(values: Mapping[str, Any], parameters: Mapping[str, Any])
     taken = {key.name for bound in functions for key in _keys(bound.function)}
     for name in parameters.keys() - taken:
         close = nearest(name, taken)
-        yield f"trainer.algorithm.parameters.{name} is a parameter of no chosen function" + (
-            f": did you mean {close}?" if close else f"; they take {', '.join(sorted(taken))}"
+        yield f"trainer.algorithm.parameters.{name} is set: no configured function has this parameter. " + (
+            f"Did you mean {close}?" if close else f"Remove it, or use one of {', '.join(sorted(taken))}"
         )
     has_reference = values["kl_loss_coef"] and (values["use_kl_loss"] or values["use_kl_in_reward"])
     if "ref_logprobs" in objective.needs and not has_reference:
         yield (
-            f"{_place(objective.terms[0].loss.function)} reads ref_logprobs and there is no reference model: set "
-            "trainer.algorithm.use_kl_loss=true, with a kl_loss_coef above 0"
+            f"{_place(objective.terms[0].loss.function)} reads ref_logprobs: there is no reference model. Set "
+            "trainer.algorithm.use_kl_loss=true and a kl_loss_coef above 0"
         )
     yield from _failures(objective, estimator)
 
 
 def needs_advantages(objective: Objective) -> bool:
-    """Whether the gradient vanishes where all advantages are 0. Every term is tried on a sample of three tokens."""
+    """Whether the gradient is 0 if all advantages are 0, tested with every term on a sample of three tokens."""
     for term in objective.terms:
         tokens = _sample_of_three(("entropy", "ref_logprobs"), has_advantages=False)
         terms = term.loss(tokens).terms
@@ -106,7 +103,7 @@ def _failures(objective: Objective, estimator: Bound) -> Iterator[str]:
         loss, _ = objective_loss(objective, tokens, weights)
         (gradient,) = torch.autograd.grad(loss, tokens.logprobs)
         if not bool(torch.isfinite(gradient).all()):
-            yield f"the objective has the gradient {gradient.tolist()} on a sample of three tokens: it must be finite"
+            yield f"the objective's gradient is {gradient.tolist()} on a sample of three tokens: it must be finite"
     except Exception as error:
         yield f"the objective fails on a sample of three tokens: {type(error).__name__}: {error}"
     inputs = CreditInputs(

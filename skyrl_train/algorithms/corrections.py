@@ -1,4 +1,4 @@
-"""Corrections for the difference between the engine's distribution and the trainer's: factors of the policy terms.
+"""Corrections for differences between the engine's and the trainer's distribution: factors of the policy terms.
 
 The importance weight of a token is w = exp(old_logprobs - rollout_logprobs): the policy before the step against the
 engine that sampled. Corrections multiply the terms of any policy loss, and each other; a factor of 0 drops a token and

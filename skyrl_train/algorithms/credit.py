@@ -1,4 +1,4 @@
-"""What an advantage estimator reads, and the lift of those that give one number per sample."""
+"""Inputs of advantage estimators, and the decorator for those with one number per sample."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CreditInputs:
     """All samples of a step, end to end; T tokens, B samples."""
 
     rewards: Tensor
-    """[T] float64: each reward stands on the token that earned it, such as the last of a turn."""
+    """[T] float64: each reward is at the token that earned it, such as the last of a turn."""
     loss_mask: Tensor
     """[T] bool: the policy wrote this token."""
     cu_seqlens: Tensor
@@ -24,7 +24,7 @@ class CreditInputs:
     group_ids: Tensor
     """[B] int64: samples of one prompt are neighbours and share it."""
     signals: Mapping[str, Tensor] = field(default_factory=dict)
-    """[T] each, of what the estimator declared with `needs`."""
+    """Name -> [T], the signals that the estimator declared with `needs`."""
 
     def sample_sums(self, values: Tensor) -> Tensor:
         """[T] -> [B] float64"""
@@ -39,14 +39,14 @@ class CreditInputs:
 def per_sample(estimator: Estimator) -> Estimator:
     """Mark f(rewards [B] float32, group_ids [B], *, parameters) -> [B] as an estimator.
 
-    It gets the sum of each sample's rewards; every token of a sample gets the sample's advantage.
+    Its rewards are sums over samples; every token gets its sample's advantage.
     """
     estimator.is_per_sample = True  # type: ignore[attr-defined]
     return estimator
 
 
 def compares_samples(estimator: Estimator) -> Estimator:
-    """Mark an estimator under which a group of one sample has no advantage."""
+    """Mark an estimator whose advantages are 0 in a group of one sample."""
     estimator.compares_samples = True  # type: ignore[attr-defined]
     return estimator
 
@@ -69,7 +69,9 @@ def _checked(result: Tensor, size: int, estimator: Estimator) -> Tensor:
     name = getattr(estimator, "__name__", str(estimator))
     if not isinstance(result, Tensor) or result.shape != (size,):
         given = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        raise ValueError(f"the advantage estimator {name} returned {given}; it must return {size} numbers")
+        raise ValueError(f"the advantage estimator {name} returned {given}: it must return {size} numbers")
     if not bool(torch.isfinite(result).all()):
-        raise ValueError(f"the advantage estimator {name} returned a number that is not finite")
+        raise ValueError(
+            f"the advantage estimator {name} returned a number that is not finite: it must return finite numbers"
+        )
     return result

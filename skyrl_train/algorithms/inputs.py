@@ -1,4 +1,4 @@
-"""What a loss and a correction read of the tokens, and what they return."""
+"""Inputs and outputs of losses and corrections."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class LossTerms(NamedTuple):
-    """What a loss returns."""
+    """Output of a loss."""
 
     terms: Tensor
-    """[P], to be minimised, with gradient; any value where the policy did not write the token."""
+    """[P], minimised, with gradient; arbitrary where the policy did not write the token."""
     metrics: Mapping[str, Metric] = {}
     """Logged as `policy/loss_metrics/NAME`."""
 
 
 class Correction(NamedTuple):
-    """What a correction between engine and trainer returns."""
+    """Output of a correction between engine and trainer."""
 
     factor: Tensor
-    """[P]: each token's policy term is multiplied by it; no gradient goes through."""
+    """[P]: multiplies each token's policy term; without gradient."""
     metrics: Mapping[str, Metric] = {}
     """Logged as `policy/correction/FUNCTION/NAME`."""
 
@@ -43,10 +43,10 @@ class PerSample:
     mask: Tensor
     """[P] bool: the policy wrote the token."""
     group: dist.ProcessGroup | None = None
-    """The ranks that hold the other tokens of the samples; None where all are here."""
+    """Ranks with the other tokens of the samples; None if all are local."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """[P] -> [P]: each position gets the sum over its sample, with gradient. Summed in float64."""
+        """[P] -> [P]: sum over each position's sample in float64, with gradient."""
         sums = values.new_zeros(self.num_samples, dtype=torch.float64)
         sums = sums.index_add(0, self.sample, values.masked_fill(~self.mask, 0).double())
         if self.group is not None:
@@ -54,17 +54,17 @@ class PerSample:
         return sums[self.sample].to(values.dtype)
 
     def mean(self, values: Tensor) -> Tensor:
-        """[P] -> [P]: each position gets the mean over its sample, with gradient; 0 for a sample without a token."""
+        """[P] -> [P]: mean over each position's sample, with gradient; 0 for a sample without a token."""
         return self.sum(values) / self.num_tokens.clamp(min=1)
 
     @property
     def num_tokens(self) -> Tensor:
-        """[P] float32: tokens that the policy wrote of each position's sample."""
+        """[P] float32: number of tokens that the policy wrote in each position's sample."""
         return self.sum(torch.ones_like(self.mask, dtype=torch.float32))
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Every rank reads the sum, so the gradient of a rank's part is the sum of all ranks' gradients."""
+    """All-reduce whose gradient is the sum of all ranks' gradients, because every rank reads the sum."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -82,27 +82,27 @@ class _SumOverRanks(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """What every predicting position of a rank's micro-batch carries; all tensors [P].
+    """Inputs at every predicting position of a rank's micro-batch; all tensors [P].
 
-    Besides the logprobs, signals are without gradient. Their values are arbitrary where `loss_mask` is False.
+    Only logprobs and entropy have a gradient. Values are arbitrary where `loss_mask` is False.
     """
 
     logprobs: Tensor
-    """float32, of the policy that is trained, with gradient."""
+    """float32, of the current policy, with gradient."""
     loss_mask: Tensor
     """bool: the policy wrote this token."""
     per_sample: PerSample
     signals: Mapping[str, Tensor] = field(default_factory=dict)
-    """The properties below by name. A loss reads them as properties, which say what to do where one is missing."""
+    """The properties below by name. Losses read the properties, whose error says how to declare a missing one."""
 
     @property
     def old_logprobs(self) -> Tensor:
-        """float32: of the trainer's policy before the step."""
+        """float32, of the trainer's policy before the step."""
         return self._signal("old_logprobs")
 
     @property
     def rollout_logprobs(self) -> Tensor:
-        """float32: of the engine when it sampled the token."""
+        """float32, of the engine when it sampled the token."""
         return self._signal("rollout_logprobs")
 
     @property
@@ -117,25 +117,25 @@ class TokenInputs:
 
     @property
     def ref_logprobs(self) -> Tensor:
-        """float32: of the reference model, at the sampling temperature."""
+        """float32, of the reference model, at the sampling temperature."""
         return self._signal("ref_logprobs")
 
     @property
     def entropy(self) -> Tensor:
-        """float32: of the policy's distribution at this position, with gradient."""
+        """float32, of the policy's distribution, with gradient."""
         return self._signal("entropy")
 
     def _signal(self, name: str) -> Tensor:
         if name not in self.signals:
             raise LookupError(
-                f"{name} is not computed here. A function that reads it declares it: @needs({name!r}); the policy's "
-                "terms of reinforcement learning have old_logprobs, rollout_logprobs, advantages and staleness"
+                f"{name} is not computed here. Declare it with @needs({name!r}). Policy losses always have "
+                "old_logprobs, rollout_logprobs, advantages and staleness"
             )
         return self.signals[name]
 
 
 def needs(*signals: str) -> Callable[[F], F]:
-    """Declare what a function reads beside the signals that always exist: `entropy`, `ref_logprobs`."""
+    """Declare optional signals that a function reads: `entropy`, `ref_logprobs`."""
 
     def declare(function: F) -> F:
         function.needs = signals  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""exp(20) = 5e8: beyond it float32 loses the token's neighbours in any sum; exp(89) would be infinite."""
+"""exp(20) = 5e8: beyond it, float32 sums lose the other tokens; exp(89) would be infinite."""
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

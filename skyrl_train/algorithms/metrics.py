@@ -1,4 +1,4 @@
-"""Metrics that a loss, a correction or an estimator reports, each with the reduction that makes one number of it."""
+"""Metrics of losses, corrections and estimators, each with its reduction to one number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Reduce(Enum):
-    """How the values of all tokens, micro-batches, ranks and optimizer steps become one number."""
+    """Reduction over all tokens, micro-batches, ranks and optimizer steps."""
 
     TOKEN_MEAN = "mean over tokens"
     TOKEN_STD = "standard deviation over tokens"
@@ -31,16 +31,16 @@ class Metric:
     """Values of one micro-batch on one rank."""
 
     values: Tensor
-    """[P], read where the policy wrote the token; for SAMPLE_MEAN equal on all tokens of a sample. STEP_MEAN takes a
-    scalar: this micro-batch's share of the sum."""
+    """[P], read where the policy wrote the token; for SAMPLE_MEAN equal on all tokens of a sample; for STEP_MEAN a
+    scalar, the micro-batch's part of the sum."""
     reduce: Reduce
     mask: Tensor | None = None
-    """[P] bool: other tokens than those that the policy wrote."""
+    """[P] bool: tokens to use instead of those that the policy wrote."""
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A metric of a mini-batch: sums that can still be added to those of other mini-batches."""
+    """A metric of a mini-batch, as sums that can be added to those of other mini-batches."""
 
     reduce: Reduce
     sums: tuple[float, ...]
@@ -68,7 +68,7 @@ class Total:
 
 
 def partial_sums(metric: Metric, loss_mask: Tensor, tokens_of_sample: Tensor) -> Tensor:
-    """What a micro-batch adds to the metric, float64; `Reduce.MAX` gives the largest value, -inf without a token.
+    """A micro-batch's sums, float64; for `Reduce.MAX` the largest value, -inf without a token.
 
     Args: loss_mask [P] bool; tokens_of_sample [P]: tokens that the policy wrote of each position's sample.
     """
@@ -92,7 +92,7 @@ def partial_sums(metric: Metric, loss_mask: Tensor, tokens_of_sample: Tensor) ->
 
 
 def merged(steps: Sequence[Mapping[str, Total]]) -> dict[str, float]:
-    """Name -> value over all optimizer steps; a metric counts in the steps that report it."""
+    """Name -> value over the optimizer steps that report it."""
     totals: dict[str, Total] = {}
     for step in steps:
         for name, total in step.items():

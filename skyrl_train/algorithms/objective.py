@@ -1,4 +1,4 @@
-"""What a policy update minimises: a sum of terms, each weighted over the tokens of the whole mini-batch."""
+"""The objective of a policy update: a sum of terms, each weighted over the tokens of the whole mini-batch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Term:
     """f(TokenInputs) -> LossTerms"""
     coef: float = 1.0
     reduction: str = "token_mean"
-    """Name in `REDUCTIONS` of its weights."""
+    """Reduction of its weights, a name of `REDUCTIONS`."""
 
 
 @dataclass(frozen=True)
@@ -58,24 +58,24 @@ class Objective:
     """The sum of its terms, and how logprobs are computed."""
 
     terms: tuple[Term, ...]
-    """The first is the policy's, whose loss is corrected."""
+    """The first is the policy's, to which corrections apply."""
     temperature: float
     """Divides the logits, as the engines' sampling does. Truncation (top-p, top-k, min-p) is refused in training."""
     logprobs_chunk_size: int
-    """Positions whose float32 logits exist at a time."""
+    """Positions whose float32 logits are in memory at a time."""
     corrections: tuple[Bound, ...] = ()
-    """f(TokenInputs) -> Correction; their product multiplies the terms of the policy."""
+    """f(TokenInputs) -> Correction; their product multiplies the policy term."""
     kl_estimator: Callable[[Tensor, Tensor], Tensor] = k3
     """Estimator of a KL penalty in the reward, which ranks compute together with the old logprobs."""
 
     @property
     def reductions(self) -> tuple[str, ...]:
-        """Each name once."""
+        """Distinct names of reductions."""
         return tuple(dict.fromkeys(term.reduction for term in self.terms))
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Signals that some function declared."""
+        """Signals that any function declared."""
         functions = [term.loss for term in self.terms] + list(self.corrections)
         return tuple(dict.fromkeys(name for function in functions for name in function.needs))
 
@@ -118,7 +118,7 @@ def objective_loss(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Contribution of a micro-batch to the loss, with gradient, and its metrics under their logged names.
 
-    Args: weights: name of each reduction -> [P] float32, each token's share of the whole mini-batch.
+    Args: weights: name of each reduction -> [P] float32, each token's weight in the whole mini-batch.
     """
     metrics: dict[str, Metric] = {}
     factor = None

@@ -1,11 +1,11 @@
-"""How the per-token terms of a mini-batch become its loss: a weight per token, computed once from the whole mini-batch.
+"""Reductions of per-token terms to a loss: a weight per token, computed once from the whole mini-batch.
 
-Every term (policy, KL, entropy) is then `weighted_sum(terms, loss_weights)`, and the sum over any cut into ranks and
-micro-batches is the same number. A reduction says by how much the tokens of each sample are divided; nothing else.
+Every term (policy, KL, entropy) is `weighted_sum(terms, loss_weights)`, so the sum over any split into ranks and
+micro-batches is the same. A reduction is the divisor of each sample's tokens.
 
-A sample without a trained token (its environment failed, its response was filtered) is as if it were not in the
-mini-batch: it counts neither as a sample nor towards a group. So the weights of `token_mean`, `sequence_mean` and
-`prompt_mean` sum to 1 in every mini-batch that has a trained token, and to 0 otherwise.
+A sample without a trained token (its environment failed, its response was filtered) counts neither as a sample nor
+towards a group. So the weights of `token_mean`, `sequence_mean` and `prompt_mean` sum to 1 in every mini-batch with a
+trained token, and to 0 otherwise.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def prompt_mean(num_tokens: Tensor, group_ids: Tensor, max_generate_length: int)
 def loss_weights(
     reduction: str, loss_mask: Tensor, cu_seqlens: Tensor, group_ids: Tensor, max_generate_length: int
 ) -> Tensor:
-    """Share of each token in the loss of one mini-batch.
+    """Weight of each token in the loss of one mini-batch.
 
     Args: loss_mask [T] bool, cu_seqlens [B + 1], group_ids [B], all of the whole mini-batch (not of one rank);
         max_generate_length in tokens, the constant of `seq_mean_token_sum_norm`.
@@ -62,7 +62,6 @@ def loss_weights(
 def weighted_sum(terms: Tensor, weights: Tensor) -> Tensor:
     """sum(terms * weights), a scalar, over the tokens whose weight is not 0.
 
-    A term without weight may be anything: neither its value nor its gradient (0, unless its own derivative is not
-    finite) comes through. Args: terms [T], weights [T] float32.
+    Terms without weight are arbitrary, but their derivatives must be finite. Args: terms [T], weights [T] float32.
     """
     return torch.where(weights != 0, terms, torch.zeros_like(terms)).mul(weights).sum()

@@ -1,7 +1,7 @@
-"""The names of the configuration and the functions behind them. Importing this module does not import torch.
+"""Functions of the algorithms by their names in the configuration. Importing this module does not import torch.
 
-An entry is a function, or `module:attribute` where it is found, imported when it is first used. Users name their own
-functions `module:attribute`, or add a name in a module of `trainer.custom_modules`: `LOSSES.register("mine", mine)`.
+An entry is a function, or `module:attribute`, imported on first use. Users name their functions `module:attribute`, or
+register a name in a module of `trainer.custom_modules`: `LOSSES.register("mine", mine)`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ HERE = "skyrl_train.algorithms"
 
 
 class Table(Mapping[str, Function]):
-    """Functions by name, chosen by one key of the configuration."""
+    """Functions by name, for one key of the configuration."""
 
     def __init__(self, key: str, entries: Mapping[str, str]) -> None:
-        """Args: key: the key that chooses among them; entries: name -> `module:attribute` below this package."""
+        """Args: key: key of the configuration; entries: name -> `module:attribute` below this package."""
         self.key = key
         self._entries: dict[str, str | Function] = {name: f"{HERE}.{place}" for name, place in entries.items()}
 
@@ -41,9 +41,9 @@ class Table(Mapping[str, Function]):
         return self is other
 
     def register(self, name: str, function: Function) -> None:
-        """Add a function of a user. Raises: ValueError where the name is another function's."""
+        """Add a user's function. Raises: ValueError if the name is taken."""
         if self._entries.get(name, function) is not function:
-            raise ValueError(f"{self.key}: the name {name} is taken; register the function under another one")
+            raise ValueError(f"{self.key}: the name {name} is taken. Register the function under another name")
         self._entries[name] = function
 
     def place(self, name: str) -> str | None:
@@ -52,32 +52,32 @@ class Table(Mapping[str, Function]):
         return None if entry is None or isinstance(entry, str) else entry.__module__
 
     def resolve(self, name: str) -> Function:
-        """The function called `name`, or found at `module:attribute`.
+        """The function called `name` or at `module:attribute`.
 
-        Raises: ValueError naming the key, the valid names and the nearest one, or why the import failed.
+        Raises: ValueError with the key and the valid names, or why the import failed.
         """
         if name in self._entries:
             return self[name]
         if ":" in name:
             function: Function = imported(self.key, name)
             if not callable(function):
-                raise ValueError(f"{self.key} is {name}, which is a {type(function).__name__}: it must be a function")
+                raise ValueError(f"{self.key} is {name}: it is a {type(function).__name__}. Name a function")
             return function
         raise ValueError(f"{self.key} is {name}: {self.problem(name)}")
 
     def problem(self, name: str) -> str | None:
-        """The end of a sentence that begins with the key and the name; None for a valid name."""
+        """End of a sentence that begins with key and name; None for a valid name."""
         if name in self._entries or ":" in name:
             return None
         close = nearest(name, self)
         return (f"did you mean {close}? " if close else "") + f"It must be {self}"
 
     def __str__(self) -> str:
-        return f"one of {', '.join(self)}, or module:attribute of your own"
+        return f"one of {', '.join(self)}, or your own module:attribute"
 
 
 def compares_samples(estimator: str) -> bool:
-    """Whether a group of one sample has no advantage under the estimator of this name."""
+    """Whether the advantages of this estimator are 0 in a group of one sample."""
     return getattr(ADVANTAGES.resolve(estimator), "compares_samples", False)
 
 

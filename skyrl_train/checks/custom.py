@@ -1,4 +1,4 @@
-"""Rollouts and sources that the configuration names by `module:attribute`: imported and looked at before a run."""
+"""Checks of the rollout and source that the configuration names by `module:attribute`, imported before a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from skyrl_train.spelling import nearest
 
 SOURCES = ("on_policy",)
 METHODS = ("next", "metrics", "state", "resume")
-"""Of a source."""
+"""Methods of a source."""
 
 
 def custom_problems(config: Config) -> Iterator[str]:
-    """Names that cannot be imported, and objects that cannot be called as they will be."""
+    """Names that cannot be imported, and objects with the wrong signature."""
     rollout, source = config.generator.rollout, config.trainer.source
     if rollout is not None:
         yield from _imported_problems("generator.rollout", rollout, _rollout_problems)
@@ -24,8 +24,8 @@ def custom_problems(config: Config) -> Iterator[str]:
         yield from _imported_problems("trainer.source", source, _source_problems)
     elif source not in SOURCES:
         close = nearest(source, SOURCES)
-        hint = f"did you mean {close}? " if close else ""
-        yield f"trainer.source is {source!r}: {hint}It must be {' or '.join(SOURCES)}, or module:attribute of your own"
+        hint = f"did you mean {close}? " if close else "unknown source. "
+        yield f"trainer.source is {source!r}: {hint}It must be {' or '.join(SOURCES)}, or your own module:attribute"
 
 
 def _imported_problems(key: str, name: str, problems: Any) -> Iterator[str]:
@@ -35,29 +35,29 @@ def _imported_problems(key: str, name: str, problems: Any) -> Iterator[str]:
         yield str(error)
         return
     for problem in problems(found):
-        yield f"{key} is {name}, {problem}"
+        yield f"{key} is {name}: {problem}"
 
 
 def _rollout_problems(found: Any) -> Iterator[str]:
     if not callable(found):
-        yield f"which is a {type(found).__name__}: it must be `async def rollout(prompt, sampling_params, engines)`"
+        yield f"it is a {type(found).__name__}. Define `async def rollout(prompt, sampling_params, engines)`"
     elif not _is_async(found):
-        yield "which is not async: define it with `async def`"
+        yield "it is not async. Define it with `async def`"
     elif not _takes(found, 3):
-        yield f"which takes {inspect.signature(found)}: it must take (prompt, sampling_params, engines)"
+        yield f"it takes {inspect.signature(found)}. It must take (prompt, sampling_params, engines)"
 
 
 def _source_problems(found: Any) -> Iterator[str]:
     if not callable(found):
-        yield f"which is a {type(found).__name__}: it must be a class or function that makes a source from SourceParts"
+        yield f"it is a {type(found).__name__}. Name a class or function that returns a source for SourceParts"
         return
     if not _takes(found, 1):
-        yield f"which takes {inspect.signature(found)}: it must take one argument, SourceParts"
+        yield f"it takes {inspect.signature(found)}. It must take one argument, SourceParts"
     if inspect.isclass(found):
         if missing := [method for method in METHODS if not hasattr(found, method)]:
-            yield f"which has no {', '.join(missing)}: a source has {', '.join(METHODS)}"
+            yield f"it has no {', '.join(missing)}. A source has {', '.join(METHODS)}"
         elif not _is_async(getattr(found, METHODS[0])):
-            yield "whose next is not async: define it with `async def`"
+            yield "its next is not async. Define it with `async def`"
 
 
 def _is_async(found: Any) -> bool:
@@ -65,11 +65,11 @@ def _is_async(found: Any) -> bool:
 
 
 def _takes(found: Any, num_arguments: int) -> bool:
-    """Whether it can be called with so many positional arguments."""
+    """Whether it can be called with this many positional arguments."""
     try:
         inspect.signature(found).bind(*[None] * num_arguments)
     except TypeError:
         return False
-    except ValueError:  # no signature to read, as of some functions in C
+    except ValueError:  # some functions in C have no readable signature
         return True
     return True

@@ -1,4 +1,4 @@
-"""What must hold for engines: their arguments, servers that run already, their own endpoints; as rl.py."""
+"""Checks of the engines: sampling, arguments, transports, running servers and HTTP endpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_train.config import Config
-from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.config.generator import GeneratorConfig, SamplingConfig
 from skyrl_train.config.values import is_loopback
 from skyrl_train.engines.protocol import engine_kind
 from skyrl_train.imports import attribute
@@ -28,7 +28,7 @@ OWN_KEYS = {
     "max_cpu_loras": "trainer.policy.model.lora",
     "max_lora_rank": "trainer.policy.model.lora.rank",
 }
-"""Set by these keys for trainer and engines alike, or each engine's own: engines with one seed draw the same."""
+"""Engine arguments with a key of their own; each engine gets its own seed, else all would sample the same tokens."""
 GIVEN = (
     "logprobs_mode",
     "weight_transfer_config",
@@ -39,22 +39,42 @@ GIVEN = (
     "pipeline_parallel_size",
     "data_parallel_size",
 )
-"""What training and weight syncs rest on: an engine is one vLLM core, with one worker per tensor-parallel rank."""
+"""Arguments managed here: an engine is one vLLM core, with one worker per tensor-parallel rank."""
 OTHER_DISTRIBUTION = {
     "generation_config": "requests over HTTP would take sampling parameters from a file",
     "override_generation_config": "requests over HTTP would be sampled with these parameters unless they set their own",
-    "hf_overrides": "the trainer would not compute with these values; write them into the model's config.json",
-    "hf_config_path": "the trainer would compute with another configuration; write it into the model's folder",
+    "hf_overrides": "the trainer would not use these values (write them into the model's config.json)",
+    "hf_config_path": "the trainer would use another configuration (write it into the model's folder)",
     "logits_processors": "the trainer has no such processor",
-    "watermark_config": "the trainer computes the distribution without a watermark",
+    "watermark_config": "the trainer computes logprobs without a watermark",
 }
-"""Arguments with which an engine samples from another distribution than the one that the trainer computes."""
+"""Arguments that change the engine's distribution -> why the trainer's would differ."""
 
 REMOTE_CODE = ("trust_remote_code", "auto_map", "code_revision")
+ALL_TOKENS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+"""Values with which the engine samples from all tokens."""
+
+
+def training_sampling_problems(sampling: SamplingConfig) -> Iterator[str]:
+    """Sampling parameters of training that truncate the engine's distribution; evaluation may have them."""
+    key = "generator.sampling_params"
+    if sampling.temperature == 0:
+        yield (
+            f"{key}.temperature is 0: all samples of a prompt would be equal. Set it above 0 (evaluation has "
+            "eval_sampling_params)"
+        )
+    for name, neutral in ALL_TOKENS.items():
+        value = getattr(sampling, name)
+        if value != neutral:
+            yield (
+                f"{key}.{name} is {value}: the engine would sample from some of the tokens, but the trainer computes "
+                f"logprobs over all of them, so every gradient would be wrong. Set it to {neutral} (evaluation may "
+                f"truncate: generator.eval_sampling_params.{name})"
+            )
 
 
 def engine_problems(config: Config) -> Iterator[str]:
-    """A kind of engine that does not exist, or what is wrong with the configuration for it."""
+    """An unknown kind of engine, or the problems of the configured kind."""
     try:
         problems = engine_kind(config.generator).problems
     except ValueError as error:
@@ -65,40 +85,40 @@ def engine_problems(config: Config) -> Iterator[str]:
 
 
 def local_engine_problems(config: Config) -> Iterator[str]:
-    """vLLM engines that are started here."""
+    """Locally started vLLM engines."""
     urls = config.generator.remote_inference_engine_urls
     if urls:
         yield (
-            f"generator.remote_inference_engine_urls names {len(urls)} servers: set "
-            "generator.run_engines_locally=false to use them"
+            f"generator.remote_inference_engine_urls names {len(urls)} servers and generator.run_engines_locally is "
+            "true: they would not be used. Set run_engines_locally=false, or remove the servers"
         )
     yield from engine_argument_problems(config.generator)
 
 
 def engine_argument_problems(generator: GeneratorConfig) -> Iterator[str]:
-    """Arguments that would set aside what the trainer counts on."""
+    """Arguments that contradict what the trainer relies on."""
     for name, value in generator.engine_init_kwargs.items():
         given = f"generator.engine_init_kwargs.{name} is {value!r}"
         if name in OWN_KEYS:
-            yield f"{given}: leave it out and set {OWN_KEYS[name]}"
+            yield f"{given}: this argument has its own key. Remove it and set {OWN_KEYS[name]}"
         elif name in GIVEN:
-            yield f"{given}: leave it out, training relies on the value that the engines are given"
+            yield f"{given}: this argument is managed by skyrl_train. Remove it"
         elif name in OTHER_DISTRIBUTION:
             yield (
-                f"{given}: training samples must come from the distribution that the trainer computes, and "
+                f"{given}: training samples must come from the distribution that the trainer computes, but "
                 f"{OTHER_DISTRIBUTION[name]}. Remove {name}"
             )
         elif name == "speculative_config" and (value or {}).get("rejection_sample_method") == "synthetic":
             yield f"{given}: synthetic acceptance keeps tokens that the model did not sample. Use the method standard"
         for path in _paths_of_remote_code(value, f"generator.engine_init_kwargs.{name}"):
             yield (
-                f"{path} is set: models and tokenizers that need Python code from their own folder are not supported, "
-                "and such code is never run. Remove it, and use a model that transformers has itself"
+                f"{path} is set: Python code from a model's folder is never run. Remove it, and use a model that "
+                "transformers implements"
             )
 
 
 def _paths_of_remote_code(value: Any, path: str) -> Iterator[str]:
-    """Keys, at any depth, by which transformers and vLLM import code from a model's folder or from the hub."""
+    """Keys, at any depth, with which transformers and vLLM import code from a model's folder or the hub."""
     if path.rpartition(".")[2] in REMOTE_CODE:
         if value not in (False, None):
             yield path
@@ -123,54 +143,57 @@ def transport_problems(config: Config) -> Iterator[str]:
         return
     if asked.shares_gpus and not config.trainer.placement.colocate_all:
         yield (
-            f"{key}, which needs policy and engines on the same GPUs (trainer.placement.colocate_all=true): use auto"
+            f"{key}: it needs policy and engines on the same GPUs. Use auto, or set trainer.placement.colocate_all=true"
         )
     if not asked.for_stock_servers:
         return
     if generator.run_engines_locally:
-        yield f"{key}, which is for stock vLLM servers (generator.run_engines_locally=false): use auto"
+        yield f"{key}: it is for stock vLLM servers (generator.run_engines_locally=false). Use auto"
     elif config.trainer.verify_sync_every == 0:
         yield (
-            f"trainer.verify_sync_every is 0 and {key}: a stock server tells no digests of what it received, so "
-            "comparing logprobs is the only proof; set it to at least 1, such as 10"
+            f"trainer.verify_sync_every is 0 and {key}: stock vLLM servers report no digests, so comparing logprobs is "
+            "the only check. Set it to at least 1 (for example 10)"
         )
 
 
 def remote_engine_problems(config: Config) -> Iterator[str]:
-    """Servers that run already."""
+    """Running vLLM servers."""
     generator = config.generator
     urls, key = generator.remote_inference_engine_urls, "generator.remote_inference_engine_urls"
     if not urls:
-        yield f"generator.run_engines_locally is false and {key} is empty: name the servers, as [http://host:8000]"
+        yield (
+            f"generator.run_engines_locally is false and {key} is empty: there are no engines. Name the servers, as "
+            "[http://host:8000]"
+        )
     for url in urls:
         if not SERVER_URL.match(url):
-            yield f"{key} names {url!r}: write http://host:port, without /v1 or another path"
+            yield f"{key} contains {url!r}: not a server's address. Write http://host:port, without /v1 or another path"
     for url in sorted({url for url in urls if urls.count(url) > 1}):
-        yield f"{key} names {url} twice: each server is one engine"
+        yield f"{key} contains {url} twice: each server is one engine. Remove one"
     variable = generator.remote_api_key_env
     if variable is not None and not os.environ.get(variable):
-        yield f"generator.remote_api_key_env is {variable}: no such environment variable is set, export it first"
+        yield f"generator.remote_api_key_env is {variable}: this environment variable is not set. Export it first"
     yield from engine_argument_problems(generator)
 
 
 def endpoint_problems(config: Config) -> Iterator[str]:
-    """Engines that are offered over HTTP, where or to whom they cannot be."""
+    """HTTP endpoints of the engines."""
     generator = config.generator
     if not generator.enable_http_endpoint:
         return
     host, port = generator.http_endpoint_host, generator.http_endpoint_port
     if not generator.run_engines_locally:
         yield (
-            "generator.enable_http_endpoint is true and generator.run_engines_locally false: those servers have "
-            "endpoints of their own, set it to false"
+            "generator.enable_http_endpoint is true and generator.run_engines_locally is false: running servers have "
+            "their own endpoints. Set enable_http_endpoint=false"
         )
     if generator.http_api_key is None and not is_loopback(host):
         yield (
-            f"generator.http_endpoint_host is {host} and http_api_key null: anybody in the network could use the "
-            "engines, set a key (such as ${oc.env:NAME}), or the host to 127.0.0.1"
+            f"generator.http_endpoint_host is {host} and http_api_key is null: anyone on the network could use the "
+            "engines. Set generator.http_api_key (for example ${oc.env:NAME}), or http_endpoint_host=127.0.0.1"
         )
     if port and port + generator.num_inference_engines - 1 > LAST_PORT:
         yield (
             f"generator.http_endpoint_port is {port}: {generator.num_inference_engines} engines would need ports above "
-            f"{LAST_PORT}, set it to at most {LAST_PORT + 1 - generator.num_inference_engines}"
+            f"{LAST_PORT}. Set it to at most {LAST_PORT + 1 - generator.num_inference_engines}"
         )

@@ -1,12 +1,13 @@
-"""Check before anything starts that a model is computed here as Hugging Face computes it.
+"""Check before anything starts that a model is computed as Hugging Face computes it.
 
-Two nets: the ledger refuses fields of config.json that are not built, by name and value; then the configuration, made
-small, runs through Hugging Face and through Megatron in a process of its own, whose result is cached. Neither reads the
-model's weights.
+The ledger refuses fields of config.json that are not built, by name and value. Then a small version of the
+configuration runs through Hugging Face and Megatron in a separate process, whose result is cached. Neither check reads
+the model's weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -36,16 +37,15 @@ with quick_imports(without=("wandb",)):  # Megatron would import it
 sys.exit(main(sys.argv[1:]))
 """
 SOURCES = ("algorithms", "batching", "hf", "megatron")
-"""Folders of this package whose code the result depends on."""
+"""Folders of this package on whose code the result depends."""
 PACKAGES = ("torch", "transformers", "megatron-core", "mbridge")
 TIMEOUT_S = 600.0
 
 
 def checked_config(folder: str, key: str) -> PretrainedConfig:
-    """The configuration of the model in `folder`, if it is computed here as Hugging Face computes it.
+    """The configuration of the model in `folder`, after both checks.
 
-    Args: key: name of the setting that gave the folder, for messages.
-    Raises: ValueError with everything that is not.
+    Args: key: of the configuration, for errors. Raises: ValueError with every difference.
     """
     config = known_config(folder, key)
     compare_with_hugging_face(config, folder, key)
@@ -53,20 +53,16 @@ def checked_config(folder: str, key: str) -> PretrainedConfig:
 
 
 def known_config(folder: str, key: str) -> PretrainedConfig:
-    """The configuration of the model in `folder`, if every field of it is known and built.
-
-    Raises: ValueError with everything that is not.
-    """
+    """The configuration of the model in `folder`. Raises: ValueError with every field that is unknown or not built."""
     config, problems = config_and_problems(folder, key)
     _require_none(problems, config, folder, key)
     return config
 
 
 def compare_with_hugging_face(config: PretrainedConfig, folder: str, key: str) -> None:
-    """Run the configuration, made small, through Hugging Face and through Megatron.
+    """Run a small version of the configuration through Hugging Face and Megatron.
 
-    Takes about 15 s the first time that a small configuration is seen on this machine, later a few milliseconds.
-
+    Takes about 15 s the first time on a machine, later a few milliseconds.
     Raises: ValueError if the two differ, or one of them cannot be built.
     """
     _require_none(_compare(config, folder), config, folder, key)
@@ -81,9 +77,9 @@ def _require_none(problems: list[str], config: PretrainedConfig, folder: str, ke
 
 
 def config_and_problems(folder: str, key: str) -> tuple[PretrainedConfig, list[str]]:
-    """The configuration of the model in `folder`, and what the ledger has against it.
+    """The configuration of the model in `folder`, and the problems that the ledger finds.
 
-    Raises: ValueError for a file that cannot be read and for a family that cannot be trained.
+    Raises: ValueError for an unreadable file or a family that cannot be trained.
     """
     given = _given(folder, key)
     config = _read(folder, key, given)
@@ -106,26 +102,27 @@ def _read(folder: str, key: str, given: Mapping[str, Any]) -> PretrainedConfig:
     if not isinstance(kind, str) or kind not in LEDGERS:
         near = nearest(str(kind), LEDGERS)
         raise ValueError(
-            f"{key} is {folder}: model_type is {kind!r}, and the families that can be trained are "
+            f"{key} is {folder}: model_type is {kind!r}. The families that can be trained are "
             f"{', '.join(sorted(LEDGERS))}" + (f" (nearest: {near})" if near else "")
         )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers validates each field with errors of its own
         raise ValueError(f"{key} is {folder}: transformers does not accept its config.json: {error}") from error
-    if config.model_type != kind:  # it reads a Mistral with windows in some layers as another family
+    if config.model_type != kind:  # a Mistral with windows in some layers becomes another family
         raise ValueError(f"{key} is {folder}: transformers reads it as {config.model_type!r}, which is not built")
     return config
 
 
 def _compare(config: PretrainedConfig, folder: str) -> list[str]:
-    """What the comparison of the small model found; nothing where an earlier one found nothing."""
+    """Differences of the small model; none if an earlier comparison found none."""
     cached = _cache_file(config)
-    if _is_noted(cached):
-        return []
-    log.info("comparing the model's configuration, made small, with Hugging Face (once, about 15 s)")
+    with contextlib.suppress(OSError):  # the HOME of another user
+        if cached.is_file():
+            return []
+    log.info("comparing a small version of the model with Hugging Face (once, about 15 s)")
     started = time.monotonic()
-    # The package may have been found by this process's own path.
+    # This process may have found the package through its own path.
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",
@@ -150,7 +147,7 @@ def _compare(config: PretrainedConfig, folder: str) -> list[str]:
 
 
 def _cache_file(config: PretrainedConfig) -> Path:
-    """Where a passed comparison of this configuration, by this code and these libraries, is noted."""
+    """File that records a passed comparison of this configuration, with this code and these libraries."""
     digest = hashlib.sha256(json.dumps(shrunk(config).to_dict(), sort_keys=True, default=str).encode())
     digest.update(repr([(name, importlib.metadata.version(name)) for name in PACKAGES]).encode())
     root = Path(__file__).parents[1]
@@ -164,15 +161,8 @@ def _cache_folder() -> Path:
         return Path(given)
     try:
         return Path.home() / ".cache"
-    except RuntimeError:  # neither HOME nor an entry in passwd, as in some containers
+    except RuntimeError:  # some containers have neither HOME nor an entry in passwd
         return Path(tempfile.gettempdir()) / f"skyrl_train_{os.getuid()}"
-
-
-def _is_noted(file: Path) -> bool:
-    try:
-        return file.is_file()
-    except OSError:  # a HOME of another user
-        return False
 
 
 def _remember(file: Path, verdict: Mapping[str, Any]) -> None:
@@ -182,4 +172,4 @@ def _remember(file: Path, verdict: Mapping[str, Any]) -> None:
         partial.write_text(json.dumps(verdict))
         partial.replace(file)
     except OSError as error:
-        log.warning("cannot cache the comparison with Hugging Face in %s (%s); it is repeated next time", file, error)
+        log.warning("cannot cache the comparison with Hugging Face in %s (%s): it will be repeated", file, error)

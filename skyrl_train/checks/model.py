@@ -1,4 +1,4 @@
-"""Whether the models of a configuration exist and can be cut as asked, from their config.json alone."""
+"""Checks of the models from their config.json alone: whether they exist and fit the parallel layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyrl_train.config.policy import OWN_STAGES, MegatronConfig
 
 
 def model_problems(config: Config) -> Iterator[str]:
-    """Missing folders, sizes that do not divide, lengths beyond the model's positions. Hub names pass unseen."""
+    """Missing folders, sizes that do not divide, lengths beyond the model's positions. Hub names are not checked."""
     policy = config.trainer.policy
     shape = yield from _shape(policy.model.path, "trainer.policy.model.path")
     if shape is not None:
@@ -28,7 +28,7 @@ def model_problems(config: Config) -> Iterator[str]:
 
 
 def cut_problems(model_path: str, key: str, megatron: MegatronConfig, path: str) -> Iterator[str]:
-    """What keeps the model at `model_path` (its key) from being cut as `megatron` (at `path`) says."""
+    """Why the model at `model_path` (with its key) cannot have the layout `megatron` (with its key `path`)."""
     shape = yield from _shape(model_path, key)
     if shape is not None:
         yield from _cut(shape, megatron, path)
@@ -47,14 +47,14 @@ def _shape(path: str, key: str) -> Generator[str, None, dict[str, Any] | None]:
         return None
     if not Path(path).is_dir():
         expanded = Path(path).expanduser()
-        cure = (
-            f"write {expanded}" if expanded.is_dir() else "give a folder with a Hugging Face checkpoint, or a hub name"
+        remedy = (
+            f"Write {expanded}" if expanded.is_dir() else "Name the folder of a Hugging Face checkpoint, or a hub name"
         )
-        yield f"{key} is {path}: there is no such folder in {Path.cwd()}, {cure}"
+        yield f"{key} is {path}: there is no such folder in {Path.cwd()}. {remedy}"
         return None
     file = Path(path, "config.json")
     if not file.is_file():
-        yield f"{key} is {path}: the folder has no config.json, so it is no Hugging Face checkpoint"
+        yield f"{key} is {path}: not a Hugging Face checkpoint (no config.json)"
         return None
     try:
         values = json.loads(file.read_text())
@@ -82,22 +82,22 @@ def _cut(shape: dict[str, Any], megatron: MegatronConfig, path: str) -> Iterator
         interleaved = f" x virtual_pipeline_model_parallel_size {vpp}" if vpp > 1 else ""
         cut = f"{path}.pipeline_model_parallel_size {pp}{interleaved} is {stages} stages"
         if layers < stages:
-            yield f"{cut}, more than the model's {layers} layers: each stage needs one"
+            yield f"{cut}: more than the model's {layers} layers. Each stage needs one"
         elif own and layers % stages:
             yield (
                 f"{cut}: they must divide the model's {layers} layers, because "
-                f"transformer_config_kwargs.{next(iter(own))} asks for even stages; leave it out"
+                f"transformer_config_kwargs.{next(iter(own))} requests even stages. Remove it"
             )
     experts = next((shape[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if shape.get(k)), None)
     ep = megatron.expert_model_parallel_size
     if ep > 1 and experts is None:
-        yield f"{path}.expert_model_parallel_size is {ep} and the model has no experts: set it to 1"
+        yield f"{path}.expert_model_parallel_size is {ep}: the model has no experts. Set it to 1"
     elif experts is not None and experts % ep:
         yield f"{path}.expert_model_parallel_size is {ep}: it must divide the model's {experts} experts"
     latent = shape.get("kv_lora_rank") is not None
     if tp > 1 and not megatron.sequence_parallel and (experts is not None or latent):
         kind = "experts" if experts is not None else "multi-latent attention"
-        yield f"{path}.sequence_parallel is false: a model with {kind} needs it under tensor parallelism"
+        yield f"{path}.sequence_parallel is false: a model with {kind} needs it with tensor parallelism. Set it to true"
     width = shape.get("intermediate_size")
     if width is not None and width % tp:
         yield f"{path}.tensor_model_parallel_size is {tp}: it must divide the model's intermediate_size {width}"
@@ -117,6 +117,6 @@ def _engine(shape: dict[str, Any], config: Config) -> Iterator[str]:
     positions = shape.get("max_position_embeddings")
     if positions is not None and (longest := generator.longest_conversation) > positions:
         yield (
-            f"generator.max_input_length {generator.max_input_length} + max_generate_length is {longest} tokens, "
-            f"more than the model's {positions} positions: lower one of them"
+            f"generator.max_input_length {generator.max_input_length} + max_generate_length is {longest} tokens: more "
+            f"than the model's {positions} positions. Lower one of them"
         )

@@ -5,20 +5,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skyrl_train.checks.equivalence import compare_with_hugging_face, known_config
+from skyrl_train.checks.tokenizer import check_tokenizer
 from skyrl_train.checks.weights import check_weights
+from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.hf.hub import local_folder
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 def checked_folder(key: str, path: str) -> tuple[str, PretrainedConfig]:
-    """The folder and configuration of a model, which is downloaded if it is a hub name.
+    """Folder and configuration of a model; a hub name is downloaded.
 
-    Args: key and its value, path, for errors. Raises: ValueError that says what is wrong.
+    Args: key and its value, path, for errors. Raises: ValueError.
     """
     folder = local_folder(path)
     config = known_config(folder, key)
     check_weights(config, key, path, folder)
     compare_with_hugging_face(config, folder, key)
     return folder, config
+
+
+def check_reference(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises: ValueError for a reference model, other than the policy's, that cannot score the policy's tokens."""
+    path = trainer.ref.model.path
+    if trainer.starts_reference and path != trainer.policy.model.path:
+        _, config = checked_folder("trainer.ref.model.path", path)
+        check_tokenizer(tokenizer, config.vocab_size, path)

@@ -1,9 +1,6 @@
-"""What must hold between the values of a configuration, checked before anything heavy starts, all failures at once.
+"""Checks between the values of a configuration of reinforcement learning, all problems at once.
 
-Here for reinforcement learning; the modules beside have what concerns one part of it, or other programs.
-What a value must be by itself stands with its field in config/ and is checked when the configuration is read.
-
-Quick (no Ray, vLLM or Megatron) and without side effects. Every sentence names the key, the value and the cure.
+Quick (no Ray, vLLM or Megatron) and without side effects. The rule for a single value is in its field's type (config/).
 """
 
 from __future__ import annotations
@@ -16,53 +13,48 @@ from skyrl_train.checks.custom import custom_problems
 from skyrl_train.checks.engines import (
     endpoint_problems,
     engine_problems,
+    training_sampling_problems,
     transport_problems,
 )
-from skyrl_train.checks.lora import lora_problems, lora_reference_problems, lora_sync_problems
 from skyrl_train.checks.model import model_problems
-from skyrl_train.checks.profiler import restart_problems
-from skyrl_train.checks.sampling import training_sampling_problems
 from skyrl_train.checks.training import (
+    LORA,
     POLICY,
     POLICY_RANKS,
     data_file_problems,
     layout_problems,
-    package_problems,
-    prepare_problems,
-    resume_problems,
+    lora_problems,
+    profiled,
+    training_problems,
 )
 from skyrl_train.config import Config, ConfigError
 from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.hf.adapter import slot_problem
 
 REF = "trainer.ref.megatron_config"
 
 
 def check(config: Config, num_train_prompts: int | None, files: bool = True) -> None:
-    """Raise ConfigError with everything that cannot work, or return.
+    """Raise ConfigError with everything that cannot work.
 
     Args:
-        num_train_prompts: rows left in the training data, None where they are not known yet.
-        files: also look at the model folders and data files; False before `trainer.prepare` has made them.
+        num_train_prompts: rows left in the training data, None if unknown.
+        files: also check the model folders and data files; False before `trainer.prepare` has created them.
     """
     problems = [
-        *package_problems(config.trainer, _megatron_configs(config)),
-        *prepare_problems(config.trainer),
-        *resume_problems(config.trainer),
+        *training_problems(config.trainer, _megatron_configs(config)),
         *custom_problems(config),
         *_batches(config, num_train_prompts),
         *_algorithm(config),
-        *_logprob_difference(config),
         *training_sampling_problems(config.generator.sampling_params),
-        *_lengths(config),
+        *_limits(config),
         *transport_problems(config),
         *engine_problems(config),
-        *lora_reference_problems(config.trainer),
         *endpoint_problems(config),
         *_colocation(config),
-        *_deadlines(config),
-        *lora_sync_problems(config),
+        *_lora(config),
+        *_layouts(config),
     ]
-    problems += _layouts(config)
     if files:
         problems += data_file_problems(config.data)
         problems += model_problems(config)
@@ -72,18 +64,9 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
 
 
 def _megatron_configs(config: Config) -> dict[str, MegatronConfig]:
-    """Key -> layout of each model that is started; the reference's only where it has one of its own."""
+    """Key -> layout of each started model; the reference's only if it differs from the policy's."""
     policy, ref = config.trainer.policy.megatron_config, config.trainer.ref.megatron_config
     return {POLICY: policy} | ({REF: ref} if config.trainer.starts_reference and ref != policy else {})
-
-
-def _deadlines(config: Config) -> Iterator[str]:
-    sync_s, call_s = config.generator.weight_sync_timeout_s, config.trainer.timeout_s
-    if sync_s > call_s:
-        yield (
-            f"generator.weight_sync_timeout_s={sync_s:g} is longer than trainer.timeout_s={call_s:g}, the deadline of "
-            "the policy's whole part in a weight sync: lower the first or raise the second"
-        )
 
 
 def _batches(config: Config, num_train_prompts: int | None) -> Iterator[str]:
@@ -91,20 +74,23 @@ def _batches(config: Config, num_train_prompts: int | None) -> Iterator[str]:
     if batch % mini:
         near = max(divisor for divisor in range(1, min(batch, mini) + 1) if batch % divisor == 0)
         yield (
-            f"trainer.train_batch_size is {batch}, not a multiple of trainer.policy_mini_batch_size {mini}: "
-            f"set policy_mini_batch_size to a divisor such as {near}"
+            f"trainer.train_batch_size is {batch}: not a multiple of trainer.policy_mini_batch_size {mini}. Set "
+            f"policy_mini_batch_size to a divisor such as {near}"
         )
     if num_train_prompts is not None and batch > num_train_prompts:
         yield (
-            f"trainer.train_batch_size is {batch}, more than the {num_train_prompts} prompts of data.train_data: "
-            f"set it to at most {num_train_prompts} (prompts over trainer.max_prompt_length are not counted)"
+            f"trainer.train_batch_size is {batch}: more than the {num_train_prompts} prompts of data.train_data. Set "
+            f"it to at most {num_train_prompts} (prompts dropped for trainer.max_prompt_length are not counted)"
         )
 
 
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm = config.trainer.algorithm
     if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
-        yield "trainer.algorithm.use_kl_loss and use_kl_in_reward are both true: set one of them to false"
+        yield (
+            "trainer.algorithm.use_kl_loss and use_kl_in_reward are both true: the KL term would count twice. Set one "
+            "of them to false"
+        )
     buffer, longest = algorithm.overlong_buffer.len, config.generator.sampling_params.max_generate_length
     if buffer is not None and buffer > longest:
         yield (
@@ -118,79 +104,106 @@ def _algorithm(config: Config) -> Iterator[str]:
         )
     problems = list(algorithm_problems(algorithm.values, algorithm.parameters))
     yield from problems
-    if problems:
-        return
     samples = config.generator.n_samples_per_prompt
-    if compares_samples(algorithm.advantage_estimator) and samples < 2:
+    if not problems and compares_samples(algorithm.advantage_estimator) and samples < 2:
         yield (
             f"generator.n_samples_per_prompt is {samples}: {algorithm.advantage_estimator} compares the samples of a "
-            "prompt with each other, set it to at least 2"
+            "prompt with each other. Set it to at least 2"
         )
 
 
-def _logprob_difference(config: Config) -> Iterator[str]:
-    limits, key = config.trainer.logprob_difference, "trainer.logprob_difference"
-    if limits.warn is not None and limits.fail is not None and limits.fail < limits.warn:
-        yield f"{key}.fail is {limits.fail:g}: it is below {key}.warn {limits.warn:g}. Set it to at least that value"
-
-
-def _lengths(config: Config) -> Iterator[str]:
-    generator, prompt = config.generator, config.trainer.max_prompt_length
+def _limits(config: Config) -> Iterator[str]:
+    """Bounds, lengths and timeouts that contradict each other."""
+    generator, trainer = config.generator, config.trainer
+    bounds, key = trainer.logprob_difference, "trainer.logprob_difference"
+    if bounds.warn is not None and bounds.fail is not None and bounds.fail < bounds.warn:
+        yield f"{key}.fail is {bounds.fail:g}: it is below {key}.warn {bounds.warn:g}. Set it to at least that value"
+    prompt = trainer.max_prompt_length
     if generator.max_input_length < prompt:
         yield (
-            f"generator.max_input_length is {generator.max_input_length}, below trainer.max_prompt_length {prompt}: "
-            "longer prompts would end before their first turn, set it to at least as much"
+            f"generator.max_input_length is {generator.max_input_length}: prompts up to trainer.max_prompt_length "
+            f"{prompt} would be ended before their first turn. Set it to at least {prompt}"
         )
-    limit = generator.engine_init_kwargs.get("max_model_len")
-    longest = generator.longest_conversation
+    limit, longest = generator.engine_init_kwargs.get("max_model_len"), generator.longest_conversation
     if limit is not None and longest > limit:
         yield (
-            f"generator.max_input_length + max_generate_length is {longest} tokens, more than "
-            f"generator.engine_init_kwargs.max_model_len {limit}: lower the first or raise the last"
+            f"generator.max_input_length + max_generate_length is {longest} tokens: more than "
+            f"generator.engine_init_kwargs.max_model_len {limit}. Lower max_input_length or max_generate_length, or "
+            "raise max_model_len"
+        )
+    if generator.weight_sync_timeout_s > trainer.timeout_s:
+        yield (
+            f"generator.weight_sync_timeout_s is {generator.weight_sync_timeout_s:g}: longer than trainer.timeout_s "
+            f"{trainer.timeout_s:g}, the timeout of the policy's part of a sync. Lower weight_sync_timeout_s or raise "
+            "timeout_s"
         )
 
 
 def _colocation(config: Config) -> Iterator[str]:
     place, generator = config.trainer.placement, config.generator
+    shared = "trainer.placement.colocate_all is true"
     if not place.colocate_all:
         if place.release == "exit":
             yield (
-                "trainer.placement.release is exit and colocate_all false: trainers with devices of their own keep "
-                "them, set colocate_all to true or leave release at offload"
+                "trainer.placement.release is exit and colocate_all is false: trainers with dedicated devices never "
+                "release them. Set colocate_all=true or release=offload"
             )
         return
     if place.release == "exit":
         for path, megatron in _megatron_configs(config).items():
-            yield from restart_problems(megatron, path)
+            for key in profiled(megatron):
+                yield (
+                    f"{path}.torch_profiler_config.{key} is true and trainer.placement.release is exit: each step has "
+                    "new processes, which count steps from 1. Profile with release=offload"
+                )
     if not generator.run_engines_locally:
         yield (
-            "trainer.placement.colocate_all is true and generator.run_engines_locally false: servers elsewhere cannot "
-            "take turns with the trainer, set one of them the other way"
+            f"{shared} and generator.run_engines_locally is false: remote servers cannot share devices with the "
+            "trainer. Set colocate_all=false or run_engines_locally=true"
         )
         return
     ranks = place.num_policy_ranks
     engines, tp = generator.num_inference_engines, generator.inference_engine_tensor_parallel_size
     if ranks != engines * tp:
         yield (
-            f"trainer.placement.colocate_all is true with {ranks} policy ranks and generator.num_inference_engines "
-            f"{engines} x inference_engine_tensor_parallel_size {tp} = {engines * tp} engine ranks: the numbers must "
-            "be equal, each device serves one of either"
+            f"{shared} with {ranks} policy ranks and generator.num_inference_engines {engines} x "
+            f"inference_engine_tensor_parallel_size {tp} = {engines * tp} engine ranks: every device hosts one policy "
+            "rank and one engine rank. Make the numbers equal"
         )
     ref_ranks = place.ref_num_nodes * place.ref_num_gpus_per_node
     if config.trainer.starts_reference and ref_ranks != ranks:
         yield (
-            f"trainer.placement.colocate_all is true with {ranks} policy ranks and {ref_ranks} reference ranks: the "
-            "numbers must be equal, leave ref_num_nodes and ref_num_gpus_per_node away"
+            f"{shared} with {ranks} policy ranks and {ref_ranks} reference ranks: the numbers must match. Remove "
+            "ref_num_nodes and ref_num_gpus_per_node from the configuration"
+        )
+
+
+def _lora(config: Config) -> Iterator[str]:
+    """Adapters that engines cannot serve, or a reference other than the policy's base model."""
+    lora, base, ref = config.trainer.policy.model.lora, config.trainer.policy.model.path, config.trainer.ref.model.path
+    if lora.rank == 0:
+        return
+    if config.trainer.algorithm.needs_reference and ref != base:
+        yield (
+            f"trainer.ref.model.path is {ref}: with {LORA}.rank above 0 the reference is the policy's model without "
+            "its adapters. Remove trainer.ref.model.path"
+        )
+    if lora.sync != "adapter":
+        return
+    if problem := slot_problem(lora.rank):
+        yield problem
+    if not config.generator.run_engines_locally:
+        yield (
+            f"{LORA}.sync is adapter and generator.run_engines_locally is false: adapters can only be sent to engines "
+            f"that are started locally. Set {LORA}.sync=merged"
         )
 
 
 def _layouts(config: Config) -> Iterator[str]:
-    placement = config.trainer.placement
+    place = config.trainer.placement
     policy, ref = config.trainer.policy.megatron_config, config.trainer.ref.megatron_config
-    policy_ranks = placement.num_policy_ranks
-    ref_ranks = placement.ref_num_nodes * placement.ref_num_gpus_per_node
-    yield from layout_problems(policy, POLICY, policy_ranks, POLICY_RANKS)
-    # The reference follows the policy unless its keys are given: what is wrong with both is said once.
-    if config.trainer.starts_reference and (ref, ref_ranks) != (policy, policy_ranks):
-        ref_key = "trainer.placement.ref_num_nodes * ref_num_gpus_per_node"
-        yield from layout_problems(ref, REF, ref_ranks, ref_key)
+    ref_ranks = place.ref_num_nodes * place.ref_num_gpus_per_node
+    yield from layout_problems(policy, POLICY, place.num_policy_ranks, POLICY_RANKS)
+    # The reference follows the policy unless its keys are set: a problem of both is reported once.
+    if config.trainer.starts_reference and (ref, ref_ranks) != (policy, place.num_policy_ranks):
+        yield from layout_problems(ref, REF, ref_ranks, "trainer.placement.ref_num_nodes * ref_num_gpus_per_node")

@@ -1,52 +1,41 @@
-"""What must hold between the values of a configuration of supervised fine-tuning; as rl.py."""
+"""Checks of the configuration of supervised fine-tuning."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from skyrl_train.checks.lora import lora_problems
 from skyrl_train.checks.model import cut_problems
 from skyrl_train.checks.training import (
     POLICY,
     POLICY_RANKS,
     data_file_problems,
     layout_problems,
-    package_problems,
-    prepare_problems,
-    resume_problems,
+    lora_problems,
+    training_problems,
 )
 from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.sft import SftConfig
 
 
 def check_sft(config: SftConfig, num_train_rows: int | None, files: bool = True) -> None:
-    """Raise ConfigError with everything that cannot work, or return.
+    """Raise ConfigError with everything that cannot work.
 
     Args:
-        num_train_rows: rows left in the training data, None where they are not known yet.
-        files: also look at the model folder and data files; False before `trainer.prepare` has made them.
+        num_train_rows: rows left in the training data, None if unknown.
+        files: also check the model folder and data files; False before `trainer.prepare` has created them.
     """
     trainer = config.trainer
-    place, layout = trainer.placement, trainer.policy.megatron_config
+    layout, batch = trainer.policy.megatron_config, trainer.train_batch_size
     problems = [
-        *package_problems(trainer, {POLICY: layout}),
-        *prepare_problems(trainer),
-        *resume_problems(trainer),
-        *_batches(config, num_train_rows),
-        *layout_problems(layout, POLICY, place.num_policy_ranks, POLICY_RANKS),
+        *training_problems(trainer, {POLICY: layout}),
+        *layout_problems(layout, POLICY, trainer.placement.num_policy_ranks, POLICY_RANKS),
     ]
+    if num_train_rows is not None and batch > num_train_rows:
+        problems.append(
+            f"trainer.train_batch_size is {batch}: more than the {num_train_rows} rows of data.train_data. Set it to "
+            f"at most {num_train_rows} (rows dropped for data.max_length are not counted)"
+        )
     if files:
         problems += data_file_problems(config.data)
         problems += cut_problems(trainer.policy.model.path, "trainer.policy.model.path", layout, POLICY)
         problems += lora_problems(trainer.policy.model.lora)
     if problems:
         raise ConfigError(problems)
-
-
-def _batches(config: SftConfig, num_train_rows: int | None) -> Iterator[str]:
-    batch = config.trainer.train_batch_size
-    if num_train_rows is not None and batch > num_train_rows:
-        yield (
-            f"trainer.train_batch_size is {batch}, more than the {num_train_rows} rows of data.train_data: set it to "
-            f"at most {num_train_rows} (rows that were dropped for data.max_length are not counted)"
-        )

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, and whether it fits the model."""
+"""The tokenizer of a model folder, and whether it matches the model."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ VOCABULARIES = (
     "tiktoken.model",
     "tekken.json",
 )
-"""Files of which a tokenizer needs one. Without any, transformers 5 makes a tokenizer without tokens, silently."""
-CURE = "Copy the tokenizer's files from where the model came from"
+"""Vocabulary files, one of which a tokenizer needs; without any, transformers 5 silently returns one without tokens."""
+REMEDY = "Copy the tokenizer's files from the source of the model"
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """Raises: ValueError that names the files if there is no tokenizer, or none that can be read."""
+    """Raises: ValueError with the files, if the tokenizer is missing or cannot be read."""
     if not any(Path(folder, name).is_file() for name in VOCABULARIES):
-        raise ValueError(f"{folder} has no tokenizer, which is one of {', '.join(VOCABULARIES)}. {CURE}")
+        raise ValueError(f"{folder} has no tokenizer: none of {', '.join(VOCABULARIES)} exists. {REMEDY}")
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # whatever JSON, the tokenizers library and the tokenizer's class raise
+    except Exception as error:  # raised by JSON, the tokenizers library or the tokenizer's class
         files = sorted(file.name for file in Path(folder).glob("*token*")) or list(VOCABULARIES[:1])
         reason = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
             f"the tokenizer of {folder} ({', '.join(files)}) cannot be loaded: {type(error).__name__}: "
-            f"{reason[:300]}. {CURE}"
+            f"{reason[:300]}. {REMEDY}"
         ) from error
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model: str) -> None:
-    """Raises: ValueError if the tokenizer has tokens that the model has no row for, or no tokens at all."""
+    """Raises: ValueError if the tokenizer has tokens beyond the model's vocabulary, or no tokens."""
     vocabulary = tokenizer.get_vocab()
     if not vocabulary:
-        raise ValueError(f"the tokenizer of {model} has no tokens. {CURE}")
+        raise ValueError(f"the tokenizer of {model} has no tokens. {REMEDY}")
     last, token_id = max(vocabulary.items(), key=lambda item: item[1])
     if token_id >= vocab_size:
         raise ValueError(
             f"the tokenizer has {sum(number >= vocab_size for number in vocabulary.values())} tokens beyond the "
-            f"vocabulary of {vocab_size} of {model}: the last is {last!r} with id {token_id}. {CURE}, or enlarge the "
+            f"vocabulary of {vocab_size} of {model}: the last is {last!r} with id {token_id}. {REMEDY}, or enlarge the "
             "model's embedding"
         )

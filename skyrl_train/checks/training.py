@@ -1,4 +1,4 @@
-"""What must hold in the configuration of every program that trains; as rl.py."""
+"""Checks of the configuration of every program that trains. Each problem is a sentence with key, value and remedy."""
 
 from __future__ import annotations
 
@@ -8,47 +8,44 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from skyrl_train.checks.profiler import profiler_problems
-from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.config.training import DATA_FILE, HUB_SPLIT, DataConfig, TrainingConfig
 
 POLICY = "trainer.policy.megatron_config"
 POLICY_RANKS = "trainer.placement.policy_num_nodes * policy_num_gpus_per_node"
+LORA = "trainer.policy.model.lora"
 
 
-def package_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, MegatronConfig]) -> Iterator[str]:
-    """Optional packages that are asked for and not installed."""
+def training_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, MegatronConfig]) -> Iterator[str]:
+    """Missing packages, a malformed `trainer.prepare`, a checkpoint that is not named or would not be read."""
     if "wandb" in trainer.logger and importlib.util.find_spec("wandb") is None:
-        yield "trainer.logger asks for wandb, which is not installed: pip install wandb, or leave it out"
+        yield "trainer.logger contains wandb, which is not installed. Run pip install wandb, or remove it from the list"
     for path, megatron in megatron_configs.items():
-        wanted = megatron.transformer_impl == "transformer_engine"
-        if wanted and importlib.util.find_spec("transformer_engine") is None:
-            yield f"{path}.transformer_impl is transformer_engine, which is not installed: use auto or torch"
-        elif wanted and not trainer.bf16:
+        is_te = megatron.transformer_impl == "transformer_engine"
+        if is_te and importlib.util.find_spec("transformer_engine") is None:
+            yield f"{path}.transformer_impl is transformer_engine, which is not installed. Use auto or torch"
+        elif is_te and not trainer.bf16:
             yield (
-                f"{path}.transformer_impl is transformer_engine, which rounds float32 to TensorFloat-32: use "
-                "auto or torch, or trainer.bf16=true"
+                f"{path}.transformer_impl is transformer_engine, which rounds float32 to TensorFloat-32. Use auto or "
+                "torch, or set trainer.bf16=true"
             )
-
-
-def prepare_problems(trainer: TrainingConfig) -> Iterator[str]:
-    """A `trainer.prepare` that is no `module:function`."""
-    prepare = trainer.prepare
-    if prepare is not None and not re.fullmatch(r"[\w.]+:\w+", prepare):
-        yield f"trainer.prepare is {prepare!r}: write module:function, or null"
-
-
-def resume_problems(trainer: TrainingConfig) -> Iterator[str]:
-    """A checkpoint to go on from that is not named, or that would not be read."""
-    mode, path = trainer.resume_mode, trainer.resume_path
-    if mode == "from_path" and path is None:
-        yield "trainer.resume_mode is from_path and resume_path null: name the folder of a checkpoint (global_step_N)"
-    if mode != "from_path" and path is not None:
-        yield f"trainer.resume_path is {path} and resume_mode {mode or 'null'}: set resume_mode to from_path"
+    if trainer.prepare is not None and not re.fullmatch(r"[\w.]+:\w+", trainer.prepare):
+        yield f"trainer.prepare is {trainer.prepare!r}: not a function's name. Write module:function, or null"
+    mode, checkpoint = trainer.resume_mode, trainer.resume_path
+    if mode == "from_path" and checkpoint is None:
+        yield (
+            "trainer.resume_mode is from_path and trainer.resume_path is null: no checkpoint is named. Set resume_path "
+            "to the folder of a checkpoint (global_step_N)"
+        )
+    if mode != "from_path" and checkpoint is not None:
+        yield (
+            f"trainer.resume_path is {checkpoint} and trainer.resume_mode is {mode or 'null'}: the path would not be "
+            "read. Set resume_mode=from_path, or resume_path=null"
+        )
 
 
 def layout_problems(megatron: MegatronConfig, path: str, world_size: int, world_name: str) -> Iterator[str]:
-    """What keeps `world_size` ranks from being laid out as `megatron` says; `path` is its key."""
+    """Why `world_size` ranks cannot have the layout of `megatron`, whose key is `path`."""
     tp, pp, cp = (
         megatron.tensor_model_parallel_size,
         megatron.pipeline_model_parallel_size,
@@ -56,35 +53,66 @@ def layout_problems(megatron: MegatronConfig, path: str, world_size: int, world_
     )
     if world_size % (tp * pp * cp):
         yield (
-            f"{world_name} is {world_size} ranks, not a multiple of {path}'s tensor {tp} x pipeline {pp} x "
-            f"context {cp} = {tp * pp * cp}: add ranks or lower the sizes"
+            f"{world_name} is {world_size} ranks: not a multiple of {path}'s tensor {tp} x pipeline {pp} x "
+            f"context {cp} = {tp * pp * cp}. Add ranks or lower the sizes"
         )
     ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
     if (ep > 1 or etp is not None) and world_size % (ep * (etp or tp) * pp):
         yield (
-            f"{world_name} is {world_size} ranks, not a multiple of {path}'s expert {ep} x expert tensor {etp or tp} x "
-            f"pipeline {pp} = {ep * (etp or tp) * pp}: add ranks or lower the sizes"
+            f"{world_name} is {world_size} ranks: not a multiple of {path}'s expert {ep} x expert tensor {etp or tp} x "
+            f"pipeline {pp} = {ep * (etp or tp) * pp}. Add ranks or lower the sizes"
         )
     vpp = megatron.virtual_pipeline_model_parallel_size
     if vpp is not None and pp < 2:
         yield (
-            f"{path}.virtual_pipeline_model_parallel_size is {vpp} and pipeline_model_parallel_size {pp}: "
-            "an interleaved schedule needs a pipeline of at least 2, or set the first to null"
+            f"{path}.virtual_pipeline_model_parallel_size is {vpp} and pipeline_model_parallel_size is {pp}: an "
+            "interleaved schedule needs a pipeline of at least 2. Set virtual_pipeline_model_parallel_size=null, or "
+            "raise the pipeline size"
         )
     if megatron.recompute_granularity == "selective" and not megatron.recompute_modules:
-        yield f"{path}.recompute_granularity is selective and recompute_modules empty: name modules, such as core_attn"
-    yield from profiler_problems(megatron, path, world_size)
+        yield (
+            f"{path}.recompute_granularity is selective and recompute_modules is empty: nothing would be recomputed. "
+            "Name modules, such as core_attn"
+        )
+    profiler = megatron.torch_profiler_config
+    if profiled(megatron) and not any(rank < world_size for rank in profiler.ranks):
+        yield (
+            f"{path}.torch_profiler_config.ranks is {list(profiler.ranks)}: no such rank exists. Name ranks from 0 to "
+            f"{world_size - 1}"
+        )
+    if profiler.enable and not profiler.steps:
+        yield f"{path}.torch_profiler_config.steps is empty: nothing would be traced. Name steps, counted from 1"
+
+
+def profiled(megatron: MegatronConfig) -> list[str]:
+    """Enabled keys of torch_profiler_config."""
+    return [key for key in ("enable", "record_memory") if getattr(megatron.torch_profiler_config, key)]
+
+
+def lora_problems(lora: LoraConfig) -> Iterator[str]:
+    """An initial adapter that does not exist or would not be read."""
+    if lora.rank > 0 and not lora.target_modules:
+        yield f"{LORA}.target_modules is empty: nothing would be trained. Name modules, or all-linear"
+    if lora.path is None:
+        return
+    if lora.rank == 0:
+        yield (
+            f"{LORA}.path is {lora.path} and {LORA}.rank is 0: the adapter would not be read. Set rank to the "
+            "adapter's rank, or path=null"
+        )
+    elif not Path(lora.path).expanduser().is_dir():
+        yield f"{LORA}.path is {lora.path}: there is no such folder in {Path.cwd()}. Name the folder of an adapter"
 
 
 def data_file_problems(data: DataConfig) -> Iterator[str]:
-    """Data sources that are missing or that nothing can read."""
+    """Data sources that are missing or have an unknown format."""
     if not data.train_data:
-        yield "data.train_data is empty: name files (parquet, json, jsonl) or hub_name:split"
+        yield "data.train_data is empty: nothing to train on. Name files (parquet, json, jsonl) or hub_name:split"
     for key, names in (("train_data", data.train_data), ("val_data", data.val_data)):
         for name in names:
             if DATA_FILE.search(name):
-                elsewhere = "://" in name or glob.has_magic(name)
-                if not elsewhere and not Path(name).expanduser().is_file():
-                    yield f"data.{key} names {name}: there is no such file in {Path.cwd()}"
+                is_remote = "://" in name or glob.has_magic(name)
+                if not is_remote and not Path(name).expanduser().is_file():
+                    yield f"data.{key} contains {name}: there is no such file in {Path.cwd()}"
             elif not HUB_SPLIT.match(name):
-                yield f"data.{key} names {name}: it must be a .parquet, .json or .jsonl file, or hub_name:split"
+                yield f"data.{key} contains {name}: it must be a .parquet, .json or .jsonl file, or hub_name:split"

@@ -1,6 +1,6 @@
-"""Whether the weights in a model folder are those that its config.json describes: from the headers of its files.
+"""Checks that the weights in a model folder are those of its config.json, from the headers of its files.
 
-What a model must have is what the Hugging Face model of its configuration has, built without memory for its weights.
+Expected names and shapes are those of the Hugging Face model of the configuration, built without memory for weights.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from skyrl_train.hf.checkpoint import tensor_files, tensor_shapes
 Shapes = Mapping[str, tuple[int, ...]]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ROWS = 8192
-"""Rows of a tied head that are compared at a time."""
+"""Rows of a tied head compared at a time."""
 NUM_SHOWN = 3
-"""Tensors that an error names."""
-CURE = "Download or copy the checkpoint again, with the config.json that it was saved with"
+"""Tensors named in an error."""
+REMEDY = "Download or copy the checkpoint again, with the config.json that it was saved with"
 
 
 def check_weights(config: PretrainedConfig, key: str, path: str, folder: str) -> None:
-    """Compare names and shapes of the tensors in `folder` with those that the configuration asks for.
+    """Compare names and shapes of the tensors in `folder` with those of the configuration.
 
-    Args: key and its value, path, for errors. Raises: ValueError that says what is wrong.
+    Args: key and its value, path, for errors. Raises: ValueError.
     """
     try:
         found = tensor_shapes(folder)
@@ -37,15 +37,15 @@ def check_weights(config: PretrainedConfig, key: str, path: str, folder: str) ->
         expected = shapes_of(config)
     except Exception as error:  # sizes that do not divide
         raise ValueError(
-            f"{key} is {path}: transformers cannot build the model of its config.json: {_line(error)}. {CURE}"
+            f"{key} is {path}: transformers cannot build the model of its config.json: {_line(error)}. {REMEDY}"
         ) from error
     problems = [*weight_problems(config, expected, found)]
     if problems := problems or tied_head_problems(config, folder):
-        raise ValueError(f"{key} is {path}: {'; '.join(problems)}. {CURE}")
+        raise ValueError(f"{key} is {path}: {'; '.join(problems)}. {REMEDY}")
 
 
 def tied_head_problems(config: PretrainedConfig, folder: str) -> list[str]:
-    """Hugging Face uses a head that the file has beside a tied embedding, where the two differ."""
+    """A head that differs from the tied embedding: Hugging Face would use it."""
     files = tensor_files(folder)
     if not config.tie_word_embeddings or HEAD not in files or EMBEDDING not in files:
         return []
@@ -64,10 +64,7 @@ def tied_head_problems(config: PretrainedConfig, folder: str) -> list[str]:
 
 
 def shapes_of(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Tensor -> shape in a checkpoint of such a model; transformers fuses experts in memory and splits them in files.
-
-    45,000 tensors of DeepSeek-V3 take a second.
-    """
+    """Tensor -> shape in a checkpoint (transformers fuses experts in memory, not in files); DeepSeek-V3 takes 1 s."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     tensors = revert_weight_conversion(model, model.state_dict())
@@ -75,25 +72,25 @@ def shapes_of(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
 
 
 def weight_problems(config: PretrainedConfig, expected: Shapes, found: Shapes) -> Iterator[str]:
-    """Tensors that are missing, have another shape, or belong to no part of the model."""
+    """Tensors that are missing, have another shape, or are not part of the model."""
     wrong = [name for name in expected if name in found and found[name] != expected[name]]
     if wrong:
         shown = [f"{name} is {list(found[name])}, not {list(expected[name])}" for name in wrong[:NUM_SHOWN]]
-        yield f"{len(wrong)} of its tensors have other shapes than its config.json says: {_and_more(shown, len(wrong))}"
+        yield f"{len(wrong)} tensors have other shapes than in its config.json: {_and_more(shown, len(wrong))}"
     tied = getattr(config, "tie_word_embeddings", False)
     missing = [name for name in expected if name not in found and not (tied and name == HEAD)]
     if missing:
-        yield f"{len(missing)} tensors that its config.json asks for are missing: {_and_more(missing, len(missing))}"
+        yield f"{len(missing)} tensors of its config.json are missing: {_and_more(missing, len(missing))}"
     unknown = sorted(name for name in found if name not in expected and not _is_needless(name, config))
     if unknown:
         yield (
-            f"it has {len(unknown)} tensors that a {config.model_type} model of its config.json does not have: "
+            f"{len(unknown)} tensors are not part of the {config.model_type} model of its config.json: "
             f"{_and_more(unknown, len(unknown))}"
         )
 
 
 def _is_needless(name: str, config: PretrainedConfig) -> bool:
-    """Scales of a quantised checkpoint, rotary tables, and as many layers of multi-token prediction as it names."""
+    """Whether a tensor is a quantisation scale, a rotary table or of a layer for multi-token prediction."""
     first = config.num_hidden_layers
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     predicts = layer is not None and first <= int(layer.group(1)) < first + num_prediction_layers(config)
@@ -101,7 +98,7 @@ def _is_needless(name: str, config: PretrainedConfig) -> bool:
 
 
 def num_prediction_layers(config: PretrainedConfig) -> int:
-    """Layers of multi-token prediction behind the model's own."""
+    """Layers for multi-token prediction, after the model's own."""
     return int(getattr(config, "num_nextn_predict_layers", None) or 0)
 
 
@@ -111,5 +108,5 @@ def _and_more(names: list[str], num: int) -> str:
 
 
 def _line(error: Exception) -> str:
-    """The error in one line, without a full stop."""
+    """The error in one line, without a period."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")

@@ -1,4 +1,4 @@
-"""Data sets: rows to prompts or examples, with the chat template, in shuffled order.
+"""Data sets: rows -> prompts or examples, with the chat template, in shuffled order.
 
 Read `rows`, then `prompts` (reinforcement learning) or `sft` (fine-tuning), and `chat`.
 """

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# What the assistant said in the stand-in conversation of `reply_ids`. Only its end matters: a tokenizer may merge it
-# with what follows ("0" + "7"), then the next one is tried.
+# The assistant's text in the stand-in conversation of `reply_ids`. A tokenizer may merge its end with what follows
+# ("0" + "7"); then the next one is tried.
 _ANCHORS = ("zqxj0", "zqxj)", "zqxj")
 _CACHED_RENDERINGS = 4096
 
@@ -26,10 +26,10 @@ _Key = tuple[tuple[tuple[str, str], ...], ...]
 
 
 def check_messages(messages: object) -> list[Message]:
-    """Returns `messages` as it is if it is a list of chat messages.
+    """Return `messages` if it is a list of chat messages.
 
-    Raises: ValueError saying what is wrong: not a list, a message without role or content, an unknown role, a content
-        that is not text or cannot be encoded.
+    Raises: ValueError for another type, a message without role or content, an unknown role, or a content that is not
+        text or cannot be encoded.
     """
     if not isinstance(messages, list):
         raise ValueError(f"expected a list of chat messages, got {type(messages).__name__} {shortened(messages)}")
@@ -37,7 +37,9 @@ def check_messages(messages: object) -> list[Message]:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise ValueError(f"message {index} must be a dict with `role` and `content`, got {shortened(message)}")
         if message["role"] not in ROLES:
-            raise ValueError(f"message {index} has role {shortened(message['role'])}; roles are {', '.join(ROLES)}")
+            raise ValueError(
+                f"message {index} has role {shortened(message['role'])}: it must be one of {', '.join(ROLES)}"
+            )
         for key, value in message.items():
             check_text(key, f"a field's name in message {index}")
             check_text(value, f"`{key}` of message {index}")
@@ -45,10 +47,10 @@ def check_messages(messages: object) -> list[Message]:
 
 
 class ChatTemplate:
-    """Renders prompts and environment replies; remembers what it rendered, as the samples of a prompt ask the same.
+    """Renders prompts and environment replies, and caches them, because the samples of a prompt share them.
 
-    Args: kwargs are the variables handed to the template (`generator.chat_template_kwargs`); a text beyond the limit is
-        not tokenised, the methods raise TooLong.
+    Args: kwargs: variables of the template (`generator.chat_template_kwargs`); limit: longer texts are not tokenised,
+        the methods raise TooLong.
     Raises: ValueError if the tokenizer has no chat template.
     """
 
@@ -57,8 +59,8 @@ class ChatTemplate:
     ) -> None:
         if not tokenizer.chat_template:
             raise ValueError(
-                f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template; "
-                "put a chat_template.jinja into the model folder or take an instruction-tuned model"
+                f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template. "
+                "Put a chat_template.jinja into the model folder, or use an instruction-tuned model"
             )
         self._tokenizer, self._limit = tokenizer, limit
         self._kwargs = dict(kwargs)
@@ -66,25 +68,21 @@ class ChatTemplate:
         self._cached_reply = lru_cache(_CACHED_RENDERINGS)(self._render_reply)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """[L] token ids up to where the policy speaks.
-
-        Raises: ValueError if the template refuses the messages.
-        """
+        """[L] token ids of the prompt, with the generation header. Raises: ValueError if the template rejects it."""
         return list(self._cached_prompt(_key(messages)))
 
     def num_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of each of the texts that `render` made, tokenised together (faster, nothing is remembered)."""
+        """Number of tokens of each rendered text, tokenised together (faster, not cached)."""
         return [len(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
 
     def reply_ids(self, written: Sequence[int], observations: Sequence[Message]) -> list[int]:
-        """[L] token ids between the policy's turn `written` and its next one: what the template puts after an
-        assistant's text, the environment's `observations`, and the header of the next assistant turn.
+        """[L] token ids between the policy's turn `written` and its next one: the end of an assistant's turn, the
+        environment's `observations`, and the header of the next assistant turn.
 
-        The text of the conversation so far is not rendered again: the observations are rendered behind a stand-in
-        conversation and its tokens are cut off. Where `written` already ends with (a part of) what the template puts
-        after an assistant's text, such as an end-of-turn token, that part is not repeated.
+        The observations are rendered after a stand-in conversation, whose tokens are then removed. A part of the end of
+        turn that `written` already has, such as an end-of-turn token, is not repeated.
 
-        Raises: ValueError if the template refuses the messages or rewrites the stand-in's text.
+        Raises: ValueError if the template rejects the messages or changes the stand-in's text.
         """
         reply, num_closing = self._cached_reply(_key(observations))
         for k in range(min(num_closing, len(written)), 0, -1):
@@ -93,23 +91,23 @@ class ChatTemplate:
         return list(reply)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation. Raises: ValueError if the template refuses the messages."""
+        """The text of a conversation. Raises: ValueError if the template rejects the messages."""
         try:
             return self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._kwargs
             )
-        except Exception as error:  # Jinja raises its own errors and whatever the template's expressions raise
-            raise ValueError(f"the chat template refused {shortened(messages)}: {error}") from error
+        except Exception as error:  # errors of Jinja and of the template's expressions
+            raise ValueError(f"the chat template rejected {shortened(messages)}: {error}") from error
 
     @property
     def marks_assistant(self) -> bool:
-        """Whether the template says what the assistant writes (`{% generation %}`)."""
+        """Whether the template marks the assistant's text (`{% generation %}`)."""
         return re.search(r"\{%-?\s*generation\s*-?%\}", str(self._tokenizer.chat_template)) is not None
 
     def marked_tokens(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """[L] token ids of a conversation, and which of them belong to what the template marks as the assistant's.
+        """[L] token ids of a conversation, and whether each is marked as the assistant's.
 
-        Raises: ValueError if the template refuses the messages or the tokenizer cannot tell where its tokens begin.
+        Raises: ValueError if the template rejects the messages or the tokenizer has no offsets.
         """
         try:
             (text,), (spans,) = render_jinja_template(
@@ -124,22 +122,22 @@ class ChatTemplate:
         except TooLong:
             raise
         except Exception as error:  # as in `render`; a tokenizer without offsets raises NotImplementedError
-            raise ValueError(f"the chat template refused {shortened(messages)}: {error}") from error
+            raise ValueError(f"the chat template rejected {shortened(messages)}: {error}") from error
         mask = [any(start < last and first < end for first, last in spans) for start, end in encoded["offset_mapping"]]
         return encoded["input_ids"], mask
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """[L] token ids of a text that the template rendered."""
+        """[L] token ids of a rendered text."""
         self._check_length(text)
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_once(self, text: str) -> EncodedText:
-        """The same of a text of which beginnings will be asked for."""
+        """Tokens of a rendered text, with the token counts of its prefixes."""
         self._check_length(text)
         return EncodedText(self._tokenizer, text)
 
     def is_white_space(self, token_id: int) -> bool:
-        """Whether a token is nothing but white space."""
+        """Whether a token is only white space."""
         return not str(self._tokenizer.decode([token_id])).strip()
 
     def _check_length(self, text: str) -> None:
@@ -150,27 +148,27 @@ class ChatTemplate:
         return self.encode(self.render([dict(items) for items in key]))
 
     def _render_reply(self, key: _Key) -> tuple[tuple[int, ...], int]:
-        """Returns the reply's ids and how many of the first close the assistant's turn."""
+        """The reply's ids, and how many of the first ones close the assistant's turn."""
         observations = [dict(items) for items in key]
         for anchor in _ANCHORS:
             stand_in = [{"role": "user", "content": "u"}, {"role": "assistant", "content": anchor}]
             head = self.encode(anchor)
-            # Encoded behind the anchor: a SentencePiece tokenizer would put a space before a text that stands alone.
+            # Encoded after the anchor: a SentencePiece tokenizer would put a space before a separate text.
             full = self.encode(anchor + _after(anchor, self.render([*stand_in, *observations])))
             closed = self.encode(anchor + _after(anchor, self.render(stand_in, add_generation_prompt=False)))
             if full[: len(head)] == head and closed[: len(head)] == head:
                 reply, closing = full[len(head) :], closed[len(head) :]
                 return reply, _common_prefix(reply, closing)
         raise ValueError(
-            f"the tokenizer merges each of {', '.join(_ANCHORS)} with what the chat template puts after it, so the "
-            "tokens of several turns cannot be told apart; use a template with an end-of-turn token"
+            f"the tokenizer merges each of {', '.join(_ANCHORS)} with the text after it in the chat template, so "
+            "the tokens of turns cannot be separated. Use a template with an end-of-turn token"
         )
 
 
 def _after(anchor: str, text: str) -> str:
     position = text.find(anchor)
     if position < 0:
-        raise ValueError("the chat template does not show the assistant's text unchanged; it cannot be used for turns")
+        raise ValueError("the chat template changes the assistant's text. Use another template for several turns")
     return text[position + len(anchor) :]
 
 

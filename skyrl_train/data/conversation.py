@@ -1,4 +1,4 @@
-"""A whole conversation -> its tokens and which of them the assistant wrote, told apart by tokens."""
+"""A conversation -> its tokens, and which of them the assistant wrote."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.data.encoded_text import EncodedText
 from skyrl_train.types import Message
 
-CURE = "set data.assistant_turns=last, give prompt and response columns, or mark the turns with {% generation %}"
+REMEDY = "Set data.assistant_turns=last, use prompt and response columns, or mark the turns with {% generation %}"
 
 
 class Conversations:
     """Which tokens of a conversation are trained.
 
-    Where the chat template marks the assistant's words with `{% generation %}`, those. Elsewhere a turn begins where
-    the conversation before it, rendered for generation, ends (so training sees the tokens that the model will be asked
-    with), and ends where the conversation up to it does; both must be a beginning of the whole, in text and in tokens.
-    What the template puts behind a turn's end-of-sequence token is not trained: nobody samples it.
+    If the chat template marks the assistant's text with `{% generation %}`, that text. Otherwise a turn begins at the
+    end of the conversation before it, rendered for generation, and ends with the conversation up to it; both must be
+    prefixes of the complete conversation, in text and in tokens. Text after a turn's end-of-sequence token is not
+    trained, because it is never sampled.
     """
 
     def __init__(self, chat: ChatTemplate, eos_token_id: int | None, turns: str) -> None:
-        """Args: turns: "all" or "last", the turns of the assistant that are trained."""
+        """Args: turns: the trained turns of the assistant, "all" or "last"."""
         self._chat, self._eos_token_id, self._last_only = chat, eos_token_id, turns == "last"
 
     def tokens(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """[L] token ids up to the assistant's last turn, and which of them are trained.
 
-        Raises: ValueError if the assistant says nothing, the template refuses the messages, or turns cannot be told
-            apart.
+        Raises: ValueError if no message is the assistant's, the template rejects the messages, or turns cannot be
+            separated.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
-            raise ValueError("no message has the role assistant, so there is nothing to train on")
+            raise ValueError("no message has the role assistant: there is nothing to train on")
         messages = messages[: turns[-1] + 1]
         if self._chat.marks_assistant:
             ids, mask = self._chat.marked_tokens(messages)
@@ -53,7 +53,7 @@ class Conversations:
         return encoded.ids, mask
 
     def _without_closing(self, ids: Sequence[int], start: int, end: int) -> int:
-        """The end of a turn just behind its end-of-sequence token, where only white space follows that."""
+        """The end of a turn, right after its end-of-sequence token if only white space follows."""
         for last in range(end - 1, start - 1, -1):
             if ids[last] == self._eos_token_id:
                 return last + 1
@@ -63,22 +63,23 @@ class Conversations:
 
 
 def _length_of_prefix(prefix: str, text: str, encoded: EncodedText, which: str) -> int:
-    """Tokens of `prefix`, which must be the first of the text's."""
+    """Number of tokens of `prefix`, which must be a prefix of the text, also in tokens."""
     if not text.startswith(prefix):
         raise ValueError(
-            f"the chat template writes {which} differently when more follows, so the turns cannot be told apart: {CURE}"
+            f"the chat template renders {which} differently once more turns follow, so turns cannot be separated. "
+            f"{REMEDY}"
         )
     length = encoded.num_tokens(len(prefix))
     if length is None:
         raise ValueError(
-            f"the tokenizer merges the end of {which} with what follows, so the tokens of a turn cannot be told "
-            f"apart: {CURE}"
+            f"the tokenizer merges the end of {which} with what follows, so the tokens of turns cannot be separated. "
+            f"{REMEDY}"
         )
     return length
 
 
 def _last_run(mask: list[bool]) -> list[bool]:
-    """The last unbroken run of true values alone."""
+    """Only the last contiguous run of true values."""
     end = len(mask)
     while end and not mask[end - 1]:
         end -= 1

@@ -1,4 +1,4 @@
-"""The order in which rows are trained on: shuffled anew for each epoch."""
+"""The order of the training rows, shuffled again for each epoch."""
 
 from __future__ import annotations
 
@@ -13,48 +13,47 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True)
 class OrderState:
-    """Between two batches: all that decides what comes next."""
+    """Position in the shuffled data, for resuming."""
 
     epoch: int
     position: int
-    """Rows of the epoch that were given out."""
+    """Rows of the epoch already used."""
     num_rows: int
     seed: int
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> OrderState:
-        """From a checkpoint. Raises: ValueError for anything else than the fields of a state."""
+        """Read a state from a checkpoint. Raises: ValueError for other fields."""
         try:
             return cls(**saved)
         except TypeError:
             raise ValueError(
-                f"the checkpoint does not hold a position in rows, but {dict(saved)!r:.200}: another source of "
-                "groups wrote it. Set trainer.source as it was"
+                f"cannot resume: the checkpoint was written by another source of groups ({dict(saved)!r:.200}). Set "
+                "trainer.source to that source"
             ) from None
 
     def require(self, num_rows: int, seed: int) -> None:
-        """Raises: ValueError for another seed or number of rows, which have another order."""
+        """Raises: ValueError for another seed or number of rows, with which the order differs."""
         if (num_rows, seed) != (self.num_rows, self.seed):
             raise ValueError(
-                f"the checkpoint is of {self.num_rows} training rows in the order of trainer.seed={self.seed}, and "
-                f"these are {num_rows} rows with trainer.seed={seed}: which of them were trained on cannot be told. "
-                "Give the same data and seed, or start a new run from a Hugging Face export (trainer.hf_save_interval)"
+                f"cannot resume: the checkpoint was written with {self.num_rows} training rows and "
+                f"trainer.seed={self.seed}, this run has {num_rows} rows and trainer.seed={seed}. Use the same data "
+                "and seed, or start a new run from a Hugging Face export (trainer.hf_save_interval)"
             )
 
 
 class Order(Generic[Row]):
-    """Endless batches of rows (prompts, or the examples of supervised fine-tuning).
+    """Endless batches of rows (prompts or examples).
 
-    Each epoch is another permutation, its last incomplete batch is left out. The order depends on the seed, the epoch
-    and the number of rows alone.
-
-    Raises: ValueError if there are fewer rows than a batch needs.
+    Each epoch is another permutation without its last incomplete batch. The order depends only on the seed, the epoch
+    and the number of rows. Raises: ValueError if there are fewer rows than a batch needs.
     """
 
     def __init__(self, rows: Sequence[Row], *, batch_size: int, seed: int) -> None:
         if not 0 < batch_size <= len(rows):
             raise ValueError(
-                f"trainer.train_batch_size={batch_size} must be between 1 and the number of training rows, {len(rows)}"
+                f"trainer.train_batch_size is {batch_size}: it must be between 1 and the number of training rows, "
+                f"{len(rows)}"
             )
         self._rows = rows
         self._batch_size = batch_size
@@ -65,7 +64,7 @@ class Order(Generic[Row]):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the rows that were given out last, from 0."""
+        """Epoch of the last returned rows, from 0."""
         return self._epoch
 
     def next_batch(self) -> list[Row]:
@@ -73,8 +72,7 @@ class Order(Generic[Row]):
         return self.next_rows(self._batch_size)
 
     def next_rows(self, num_rows: int) -> list[Row]:
-        """So many rows of one epoch, at most batch_size; those that an epoch has left when they do not suffice are left
-        out."""
+        """`num_rows` rows (at most batch_size) of one epoch; if fewer are left in it, these are skipped."""
         if self._position + num_rows > len(self._rows):
             self._epoch, self._position = self._epoch + 1, 0
             self._permutation = self._permute()
@@ -88,7 +86,7 @@ class Order(Generic[Row]):
         return asdict(OrderState(self._epoch, self._position, len(self._rows), self._seed))
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """Continue with the batch that would have followed. Raises: as `OrderState.read` and `require`."""
+        """Continue with the next batch. Raises: like `OrderState.read` and `require`."""
         state = OrderState.read(saved)
         state.require(len(self._rows), self._seed)
         self._epoch, self._position = state.epoch, state.position

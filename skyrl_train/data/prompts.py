@@ -1,4 +1,4 @@
-"""Data set rows -> Prompts."""
+"""Rows of a data set -> Prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 TOKENISED_TOGETHER = 256
-"""Prompts; a tokenizer works on them in parallel."""
+"""Prompts that the tokenizer processes in parallel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ def load_prompts(
 ) -> LoadedPrompts:
     """The rows of all sources in order, without those whose prompt is too long.
 
-    Args: sources as in `read_rows`. A row's uid is its index over all sources, dropped rows counted, so it does not
-        depend on max_prompt_length. allowed_env_classes: `module:Class` names that rows may have besides the default;
-        a data set must not choose what code is imported.
-    Raises: ValueError naming the source and the row if a source is missing or unreadable or a row is malformed;
-        ValueError if no row is left.
+    A row's uid is its index over all sources, dropped rows included.
+
+    Args: sources: as in `read_rows`. allowed_env_classes: `module:Class` names that rows may have besides the default;
+        a data set must not decide which code is imported.
+    Raises: ValueError naming source and row if a source cannot be read, a row is malformed, or no row is left.
     """
     places, prompts = [], []
     for index, (where, row) in enumerate(read_rows(sources)):
@@ -53,16 +53,16 @@ def load_prompts(
     if not kept:
         shortest = f"the shortest prompt has {min(lengths)}" if lengths else "there are no rows"
         raise ValueError(
-            f"no prompt of {', '.join(sources)} has at most trainer.max_prompt_length={max_prompt_length} tokens "
-            f"({shortest})"
+            f"trainer.max_prompt_length is {max_prompt_length}: no prompt of {', '.join(sources)} is that short "
+            f"({shortest}). Raise it"
         )
     return LoadedPrompts(prompts=kept, num_dropped=len(prompts) - len(kept))
 
 
 def _lengths(prompts: Sequence[Prompt], places: Sequence[str], chat: ChatTemplate, limit: TextLimit) -> list[int]:
-    """Tokens of each prompt; of one that is too long to be tokenised, at least so many.
+    """Number of tokens of each prompt; a lower bound for one that is too long to be tokenised.
 
-    Raises: ValueError naming source and row if the template refuses a prompt or makes no token of it.
+    Raises: ValueError naming source and row if the template rejects a prompt or renders it to no token.
     """
     lengths = [0] * len(prompts)
     together: dict[int, str] = {}
@@ -88,17 +88,17 @@ def _lengths(prompts: Sequence[Prompt], places: Sequence[str], chat: ChatTemplat
         together[index] = text
     tokenise()
     if 0 in lengths:
-        raise ValueError(f"{places[lengths.index(0)]}: `prompt` is empty: the chat template makes no token of it")
+        raise ValueError(f"{places[lengths.index(0)]}: `prompt` is empty: the chat template renders it to no token")
     return lengths
 
 
 def _prompt(row: dict[str, Any], where: str, uid: str, default_env_class: str, allowed: Sequence[str]) -> Prompt:
     if row.get("prompt") is None:
-        raise ValueError(f"{where}: no `prompt`; the columns are {columns(row)}")
+        raise ValueError(f"{where}: `prompt` is missing. The columns are {columns(row)}")
     try:
         messages = check_messages(without_empty_fields(row["prompt"]))
     except ValueError as error:
-        raise ValueError(f"{where}: bad `prompt`: {error}") from error
+        raise ValueError(f"{where}: invalid `prompt`: {error}") from error
     if not messages:
         raise ValueError(f"{where}: `prompt` has no messages")
     for column, kind in (("env_class", str), ("data_source", str), ("reward_spec", dict)):

@@ -1,4 +1,4 @@
-"""Files and hub data sets -> rows, each with the place where it stands."""
+"""Files and hub data sets -> rows with their location."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from skyrl_train.config.training import DATA_FILE, HUB_SPLIT
 from skyrl_train.data.text import shortened
 
 LocatedRow = tuple[str, dict[str, Any]]
-"""Where the row stands (for errors) and its columns."""
+"""Location of a row (for errors) and its columns."""
 
 
 def read_rows(sources: Sequence[str]) -> Iterator[LocatedRow]:
     """The rows of all sources in order.
 
-    Args: sources are files (parquet, json, jsonl; also compressed, `~`, or an address like s3://...) or
+    Args: sources: files (parquet, json, jsonl; also compressed, with `~`, or an address like s3://...) or
         `hub_name:split`.
-    Raises: ValueError naming the source and the row (numbered from 0; of JSON lines the line, numbered from 1) if a
-        source is missing or unreadable or a row is no object.
+    Raises: ValueError naming the source and the row (from 0) or line (from 1) if a source cannot be read or a row is
+        not an object.
     """
     for source in sources:
         for where, row in _source_rows(source):
@@ -33,8 +33,7 @@ def read_rows(sources: Sequence[str]) -> Iterator[LocatedRow]:
 
 
 def without_empty_fields(messages: Any) -> Any:
-    """Chat messages without their empty fields: parquet gives every message all the fields that any message of the
-    file has, as None."""
+    """Chat messages without fields that are None: parquet adds every field of any message in the file."""
     if not isinstance(messages, list):
         return messages
     return [
@@ -44,7 +43,7 @@ def without_empty_fields(messages: Any) -> Any:
 
 
 def columns(row: dict[str, Any]) -> str:
-    """The names of a row's columns, for an error."""
+    """Names of a row's columns, for an error."""
     return shortened(list(map(str, row)))[1:-1].replace("'", "") or "none"
 
 
@@ -58,14 +57,14 @@ def _source_rows(source: str) -> Iterator[tuple[str, Any]]:
         rows = _load(str(Path(hub["name"]).expanduser()), source, split=hub["split"])
         return ((f"{source}, row {i}", row) for i, row in enumerate(rows))
     raise ValueError(
-        f"data source {source!r} is neither a file (.parquet, .json, .jsonl) nor `hub_name:split` (as in "
-        "`org/name:train`)"
+        f"data source {source!r} is neither a file (.parquet, .json, .jsonl) nor `hub_name:split`. Write it as in "
+        "`org/name:train`"
     )
 
 
 def _json_lines(source: str, path: str) -> Iterator[tuple[str, Any]]:
-    # As text, not with the json reader of `datasets`: that one turns a string that looks like a date into a datetime,
-    # fills absent keys with None, and its errors do not name the line (datasets 5.2).
+    # The json reader of `datasets` 5.2 converts strings that look like dates into datetimes, fills absent keys with
+    # None, and does not name the line in its errors.
     for number, row in enumerate(_load_text(source, path, "line"), start=1):
         if row["text"].strip():
             where = f"{source}, line {number}"
@@ -77,7 +76,7 @@ def _json_file(source: str, path: str) -> Iterator[tuple[str, Any]]:
     if not text.lstrip().startswith("["):  # many writers call JSON lines .json
         return _json_lines(source, path)
     located = ((f"{source}, row {i}", row) for i, row in enumerate(_parse(text, source)))
-    escapes = "\\u" if "\\u" in text else ""  # looked for once, not in the complete text for each row
+    escapes = "\\u" if "\\u" in text else ""  # searched once, not for each row
     return ((where, _encodable(row, where, escapes)) for where, row in located)
 
 
@@ -86,9 +85,9 @@ def _parse(text: str, where: str) -> Any:
         return json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, character {error.colno}" if "\n" in text else f"character {error.colno}"
-        raise ValueError(f"{where}: not valid JSON: {error.msg} ({at})") from error
-    except (ValueError, RecursionError) as error:  # a key twice, a number of too many digits; too many brackets
-        raise ValueError(f"{where}: not usable JSON: {error}") from error
+        raise ValueError(f"{where}: invalid JSON: {error.msg} ({at})") from error
+    except (ValueError, RecursionError) as error:  # a repeated key, too many digits; too deep
+        raise ValueError(f"{where}: unusable JSON: {error}") from error
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -96,14 +95,14 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {shortened(twice)} is given more than once in one object")
+        raise ValueError(f"the key {shortened(twice)} is repeated in one object")
     return values
 
 
 def _encodable(row: Any, where: str, written: str) -> Any:
-    """Return the row if all its text can be encoded: JSON can spell half of a surrogate pair, parquet cannot.
+    """Return the row if all its text can be encoded: JSON can contain half of a surrogate pair.
 
-    Args: written: the JSON that it was read from. Raises: ValueError naming the text.
+    Args: written: the JSON source. Raises: ValueError with the text.
     """
     if "\\u" not in written:
         return row
@@ -112,46 +111,46 @@ def _encodable(row: Any, where: str, written: str) -> Any:
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{where}: the text {shortened(error.object[max(0, error.start - 20) : error.end])} ends with half of a "
-            "surrogate pair, which cannot be encoded. Remove it, or write the character that was meant"
+            "surrogate pair, which cannot be encoded. Remove it, or write the intended character"
         ) from error
     except RecursionError as error:
-        raise ValueError(f"{where}: the row has too many brackets inside each other") from error
+        raise ValueError(f"{where}: the row is nested too deeply") from error
     return row
 
 
 def _existing(source: str) -> str:
-    """The path with `~` replaced. Raises: ValueError if it is a local file that is missing or empty."""
+    """The path with `~` expanded. Raises: ValueError for a local file that is missing or empty."""
     if "://" in source:
         return source
     path = Path(source).expanduser()
     if not glob.has_magic(source):
         if not path.is_file():
-            raise ValueError(f"data file {source} does not exist (looked at {path.absolute()})")
+            raise ValueError(f"data file {source} does not exist ({path.absolute()})")
         if path.stat().st_size == 0:
             raise ValueError(f"data file {source} is empty")
     return str(path)
 
 
 def _load_text(source: str, path: str, unit: str) -> list[dict[str, Any]]:
-    """The lines of a file, or all of it. Raises: ValueError naming the line that is not UTF-8."""
+    """The lines of a file, or its complete text. Raises: ValueError naming the line that is not UTF-8."""
     try:
         return _load("text", source, data_files=path, sample_by=unit)
     except ValueError as error:
-        # datasets wraps it, and its position counts from the start of a chunk of the file.
+        # datasets wraps the error, whose position is relative to a chunk of the file.
         if not isinstance(error.__cause__, Exception) or "UnicodeDecodeError" not in str(error):
             raise
         lines = _load("text", source, data_files=path, encoding_errors="replace")
         number = next(number for number, line in enumerate(lines, start=1) if "\ufffd" in line["text"])
-        raise ValueError(f"{source}, line {number}: its bytes are not UTF-8. Save the file as UTF-8") from error
+        raise ValueError(f"{source}, line {number}: not UTF-8. Save the file as UTF-8") from error
 
 
 def _load(name: str, source: str, *, split: str = "train", **options: Any) -> list[dict[str, Any]]:
     was_quiet = datasets.are_progress_bars_disabled()
-    if options:  # a file, read in an instant
+    if options:  # a local file
         datasets.disable_progress_bars()
     try:
         return datasets.load_dataset(name, split=split, **options).to_list()
-    except Exception as error:  # whatever the file system, the hub or the format raises
+    except Exception as error:  # errors of the file system, the hub or the format
         cause = error.__cause__ or error
         raise ValueError(f"data source {source} cannot be read: {type(cause).__name__}: {cause}") from error
     finally:

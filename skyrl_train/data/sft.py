@@ -1,4 +1,4 @@
-"""Data set rows -> Examples of supervised fine-tuning."""
+"""Rows of a data set -> Examples of supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
-"""Label of a token that is not trained, as transformers and others write it."""
+"""Label of a token that is not trained, as in transformers."""
 FORMATS = "`messages`, or `prompt` and `response`, or `input_ids` with `labels` or `loss_mask`"
 Tokens = tuple[list[int], list[bool]]
 """[L] token ids, and which of them are trained."""
@@ -26,15 +26,15 @@ Tokens = tuple[list[int], list[bool]]
 
 @dataclass(frozen=True, slots=True)
 class LoadedExamples:
-    """The rows of a data set that can be trained on."""
+    """The rows of a data set that are trained."""
 
     examples: list[Example]
     num_dropped: int
-    """Rows left out because of their length."""
+    """Rows dropped for their length."""
     num_truncated: int
-    """Rows of which only the beginning is left."""
+    """Truncated rows."""
     num_ended: int
-    """Rows with a trained end-of-sequence token: the model can learn from them where to stop."""
+    """Rows with a trained end-of-sequence token, from which the model learns where to stop."""
 
 
 def load_examples(
@@ -47,14 +47,14 @@ def load_examples(
     assistant_turns: str,
     chat_template_kwargs: Mapping[str, Any],
 ) -> LoadedExamples:
-    """The rows of all sources in order; those of more than `max_length` tokens are dropped or cut.
+    """The rows of all sources in order; those of more than `max_length` tokens are dropped or truncated.
 
-    A row that was cut until no trained token was left counts as dropped, and so does one with so many characters that
-    it is not tokenised (data/text.py).
+    A row without a trained token after truncation counts as dropped, and so does one that is too long to be tokenised
+    (data/text.py).
 
-    Args: sources as in `read_rows`; vocab_size is the model's; assistant_turns: "all" or "last".
-    Raises: ValueError naming source and row if a source is missing or unreadable or a row is malformed or trains
-        nothing; ValueError if no row is left.
+    Args: sources: as in `read_rows`; vocab_size: the model's; assistant_turns: "all" or "last".
+    Raises: ValueError naming source and row if a source cannot be read, or a row is malformed or trains nothing;
+        ValueError if no row is left.
     """
     reader = ExampleReader(tokenizer, assistant_turns, chat_template_kwargs, max_length)
     examples: list[Example] = []
@@ -63,13 +63,13 @@ def load_examples(
     for where, row in read_rows(sources):
         try:
             ids, mask = reader.checked_tokens(row, vocab_size)
-        except TooLong as error:  # also where the beginning would do: of such a row it is not known without the rest
+        except TooLong as error:  # also with truncation: its beginning is not known without tokenising the rest
             lengths.append(error.num_tokens)
             continue
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         lengths.append(len(ids))
-        # The first token is the only one that nothing predicts.
+        # Nothing predicts the first token.
         mask[0] = False
         if len(ids) > max_length:
             if not truncate or not any(mask[:max_length]):
@@ -87,53 +87,53 @@ def _why_none_is_left(lengths: list[int], max_length: int, truncate: bool) -> st
     if not lengths:
         return "there are no rows"
     if truncate:
-        return f"no row has a trained token among its first data.max_length={max_length} tokens; raise it"
+        return f"data.max_length is {max_length}: no row has a trained token among its first tokens. Raise it"
     return (
-        f"no row has at most data.max_length={max_length} tokens (the shortest has {min(lengths)}); raise it, or set "
+        f"data.max_length is {max_length}: the shortest row has {min(lengths)} tokens. Raise it, or set "
         "data.too_long=truncate"
     )
 
 
 class ExampleReader:
-    """Rows of any format -> tokens. A tokenizer without chat template is no error until a conversation comes."""
+    """Rows of any format -> tokens. A chat template is required for conversations only."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, turns: str, chat_template_kwargs: Mapping[str, Any], max_tokens: int
     ) -> None:
-        """Args: turns: "all" or "last"; max_tokens: texts that must have more raise TooLong."""
+        """Args: turns: "all" or "last"; max_tokens: limit above which texts raise TooLong."""
         self._tokenizer, self._turns, self._kwargs = tokenizer, turns, chat_template_kwargs
         self._limit = TextLimit.of(tokenizer, max_tokens)
         self._conversations: dict[str, Conversations] = {}
 
     def checked_tokens(self, row: dict[str, Any], vocab_size: int) -> Tokens:
-        """Tokens that a model of this vocabulary can be trained on. Raises: ValueError without the row's place."""
+        """Tokens for a model with this vocabulary. Raises: ValueError without the row's location."""
         ids, mask = self.tokens(row)
         check_tokens(ids, mask, vocab_size)
         return ids, mask
 
     def tokens(self, row: dict[str, Any]) -> Tokens:
-        """Raises: ValueError without the row's place."""
+        """Raises: ValueError without the row's location."""
         if row.get("messages") is not None:
             return self._conversation(row["messages"], "messages", self._turns)
         if row.get("input_ids") is not None:
             return _given_tokens(row)
         if row.get("prompt") is not None and row.get("response") is not None:
             return self._prompt_and_response(row["prompt"], row["response"])
-        raise ValueError(f"a row needs {FORMATS}; its columns are {columns(row)}")
+        raise ValueError(f"the columns are {columns(row)}: a row needs {FORMATS}")
 
     def _conversation(self, value: Any, column: str, turns: str) -> Tokens:
         try:
             messages: list[Message] = check_messages(without_empty_fields(value))
         except ValueError as error:
-            raise ValueError(f"bad `{column}`: {error}") from error
+            raise ValueError(f"invalid `{column}`: {error}") from error
         if turns not in self._conversations:
             chat = ChatTemplate(self._tokenizer, self._kwargs, self._limit)
             self._conversations[turns] = Conversations(chat, self._tokenizer.eos_token_id, turns)
         return self._conversations[turns].tokens(messages)
 
     def _prompt_and_response(self, prompt: Any, response: Any) -> Tokens:
-        """Only the response is trained. A prompt of messages goes through the chat template; a text stands as it is,
-        and the end-of-sequence token follows the response."""
+        """Only the response is trained. A prompt of messages uses the chat template; a text is used as is, with the
+        end-of-sequence token after the response."""
         check_text(response, "`response`")
         if not isinstance(prompt, str):
             answer = {"role": "assistant", "content": response}
@@ -142,10 +142,10 @@ class ExampleReader:
         eos = self._tokenizer.eos_token_id
         if eos is None:
             raise ValueError(
-                "the tokenizer has no end-of-sequence token, which must end a response to a prompt of text"
+                "the tokenizer has no end-of-sequence token, which ends the response to a text prompt. Use messages"
             )
         asked = self._tokenizer.encode(prompt)
-        if asked and asked[-1] == eos:  # some tokenizers end every text with it
+        if asked and asked[-1] == eos:  # added by some tokenizers
             asked = asked[:-1]
         answered = [*self._tokenizer.encode(response, add_special_tokens=False), eos]
         return [*asked, *answered], [False] * len(asked) + [True] * len(answered)
@@ -154,14 +154,14 @@ class ExampleReader:
 def _given_tokens(row: dict[str, Any]) -> Tokens:
     ids, labels, mask = _numbers(row, "input_ids"), _numbers(row, "labels"), _numbers(row, "loss_mask")
     if ids is None or (labels is None) == (mask is None):
-        raise ValueError("a row with `input_ids` needs `labels` or `loss_mask`, one of them")
+        raise ValueError("a row with `input_ids` needs either `labels` or `loss_mask`")
     name, given = ("labels", labels) if labels is not None else ("loss_mask", mask)
     assert given is not None
     if len(given) != len(ids):
-        raise ValueError(f"`input_ids` has {len(ids)} entries and `{name}` {len(given)}: they must be equally many")
+        raise ValueError(f"`input_ids` has {len(ids)} entries and `{name}` {len(given)}: the numbers must be equal")
     if name == "loss_mask":
         if wrong := [value for value in given if value not in (0, 1)]:
-            raise ValueError(f"`loss_mask` holds {wrong[0]}: 1 marks a token that is trained, 0 one that is not")
+            raise ValueError(f"`loss_mask` contains {wrong[0]}: it must be 1 for trained tokens and 0 for others")
         return ids, [bool(value) for value in given]
     for index, (token, label) in enumerate(zip(ids, given, strict=True)):
         if label not in (token, IGNORED):
@@ -186,6 +186,6 @@ def _numbers(row: dict[str, Any], column: str) -> list[int] | None:
 def check_tokens(ids: list[int], mask: list[bool], vocab_size: int) -> None:
     """Raises: ValueError for a token that the model does not have, or if none would be trained."""
     if outside := [token for token in ids if not 0 <= token < vocab_size]:
-        raise ValueError(f"token {outside[0]} is outside the model's vocabulary of {vocab_size}")
+        raise ValueError(f"token {outside[0]} is outside the model's vocabulary of {vocab_size} tokens")
     if not any(mask[1:]):
-        raise ValueError("no token of it would be trained (the first of a row cannot be: nothing predicts it)")
+        raise ValueError("no token would be trained (nothing predicts the first token of a row)")

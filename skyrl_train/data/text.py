@@ -1,4 +1,4 @@
-"""Text from outside: what can be tokenised at all, and what is too long to be tried."""
+"""Checks of input text: whether it can be encoded, and is short enough to be tokenised."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MIN_CHARACTERS = 1_000_000
-"""Texts up to this are always tokenised: some tokenizers make one token of any run of blanks or unknown characters. A
-character costs up to 360 bytes while it is tokenised, so these take 0.4 GB at most and 60 MB took 21.7 GB."""
+"""Shorter texts are always tokenised: some tokenizers make one token of any run of blanks or unknown characters.
+Tokenising takes up to 360 bytes per character, so these take at most 0.4 GB; a text of 60 MB took 21.7 GB."""
 SHOWN = 80
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 3, SHOWN, SHOWN
 
 
 class TooLong(ValueError):
-    """A text of more characters than the tokens allowed can have."""
+    """A text with more characters than the allowed tokens can have."""
 
     def __init__(self, message: str, num_tokens: int) -> None:
         super().__init__(message)
         self.num_tokens = num_tokens
-        """At least so many."""
+        """Lower bound."""
 
 
 @dataclass(frozen=True)
 class TextLimit:
-    """A limit in tokens, as characters: no token stands for more than the longest of the vocabulary has."""
+    """A limit in tokens, converted to characters by the longest token of the vocabulary."""
 
     max_tokens: int
     longest_token: int
@@ -43,8 +43,8 @@ class TextLimit:
         """Raises: TooLong."""
         if len(text) > max(MIN_CHARACTERS, self.longest_token * self.max_tokens):
             raise TooLong(
-                f"it has {len(text):,} characters, which are more than {self.max_tokens} tokens (none of the tokenizer "
-                f"has more than {self.longest_token} characters). Shorten it",
+                f"the text has {len(text):,} characters: more than {self.max_tokens} tokens can have (the longest "
+                f"token has {self.longest_token} characters). Shorten it",
                 -(-len(text) // self.longest_token),
             )
 
@@ -58,12 +58,12 @@ def check_text(value: object, name: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{name} has {value[error.start]!r} at character {error.start}, half of a surrogate pair, which cannot be "
-            "encoded. Remove it, or write the character that was meant"
+            "encoded. Remove it, or write the intended character"
         ) from error
     return value
 
 
 def shortened(value: object) -> str:
-    """A value for an error message: one short line of any value, however long or deep."""
+    """One short line of any value, for an error message."""
     text = _REPR.repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

@@ -1,4 +1,4 @@
-"""Command lines, and how a run is assembled from its configuration.
+"""Command lines and the assembly of a run from its configuration.
 
 Read `main_base`, then `command` (arguments to exit code), `run` and `experiment`.
 """

@@ -1,6 +1,6 @@
-"""A command line from its arguments to its exit code: one clear error for each failure, a clean end on a signal.
+"""A program from its arguments to its exit code: one error message per failure, a clean end on a signal.
 
-Exit codes: 0 finished, 1 the run failed, 2 the configuration cannot work, 130 ended by SIGINT, 143 by SIGTERM.
+Exit codes: 0 finished, 1 the run failed, 2 invalid configuration, 130 ended by SIGINT, 143 by SIGTERM.
 """
 
 from __future__ import annotations
@@ -36,52 +36,50 @@ T = TypeVar("T", bound=RunConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Generic[T]):
-    """What the programs that train differ in."""
+    """The parts in which the programs that train differ."""
 
     program: Program[T]
     check: Callable[[T, int | None, bool], None]
-    """check(config, rows left in the training data or None, whether to look at files) raises ConfigError."""
+    """check(config, rows left in the training data or None, whether to check files) raises ConfigError."""
     run: str | type[Run]
-    """Its Run, by `module:Class` imported late: it takes seconds, and a wrong configuration should not."""
+    """Its Run; `module:Class` is imported after the configuration is checked, because that takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a run came to its end."""
+    """Exit code of a run, and its error if it failed."""
 
     code: int
-    """Exit code."""
     error: Exception | None = None
-    """The reason where it failed."""
 
 
 class Interrupts:
-    """How Ctrl-C reaches a run that another thread than the main one executes."""
+    """Passes Ctrl-C to a run in another thread than the main one."""
 
     def __init__(self) -> None:
         self._send: Callable[[], object] | None = None
         self._num_pending = 0
 
     def request(self) -> None:
-        """Like SIGINT; before the run can take it, it waits."""
+        """Like SIGINT; kept until the run is connected."""
         if self._send is None:
             self._num_pending += 1
         else:
             self._send()
 
     def connect(self, send: Callable[[], object]) -> None:
-        """From now on requests are sent, first those that wait."""
+        """Send requests from now on, first the pending ones."""
         self._send = send
         for _ in range(self._num_pending):
             send()
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM where no event loop runs."""
+    """SIGTERM without a running event loop."""
 
 
 def execute(command: Command[T], argv: Sequence[str]) -> int:
-    """Run what the command line asks for and return the exit code. Every failure is one clear message."""
+    """Run a command line and return the exit code. Every failure is one message."""
     console = Console()
 
     def work() -> int:
@@ -94,7 +92,7 @@ def execute(command: Command[T], argv: Sequence[str]) -> int:
 
 
 def guarded(work: Callable[[], int], console: Console) -> int:
-    """The exit code of `work`; a configuration that cannot work and a signal while it runs have their own."""
+    """The exit code of `work`, or that of a ConfigError or a signal."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("skyrl_train").setLevel(logging.INFO)
     if threading.current_thread() is threading.main_thread():
@@ -118,7 +116,7 @@ def _exit_code(interrupt: KeyboardInterrupt) -> int:
 
 
 def prepare(command: Command[T], config: T) -> None:
-    """Call the experiment's `trainer.prepare` (`module:function`), which makes what is missing."""
+    """Call the experiment's `trainer.prepare` (`module:function`), which creates missing files."""
     if config.trainer.prepare is None:
         return
     command.check(config, None, False)
@@ -130,7 +128,7 @@ def prepare(command: Command[T], config: T) -> None:
 
 
 def run(command: Command[T], config: T, console: Console, interrupts: Interrupts | None = None) -> Ended:
-    """Train with a configuration that was checked; a failure is printed."""
+    """Train with a checked configuration; a failure is printed."""
     secrets = secrets_in(config)
     with hidden_in_logs(secrets):
         return _run(command, config, console, secrets, interrupts or Interrupts())
@@ -141,14 +139,14 @@ def _run(command: Command[T], config: T, console: Console, secrets: Secrets, int
     status, code = "failed", 1
     failure: Exception | None = None
     try:
-        one = _checked_input(command, config, console)
-        command.check(config, one.num_train_rows, True)
-        goes_on = _find_checkpoint(one)
-        if one.is_done:
-            console.print("all steps are done; for more, raise trainer.epochs or trainer.max_training_steps")
+        training = _checked_input(command, config, console)
+        command.check(config, training.num_train_rows, True)
+        resumes = _find_checkpoint(training)
+        if training.is_done:
+            console.print("all steps are done. For more, raise trainer.epochs or trainer.max_training_steps")
             return Ended(0)
-        run_dir = _run_dir(command, config, secrets, goes_on=goes_on)
-        ended_by = asyncio.run(_until_signal(one, run_dir, console, secrets, interrupts))
+        run_dir = _run_dir(command, config, secrets, resumes=resumes)
+        ended_by = asyncio.run(_until_signal(training, run_dir, console, secrets, interrupts))
         status, code = ("finished", 0) if ended_by is None else ("interrupted", 128 + ended_by)
     except ConfigError as error:
         print_error(str(error), console, secrets)
@@ -166,7 +164,7 @@ def _run(command: Command[T], config: T, console: Console, secrets: Secrets, int
 
 
 def _checked_input(command: Command[T], config: T, console: Console) -> Run:
-    """Load what the run reads. Raises: ConfigError for a bad row, an unknown environment or model."""
+    """Load model, tokenizer and data. Raises: ConfigError for a bad row, an unknown environment or model."""
     with quick_imports():
         kind = attribute(command.run) if isinstance(command.run, str) else command.run
     try:
@@ -175,20 +173,20 @@ def _checked_input(command: Command[T], config: T, console: Console) -> Run:
         raise ConfigError([str(error)]) from error
 
 
-def _find_checkpoint(one: Run) -> bool:
-    """Raises: ConfigError for a checkpoint that cannot be gone on with."""
+def _find_checkpoint(training: Run) -> bool:
+    """Raises: ConfigError for a checkpoint that cannot be resumed from."""
     try:
-        return one.find_checkpoint()
+        return training.find_checkpoint()
     except ValueError as error:
         raise ConfigError([str(error)]) from error
 
 
-def _run_dir(command: Command[T], config: T, secrets: Secrets, *, goes_on: bool) -> RunDir:
-    """Raises: ConfigError for a folder that cannot be one of a run."""
+def _run_dir(command: Command[T], config: T, secrets: Secrets, *, resumes: bool) -> RunDir:
+    """Raises: ConfigError for a folder that cannot hold a run."""
     from skyrl_train.tracking.changes import changed_values
     from skyrl_train.tracking.run_dir import create_run_dir, reopen_run_dir
 
-    make = reopen_run_dir if goes_on else create_run_dir
+    make = reopen_run_dir if resumes else create_run_dir
     changes = changed_values(to_yaml(config), command.program.base_yaml())
     try:
         return make(Path(config.trainer.run_dir), config.trainer.run_name, to_yaml(config), changes, secrets)
@@ -197,20 +195,20 @@ def _run_dir(command: Command[T], config: T, secrets: Secrets, *, goes_on: bool)
 
 
 async def _until_signal(
-    one: Run, run_dir: RunDir, console: Console, secrets: Secrets, interrupts: Interrupts
+    training: Run, run_dir: RunDir, console: Console, secrets: Secrets, interrupts: Interrupts
 ) -> int | None:
-    """Run it; the first SIGINT or SIGTERM ends it after the step in flight, the second at once.
+    """Train; the first SIGINT or SIGTERM ends the run after the current step, the second immediately.
 
-    Returns: the signal that ended the run, or None. A step that fails after the signal (a service manager ends all
-    processes of a service at once) ends an ended run.
+    Returns: the signal that ended the run, or None. A step that fails after the signal is not an error: a service
+    manager ends all processes of a service at once.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     received: list[int] = []
 
     def on_signal(number: int) -> None:
         received.append(number)
-        if len(received) == 1 and one.request_stop():
-            console.print("stopping after this step (once more to stop at once)", style="yellow")
+        if len(received) == 1 and training.request_stop():
+            console.print("stopping after this step (press Ctrl-C again to stop now)", style="yellow")
         elif task is not None:
             task.cancel()
 
@@ -220,38 +218,38 @@ async def _until_signal(
     else:
         interrupts.connect(partial(loop.call_soon_threadsafe, on_signal, signal.SIGINT))
     try:
-        await one.run(run_dir)
+        await training.run(run_dir)
     except asyncio.CancelledError:
         if not received:
             raise
     except SystemExit:
-        # SIGTERM while Ray starts: until then its own handler is in place, and it exits.
+        # SIGTERM while Ray starts, whose own handler exits.
         return signal.SIGTERM
     except Exception as error:
         if not received:
             raise
         reason = secrets.text(str(error))
-        console.print(f"the step in flight is lost: {reason}", style="yellow", markup=False, soft_wrap=True)
+        console.print(f"the current step was aborted: {reason}", style="yellow", markup=False, soft_wrap=True)
     return received[0] if received else None
 
 
 def report_failure(error: Exception, run_dir: RunDir | None, console: Console, secrets: Secrets = BY_NAME) -> None:
-    """One message; the stack goes into the run's folder, where there is one."""
+    """Print the error; the traceback goes into the run's folder, if there is one."""
     where = ""
     if run_dir is not None:
-        path, story = run_dir.logs / "driver.log", secrets.text("".join(traceback.format_exception(error)))
+        path, stack = run_dir.logs / "driver.log", secrets.text("".join(traceback.format_exception(error)))
         try:
             with path.open("a") as file:
-                file.write(story)
-            where = f"\nThe whole story is in {path}"
+                file.write(stack)
+            where = f"\nFull traceback: {path}"
         except OSError as full:
-            where = f"\n{path} could not be written ({full}), so the whole story stands here:\n{story}"
+            where = f"\n{path} could not be written ({full}). Full traceback:\n{stack}"
     kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
     print_error(f"{kind}{error}{where}", console, secrets)
 
 
 def print_error(message: str, console: Console, secrets: Secrets | None = None) -> None:
-    """Print a message with its secrets masked. Args: secrets: those of the environment where none are given."""
+    """Print a message with its secrets masked. Args: secrets: by default those of the environment."""
     shown = (secrets or secrets_of({})).text(message)
     console.print(f"[bold red]error:[/] {escape(shown)}", highlight=False, soft_wrap=True)
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 from rich.console import Console
 
-from skyrl_train.checks.reference import check_reference
+from skyrl_train.checks.model_folder import check_reference
 from skyrl_train.cluster.launch import Processes
 from skyrl_train.cluster.pool.settings import served_model_name
 from skyrl_train.cluster.session import Cluster
@@ -39,15 +39,12 @@ log = logging.getLogger(__name__)
 
 
 class Experiment(Run[Config, Processes]):
-    """Builds the parts of a run and runs it. `get_*` are the parts that users replace."""
+    """A run of reinforcement learning. Users replace its parts by overriding `get_*`."""
 
     started_line = "policy and engines are up"
 
     def __init__(self, config: Config, console: Console) -> None:
-        """Checks the models, loads the tokenizer and the prompts.
-
-        Raises: ValueError for a bad row, an unknown environment or a model that cannot be had.
-        """
+        """Raises: ValueError for a bad row, an unknown environment or a model that cannot be loaded."""
         super().__init__(config, console)
         check_reference(config.trainer, self.tokenizer)
         self.train_prompts = self.get_train_prompts()
@@ -72,7 +69,7 @@ class Experiment(Run[Config, Processes]):
         )
         if loaded.num_dropped:
             log.warning(
-                "%s: dropped %d of %d prompts, which have more than trainer.max_prompt_length=%d tokens",
+                "%s: dropped %d of %d prompts with more than trainer.max_prompt_length=%d tokens",
                 ", ".join(sources),
                 loaded.num_dropped,
                 loaded.num_dropped + len(loaded.prompts),
@@ -97,20 +94,19 @@ class Experiment(Run[Config, Processes]):
         return processes
 
     def get_rollout(self, env_pool: EnvPool) -> Rollout:
-        """What makes the samples of a prompt: that of `generator.rollout`, else the player of environments."""
+        """The rollout of `generator.rollout`, or by default the one that plays environments."""
         if self.config.generator.rollout is not None:
             rollout: Rollout = imported("generator.rollout", self.config.generator.rollout)
             return rollout
         return Sampler(env_pool, self.config.environment.skyrl_gym.env_kwargs, self.config.extra).sample
 
     def get_source(self, parts: SourceParts) -> GroupSource:
-        """Where the groups of a step come from: that of `trainer.source`."""
+        """The source of `trainer.source`."""
         name = self.config.trainer.source
         build: Callable[[SourceParts], GroupSource] = SOURCES.get(name) or imported("trainer.source", name)
         return build(parts)
 
     def get_trainer(self, parts: Parts) -> Trainer:
-        """What does the steps."""
         return Trainer(self.config, parts, self.num_steps)
 
     def build_loop(self, processes: Processes, run_dir: RunDir, tracker: Tracker, at_end: ExitStack) -> Trainer:
@@ -166,7 +162,7 @@ class Experiment(Run[Config, Processes]):
         servers = generator.remote_inference_engine_urls
         engines = f"{generator.num_inference_engines} engine(s)"
         if not generator.run_engines_locally:
-            engines = f"{len(servers)} vLLM server(s) that run already"
+            engines = f"{len(servers)} running vLLM server(s)"
         return {
             "model": f"{trainer.policy.model.path}, {layout}, {engines}",
             "data": f"{len(self.train_prompts)} prompts, {len(self.val_prompts)} held out",

@@ -1,6 +1,6 @@
 """Train by reinforcement learning: `python -m skyrl_train.entrypoints.main_base +experiment=NAME [key=value ...]`.
 
-Exit codes: 0 finished, 1 the run failed, 2 the configuration cannot work, 130 ended by SIGINT, 143 by SIGTERM.
+Exit codes: 0 finished, 1 the run failed, 2 invalid configuration, 130 ended by SIGINT, 143 by SIGTERM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COMMAND = Command(program=RL, check=check, run="skyrl_train.entrypoints.experime
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what the command line asks for and return the exit code."""
+    """Run a command line and return the exit code."""
     return execute(COMMAND, argv)
 
 

@@ -1,9 +1,9 @@
-"""Offer training to agents that run elsewhere: `python -m skyrl_train.entrypoints.main_service [key=value ...]`.
+"""Training service for external agents: `python -m skyrl_train.entrypoints.main_service [key=value ...]`.
 
-Runs until SIGINT or SIGTERM; a second one kills what the first has not ended yet. The service's name is
-trainer.run_name; agents use it by `TrainingService.connect(NAME, ADDRESS)`. Exit codes: 0 ended by a signal or by
-another program's `stop`, 1 it failed, can train no more or has not answered for trainer.timeout_s, 2 the configuration
-cannot work, 130 and 143 ended by SIGINT and SIGTERM while it started.
+Runs until SIGINT or SIGTERM; a second signal kills the remaining processes. The service's name is trainer.run_name;
+agents connect with `TrainingService.connect(NAME, ADDRESS)`. Exit codes: 0 ended by a signal or by another program's
+`stop`, 1 it failed, can no longer train or has not answered for trainer.timeout_s, 2 invalid configuration, 130 and 143
+ended by SIGINT and SIGTERM while it started.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from skyrl_train.service.client import TrainingService
 
 PROGRAM = dataclasses.replace(
-    RL, module="skyrl_train.entrypoints.main_service", purpose="Offer training to agents that run elsewhere."
+    RL, module="skyrl_train.entrypoints.main_service", purpose="Start a training service for external agents."
 )
-LOOK_S = 0.5
-"""Between looks at the service."""
+POLL_S = 0.5
+"""Seconds between checks of the service."""
 COMMAND = Command(program=PROGRAM, check=lambda config, rows, files: check_service(config, files), run="")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what the command line asks for and return the exit code."""
+    """Run a command line and return the exit code."""
     console = Console()
     return guarded(lambda: _serve(argv, console), console)
 
@@ -49,7 +49,7 @@ def _serve(argv: Sequence[str], console: Console) -> int:
     config = PROGRAM.read(argv)
     prepare(COMMAND, config)
     check_service(config)
-    from skyrl_train.service.client import TrainingService  # takes seconds, which a wrong configuration should not
+    from skyrl_train.service.client import TrainingService  # takes seconds
 
     try:
         service = TrainingService.start(config, config.trainer.run_name)
@@ -61,15 +61,15 @@ def _serve(argv: Sequence[str], console: Console) -> int:
     try:
         _introduce(service, config, console)
         why = _wait_until_broken(service, config.trainer.timeout_s)
-        print_error(f"the service trains no more: {why}", console)
+        print_error(f"the service can no longer train: {why}", console)
         return 1
     except KeyboardInterrupt:
-        console.print("stopping (once more to stop at once)", style="yellow")
+        console.print("stopping (press Ctrl-C again to stop now)", style="yellow")
     except ServiceBroken as error:
         with contextlib.suppress(ServiceBroken):
             service.stop()
         if read_record(Path(service.run_dir)).get("status") == "finished":
-            console.print("another program has stopped the service", style="yellow")
+            console.print("the service was stopped by another program", style="yellow")
             return 0
         print_error(str(error), console)
         return 1
@@ -80,22 +80,22 @@ def _serve(argv: Sequence[str], console: Console) -> int:
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
-    """Raised also in the wait for a service that does not answer."""
+    """Also interrupts the wait for a service that does not answer."""
     raise KeyboardInterrupt
 
 
 def _wait_until_broken(service: TrainingService, silence_s: float) -> str:
-    """Why it can train no more. Raises: ServiceBroken if it has ended.
+    """The reason why it can no longer train. Raises: ServiceBroken if it has ended.
 
-    Args: silence_s: for so long it may give no answer.
+    Args: silence_s: seconds without an answer after which the service counts as broken.
     """
-    heard = time.monotonic()
+    answered = time.monotonic()
     while True:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
         try:
-            why, heard = service.broken, time.monotonic()
+            why, answered = service.broken, time.monotonic()
         except TimeoutError as error:
-            why = str(error) if time.monotonic() - heard > silence_s else None
+            why = str(error) if time.monotonic() - answered > silence_s else None
         if why is not None:
             return why
 
@@ -105,8 +105,8 @@ def _introduce(service: TrainingService, config: Config, console: Console) -> No
     if config.generator.enable_http_endpoint:
         served = f"{service.model_name}@{service.policy_version}"
         lines += [f"engine   serves {served} at {url}" for url in service.openai_base_urls]
-    if os.environ.get("RAY_AUTH_MODE") == "token":  # Ray sets it where it starts a cluster by itself
-        lines.append("access   agents set RAY_AUTH_MODE=token, and have Ray's token")
+    if os.environ.get("RAY_AUTH_MODE") == "token":  # set by Ray where it starts a cluster itself
+        lines.append("access   agents need RAY_AUTH_MODE=token and Ray's token")
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 

@@ -1,6 +1,6 @@
 """Fine-tune on examples: `python -m skyrl_train.entrypoints.main_sft +experiment=NAME [key=value ...]`.
 
-Exit codes: 0 finished, 1 the run failed, 2 the configuration cannot work, 130 ended by SIGINT, 143 by SIGTERM.
+Exit codes: 0 finished, 1 the run failed, 2 invalid configuration, 130 ended by SIGINT, 143 by SIGTERM.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COMMAND = Command(program=SFT, check=check_sft, run="skyrl_train.entrypoints.sft
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what the command line asks for and return the exit code."""
+    """Run a command line and return the exit code."""
     return execute(COMMAND, argv)
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint from which a run resumes, if any; found and verified before anything is started."""
+"""The checkpoint from which a run resumes, found and verified before anything is started."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 def lock_checkpoints(trainer: TrainingConfig) -> TextIO | None:
-    """Keep other runs from trainer.ckpt_path until the file is closed: they would remove each other's checkpoints.
+    """Lock trainer.ckpt_path until the file is closed: two runs would remove each other's checkpoints.
 
-    None where nobody else can write: in the run's own folder, which has a lock, or where this run writes nothing.
-    Raises: ValueError if another run has it, or if it cannot be made.
+    None for a folder in the run's own folder, which has a lock, or if this run writes no checkpoints.
+    Raises: ValueError if another run holds the lock, or the folder cannot be created.
     """
     path = Checkpoints(trainer.ckpt_path, trainer.max_ckpts_to_keep).path
     if trainer.ckpt_interval < 0 or path.is_relative_to(_run_dir(trainer)):
@@ -28,20 +28,22 @@ def lock_checkpoints(trainer: TrainingConfig) -> TextIO | None:
         path.mkdir(parents=True, exist_ok=True)
         return lock_folder(path, "trainer.ckpt_path", "choose another folder")
     except OSError as error:
-        raise ValueError(f"trainer.ckpt_path={path} cannot be made: {error}") from error
+        raise ValueError(
+            f"trainer.ckpt_path is {path}: the folder cannot be created ({error}). Choose another folder"
+        ) from error
 
 
 def chosen_checkpoint(trainer: TrainingConfig, num_rows: int) -> Checkpoint | None:
-    """As `trainer.resume_mode` says; None where the run starts from the model as it came.
+    """The checkpoint of `trainer.resume_mode`; None if the run starts from the model.
 
-    Raises: ValueError if the checkpoint cannot be gone on with, or if this run would write beside another's.
+    Raises: ValueError if the checkpoint cannot be resumed from, or ckpt_path holds those of another run.
     """
     checkpoints = Checkpoints(trainer.ckpt_path, trainer.max_ckpts_to_keep)
     chosen = None
     if trainer.resume_mode == "latest":
         chosen = checkpoints.newest_intact()
         if chosen is None:
-            log.info("%s holds no checkpoint: the run starts from the model", checkpoints.path)
+            log.info("no checkpoint in %s: starting from the model", checkpoints.path)
     elif trainer.resume_mode == "from_path":
         assert trainer.resume_path is not None, "checks/training.py asks for it"
         chosen = load_checkpoint(Path(trainer.resume_path).expanduser().resolve())
@@ -56,7 +58,7 @@ def chosen_checkpoint(trainer: TrainingConfig, num_rows: int) -> Checkpoint | No
 
 
 def goes_on_in_its_folder(trainer: TrainingConfig, chosen: Checkpoint | None) -> bool:
-    """Whether what lies in the folder of the run is the run which is gone on with."""
+    """Whether the folder of the run holds the run that is resumed."""
     if chosen is None:
         return False
     path = _run_dir(trainer)
@@ -64,13 +66,13 @@ def goes_on_in_its_folder(trainer: TrainingConfig, chosen: Checkpoint | None) ->
 
 
 def _require_free(checkpoints: Checkpoints, trainer: TrainingConfig) -> None:
-    """Those in the run's own folder move away with it."""
+    """Raises: ValueError for checkpoints of another run, except in the run's own folder, which is renamed."""
     if trainer.ckpt_interval < 0 or checkpoints.path.is_relative_to(_run_dir(trainer)):
         return
     if names := checkpoints.names():
         raise ValueError(
-            f"trainer.ckpt_path is {checkpoints.path}: it holds checkpoints already ({', '.join(names)}). Resume with "
-            "trainer.resume_mode=latest, or choose another folder"
+            f"trainer.ckpt_path is {checkpoints.path}: it already contains checkpoints ({', '.join(names)}). Resume "
+            "with trainer.resume_mode=latest, or choose another folder"
         )
 
 
@@ -78,9 +80,9 @@ def _require_settings(chosen: Checkpoint, trainer: TrainingConfig) -> None:
     written, mine = chosen.state.settings, settings_of(trainer)
     if differing := [key for key in written | mine if written.get(key) != mine.get(key)]:
         raise ValueError(
-            f"the checkpoint {chosen.folder} cannot be gone on with: "
-            + ", ".join(f"{key} was {written.get(key)} and is {mine.get(key)}" for key in differing)
-            + ". Give the same, or start a new run from a Hugging Face export (trainer.hf_save_interval)"
+            f"cannot resume from checkpoint {chosen.folder}: "
+            + ", ".join(f"{key} was {written.get(key)}, now {mine.get(key)}" for key in differing)
+            + ". Use the same values, or start a new run from a Hugging Face export (trainer.hf_save_interval)"
         )
 
 

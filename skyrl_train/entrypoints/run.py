@@ -44,16 +44,14 @@ P = TypeVar("P", bound=Started)
 
 
 class Run(ABC, Generic[C, P]):
-    """Starts processes, trains and stops them. `get_*` are the parts that users replace."""
+    """Starts processes, trains and stops them. Users replace parts by overriding `get_*`."""
 
     started_line: str
-    """What the console says when all processes are up."""
+    """Console line when all processes are up."""
 
     def __init__(self, config: C, console: Console) -> None:
-        """Checks the model and loads the tokenizer.
-
-        Raises: ValueError for a model that cannot be had or would not be computed as Hugging Face computes it, weights
-            or a tokenizer that are missing or not its own, or an adapter that does not fit it.
+        """Raises: ValueError for a model that cannot be loaded or would not be computed as in Hugging Face, for
+        weights or a tokenizer that are missing or do not match, or for an adapter of another model.
         """
         self.config, self._console = config, console
         self._started = time.perf_counter()
@@ -64,13 +62,13 @@ class Run(ABC, Generic[C, P]):
         check_tokenizer(self.tokenizer, self.model_config.vocab_size, path)
         self.checkpoint: Checkpoint | None = None
         self._checkpoint_lock: TextIO | None = None
-        """Held as long as this object lives."""
+        """Held for the lifetime of this object."""
         self._loop: Loop | None = None
 
     @property
     @abstractmethod
     def num_train_rows(self) -> int:
-        """Rows of the training data that are trained on."""
+        """Rows of the training data that are not dropped."""
 
     @abstractmethod
     async def launch(self, cluster: Cluster, logs: str) -> P:
@@ -78,7 +76,7 @@ class Run(ABC, Generic[C, P]):
 
     @abstractmethod
     def build_loop(self, processes: P, run_dir: RunDir, tracker: Tracker, at_end: ExitStack) -> Loop:
-        """The loop with its parts; what must be closed is put on `at_end`."""
+        """The loop with its parts; those that must be closed go on `at_end`."""
 
     @abstractmethod
     def introduction(self, layout: str) -> dict[str, str]:
@@ -101,9 +99,9 @@ class Run(ABC, Generic[C, P]):
         )
 
     def find_checkpoint(self) -> bool:
-        """Look for what `trainer.resume_mode` asks for; returns whether the run goes on in the folder it was in.
+        """Find the checkpoint of `trainer.resume_mode`; return whether the run resumes in its folder.
 
-        Raises: ValueError for a checkpoint that cannot be gone on with, or a folder of checkpoints that is another's.
+        Raises: ValueError for a checkpoint that cannot be resumed from, or one of another run.
         """
         self._checkpoint_lock = lock_checkpoints(self.config.trainer)
         self.checkpoint = chosen_checkpoint(self.config.trainer, self.num_train_rows)
@@ -111,17 +109,17 @@ class Run(ABC, Generic[C, P]):
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do after the checkpoint."""
+        """Whether the checkpoint is of the last step, with nothing pending."""
         state = None if self.checkpoint is None else self.checkpoint.state
         return state is not None and state.global_step >= self.num_steps and not state.pending
 
     @property
     def saved(self) -> SavedState | None:
-        """What the policy's ranks start from instead of the model as it came."""
+        """State from which the policy's ranks resume."""
         return None if self.checkpoint is None else self.checkpoint.saved
 
     def request_stop(self) -> bool:
-        """End after the step in flight; False if no step has begun, so that the run has to be cancelled."""
+        """End after the current step; False if no step has begun, so the run has to be cancelled."""
         if self._loop is None:
             return False
         self._loop.stop()
@@ -129,13 +127,12 @@ class Run(ABC, Generic[C, P]):
 
     @property
     def num_steps(self) -> int:
-        """Steps of the run."""
         trainer = self.config.trainer
         steps = trainer.epochs * (self.num_train_rows // trainer.train_batch_size)
         return steps if trainer.max_training_steps < 0 else min(steps, trainer.max_training_steps)
 
     async def run(self, run_dir: RunDir) -> None:
-        """Start the processes, train, and stop them again, whatever happens."""
+        """Start the processes, train, and always stop them."""
         self._introduce(run_dir)
         with connect() as cluster:
             self._say("local Ray is up" if cluster.is_local else f"joined the Ray cluster {cluster.address}")
@@ -147,7 +144,7 @@ class Run(ABC, Generic[C, P]):
                 await asyncio.shield(processes.stop())
 
     async def _train(self, run_dir: RunDir, processes: P) -> None:
-        # The libraries imported so far never become garbage; looking through them took 0.14 s of every third step.
+        # Imported libraries never become garbage; scanning them took 0.14 s of every third step.
         gc.collect()
         gc.freeze()
         with ExitStack() as at_end:
@@ -172,7 +169,7 @@ class Run(ABC, Generic[C, P]):
         }
         ranks = place.num_policy_ranks
         sizes["dp"] = ranks // (sizes["tp"] * sizes["pp"] * sizes["cp"])
-        split = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "not split"
+        split = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank per copy"
         lines = {"run": f"{trainer.run_name} in {run_dir.path}"}
         lines |= self.introduction(f"{ranks} policy ranks ({split})")
         if self.checkpoint is not None:
@@ -181,10 +178,10 @@ class Run(ABC, Generic[C, P]):
         self._console.print(text, highlight=False, soft_wrap=True)
         if WORKING_COPIES in run_dir.path.parts:
             log.warning(
-                "%s lies in the job's own copy of its working folder, which Ray deletes after the job; set "
-                "trainer.run_dir to an absolute path",
+                "trainer.run_dir is %s: Ray deletes this copy of the working folder after the job. Set it to an "
+                "absolute path",
                 run_dir.path,
             )
 
-    def _say(self, what: str) -> None:
-        self._console.print(f"{time.perf_counter() - self._started:5.1f} s  {what}", style="dim", highlight=False)
+    def _say(self, line: str) -> None:
+        self._console.print(f"{time.perf_counter() - self._started:5.1f} s  {line}", style="dim", highlight=False)

@@ -1,4 +1,4 @@
-"""One run of supervised fine-tuning: the policy's ranks and no engines. Subclass it to change a part."""
+"""One run of supervised fine-tuning: policy ranks and no engines. Subclass it to change a part."""
 
 from __future__ import annotations
 
@@ -25,20 +25,17 @@ log = logging.getLogger(__name__)
 
 
 class SftRun(Run[SftConfig, PolicyProcesses]):
-    """Builds the parts of a run and runs it. `get_*` are the parts that users replace."""
+    """A run of supervised fine-tuning. Users replace its parts by overriding `get_*`."""
 
     started_line = "policy is up"
 
     def __init__(self, config: SftConfig, console: Console) -> None:
-        """Loads the tokenizer and the rows.
-
-        Raises: ValueError for a bad row, rows longer than the model can take, or a model that cannot be had.
-        """
+        """Raises: ValueError for a bad row, a max_length beyond the model's positions, or a missing model."""
         super().__init__(config, console)
         positions = self.model_config.max_position_embeddings
         if config.data.max_length > positions:
             raise ValueError(
-                f"data.max_length is {config.data.max_length}, more than the model's {positions} positions: set it to "
+                f"data.max_length is {config.data.max_length}: more than the model's {positions} positions. Set it to "
                 f"at most {positions}"
             )
         self.train_examples = self.get_train_examples()
@@ -65,13 +62,13 @@ class SftRun(Run[SftConfig, PolicyProcesses]):
         for num, verb in ((loaded.num_dropped, "dropped"), (loaded.num_truncated, "truncated")):
             if num:
                 log.warning(
-                    "%s: %s %d of %d rows, which have more than data.max_length=%d tokens",
+                    "%s: %s %d of %d rows with more than data.max_length=%d tokens",
                     names, verb, num, num_rows, data.max_length,
                 )  # fmt: skip
         if not loaded.num_ended:
             log.warning(
-                "%s: no row trains the end-of-sequence token %r, so the model will not learn where to stop; the chat "
-                "template should write it behind the assistant's words",
+                "%s: no row trains the end-of-sequence token %r, so the model will not learn where to stop. The chat "
+                "template should write it after the assistant's text",
                 names,
                 self.tokenizer.eos_token,
             )

@@ -1,4 +1,4 @@
-"""Environments. Importing this package puts the built-in ones into skyrl-gym's registry."""
+"""Environments. Importing this package registers the built-in ones in skyrl-gym."""
 
 from skyrl_train.envs.registry import register_built_in
 

@@ -1,4 +1,4 @@
-"""`guess_number`: a two-turn example, a guess and a better guess."""
+"""`guess_number`: an example with two turns."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ HEEDED_HINTS_REWARD = 0.2
 class GuessNumberEnv(BaseTextEnv):
     """Guess the number `reward_spec.ground_truth`; after a wrong guess the reply is "higher" or "lower".
 
-    Reward 1 for the number. On the last turn (`max_turns`, 2 if not said otherwise) 0.2 for a wrong guess that at
-    least agrees with every hint given. 0 for all else; something that is no whole number ends the episode.
+    Reward 1 for the number; on the last turn (`max_turns`, 2 by default) 0.2 for a wrong guess that agrees with all
+    hints; otherwise 0. A response that is not a whole number ends the episode.
     """
 
     def __init__(self, env_config: Any, extras: Mapping[str, Any]) -> None:

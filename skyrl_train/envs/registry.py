@@ -1,4 +1,4 @@
-"""Names of environments -> environments: skyrl-gym's registry, or `module:Class`."""
+"""Environments by name: skyrl-gym's registry, or `module:Class`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUILT_IN = {
 
 
 def register_built_in() -> None:
-    """Registers the built-in environments; a name that the user registered before keeps the user's environment."""
+    """Register the built-in environments, except names that the user has registered."""
     for name, entry_point in BUILT_IN.items():
         if name not in skyrl_gym.registry:
             skyrl_gym.register(id=name, entry_point=entry_point)
@@ -30,9 +30,9 @@ def register_built_in() -> None:
 def make_env(env_class: str, env_config: Any, extras: Mapping[str, Any]) -> BaseTextEnv:
     """A new environment for one sample.
 
-    Args: env_config is handed through (skyrl-gym's own read its fields as attributes); extras are the row's other
+    Args: env_config: passed through (skyrl-gym's environments read its fields as attributes); extras: the row's other
         columns and `max_turns`.
-    Raises: ValueError if the name is unknown; whatever the environment's constructor raises.
+    Raises: ValueError if the name is unknown; errors of the environment's constructor.
     """
     creator = env_creator(env_class)
     if env_class in skyrl_gym.registry:
@@ -41,23 +41,20 @@ def make_env(env_class: str, env_config: Any, extras: Mapping[str, Any]) -> Base
 
 
 def env_creator(env_class: str) -> Callable[..., BaseTextEnv]:
-    """The class (or function) that makes the environments of a name; call it early to find wrong names early.
-
-    Raises: ValueError naming the nearest valid names if there is no such environment.
-    """
+    """The class or function that creates environments of this name. Raises: ValueError with the nearest valid names."""
     spec = skyrl_gym.registry.get(env_class)
     if spec is not None:
         return spec.entry_point if callable(spec.entry_point) else load_env_creator(spec.entry_point)
     if ":" in env_class:
         return _import_env(env_class)
     raise ValueError(
-        f"unknown environment {env_class!r}{_nearest(env_class, skyrl_gym.registry)}; known are "
-        f"{', '.join(sorted(skyrl_gym.registry))}, and your own as `module:Class`"
+        f"unknown environment {env_class!r}{_nearest(env_class, skyrl_gym.registry)}. Use one of "
+        f"{', '.join(sorted(skyrl_gym.registry))}, or your own `module:Class`"
     )
 
 
 def aggregate_env_metrics(env_class: str, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the environments of one name measured, over many samples, by their own `aggregate_metrics`."""
+    """Metrics of many samples, aggregated by the environment's `aggregate_metrics`."""
     aggregate = getattr(env_creator(env_class), "aggregate_metrics", default_aggregate_metrics)
     return aggregate([dict(m) for m in metrics])
 
@@ -69,8 +66,8 @@ def _import_env(env_class: str) -> Callable[..., BaseTextEnv]:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ValueError(
-            f"environment {env_class!r}: module {module_name!r} cannot be imported ({error}); is its folder on "
-            "PYTHONPATH?"
+            f"environment {env_class!r}: module {module_name!r} cannot be imported ({error}). Put its folder on "
+            "PYTHONPATH"
         ) from error
     env = getattr(module, class_name, None)
     if not (isinstance(env, type) and issubclass(env, BaseTextEnv)):

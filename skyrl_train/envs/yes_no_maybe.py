@@ -1,4 +1,4 @@
-"""`yes_no_maybe`: whatever the question, some answers are worth more than others."""
+"""`yes_no_maybe`: rewards depend on the answer alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REWARDS = {"maybe": 1.0, "no": 0.75, "yes": 0.5}
 
 
 class YesNoMaybeEnv(BaseTextEnv):
-    """One turn; reward 1 for `maybe`, 0.75 for `no`, 0.5 for `yes`, without spaces around them, 0 for all else."""
+    """One turn; reward 1 for `maybe`, 0.75 for `no`, 0.5 for `yes`, ignoring surrounding spaces, otherwise 0."""
 
     def __init__(self, env_config: Any, extras: Mapping[str, Any]) -> None:
         super().__init__()

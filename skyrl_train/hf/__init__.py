@@ -1,5 +1,5 @@
-"""Knowledge about Hugging Face models that needs neither Megatron nor vLLM.
+"""Hugging Face models, without Megatron and vLLM: folders, checkpoints, adapters and configurations.
 
-Read `ledger` (which fields of a config.json are computed as Hugging Face computes them), then `shrink` (the same
-configuration made small). `flops` says what a token costs, for MFU and for balancing ranks.
+Read `ledger` (supported fields of config.json), then `shrink` (a small version of a configuration). `flops` is the cost
+of a token, for MFU and for balancing ranks.
 """

@@ -1,8 +1,7 @@
-"""LoRA adapters as PEFT keeps them: which modules, which tensors, how they start, and their files.
+"""LoRA adapters in PEFT's format: modules, tensors, initial values and files.
 
-Everything here follows from the names and shapes in a checkpoint's headers, so no weight of the base model is read
-beyond a few bytes. Legend: r rank; a module with weight W [out, in] gets `lora_A` [r, in] and `lora_B` [out, r] and
-computes (W + alpha / r * B A) x.
+Everything follows from the names and shapes in a checkpoint's headers. A module with weight W [out, in] gets `lora_A`
+[r, in] and `lora_B` [out, r], r the rank, and computes (W + alpha / r * B A) x.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 FINGERPRINT = "base_model_fingerprint"
 NOT_ADAPTED = re.compile(r"(^|\.)(mlp|block_sparse_moe)\.gate\.weight$|\.shared_expert_gate\.weight$")
-"""Routers and the gate of a shared expert: one number per expert decides where a token goes, and vLLM has no LoRA for
-them."""
+"""Routers and gates of shared experts, for which vLLM has no LoRA."""
 SLOT_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of vLLM's LoRA slots (0.26 to 0.33)."""
 
@@ -60,14 +58,15 @@ def linear_shapes(folder: str) -> dict[str, tuple[int, int]]:
 def targets(shapes: Shapes, lora: LoraConfig) -> dict[str, tuple[int, int]]:
     """The modules that `target_modules` names and `exclude_modules` does not, with their shapes.
 
-    An entry is a whole name, the end of one after a dot, or a regular expression for either.
-
+    An entry is a name, the end of one after a dot, or a regular expression for either.
     Raises: ValueError for an entry that matches no module, or if nothing is left.
     """
     chosen = _matched("target_modules", lora.target_modules, shapes)
     left = chosen - _matched("exclude_modules", lora.exclude_modules or (), shapes)
     if not left:
-        raise ValueError("trainer.policy.model.lora.exclude_modules excludes every module of target_modules")
+        raise ValueError(
+            "trainer.policy.model.lora.exclude_modules excludes every module of target_modules. Remove an entry"
+        )
     return {name: shape for name, shape in shapes.items() if name in left}
 
 
@@ -80,12 +79,14 @@ def _matched(key: str, entries: Iterable[str], shapes: Shapes) -> set[str]:
         try:
             pattern = re.compile(rf"(.*\.)?({entry})")
         except re.error as error:
-            raise ValueError(f"trainer.policy.model.lora.{key} has {entry!r}, no regular expression: {error}") from None
+            raise ValueError(
+                f"trainer.policy.model.lora.{key} contains {entry!r}: not a regular expression ({error})"
+            ) from None
         hits = {name for name in shapes if pattern.fullmatch(name)}
         if not hits:
             raise ValueError(
-                f"trainer.policy.model.lora.{key} has {entry!r}, which matches no linear layer of the model; it has "
-                f"{', '.join(_leaves(shapes))}"
+                f"trainer.policy.model.lora.{key} contains {entry!r}: it matches no linear layer of the model. Choose "
+                f"from {', '.join(_leaves(shapes))}"
             )
         found |= hits
     return found
@@ -97,26 +98,28 @@ def _leaves(shapes: Iterable[str]) -> list[str]:
 
 def slot_problem(rank: int, modules: Iterable[str] = ()) -> str | None:
     """Why vLLM could not serve an adapter of these modules, or None."""
-    key, cure = "trainer.policy.model.lora", "trainer.policy.model.lora.sync=merged"
+    key, remedy = "trainer.policy.model.lora", "trainer.policy.model.lora.sync=merged"
     if rank > SLOT_RANKS[-1]:
-        return f"{key}.rank is {rank}: vLLM has slots up to {SLOT_RANKS[-1]}; lower it, or set {cure}"
-    # vLLM takes this weight apart when it loads the model (mla_attention.py) and computes with the parts, or with the
-    # layer from before it got its slot: the adapter would be bound and never served (vllm#48974, 0.26 to 0.33).
+        return f"{key}.rank is {rank}: vLLM has slots up to {SLOT_RANKS[-1]}. Lower it, or set {remedy}"
+    # vLLM splits this weight when it loads the model (mla_attention.py) and computes with the parts, or with the layer
+    # without its slot: the adapter would never be served (vllm#48974, 0.26 to 0.33).
     if any(module.endswith(".kv_b_proj") for module in modules):
         return (
-            f"{key}.target_modules takes kv_b_proj, whose adapter vLLM would not serve: set "
-            f"{key}.exclude_modules=[kv_b_proj], or {cure}"
+            f"{key}.target_modules includes kv_b_proj: vLLM would not serve its adapter. Set "
+            f"{key}.exclude_modules=[kv_b_proj], or {remedy}"
         )
     return None
 
 
 def initial_factors(module: str, shape: tuple[int, int], lora: LoraConfig, seed: int) -> tuple[Tensor, Tensor]:
-    """A [r, in] by the init method and B [out, r] of zeros, float32 on the CPU.
+    """Initial A [r, in] and B [out, r] (zeros), float32 on the CPU.
 
-    They depend on the module's name and the seed alone, so every layout, and the engine, makes the same ones.
+    They depend on the module's name and the seed alone, so they are equal in every layout and in the engine.
     """
     out_size, in_size = shape
-    generator = torch.Generator().manual_seed(int.from_bytes(_sha(f"{seed} {module}".encode())[:7], "big"))
+    generator = torch.Generator().manual_seed(
+        int.from_bytes(hashlib.sha256(f"{seed} {module}".encode()).digest()[:7], "big")
+    )
     a = torch.empty(lora.rank, in_size, dtype=torch.float32)
     if lora.init_method == "kaiming":
         torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
@@ -129,13 +132,13 @@ def initial_factors(module: str, shape: tuple[int, int], lora: LoraConfig, seed:
 
 
 def identity_adapter(folder: str, lora: LoraConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(PEFT's name, tensor) of the adapter that training starts from, which changes nothing yet; on the CPU."""
+    """(PEFT's name, tensor) of the initial adapter, which does not change the model; on the CPU."""
     for module, shape in targets(linear_shapes(folder), lora).items():
         yield from zip(tensor_names(module), initial_factors(module, shape, lora, seed), strict=True)
 
 
 def peft_config(folder: str, base_model: str, lora: LoraConfig) -> dict[str, Any]:
-    """What adapter_config.json holds. Args: folder has the base model; base_model is its name for the reader."""
+    """Contents of adapter_config.json. Args: folder: of the base model; base_model: its name, for readers."""
     shapes = linear_shapes(folder)
     chosen = targets(shapes, lora)
     names = set(_leaves(chosen))
@@ -160,7 +163,7 @@ def peft_config(folder: str, base_model: str, lora: LoraConfig) -> dict[str, Any
 
 
 def save(target: str | Path, tensors: Mapping[str, Tensor], folder: str, base_model: str, lora: LoraConfig) -> None:
-    """Write an adapter as PEFT does. Files appear under their names only when they are whole."""
+    """Write an adapter in PEFT's format. Files get their names when they are complete."""
     path = Path(target)
     path.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", FINGERPRINT: fingerprint(folder)}
@@ -172,7 +175,3 @@ def save(target: str | Path, tensors: Mapping[str, Tensor], folder: str, base_mo
 
 def in_order(name: str) -> list[int | str]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-
-
-def _sha(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()

@@ -1,4 +1,4 @@
-"""An adapter on disk, in PEFT's format: read where it fits the base model and the configuration, else refused."""
+"""An adapter on disk in PEFT's format, refused if it does not match the base model and the configuration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from skyrl_train.hf.adapter import (
 from skyrl_train.hf.checkpoint import fingerprint
 
 log = logging.getLogger(__name__)
-WITHOUT_MEANING = {
+NO_EFFECT = {
     "peft_type",
     "task_type",
     "auto_mapping",
@@ -37,31 +37,31 @@ WITHOUT_MEANING = {
     "r",
     "lora_alpha",
     "lora_dropout",
-    # Which modules: their tensors tell.
+    # Which modules: known from their tensors.
     "target_modules",
     "exclude_modules",
     "layers_to_transform",
     "layers_pattern",
-    # How it started; what that did to the base model, init_lora_weights says.
+    # Initialisation; init_lora_weights says whether it changed the base model.
     "init_lora_weights",
     "eva_config",
     "corda_config",
     "loftq_config",
     "lora_ga_config",
-    # Read by PEFT only beside other keys, which are refused.
+    # Read by PEFT only together with keys that are refused.
     "qalora_group_size",
     "megatron_core",
 }
-"""Keys of adapter_config.json (PEFT 0.21) that change nothing of what the adapter computes, once they are checked."""
-STARTS_BESIDE_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Kinds of init_lora_weights that leave the base weight as it is."""
+"""Keys of adapter_config.json (PEFT 0.21) without effect on what the adapter computes, after the checks below."""
+UNCHANGED_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Values of init_lora_weights that leave the base weights unchanged."""
 
 
 def check(folder: str, lora: LoraConfig) -> None:
-    """Warns where nothing tells whether the adapter is for the base model at `folder`.
+    """Warn if it cannot be verified that the adapter is for the base model at `folder`.
 
-    Raises: ValueError if targets match nothing in the base model, the adapter does not fit it, or is to be served and
-        cannot.
+    Raises: ValueError if targets match nothing in the base model, the adapter does not match it, or engines cannot
+        serve it.
     """
     if lora.rank > 0:
         modules = targets(linear_shapes(folder), lora)
@@ -73,29 +73,32 @@ def check(folder: str, lora: LoraConfig) -> None:
 
 
 class AdapterFile:
-    """An adapter on disk that fits the base model and the configuration; tensors are read one by one."""
+    """An adapter on disk that matches the base model and the configuration; tensors are read one by one."""
 
     doubt: str | None
-    """Why it may be for another base model all the same, as a sentence."""
+    """Why it may still be for another base model."""
 
     def __init__(self, adapter: str, folder: str, lora: LoraConfig) -> None:
         """Args: adapter: folder in PEFT's format; folder: the base model's.
 
-        Raises: ValueError if it is not there, is for another model, has another rank or alpha, kinds of LoRA that are
-            not built, or other modules or shapes than configured.
+        Raises: ValueError if it is missing, is for another model, has another rank or alpha, an unsupported kind of
+            LoRA, or other modules or shapes than configured.
         """
         self.path = Path(adapter).expanduser()
         missing = [name for name in (CONFIG_FILE, TENSORS_FILE) if not (self.path / name).is_file()]
         if missing:
-            raise ValueError(f"adapter {adapter} has no {' and no '.join(missing)}: give a folder in PEFT's format")
+            raise ValueError(f"adapter {adapter} has no {' and no '.join(missing)}. Name a folder in PEFT's format")
         config = json.loads((self.path / CONFIG_FILE).read_text())
         self._check_config(config, lora)
-        # Open as long as this object is: the header of 37000 tensors (128 experts in 48 layers) takes 50 ms or more.
+        # Kept open: the header of 37000 tensors (128 experts in 48 layers) takes 50 ms or more.
         self._file = safe_open(self.path / TENSORS_FILE, "pt")
         found = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
         made_for = (self._file.metadata() or {}).get(FINGERPRINT)
         if made_for is not None and made_for != fingerprint(folder):
-            raise ValueError(f"adapter {adapter} was trained on another base model than {folder}: their weights differ")
+            raise ValueError(
+                f"adapter {adapter} was trained on another base model than {folder}: their weights differ. Use its "
+                "base model"
+            )
         self._check_tensors(found, folder, lora)
         self.doubt = None if made_for is not None else self._doubt(config.get("base_model_name_or_path"), folder)
 
@@ -103,19 +106,21 @@ class AdapterFile:
         key = "trainer.policy.model.lora"
         for name, mine, value in (("r", lora.rank, "rank"), ("lora_alpha", lora.alpha, "alpha")):
             if config.get(name) != mine:
-                raise ValueError(f"adapter {self.path} has {name}={config.get(name)} and {key}.{value} is {mine}")
+                raise ValueError(
+                    f"{key}.{value} is {mine}: adapter {self.path} has {name}={config.get(name)}. Set the same value"
+                )
         if config.get("peft_type") != "LORA":
-            raise ValueError(f"adapter {self.path} is of the type {config.get('peft_type')!r}; only LORA is built")
+            raise ValueError(f"adapter {self.path} has peft_type={config.get('peft_type')!r}: only LORA is supported")
         if config.get("bias", "none") != "none":
-            raise ValueError(f"adapter {self.path} has bias={config['bias']!r}; only none is built")
-        if (start := config.get("init_lora_weights", True)) not in STARTS_BESIDE_THE_BASE:
+            raise ValueError(f"adapter {self.path} has bias={config['bias']!r}: only none is supported")
+        if (start := config.get("init_lora_weights", True)) not in UNCHANGED_BASE:
             raise ValueError(
-                f"adapter {self.path} has init_lora_weights={start!r}, which changed the base model's weights: convert "
+                f"adapter {self.path} has init_lora_weights={start!r}, which changed the base model's weights. Convert "
                 "it with path_initial_model_for_weight_conversion of PEFT's save_pretrained"
             )
-        for name in sorted(config.keys() - WITHOUT_MEANING - {"bias"}):
+        for name in sorted(config.keys() - NO_EFFECT - {"bias"}):
             if config[name]:
-                raise ValueError(f"adapter {self.path} has {name}={config[name]!r}, which is not built")
+                raise ValueError(f"adapter {self.path} has {name}={config[name]!r}: this is not supported")
 
     def _check_tensors(self, found: Mapping[str, tuple[int, ...]], folder: str, lora: LoraConfig) -> None:
         expected: dict[str, tuple[int, ...]] = {}
@@ -125,7 +130,7 @@ class AdapterFile:
             raise ValueError(f"adapter {self.path} lacks tensors of {folder}: {_some(missing)}")
         if extra := sorted(found.keys() - expected.keys(), key=in_order):
             raise ValueError(
-                f"adapter {self.path} has tensors that no target of {folder} takes: {_some(extra)}; see "
+                f"adapter {self.path} has tensors that are no target of {folder}: {_some(extra)}. Add their modules to "
                 "trainer.policy.model.lora.target_modules"
             )
         for name, shape in expected.items():
@@ -136,20 +141,20 @@ class AdapterFile:
                 )
 
     def _doubt(self, base_model: str | None, folder: str) -> str | None:
-        """Names and shapes fit: those of a model and of its finetunes are the same."""
+        """Matching names and shapes are no proof: a model and its finetunes have the same."""
         if not base_model:
-            return f"adapter {self.path} does not say which base model it was trained on; its shapes fit {folder}"
+            return f"adapter {self.path} does not name its base model; its shapes match {folder}"
         # A folder of the hub's cache is .../models--OWNER--NAME/snapshots/COMMIT.
         names = {part.lower() for part in re.split(r"/|--", str(Path(folder).expanduser().resolve()))}
         if base_model.rstrip("/").rpartition("/")[2].lower() in names:
             return None
         return (
-            f"adapter {self.path} says that it was trained on {base_model}, and the base model is {folder}: their "
-            "shapes fit, whether their weights are the same nothing tells"
+            f"adapter {self.path} was trained on {base_model}, and the base model is {folder}: the shapes match, but "
+            "whether it is the same base model cannot be verified"
         )
 
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
-        """A [r, in] and B [out, r] as they are stored."""
+        """A [r, in] and B [out, r], as stored."""
         a, b = tensor_names(module)
         return self._file.get_tensor(a), self._file.get_tensor(b)
 

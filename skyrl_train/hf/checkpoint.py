@@ -1,4 +1,4 @@
-"""What stands in a Hugging Face checkpoint: from the headers of its files, without a weight beyond a few bytes."""
+"""Contents of a Hugging Face checkpoint, from the headers of its files."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-COPY_AGAIN = "copy or download the checkpoint again"
+COPY_AGAIN = "Copy or download the checkpoint again"
 NUM_SAMPLED = 16
 """Tensors of which the fingerprint reads the first row."""
 
 
 def tensor_files(folder: str) -> dict[str, Path]:
-    """Tensor -> the safetensors file that holds it; empty where the folder has none.
+    """Tensor -> its safetensors file; empty if the folder has none.
 
-    As the index says; without one `model.safetensors`, or else all files. Others are left out: some repositories
-    (Mistral's) keep the same weights a second time, in `consolidated.safetensors` under names of their own.
-
-    Raises: ValueError if the index cannot be read or names a file that is missing, or a file is not complete.
+    From the index; without one `model.safetensors`, else all files. Other files are skipped: Mistral's repositories
+    hold the weights a second time, in `consolidated.safetensors` with other names.
+    Raises: ValueError if the index cannot be read or names a missing file, or a file is not complete.
     """
     root = Path(folder)
     if (root / INDEX).is_file():
         files = {name: root / file for name, file in _weight_map(root / INDEX).items()}
         if missing := sorted({file.name for file in files.values() if not file.is_file()}):
             raise ValueError(
-                f"{folder} lacks {len(missing)} files that its {INDEX} names, the first is {missing[0]}: {COPY_AGAIN}"
+                f"{folder} lacks {len(missing)} files that its {INDEX} names, the first is {missing[0]}. {COPY_AGAIN}"
             )
         return files
     found = [root / SINGLE] if (root / SINGLE).is_file() else sorted(root.glob("*.safetensors"))
@@ -50,44 +49,40 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ValueError("weight_map names something that is not a file")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{index} is not an index of tensors ({type(error).__name__}: {error}): {COPY_AGAIN}"
+            f"{index} is not an index of tensors ({type(error).__name__}: {error}). {COPY_AGAIN}"
         ) from error
 
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """The tensors of a safetensors file. Raises: ValueError if it is cut short, damaged or of another format."""
+    """The tensors of a safetensors file. Raises: ValueError if it is truncated, damaged or of another format."""
     try:
         tensors = safe_open(file, "pt")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is not a complete safetensors file ({error}): {COPY_AGAIN}") from error
+        raise ValueError(f"{file} is not a complete safetensors file ({error}). {COPY_AGAIN}") from error
     with tensors as readable:
         yield readable
 
 
 def tensor_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Raises: ValueError if there are no safetensors files, or one is missing, damaged or not as the index says."""
+    """Shapes by name. Raises: ValueError if safetensors files are missing, damaged or not as in the index."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file, names in _by_file(tensor_files(folder)):
         with opened(file) as tensors:
             held = set(tensors.keys())
             if absent := [name for name in names if name not in held]:
                 raise ValueError(
-                    f"{file} lacks {len(absent)} tensors that {INDEX} says are in it, the first is {absent[0]}: "
-                    f"{COPY_AGAIN}"
+                    f"{file} lacks {len(absent)} tensors that {INDEX} lists, the first is {absent[0]}. {COPY_AGAIN}"
                 )
             for name in names:
                 shapes[name] = tuple(tensors.get_slice(name).get_shape())
     if not shapes:
-        raise ValueError(
-            f"{folder} has no .safetensors files, which say the names and shapes of the layers: save the model with "
-            "save_pretrained, which writes them"
-        )
+        raise ValueError(f"{folder} has no .safetensors files. Save the model with save_pretrained, which writes them")
     return shapes
 
 
 def fingerprint(folder: str) -> str:
-    """Tells models apart: names and shapes of all tensors, and the first row of some, rounded to bfloat16."""
+    """Digest of the names and shapes of all tensors, and the first row of some, rounded to bfloat16."""
     shapes = tensor_shapes(folder)
     names = sorted(name for name, shape in shapes.items() if shape)
     chosen = set(names[:: max(1, len(names) // NUM_SAMPLED)])

@@ -10,11 +10,10 @@ from transformers import PretrainedConfig
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """Weights and attention that one token meets in a forward pass."""
+    """Weights and attention of a token's forward pass."""
 
     matrix_weights: int
-    """Weights of the matrices that a token passes: of a mixture of experts only the chosen ones; the output layer
-    too, the embedding not."""
+    """Weights of the matrices that a token is multiplied with: chosen experts and output layer, not the embedding."""
     attention_width: int
     """Layers x query heads x (size of a key + size of a value): multiply-adds per pair of tokens."""
 
@@ -41,7 +40,7 @@ def model_cost(config: PretrainedConfig) -> ModelCost:
 
 
 def matrix_weights(config: PretrainedConfig) -> tuple[list[int], int]:
-    """Weights of the matrices that a token passes in each layer, and in the output layer."""
+    """Weights that a token is multiplied with in each layer, and in the output layer."""
     hidden = config.hidden_size
     attention = _attention(config)[0]
     mlps = {"dense": 3 * hidden * config.intermediate_size, "sparse": _sparse(config)}
@@ -69,7 +68,7 @@ def num_experts(config: PretrainedConfig) -> int:
 
 
 def _sparse(config: PretrainedConfig) -> int:
-    """Weights of the experts that a token passes, shared ones with them, and of their router."""
+    """Weights of a token's experts, shared ones included, and of their router."""
     experts = num_experts(config)
     if not experts:
         return 0
@@ -80,7 +79,7 @@ def _sparse(config: PretrainedConfig) -> int:
 
 
 def _kinds(config: PretrainedConfig) -> list[str]:
-    """Of each layer, whether its MLP is "dense" or "sparse" (a mixture of experts)."""
+    """Kind of each layer's MLP: "dense" or "sparse" (a mixture of experts)."""
     layers = config.num_hidden_layers
     if not num_experts(config):
         return ["dense"] * layers

@@ -1,7 +1,7 @@
 """The fields of a config.json, by model family: used, without effect on training, or refused with their value.
 
-A field that is in none of these is refused by its name, so a field that a publisher adds is never ignored. Whether the
-fields that count as used really are is checked with each model (megatron/verify/model_check.py).
+Any other field is refused by its name, so a field that a publisher adds is never ignored. That the used fields are
+computed correctly is checked with each model (megatron/verify/model_check.py).
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from transformers import PretrainedConfig
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """Values of a field that are built."""
+    """Supported values of a field."""
 
     values: tuple[Any, ...]
     why: str
-    """What the other values would change, as the reason of a refusal."""
+    """Reason why other values are refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Fields of one family beside those of all families."""
+    """Fields of one family, in addition to those of all families."""
 
     used: frozenset[str]
     only: Mapping[str, Only] = field(default_factory=dict)
     rope_types: frozenset[str] = frozenset({"default", "linear", "llama3", "yarn"})
     rope_fields: frozenset[str] = frozenset()
-    """Fields of `rope_parameters` beside those of all families."""
+    """Fields of `rope_parameters`, in addition to those of all families."""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -54,7 +54,7 @@ NO_EFFECT = _names(
     "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores "
     "return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values "
     "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
-    # What a forward pass returns, and in which pieces it is computed.
+    # Outputs and chunks of a forward pass.
     "output_attentions output_hidden_states return_dict torchscript chunk_size_feed_forward pretraining_tp "
     # Initialisation of weights that are loaded instead.
     "initializer_range "
@@ -63,7 +63,7 @@ NO_EFFECT = _names(
     # Read by transformers as part of another field.
     "qk_head_dim max_window_layers"
 )
-"""Fields of all families without effect on a logprob or a gradient."""
+"""Fields of all families without effect on logprobs and gradients."""
 
 ONLY: dict[str, Only] = {
     "hidden_act": Only(("silu", "swish"), "only SwiGLU is built"),
@@ -85,7 +85,7 @@ FULL_ATTENTION = "its attention has a sliding window, which is not built"
 NO_WINDOW = {"sliding_window": Only((None,), FULL_ATTENTION)}
 SWITCHED_WINDOW = {"use_sliding_window": Only((False, None), FULL_ATTENTION)}
 ROUTER_LOSS = _names("router_aux_loss_coef output_router_logits")
-"""Weights of a loss that Hugging Face adds on request; here trainer.policy.megatron_config.moe_aux_loss_coeff."""
+"""Weight of Hugging Face's optional loss; here trainer.policy.megatron_config.moe_aux_loss_coeff."""
 SPARSE = {
     "decoder_sparse_step": Only((1,), "layers without experts are built only in front of those with experts"),
     "mlp_only_layers": Only(([], (), None), "layers without experts are built only in front of those with experts"),
@@ -97,7 +97,7 @@ SIGMOID_EXPERTS = _names(
 )
 SIGMOID = {
     "norm_topk_prob": Only((True,), "Megatron always normalises sigmoid scores"),
-    # Fields of the publisher's own code, which Hugging Face's class does not read: another value is another model.
+    # Read by the publisher's own code, not by Hugging Face's class: another value is another model.
     "scoring_func": Only(("sigmoid",), "only sigmoid scores are built"),
     "topk_method": Only(("noaux_tc",), "only noaux_tc is built"),
     "moe_layer_freq": Only((1,), "every layer after the dense ones has experts"),
@@ -144,7 +144,7 @@ LEDGERS: dict[str, Ledger] = {
         | SPARSE
         | {
             "attention_bias": NO_BIAS,
-            # Fields of the publisher's other models, which Hugging Face's class does not read.
+            # Fields of the publisher's other models, not read by Hugging Face's class.
             "qkv_bias": NO_BIAS,
             "use_qk_norm": Only((True,), "queries and keys are always normalised"),
             "shared_expert_intermediate_size": Only((0,), "shared experts are not built for this family"),
@@ -175,7 +175,7 @@ ROPE_FIELDS: dict[str, frozenset[str]] = {
         "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"
     ),
 }
-"""Kind of rotary embedding -> the fields of `rope_parameters` that Hugging Face reads, beside those of every kind."""
+"""Kind of rotary embedding -> its fields of `rope_parameters`, in addition to those of all kinds."""
 MAX_SHOWN = 60
 """Characters of a refused value in a message."""
 ROPE_LENGTHS = "its frequencies change with the length of a sample, which is not built"
@@ -183,11 +183,9 @@ ROPE_REFUSED = {"dynamic": ROPE_LENGTHS, "longrope": ROPE_LENGTHS}
 
 
 def config_problems(config: PretrainedConfig, given: Mapping[str, Any]) -> list[str]:
-    """Sentences about everything in a configuration that would not be computed as Hugging Face computes it.
+    """Everything in a configuration that would not be computed as Hugging Face computes it.
 
-    Args:
-        config: the configuration as transformers reads it, of a family in LEDGERS.
-        given: the same as config.json has it.
+    Args: config: as read by transformers, of a family in LEDGERS; given: contents of config.json.
     """
     ledger = LEDGERS[config.model_type]
     unknown = [*_architecture(given), *_unknown(ledger, given)]
@@ -209,8 +207,8 @@ def _unknown(ledger: Ledger, given: Mapping[str, Any]) -> Iterator[str]:
     known = USED | NO_EFFECT | ONLY.keys() | ledger.used | ledger.only.keys() | {"architectures", "model_type"}
     for name in sorted(given.keys() - known):
         yield (
-            f"{name} is {_short(given[name])}, a field that is not known for this family. If it does not change what "
-            "the model computes, remove it from config.json"
+            f"{name} is {_short(given[name])}: unknown field for this family. If it does not change what the model "
+            "computes, remove it from config.json"
         )
 
 
@@ -247,7 +245,7 @@ def _rope(ledger: Ledger, config: PretrainedConfig) -> Iterator[str]:
 
 
 def _together(config: PretrainedConfig) -> Iterator[str]:
-    """Fields that are built only together with values of others."""
+    """Fields that are supported only with certain values of others."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     latent = getattr(config, "kv_lora_rank", None) is not None
     if latent and heads != kv_heads:

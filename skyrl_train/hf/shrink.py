@@ -1,8 +1,8 @@
-"""A model configuration made small: the same computation in a few hundred kilobytes.
+"""A small version of a model configuration: the same computation in a few hundred kilobytes.
 
-Width, depth, the number of experts and the vocabulary shrink. All else stays, above all what rotary embeddings depend
-on: the size of a head and the lengths. Structure stays too: grouped or single key-value heads, a query latent or none,
-every kind of layer, groups of experts, the experts of a token.
+Width, depth, the number of experts and the vocabulary shrink. Everything else stays: head size and lengths, on which
+rotary embeddings depend, grouped key-value heads, query latents, every kind of layer, groups of experts and experts per
+token.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from transformers import AutoConfig, PretrainedConfig
 VOCABULARY = 131
 """Not a multiple of any parallel size."""
 WINDOW = 8
-"""Tokens of a sliding window, so that short samples feel it."""
+"""Tokens of a sliding window, so that it affects short samples."""
 SHORT = 16
-"""Original length of rotary embeddings that change beyond it, so that short samples pass it."""
+"""Original length of rotary embeddings that change beyond it, so that short samples exceed it."""
 PER_LAYER = ("layer_types", "mlp_layer_types")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 SMALL = {
@@ -102,7 +102,7 @@ def _lengths(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(values: dict[str, Any]) -> dict[str, Any]:
-    """The padding token keeps its place relative to the vocabulary: inside, beyond its end or counted from it."""
+    """The padding token keeps its position relative to the end of the vocabulary."""
     size = min(VOCABULARY, values["vocab_size"])
     small: dict[str, Any] = {"vocab_size": size, "bos_token_id": None, "eos_token_id": None}
     padding = values.get("pad_token_id")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from skyrl_train.algorithms.tables import ADVANTAGES, LOSSES
-from skyrl_train.checks.lora import lora_problems
 from skyrl_train.checks.model import model_problems
 from skyrl_train.checks.rl import check
+from skyrl_train.checks.training import lora_problems
 from skyrl_train.config import Config, ConfigError
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skyrl_train.checks.model_folder import checked_folder
-from skyrl_train.checks.reference import check_reference
+from skyrl_train.checks.model_folder import check_reference, checked_folder
 from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
 from skyrl_train.config import Config
 from skyrl_train.hf import adapter_file

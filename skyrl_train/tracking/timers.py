@@ -15,9 +15,9 @@ Span = tuple[float, float]
 
 STEP = "step"
 WORK_PHASES = ("generate", "fwd_logprobs_values_reward", "policy_train", "save_state", "sync_weights")
-"""Phases in which the engines or the trainer's ranks work; the rest of a step is the driver's."""
+"""Phases of engines or trainer ranks; the rest of a step is the driver's."""
 ASIDE_PHASES = ("eval", "save_hf_model", "save_checkpoints")
-"""Phases that are no part of a training step even where they run inside its span."""
+"""Phases that do not count as part of a step, even inside its span."""
 
 
 def covered_s(spans: Iterable[Span]) -> float:
@@ -31,7 +31,7 @@ def covered_s(spans: Iterable[Span]) -> float:
 
 
 def outside_s(spans: Iterable[Span], others: Iterable[Span]) -> float:
-    """Length in seconds of what `spans` cover and `others` do not."""
+    """Seconds covered by `spans` but not by `others`."""
     others = list(others)
     return covered_s([*spans, *others]) - covered_s(others)
 
@@ -46,7 +46,7 @@ class Timers:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Times the body, also when it raises or awaits."""
+        """Time the body, also when it raises or awaits."""
         key = object()
         self._open[key] = (phase, self._clock())
         try:
@@ -77,7 +77,7 @@ class Timers:
         return max(0.0, outside_s(step, work + aside) / step_s) if step_s > 0 else 0.0
 
     def reset(self) -> None:
-        """Forgets all spans. One that is still open counts from now on only."""
+        """Drop all spans; an open one restarts now."""
         now = self._clock()
         self._spans.clear()
         self._open = {key: (phase, now) for key, (phase, _) in self._open.items()}

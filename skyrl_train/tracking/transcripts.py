@@ -1,4 +1,4 @@
-"""Some samples of a step as people read them: all of them in samples.jsonl, a few on the console."""
+"""Readable samples of a step: in samples.jsonl, and a few on the console."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_SHOWN_CHARS = 600
-"""Of each prompt and response on the console; the file holds them whole."""
+"""Characters of each prompt and response on the console; the file has the complete text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """One sample in words."""
+    """One sample as text."""
 
     step: int
     prompt: str
@@ -37,7 +37,7 @@ class Transcript:
 
 
 def transcript_of(step: int, sample: Sample) -> Transcript:
-    """A sample in words. Its prompt is all that stands before the policy's first turn, also examples in a chat."""
+    """A sample as text; the prompt is everything before the policy's first turn."""
     messages = sample.transcript
     spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"][-sample.turns :]
     first = spoken[0] if sample.turns and spoken else len(messages)
@@ -56,7 +56,7 @@ class TranscriptLog:
         self._warned = False
 
     def log(self, transcripts: Sequence[Transcript]) -> None:
-        """Never raises for a full disk: it is named once in the log; what is missing is written when there is room."""
+        """Write transcripts; a full disk is logged once, and the missing lines are written when there is room."""
         for transcript in transcripts[: self._num_shown]:
             self._console.print(transcript_panel(transcript))
         for transcript in transcripts:
@@ -64,7 +64,7 @@ class TranscriptLog:
                 self._writer.write(asdict(transcript))
             except OSError as error:
                 if not self._warned:
-                    log.warning("sample transcripts cannot be written, training goes on without them: %s", error)
+                    log.warning("sample transcripts cannot be written, training continues without them: %s", error)
                 self._warned = True
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class TranscriptLog:
 
 
 def transcript_panel(transcript: Transcript) -> Panel:
-    """A framed transcript. The texts are shown as they are: nothing in them is markup."""
+    """A framed transcript; its text is not interpreted as markup."""
     body = Text()
     body.append(shortened(transcript.prompt), style="dim")
     body.append("\n")
@@ -89,7 +89,7 @@ def conversation(messages: Sequence[Mapping[str, str]]) -> str:
 
 
 def shortened(text: str, max_chars: int = MAX_SHOWN_CHARS) -> str:
-    """The text, or its beginning and end where it is longer than `max_chars`."""
+    """The text, or its beginning and end if it is longer than `max_chars`."""
     if len(text) <= max_chars:
         return text
     half = max_chars // 2

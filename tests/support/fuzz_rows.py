@@ -40,11 +40,12 @@ STRICT = (
 WHOLE_FILE = (
     "cannot be read",
     "is empty",
-    "not valid JSON",
-    "not usable JSON",
+    "invalid JSON",
+    "unusable JSON",
     "no prompt of ",
     "there are no rows",
     "no row has ",
+    "the shortest row has ",
 )
 """Parts of errors that no single row is to blame for."""
 

@@ -9,7 +9,7 @@ from typing import Any
 CONFIGS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "data" / "released_configs.json").read_text()
 )
-FAMILY = "the families that can be trained are"
+FAMILY = "The families that can be trained are"
 REFUSED = {
     "Qwen/Qwen2.5-7B-Instruct-1M": "dual_chunk_attention_config",
     "Qwen/Qwen3-32B-FP8": "quantization_config",

@@ -1,4 +1,4 @@
-"""Advantage estimators: how much better than expected each token, or each sample, was.
+"""Advantage estimators.
 
 f(CreditInputs, *, parameters) -> [T] float32; the decorator `per_sample` lifts f(rewards [B], group_ids [B], *,
 parameters) -> [B]. Keyword-only parameters are keys of `trainer.algorithm`. Sums are taken in float64: for equal

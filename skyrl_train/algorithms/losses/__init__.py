@@ -1,7 +1,6 @@
 """Policy losses, one idea per file: f(TokenInputs, *, parameters) -> LossTerms.
 
-Keyword-only parameters are keys of `trainer.algorithm`. Terms exist for every token, also for those that the policy
-did not write. So that 0 * inf cannot make a NaN, log-ratios are clamped wherever they are exponentiated: terms and
-gradients are finite for all finite inputs. A trained token is that far off only after a divergence, and gets no
-gradient then.
+Keyword-only parameters are keys of `trainer.algorithm`. Terms exist for every token, also for those that the policy did
+not write, so log-ratios are clamped before they are exponentiated: 0 * inf would be NaN. A trained token reaches the
+clamp only after a divergence, and then gets no gradient.
 """

@@ -6,5 +6,5 @@ from skyrl_train.algorithms.inputs import LossTerms, TokenInputs
 
 
 def cross_entropy(tokens: TokenInputs) -> LossTerms:
-    """-log p of every trained token; no other signal is read."""
+    """-log p of every trained token."""
     return LossTerms(-tokens.logprobs)

@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate, and with a bound on the terms of negative advantages."""
+"""PPO's clipped surrogate, also with a bound on terms with negative advantages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skyrl_train.algorithms.inputs import LossTerms, TokenInputs
 from skyrl_train.algorithms.metrics import Metric, Reduce
 
 MAX_LOG_RATIO = 20.0
-"""exp(20) = 5e8: beyond it float32 loses the token's neighbours in any sum."""
+"""exp(20) = 5e8: beyond it, float32 sums lose the other tokens."""
 
 
 def regular(tokens: TokenInputs, *, eps_clip_low: float, eps_clip_high: float) -> LossTerms:
@@ -42,12 +42,12 @@ def surrogate(ratios: Tensor, advantages: Tensor, eps_clip_low: float, eps_clip_
 
 
 def clip_ratio(clipped: Tensor) -> dict[str, Metric]:
-    """The share of tokens on which a clip is in force; clipped [P]."""
+    """Fraction of tokens that are clipped; clipped [P]."""
     return {"clip_ratio": Metric(clipped.detach().float(), Reduce.TOKEN_MEAN)}
 
 
 def ratio(tokens: TokenInputs) -> Tensor:
-    """Probability under the policy over that before the step, [P], with gradient."""
+    """Probability under the policy over that before the step: [P], with gradient."""
     return (tokens.logprobs - tokens.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

@@ -38,17 +38,17 @@ PHASE_COLORS = {
     "timing/sync_weights": RED,
 }
 SMALL_PHASE = 0.01
-"""Share of all steps below which a phase is drawn as part of "other"."""
+"""Fraction of the steps' time below which a phase is part of "other"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart: how it is drawn and whether there is anything to draw."""
+    """A chart and the metrics that it needs."""
 
     title: str
     draw: Callable[[Axes, History], None]
     needs: tuple[str, ...]
-    """Metrics of which at least one must exist."""
+    """Metrics, at least one of which must exist."""
     wide: bool = False
     """Two columns of the grid."""
     stacked: bool = False
@@ -72,7 +72,7 @@ def draw_reward(axes: Axes, history: History) -> None:
 
 
 def draw_loss(axes: Axes, history: History) -> None:
-    """The loss of fine-tuning, with what is held out over it."""
+    """The loss of fine-tuning, with the held-out loss."""
     line(axes, history.series("sft/loss"), BLUE, "training rows")
     draw_held_out(axes, history.series("sft/eval_loss"), "held-out rows")
     legend(axes, "upper right")
@@ -113,7 +113,7 @@ def draw_kl(axes: Axes, history: History) -> None:
 
 
 def draw_logprob_difference(axes: Axes, history: History) -> None:
-    """On a logarithmic axis, which has no place for the steps where both sides agree to the last bit."""
+    """Logarithmic axis, without the steps in which both sides agree exactly."""
     largest = positive(history.series("policy/rollout_train_logprobs_abs_diff_max"))
     mean = positive(history.series("policy/rollout_train_logprobs_abs_diff_mean"))
     line(axes, largest, GREY, "largest", linewidth=1.2)

@@ -1,4 +1,4 @@
-"""The metrics of a run as the report reads them back."""
+"""The metrics of a run, read for the report."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class History:
     """All metrics of a run by step."""
 
     rows: Mapping[int, Mapping[str, float]]
-    """step -> metrics; nulls (NaN when written) are left out. Steps ascend."""
+    """step -> metrics without nulls (NaN), in ascending order."""
 
     def series(self, name: str) -> Series:
-        """The finite values of `name`; empty where no step has it."""
+        """The finite values of `name`; may be empty."""
         points = [(step, row[name]) for step, row in self.rows.items() if name in row]
         return Series(tuple(step for step, _ in points), tuple(value for _, value in points))
 
     def first_of(self, names: Sequence[str]) -> str | None:
-        """The first of `names` that any step has; None where none has."""
+        """The first of `names` that any step has, or None."""
         return next((name for name in names if any(name in row for row in self.rows.values())), None)
 
     def names(self) -> list[str]:
@@ -67,22 +67,18 @@ def load_history(path: Path) -> History:
     Raises: ValueError if the file is missing or holds no step.
     """
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: is this the folder of a run, with jsonl in trainer.logger?")
+        raise ValueError(f"{path} does not exist. Name the folder of a run with jsonl in trainer.logger")
     rows: dict[int, dict[str, float]] = {}
     for row in without_passed_steps([row for row in read_json_lines(path) if STEP in row], STEP):
         merged = rows.setdefault(int(row[STEP]), {})
         merged |= {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
     if not rows:
-        raise ValueError(f"{path} holds no step: the run ended before it wrote one")
+        raise ValueError(f"{path} contains no step: the run ended before its first one")
     return History(rows)
 
 
 def without_passed_steps(rows: Sequence[Mapping[str, Any]], step: str) -> list[Mapping[str, Any]]:
-    """Rows whose steps never go back: where they do the run went on from a checkpoint, and what it had written of later
-    steps is left out.
-
-    Args: step: name of the step in each row.
-    """
+    """Rows without steps that were repeated after resuming from a checkpoint. Args: step: key of the step."""
     kept: list[Mapping[str, Any]] = []
     for row in rows:
         while kept and row[step] < kept[-1][step]:

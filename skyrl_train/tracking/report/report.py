@@ -1,7 +1,7 @@
-"""Writes `report.html` and `report.png` of a run: `python -m skyrl_train.tracking.report.report RUN_DIR`.
+"""Write `report.html` and `report.png` of a run: `python -m skyrl_train.tracking.report.report RUN_DIR`.
 
-Both are made from metrics.jsonl, run.json and samples.jsonl alone, so they can be made again, and of a run that is
-still going on or was killed.
+Both depend on metrics.jsonl, run.json and samples.jsonl alone, so they can be rebuilt, also for a run that was killed
+or is still running.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ NUM_SAMPLES = 6
 
 
 def write_report(run_dir: Path) -> tuple[Path, Path]:
-    """Writes the report of the run in `run_dir` and returns the paths of report.html and report.png.
+    """Write the report of the run in `run_dir`, atomically; return the paths of report.html and report.png.
 
-    Each file is replaced at once. Call it after `RunDir.finish`, so that it knows how the run ended.
-    Raises: ValueError if the run has no metrics.jsonl or no step in it.
+    Call it after `RunDir.finish`, which writes the status. Raises: ValueError without metrics.jsonl or a step in it.
     """
-    # Half a second of matplotlib, wanted at the end of a run only.
+    # Importing matplotlib takes half a second.
     from skyrl_train.tracking.report.figure import chart_svgs, save_png
 
     history = load_history(run_dir / "metrics.jsonl")
@@ -43,7 +42,7 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
 
 
 def chosen_samples(path: Path) -> Sequence[Mapping[str, Any]]:
-    """At most NUM_SAMPLES transcripts, evenly from the first to the last; none where there is no file."""
+    """At most NUM_SAMPLES transcripts, evenly from the first to the last; none without a file."""
     samples = without_passed_steps(read_json_lines(path) if path.is_file() else [], "step")
     if len(samples) <= NUM_SAMPLES:
         return samples

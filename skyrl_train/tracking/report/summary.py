@@ -1,4 +1,4 @@
-"""The few facts about a run that head its report and end its console output."""
+"""Summary of a run, at the top of its report and the end of its console output."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ SCORES = {
     "reward/avg_raw_reward": "training reward",
     "sft/loss": "training loss",
 }
-"""Metric -> its name in the summary; the first that a run has is the run's score."""
+"""Metric -> its name in the summary; a run's score is the first that it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run was and what came of it."""
+    """Name, duration, score and configuration of a run."""
 
     run_name: str
     status: str
-    """"finished", "interrupted", "failed", or "unfinished" where the run did not write its end."""
+    """"finished", "interrupted", "failed", or "unfinished" if the run did not write its end."""
     num_steps: int
     wall_s: float
-    """From the run's first start to its end, or to its last line of metrics."""
+    """Seconds from the run's first start to its end or last metrics."""
     score_name: str
     """One of SCORES."""
     score: Series
-    """Empty where the run has neither."""
+    """Empty if the run has no score."""
     changes: Mapping[str, Any]
-    """Dotted config key -> value, where it differs from the base."""
+    """Dotted config key -> value that differs from the base."""
     versions: Mapping[str, str]
 
     def score_text(self) -> str:
@@ -46,7 +46,7 @@ class Summary:
         return first if len(self.score) == 1 else f"{first} → {last}"
 
     def line(self) -> str:
-        """All of it in one line."""
+        """The summary in one line."""
         status = "" if self.status == "finished" else f" · {self.status}"
         steps = f"{self.num_steps} step{'' if self.num_steps == 1 else 's'}"
         return f"{self.score_name} {self.score_text()} · {steps} · {duration(self.wall_s)}{status}"

@@ -67,12 +67,12 @@ def test_the_base_and_the_quickstart_pass():
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["trainer.policy_mini_batch_size=3"], "not a multiple of trainer.policy_mini_batch_size 3: .* such as 2"),
+        (["trainer.policy_mini_batch_size=3"], "not a multiple of trainer.policy_mini_batch_size 3. .* such as 2"),
         (
             ["trainer.train_batch_size=104"],
-            "is 104, more than the 100 prompts of data.train_data: set it to at most 100",
+            "is 104: more than the 100 prompts of data.train_data. Set it to at most 100",
         ),
-        (["trainer.algorithm.use_kl_in_reward=true"], "both true: set one of them to false"),
+        (["trainer.algorithm.use_kl_in_reward=true"], "both true: the KL term .* Set one of them to false"),
         (
             ["trainer.algorithm.overlong_buffer.len=9999"],
             "overlong_buffer.len is 9999: it is above .* at most that value",
@@ -87,17 +87,17 @@ def test_the_base_and_the_quickstart_pass():
         (["generator.n_samples_per_prompt=1"], "n_samples_per_prompt is 1: grpo compares .* at least 2"),
         (
             ["generator.enable_http_endpoint=true", "generator.http_endpoint_host=0.0.0.0"],
-            "http_endpoint_host is 0.0.0.0 and http_api_key null: anybody .* set a key .* or the host to 127.0.0.1",
+            "http_endpoint_host is 0.0.0.0 and http_api_key is null: anyone .* Set .*http_api_key .*host=127.0.0.1",
         ),
         (
             ["generator.enable_http_endpoint=true", "generator.run_engines_locally=false", SERVERS],
-            "enable_http_endpoint is true and .* have endpoints of their own, set it to false",
+            "enable_http_endpoint is true and .* have their own endpoints. Set enable_http_endpoint=false",
         ),
         (
             ["generator.enable_http_endpoint=true", "generator.http_endpoint_port=65535", *TWO_ENGINES],
-            "http_endpoint_port is 65535: 2 engines would need ports above 65535, set it to at most 65534",
+            "http_endpoint_port is 65535: 2 engines would need ports above 65535. Set it to at most 65534",
         ),
-        (["generator.sampling_params.temperature=0"], "temperature is 0: .* set it above 0"),
+        (["generator.sampling_params.temperature=0"], "temperature is 0: .* Set it above 0"),
         (
             ["generator.sampling_params.top_p=0.9"],
             r"sampling_params.top_p is 0.9: the engine would .* Set it to 1.0 \(",
@@ -120,13 +120,22 @@ def test_the_base_and_the_quickstart_pass():
             ["generator.engine_init_kwargs.speculative_config={rejection_sample_method: synthetic}"],
             "synthetic acceptance keeps tokens that the model did not sample. Use the method standard",
         ),
-        (["trainer.resume_mode=from_path"], "resume_mode is from_path and resume_path null: name the folder of a"),
-        (["trainer.resume_path=x"], "trainer.resume_path is x and resume_mode null: set resume_mode to from_path"),
-        (["trainer.prepare=quickstart"], "trainer.prepare is 'quickstart': write module:function, or null"),
-        (["generator.max_input_length=100"], "max_input_length is 100, below trainer.max_prompt_length 512"),
+        (
+            ["trainer.resume_mode=from_path"],
+            "resume_path is null: no checkpoint is named. Set resume_path to",
+        ),
+        (
+            ["trainer.resume_path=x"],
+            "resume_path is x and trainer.resume_mode is null: .* Set resume_mode=from_path",
+        ),
+        (["trainer.prepare=quickstart"], "trainer.prepare is 'quickstart': .* Write module:function, or null"),
+        (
+            ["generator.max_input_length=100"],
+            "max_input_length is 100: .*max_prompt_length 512 .* Set it to at least 512",
+        ),
         (
             ["generator.engine_init_kwargs.tensor_parallel_size=4"],
-            r"tensor_parallel_size is 4: leave it out and set generator\.inference_engine_tensor_parallel_size",
+            r"tensor_parallel_size is 4: .* Remove it and set generator\.inference_engine_tensor_parallel_size",
         ),
         (
             [
@@ -134,44 +143,47 @@ def test_the_base_and_the_quickstart_pass():
                 "trainer.placement.release=exit",
                 f"{MEGATRON}.torch_profiler_config.enable=true",
             ],
-            "torch_profiler_config.enable is true and trainer.placement.release exit: .* profile with release=offload",
+            "torch_profiler_config.enable is true and .*release is exit: .* Profile with release=offload",
         ),
         (
             ["generator.engine_init_kwargs.logprobs_mode=raw_logprobs"],
-            "logprobs_mode is 'raw_logprobs': leave it out, training relies on the value",
+            "logprobs_mode is 'raw_logprobs': this argument is managed by skyrl_train. Remove it",
         ),
-        (["generator.engine_init_kwargs.max_model_len=1000"], r"is 1536 tokens, more than .*max_model_len 1000"),
-        ([f"{MEGATRON}.tensor_model_parallel_size=2"], "is 1 ranks, not a multiple of .* = 2: add ranks or lower"),
+        (["generator.engine_init_kwargs.max_model_len=1000"], r"is 1536 tokens: more than .*max_model_len 1000"),
+        ([f"{MEGATRON}.tensor_model_parallel_size=2"], "is 1 ranks: not a multiple of .* = 2. Add ranks or lower"),
         (
             ["trainer.placement.policy_num_gpus_per_node=6", f"{MEGATRON}.pipeline_model_parallel_size=4"],
-            "is 6 ranks, not a multiple of .*pipeline 4",
+            "is 6 ranks: not a multiple of .*pipeline 4",
         ),
         (
             ["trainer.placement.policy_num_gpus_per_node=4", f"{MEGATRON}.expert_model_parallel_size=8"],
-            "is 4 ranks, not a multiple of .* expert 8 x expert tensor 1 x pipeline 1 = 8",
+            "is 4 ranks: not a multiple of .* expert 8 x expert tensor 1 x pipeline 1 = 8",
         ),
         ([f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"], "needs a pipeline of at least 2"),
         (
             [f"{MEGATRON}.recompute_granularity=selective", f"{MEGATRON}.recompute_modules=[]"],
-            "recompute_modules empty: name modules",
+            "recompute_modules is empty: .* Name modules",
         ),
         (
             [f"{MEGATRON}.torch_profiler_config.enable=true", f"{MEGATRON}.torch_profiler_config.ranks=[7]"],
-            "nothing would be traced, name ranks from 0 to 0",
+            "no such rank exists. Name ranks from 0 to 0",
         ),
         (
             [f"{MEGATRON}.torch_profiler_config.enable=true", f"{MEGATRON}.torch_profiler_config.steps=[]"],
             "steps is empty: nothing would be traced",
         ),
         (["trainer.ref.megatron_config.context_parallel_size=2"], "trainer.placement.ref_num_nodes .* is 1 ranks"),
-        (["generator.run_engines_locally=false"], "remote_inference_engine_urls is empty: name the servers"),
-        ([f"{URLS}=[http://h:8000]"], "names 1 servers: set generator.run_engines_locally=false"),
-        ([*REMOTE, f"{URLS}=[http://h:8000/v1]"], "names 'http://h:8000/v1': write http://host:port, without /v1"),
-        ([*REMOTE, f"{URLS}=[http://h:1,http://h:2,http://h:1]"], "names http://h:1 twice"),
-        (["generator.weight_sync_backend=nccl"], "is nccl: it must be one of auto, shm, broadcast"),
-        ([STOCK], "vllm_nccl, which is for stock vLLM servers .*: use auto"),
-        ([*REMOTE, STOCK, "trainer.verify_sync_every=0"], "comparing logprobs is the only proof; set it to at least 1"),
-        ([*REMOTE, "generator.remote_api_key_env=NOT_SET"], "NOT_SET: no such environment variable is set"),
+        (["generator.run_engines_locally=false"], "remote_inference_engine_urls is empty: .* Name the servers"),
+        ([f"{URLS}=[http://h:8000]"], "names 1 servers .* Set run_engines_locally=false"),
+        (
+            [*REMOTE, f"{URLS}=[http://h:8000/v1]"],
+            "contains 'http://h:8000/v1': .* Write http://host:port, without",
+        ),
+        ([*REMOTE, f"{URLS}=[http://h:1,http://h:2,http://h:1]"], "contains http://h:1 twice"),
+        (["generator.weight_sync_backend=nccl"], "is nccl: .* one of auto, shm, broadcast"),
+        ([STOCK], "vllm_nccl: it is for stock vLLM servers .*. Use auto"),
+        ([*REMOTE, STOCK, "trainer.verify_sync_every=0"], "comparing logprobs is the only check. Set it to at least 1"),
+        ([*REMOTE, "generator.remote_api_key_env=NOT_SET"], "NOT_SET: this environment variable is not set"),
     ],
 )
 def test_values_that_do_not_fit_are_one_sentence_with_the_cure(overrides: list[str], expected: str):
@@ -220,8 +232,8 @@ def test_missing_models_and_data_name_the_path(folder: Path):
         files=True,
     )
     assert [problem.split(":")[0] for problem in found] == [
-        "data.train_data names gone.parquet",
-        "data.train_data names notes.txt",
+        "data.train_data contains gone.parquet",
+        "data.train_data contains notes.txt",
         "trainer.policy.model.path is ./gone",
     ]
     assert problems("data.train_data=[gone.parquet]", "trainer.policy.model.path=./gone", files=False) == ()
@@ -256,14 +268,14 @@ def test_hub_names_pass_and_folders_are_recognised(folder: Path):
         (
             {"num_hidden_layers": 1},
             ["pipeline_model_parallel_size=2"],
-            "is 2 stages, more than the model's 1 layers",
+            "is 2 stages: more than the model's 1 layers",
         ),
         (
             {"num_hidden_layers": 3},
             ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2"],
-            "x virtual_pipeline_model_parallel_size 2 is 4 stages, more than the model's 3 layers",
+            "x virtual_pipeline_model_parallel_size 2 is 4 stages: more than the model's 3 layers",
         ),
-        ({}, ["expert_model_parallel_size=2"], "is 2 and the model has no experts"),
+        ({}, ["expert_model_parallel_size=2"], "is 2: the model has no experts"),
         ({"num_local_experts": 3}, ["expert_model_parallel_size=2"], "it must divide the model's 3 experts"),
         ({"text_config": {"num_attention_heads": 5}}, ["tensor_model_parallel_size=2"], "5 attention heads"),
     ],
@@ -301,7 +313,7 @@ def test_stages_need_not_divide_the_layers(folder: Path):
 def test_conversations_longer_than_the_models_positions_are_refused(folder: Path):
     data = "data.train_data=[train.jsonl]"
     (found,) = problems(model("model", max_position_embeddings=1535), data, files=True)
-    assert "is 1536 tokens, more than the model's 1535 positions" in found
+    assert "is 1536 tokens: more than the model's 1535 positions" in found
     assert problems(model("other", max_position_embeddings=1536), data, files=True) == ()
 
 
@@ -328,9 +340,9 @@ def test_a_reference_of_its_own_is_checked_too(folder: Path):
 def test_packages_that_are_asked_for_and_missing_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = problems("trainer.logger=wandb", f"{MEGATRON}.transformer_impl=transformer_engine")
-    assert [problem.split(":")[0] for problem in found] == [
-        "trainer.logger asks for wandb, which is not installed",
-        f"{MEGATRON}.transformer_impl is transformer_engine, which is not installed",
+    assert list(found) == [
+        "trainer.logger contains wandb, which is not installed. Run pip install wandb, or remove it from the list",
+        f"{MEGATRON}.transformer_impl is transformer_engine, which is not installed. Use auto or torch",
     ]
 
 
@@ -356,14 +368,14 @@ def test_lora_must_have_something_to_adapt_and_the_adapter_that_is_named(tmp_pat
     def found(*overrides: str) -> str:
         return "; ".join(problems(*overrides, files=True))
 
-    assert "rank 0: set rank" in found(f"{lora}.path={tmp_path}")
+    assert "rank is 0: the adapter would not be read. Set rank" in found(f"{lora}.path={tmp_path}")
     assert "no such folder" in found(f"{lora}.rank=8", f"{lora}.path={tmp_path}/none")
     assert "target_modules is empty" in found(f"{lora}.rank=8", f"{lora}.target_modules=[]")
 
 
 def test_the_reference_of_adapters_is_their_own_base_model():
     (problem,) = problems("trainer.policy.model.lora.rank=8", "trainer.ref.model.path=other")
-    assert "leave the key as it is" in problem
+    assert "Remove trainer.ref.model.path" in problem
 
 
 COLOCATED = ["trainer.placement.colocate_all=true", "trainer.placement.policy_num_gpus_per_node=4"]
@@ -377,8 +389,8 @@ COLOCATED = ["trainer.placement.colocate_all=true", "trainer.placement.policy_nu
             [*COLOCATED, "generator.num_inference_engines=4", "trainer.placement.ref_num_gpus_per_node=2"],
             "4 policy ranks and 2 reference ranks",
         ),
-        (["trainer.placement.release=exit"], "set colocate_all to true"),
-        ([*COLOCATED, "generator.run_engines_locally=false"], "cannot take turns with the trainer"),
+        (["trainer.placement.release=exit"], "Set colocate_all=true"),
+        ([*COLOCATED, "generator.run_engines_locally=false"], "cannot share devices with the trainer"),
     ],
 )
 def test_who_shares_devices_must_fit_on_them(overrides: list[str], expected: str):
@@ -398,7 +410,7 @@ def test_one_engine_over_all_devices_or_one_on_each_may_share_them():
 
 def test_servers_that_run_already_get_merged_weights():
     (problem,) = problems("trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.sync=adapter", *REMOTE)
-    assert "set lora.sync=merged" in problem
+    assert "lora.sync=merged" in problem
 
 
 def test_a_rank_that_engines_cannot_serve_is_told_before_they_start():
@@ -406,3 +418,29 @@ def test_a_rank_that_engines_cannot_serve_is_told_before_they_start():
     (problem,) = problems(rank, "trainer.policy.model.lora.sync=adapter")
     assert "rank is 513: vLLM has slots up to 512" in problem
     assert problems(rank) == ()
+
+
+PROFILER = f"{MEGATRON}.torch_profiler_config"
+WITHOUT_REFERENCE = ["trainer.algorithm.use_kl_loss=false"]
+
+
+@pytest.mark.parametrize("key", ["enable", "record_memory"])
+def test_profiled_ranks_must_exist(key: str):
+    assert problems(f"{PROFILER}.{key}=true", f"{PROFILER}.ranks=[0,7]") == ()
+    assert problems(f"{PROFILER}.ranks=[7]") == ()
+    (found,) = problems(
+        f"{PROFILER}.{key}=true", f"{PROFILER}.ranks=[7]", "trainer.ref.megatron_config.torch_profiler_config.ranks=[0]"
+    )
+    assert "ranks is [7]: no such rank exists. Name ranks from 0 to 0" in found
+
+
+def test_snapshots_without_steps_are_those_of_steps_that_run_out_of_memory():
+    assert problems(f"{PROFILER}.record_memory=true", f"{PROFILER}.steps=[]") == ()
+    assert "steps is empty" in problems(f"{PROFILER}.enable=true", f"{PROFILER}.steps=[]")[0]
+
+
+def test_snapshots_of_processes_that_end_with_each_step_are_refused():
+    shared = [*COLOCATED, "generator.num_inference_engines=4", "trainer.placement.release=exit"]
+    assert problems(*shared) == ()
+    (found,) = problems(*shared, f"{PROFILER}.record_memory=true", *WITHOUT_REFERENCE)
+    assert "torch_profiler_config.record_memory is true and trainer.placement.release is exit" in found

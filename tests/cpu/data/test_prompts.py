@@ -114,12 +114,12 @@ def test_fields_that_parquet_adds_to_messages_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("bad", "problem"),
     [
-        ({"question": "1+2="}, "no `prompt`; the columns are question"),
+        ({"question": "1+2="}, "`prompt` is missing. The columns are question"),
         ({"prompt": "1+2="}, "expected a list of chat messages, got str '1\\+2='"),
         ({"prompt": []}, "`prompt` has no messages"),
         ({"prompt": ["hi"]}, "message 0 must be a dict with `role` and `content`"),
         ({"prompt": [{"role": "user"}]}, "message 0 must be a dict with `role` and `content`"),
-        ({"prompt": [{"role": "robot", "content": "x"}]}, "message 0 has role 'robot'; roles are system"),
+        ({"prompt": [{"role": "robot", "content": "x"}]}, "message 0 has role 'robot': it must be one of system"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
             "`content` of message 0 must be text, got list",
@@ -171,12 +171,12 @@ def test_a_prompt_that_may_have_few_enough_tokens_is_tokenised_however_long(tmp_
         (json.dumps(row("ok\ud800")), r"the text .*ends with half of a surrogate pair"),
         (json.dumps(row(extra_info={"author": "\udfff"})), r"the text .*ends with half of a surrogate pair"),
         (json.dumps(row(**{"\ud83d": 1})), r"the text .*ends with half of a surrogate pair"),
-        (json.dumps(row("")), "`prompt` is empty: the chat template makes no token of it"),
+        (json.dumps(row("")), "`prompt` is empty: the chat template renders it to no token"),
         (json.dumps(row("")).replace("user", "system"), "`prompt` is empty"),
-        ('{"prompt": [], "prompt": [{"role": "user", "content": "1"}]}', "key 'prompt' is given more than once"),
-        ('{"prompt": [{"role": "user", "content": "1", "content": "2"}]}', "key 'content' is given more than once"),
-        ('{"prompt": ' + "[" * 100_000, "not usable JSON: maximum recursion depth"),
-        ('{"prompt": ' + "9" * 5_000 + "}", "not usable JSON: Exceeds the limit"),
+        ('{"prompt": [], "prompt": [{"role": "user", "content": "1"}]}', "key 'prompt' is repeated"),
+        ('{"prompt": [{"role": "user", "content": "1", "content": "2"}]}', "key 'content' is repeated"),
+        ('{"prompt": ' + "[" * 100_000, "unusable JSON: maximum recursion depth"),
+        ('{"prompt": ' + "9" * 5_000 + "}", "unusable JSON: Exceeds the limit"),
         ('{"prompt": NaN}', "expected a list of chat messages, got float nan"),
         ('{"prompt": ' + "[" * 500 + "]" * 500 + "}", "message 0 must be a dict .*, got \\["),
         (json.dumps(row(reward_spec="x" * 10_000)), "must be a dict, got str 'x{10,60}"),
@@ -192,7 +192,7 @@ def test_a_line_that_no_prompt_can_be_made_of_is_named(tmp_path, line, problem):
 
 def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(json.dumps(row()).encode() + b'\n{"prompt": "\xff"}\n')
-    with pytest.raises(ValueError, match="a.jsonl, line 2: its bytes are not UTF-8"):
+    with pytest.raises(ValueError, match="a.jsonl, line 2: not UTF-8"):
         load(str(tmp_path / "a.jsonl"))
 
 
@@ -206,7 +206,7 @@ def test_a_row_that_the_chat_template_refuses_is_named(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}1"
     bad = {"prompt": [{"role": "tool", "content": "1"}]}
-    with pytest.raises(ValueError, match="a.jsonl, line 2: the chat template refused .*: no tools"):
+    with pytest.raises(ValueError, match="a.jsonl, line 2: the chat template rejected .*: no tools"):
         load(write_jsonl(tmp_path / "a.jsonl", [row(), bad]), tokenizer=tokenizer)
 
 
@@ -218,7 +218,7 @@ def test_malformed_parquet_row_is_an_error_that_names_its_index(tmp_path):
 
 def test_unreadable_json_line_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(row()) + "\n\n" + '{"prompt": [}\n')
-    with pytest.raises(ValueError, match=r"a.jsonl, line 3: not valid JSON: .*\(character 13\)"):
+    with pytest.raises(ValueError, match=r"a.jsonl, line 3: invalid JSON: .*\(character 13\)"):
         load(str(tmp_path / "a.jsonl"))
 
 
@@ -283,7 +283,7 @@ def test_epoch_is_that_of_the_rows_given_out_last_also_of_fewer_than_a_batch():
 
 
 def test_batch_larger_than_the_data_set_is_refused():
-    with pytest.raises(ValueError, match="train_batch_size=11 must be between 1 and .*10"):
+    with pytest.raises(ValueError, match="train_batch_size is 11: it must be between 1 and .*10"):
         Order(prompts(10), batch_size=11, seed=1)
 
 

@@ -104,7 +104,7 @@ def test_training_sees_the_tokens_that_the_model_will_be_asked_with():
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_cure_and_the_last_turn_still_works():
     tokenizer = with_template(chatml_tokenizer(), FORGETFUL)
     with pytest.raises(
-        ValueError, match="writes the conversation up to message 2 differently when.*assistant_turns=last"
+        ValueError, match="renders the conversation up to message 2 differently once.*assistant_turns=last"
     ):
         trained(tokenizer, TURNS)
     assert trained(tokenizer, TURNS, "last") == ["(thought)9<|im_end|>"]
@@ -134,7 +134,9 @@ def test_variables_of_the_template_reach_it():
 
 def test_a_template_that_asks_otherwise_than_it_writes_is_refused():
     tokenizer = with_template(chatml_tokenizer(), CHATML.replace("assistant", "model"))
-    with pytest.raises(ValueError, match="writes the prompt that asks for message 2 differently when more follows"):
+    with pytest.raises(
+        ValueError, match="renders the prompt that asks for message 2 differently once more turns follow"
+    ):
         trained(tokenizer, TURNS)
 
 
@@ -191,21 +193,21 @@ def test_the_first_token_is_never_trained(tmp_path: Path):
 
 
 BAD_ROWS: list[tuple[Any, str]] = [
-    ({"messages": TURNS[:2]}, "no message has the role assistant, so there is nothing to train on"),
-    ({"messages": "hello"}, "bad `messages`: expected a list of chat messages, got str"),
+    ({"messages": TURNS[:2]}, "no message has the role assistant: there is nothing to train on"),
+    ({"messages": "hello"}, "invalid `messages`: expected a list of chat messages, got str"),
     ({"messages": [{"role": "assistent", "content": "x"}]}, "message 0 has role 'assistent'; roles are"),
-    ({"text": "x"}, r"a row needs `messages`, or `prompt` and `response`, or .*; its columns are text"),
-    ({"prompt": "x"}, "a row needs .*; its columns are prompt"),
+    ({"text": "x"}, r"the columns are text: a row needs `messages`, or `prompt` and `response`, or "),
+    ({"prompt": "x"}, "the columns are prompt: a row needs"),
     ({"prompt": "x", "response": 3}, "`response` must be text, got int"),
-    ({"prompt": 3, "response": "x"}, "bad `prompt`: expected a list of chat messages"),
-    ({"input_ids": [1, 2]}, "needs `labels` or `loss_mask`, one of them"),
+    ({"prompt": 3, "response": "x"}, "invalid `prompt`: expected a list of chat messages"),
+    ({"input_ids": [1, 2]}, "needs either `labels` or `loss_mask`"),
     ({"input_ids": [1, 2], "loss_mask": [1]}, "`input_ids` has 2 entries and `loss_mask` 1"),
-    ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "`loss_mask` holds 2: 1 marks a token that is trained"),
+    ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "`loss_mask` contains 2: it must be 1 for trained tokens"),
     ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "a label is the token of its own position, not of the next"),
     ({"input_ids": ["a"], "labels": [1]}, "`input_ids` must be a list of whole numbers"),
     ({"input_ids": [1, 99], "loss_mask": [0, 1]}, "token 99 is outside the model's vocabulary of 66"),
-    ({"input_ids": [1, 2], "loss_mask": [1, 0]}, "no token of it would be trained"),
-    ({"input_ids": [], "loss_mask": []}, "no token of it would be trained"),
+    ({"input_ids": [1, 2], "loss_mask": [1, 0]}, "no token would be trained"),
+    ({"input_ids": [], "loss_mask": []}, "no token would be trained"),
     ([1, 2], "a row must be a JSON object, got list"),
 ]
 
@@ -269,9 +271,9 @@ def test_a_conversation_without_a_chat_template_says_what_to_do(tmp_path: Path):
 
 
 def test_no_row_left_is_an_error_with_the_key_to_change(tmp_path: Path):
-    with pytest.raises(ValueError, match="no row has at most data.max_length=3 tokens .the shortest has .*too_long"):
+    with pytest.raises(ValueError, match="data.max_length is 3: the shortest row has .*too_long"):
         load(rows(tmp_path, {"messages": TURNS}), max_length=3)
-    with pytest.raises(ValueError, match="no row has a trained token among its first data.max_length=3 tokens"):
+    with pytest.raises(ValueError, match="data.max_length is 3: no row has a trained token among its first"):
         load(rows(tmp_path, {"messages": TURNS}), max_length=3, truncate=True)
     with pytest.raises(ValueError, match="rows.jsonl is empty"):
         load(rows(tmp_path))

@@ -129,4 +129,4 @@ def test_an_own_engine_takes_what_arguments_it_likes(own: Path):
     config = load_config(["generator.backend=my_engines:Parrot", "generator.engine_init_kwargs.seed=3"])
     assert list(engine_problems(config)) == [] and engine_kind(config.generator).engine == "my_engines:Parrot"
     (problem,) = engine_problems(load_config(["generator.engine_init_kwargs.seed=3"]))
-    assert "leave it out and set trainer.seed" in problem
+    assert "Remove it and set trainer.seed" in problem

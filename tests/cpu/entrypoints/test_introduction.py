@@ -14,7 +14,7 @@ SERVERS = "generator.remote_inference_engine_urls=[http://a:1,http://b:1]"
     ("overrides", "expected"),
     [
         (["generator.num_inference_engines=3"], "3 engine(s)"),
-        (["generator.run_engines_locally=false", SERVERS], "2 vLLM server(s) that run already"),
+        (["generator.run_engines_locally=false", SERVERS], "2 running vLLM server(s)"),
     ],
 )
 def test_a_run_says_what_it_draws_from(overrides: list[str], expected: str):

@@ -96,7 +96,7 @@ def lose_the_tokenizer(model: Path) -> None:
     ("damage", "problem"),
     [
         (cut_the_weights, "model.safetensors is not a complete safetensors file"),
-        (say_another_width, "tensors have other shapes than its config.json says"),
+        (say_another_width, "tensors have other shapes than in its config.json"),
         (lose_the_tokenizer, "has no tokenizer"),
     ],
 )

@@ -129,7 +129,7 @@ def test_one_that_can_train_no_more_is_ended_and_has_failed(
     )
     starting(monkeypatch, lambda *arguments: service)
     assert run() == 1 and stops == ["stop"]
-    assert "error: the service trains no more: no state" in capsys.readouterr().out
+    assert "error: the service can no longer train: no state" in capsys.readouterr().out
 
 
 class Silent(SimpleNamespace):

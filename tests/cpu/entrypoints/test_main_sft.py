@@ -80,9 +80,9 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (
             ["data.max_length=4096"],
-            "data.max_length is 4096, more than the model's 512 positions: set it to at most 512",
+            "data.max_length is 4096: more than the model's 512 positions. Set it to at most 512",
         ),
-        (["data.max_length=2"], "no row has at most data.max_length=2 tokens"),
+        (["data.max_length=2"], "data.max_length is 2: the shortest row has"),
         (["trainer.resume_mode=lates"], "trainer.resume_mode is 'lates': did you mean latest?"),
         (
             ["trainer.resume_mode=from_path", "trainer.resume_path=gone"],
@@ -167,7 +167,7 @@ def test_a_run_on_two_ranks_trains_evaluates_exports_and_reports(made_world: Pat
         assert job.wait() == 0, job.story()
         assert not (left := job.left_behind()), left
     output, metrics = job.output, job.metrics
-    assert "truncated 1 of 101 rows, which have more than data.max_length=32 tokens" in output
+    assert "truncated 1 of 101 rows with more than data.max_length=32 tokens" in output
     assert "2 policy ranks (dp2)" in output and "held-out loss" in output and "policy is up" in output
     assert [row["trainer/global_step"] for row in metrics] == list(range(13))
     assert [row["trainer/global_step"] for row in metrics if "sft/eval_loss" in row] == [0, 5, 10, 12]

@@ -100,12 +100,12 @@ def test_a_process_that_fails_is_not_called_inexact(
     ("values", "says"),
     [
         ({"tp": 3}, "must divide the model's 4 attention heads"),
-        ({"pp": 5}, "5 stages, more than the model's 4 layers"),
-        ({"pp": 2, "vpp": 4}, "8 stages, more than the model's 4 layers"),
+        ({"pp": 5}, "5 stages: more than the model's 4 layers"),
+        ({"pp": 2, "vpp": 4}, "8 stages: more than the model's 4 layers"),
         ({"vpp": 2}, "an interleaved schedule needs a pipeline of at least 2"),
         ({"ep": 2}, "the model has no experts"),
         ({"tp": "two"}, "expected int"),
-        ({"tp": 2, "ranks": 3}, "verify.num_ranks is 3 ranks, not a multiple"),
+        ({"tp": 2, "ranks": 3}, "verify.num_ranks is 3 ranks: not a multiple"),
         ({"against_tp": 3}, "verify.against.tensor_model_parallel_size is 3: it must divide"),
     ],
 )

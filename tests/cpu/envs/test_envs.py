@@ -84,8 +84,8 @@ def test_registering_the_built_in_environments_again_changes_nothing():
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("gms8k", r"unknown environment 'gms8k' \(did you mean gsm8k.*known are addition, aime"),
-        ("zzz", r"unknown environment 'zzz'; known are"),
+        ("gms8k", r"unknown environment 'gms8k' \(did you mean gsm8k.*Use one of addition, aime"),
+        ("zzz", r"unknown environment 'zzz'. Use one of"),
         ("no_such_module:Env", r"module 'no_such_module' cannot be imported .*PYTHONPATH"),
         ("mymodule:MyEmv", r"no class 'MyEmv' \(did you mean MyEnv"),
         ("mymodule:Other", r"not a subclass of skyrl_gym's BaseTextEnv: 'Other'"),

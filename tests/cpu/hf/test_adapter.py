@@ -109,8 +109,8 @@ def test_the_fingerprint_is_the_same_in_half_precision_and_in_other_files(dense:
 
 
 def test_another_rank_or_alpha_is_refused(given: LoraConfig, dense: Path):
-    assert "has r=4 and trainer.policy.model.lora.rank is 8" in refused(replace(given, rank=8), dense)
-    assert "lora_alpha=8.0 and trainer.policy.model.lora.alpha is 16" in refused(replace(given, alpha=16.0), dense)
+    assert "trainer.policy.model.lora.rank is 8: adapter " in refused(replace(given, rank=8), dense)
+    assert "has lora_alpha=8.0. Set the same value" in refused(replace(given, alpha=16.0), dense)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_doubt_about_the_base_model_is_told(
     assert told(dense, "owner/another") == "", "its fingerprint tells"
     save_file(read_adapter(str(given.path)), Path(str(given.path), adapter.TENSORS_FILE))
     assert f"trained on owner/another, and the base model is {dense}" in told(dense, "owner/another")
-    assert f"does not say which base model it was trained on; its shapes fit {dense}" in told(dense, None)
+    assert f"does not name its base model; its shapes match {dense}" in told(dense, None)
     named, cached = tmp_path / "Model-1B", tmp_path / "models--owner--Model-1B/snapshots/0123"
     for folder in (named, cached):
         shutil.copytree(dense, folder)
@@ -206,10 +206,10 @@ def test_a_missing_adapter_is_refused(given: LoraConfig, dense: Path):
 @pytest.mark.parametrize("key", ["target_modules", "exclude_modules"])
 def test_a_target_that_matches_no_module_is_refused(dense: Path, key: str):
     with pytest.raises(
-        ValueError, match=rf"{key} has 'qkv_proj', which matches no linear layer .* down_proj, gate_proj"
+        ValueError, match=rf"{key} contains 'qkv_proj': it matches no linear layer .* down_proj, gate_proj"
     ):
         adapter.targets(adapter.linear_shapes(str(dense)), lora_config(**{key: ("qkv_proj",)}))
-    with pytest.raises(ValueError, match=rf"{key} has '\(', no regular expression"):
+    with pytest.raises(ValueError, match=rf"{key} contains '\(': not a regular expression"):
         adapter.targets(adapter.linear_shapes(str(dense)), lora_config(**{key: ("(",)}))
 
 
@@ -231,7 +231,7 @@ def test_a_rank_beyond_vllms_slots_is_refused(dense: Path):
 def test_an_adapter_that_vllm_would_not_serve_is_refused(tmp_path: Path):
     latent = write_family("deepseek_v3", tmp_path)
     for refuse in (told_to_vllm, lambda model, lora: adapter_file.check(str(model), lora)):
-        with pytest.raises(ValueError, match=r"takes kv_b_proj.*exclude_modules=\[kv_b_proj\].*sync=merged"):
+        with pytest.raises(ValueError, match=r"includes kv_b_proj.*exclude_modules=\[kv_b_proj\].*sync=merged"):
             refuse(latent, lora_config(sync="adapter"))
     lora = lora_config(sync="adapter", exclude_modules=("kv_b_proj",))
     assert "kv_b_proj" not in told_to_vllm(latent, lora)["lora_target_modules"]

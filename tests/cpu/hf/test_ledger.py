@@ -105,7 +105,7 @@ def test_a_variant_that_would_be_computed_differently_is_refused(
 @pytest.mark.parametrize(
     ("added", "says"),
     [
-        ({"attention_sinks": 4}, "attention_sinks is 4, a field that is not known for this family"),
+        ({"attention_sinks": 4}, "attention_sinks is 4: unknown field for this family"),
         ({"architectures": ["QwenForSequenceClassification"]}, "only models with a language-model head"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config is"),
     ],
@@ -177,7 +177,7 @@ def test_what_hugging_face_reads_of_a_configuration_counts_as_used_or_has_its_va
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"model_type": "phi"}, "model_type is 'phi', and the families that can be trained are"),
+        ({"model_type": "phi"}, "model_type is 'phi'. The families that can be trained are"),
         ({"model_type": "qwen3_mo"}, "(nearest: qwen3_moe)"),
         ({}, "model_type is None"),
         ({"model_type": "qwen3", "hidden_size": "wide"}, "transformers does not accept its config.json"),

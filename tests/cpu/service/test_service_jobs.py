@@ -152,7 +152,7 @@ def test_groups_are_split_into_the_configured_mini_batches():
         ([[tokens(reward="1"), tokens()]], "reward is str '1': it must be a finite number"),
         ([[tokens(loss_mask=[0, 1]), tokens()]], "token_ids has 3 entries and loss_mask 2: they must be equally many"),
         ([[tokens(loss_mask=[0, 2, 1]), tokens()]], "loss_mask holds 2: 1 marks a token that the policy wrote"),
-        ([[tokens(loss_mask=[1, 0, 0]), tokens()]], "no token of it would be trained"),
+        ([[tokens(loss_mask=[1, 0, 0]), tokens()]], "no token would be trained"),
         ([[tokens(logprobs=[0.0, -1.0]), tokens()]], "token_ids has 3 entries and logprobs 2"),
         ([[tokens(logprobs=[0, -1, float("-inf")]), tokens()]], "logprobs is float -inf: it must be a finite number"),
         ([[tokens(token_ids=[5, 6, 66]), tokens()]], "token 66 is outside the model's vocabulary of 66"),
@@ -200,7 +200,7 @@ NESTED: Any = functools.reduce(lambda inside, _: [inside], range(100_000), "x")
     ("sample", "expected"),
     [
         (chat("2\ud800", 1.0), "`content` of message 1 has '.ud800' at character 1, half of a surrogate pair"),
-        (chat("2" * 1_000_001, 1.0), "it has 1,000,0.. characters, which are more than 40 tokens"),
+        (chat("2" * 1_000_001, 1.0), "the text has 1,000,0.. characters: more than 40 tokens"),
         (chat(NESTED, 1.0), "`content` of message 1 must be text, got list"),
         (chat("2", NESTED), "reward is list .*it must be a finite number"),
         (tokens(token_ids=[5, NESTED, 7]), "token_ids holds .*: they must be whole numbers"),
@@ -228,7 +228,10 @@ def test_a_service_refuses_an_advantage_that_only_the_callers_program_has(monkey
         ([], "rows must be a list of at least one row"),
         (tokens(), "rows must be a list of at least one row, got dict"),
         ([7], "row 0 must be a dict, got int 7"),
-        ([{"input_ids": [5, 6], "loss_mask": [0, 1]}, {"text": "x"}], "row 1: a row needs `messages`, or"),
+        (
+            [{"input_ids": [5, 6], "loss_mask": [0, 1]}, {"text": "x"}],
+            "row 1: the columns are text: a row needs `messages`, or",
+        ),
         ([{"input_ids": [5] * 41, "loss_mask": [1] * 41}], "row 0: it has 41 tokens, and the model takes 40"),
     ],
 )

@@ -185,7 +185,7 @@ def test_interrupted_run_says_so_and_its_cut_line_is_left_out(tmp_path: Path, ca
         file.write('{"trainer/global_step": 5, "rew')
     html_path, _ = write_report(run)
     assert "4 steps · 2 min 05 s · interrupted" in " ".join(Page(html_path).texts)
-    assert "line 5 is not whole" in caplog.text
+    assert "skipping truncated line 5" in caplog.text
 
 
 def test_run_that_wrote_no_end_lasts_until_its_last_line(tmp_path: Path):
@@ -220,7 +220,7 @@ def test_lines_of_one_step_are_merged(tmp_path: Path):
     assert history.series("b") == Series((2,), (2.0,))
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "does not exist"), ("", "holds no step")])
+@pytest.mark.parametrize(("content", "message"), [(None, "does not exist"), ("", "contains no step")])
 def test_report_without_steps_is_one_clear_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, message: str
 ):

@@ -86,7 +86,7 @@ def test_a_run_that_goes_on_adds_to_its_folder_and_to_the_list_of_its_starts(tmp
     for note in ("second", "third"):
         run_dir = reopen_run_dir(tmp_path / "q", "q", f"note: {note}\n", {"a": 1})
         assert run_dir.path == first.path and (first.path / "metrics.jsonl").read_text() == "{}\n"
-        with pytest.raises(ValueError, match="still going on"):
+        with pytest.raises(ValueError, match="used by a run in progress"):
             reopen_run_dir(tmp_path / "q", "q", "note: beside\n", {})
         run_dir.lock.close()  # as when it is killed
     assert notes(tmp_path) == {"q": "third"}
@@ -105,7 +105,7 @@ def test_a_run_that_goes_on_elsewhere_makes_its_folder_and_takes_none_that_is_no
 
 def test_folder_of_a_run_that_is_going_on_is_refused(tmp_path: Path):
     running = create_run_dir(tmp_path / "q", "q", "note: first\n", {})
-    with pytest.raises(ValueError, match=r"still going on \(process \d+\).*choose another trainer.run_name"):
+    with pytest.raises(ValueError, match=r"in progress \(process \d+\).*Choose another trainer.run_name"):
         create_run_dir(tmp_path / "q", "q", "note: second\n", {})
     assert notes(tmp_path) == {"q": "first"}
     running.finish("finished")
@@ -125,7 +125,7 @@ def test_empty_folder_is_used(tmp_path: Path):
 
 def test_folder_that_cannot_be_made_is_an_error_that_names_the_key(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"trainer.run_dir=.*cannot be made"):
+    with pytest.raises(ValueError, match=r"trainer.run_dir is .*cannot be created"):
         create_run_dir(tmp_path / "file" / "run", "q", "", {})
 
 

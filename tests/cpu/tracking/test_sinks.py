@@ -20,7 +20,7 @@ from skyrl_train.tracking import format as fmt
 from skyrl_train.tracking.console import ConsoleSink
 from skyrl_train.tracking.jsonl import JsonLinesWriter, read_json_lines
 from skyrl_train.tracking.progress import ConsoleProgress
-from skyrl_train.tracking.sinks import SINKS, JsonLinesSink, TensorBoardSink, Tracker, build_tracker, has_wandb_key
+from skyrl_train.tracking.sinks import JsonLinesSink, TensorBoardSink, Tracker, build_tracker, has_wandb_key
 from skyrl_train.tracking.transcripts import Transcript, TranscriptLog, conversation, shortened
 
 STEP_METRICS = {
@@ -89,7 +89,7 @@ def test_failing_sink_is_named_once_and_the_others_go_on(caplog: pytest.LogCaptu
             tracker.log(step, {})
     assert healthy.steps == [0, 1, 2]
     assert [record.message for record in caplog.records] == [
-        "ListSink failed, training goes on without it: OSError: [Errno 28] No space left on device"
+        "ListSink failed, training continues without it: OSError: [Errno 28] No space left on device"
     ]
 
 
@@ -158,11 +158,6 @@ def test_tensorboard_files_hold_every_metric_before_close(tmp_path: Path):
     sink.close()
 
 
-def test_unknown_sink_name_is_an_error_with_the_nearest_one(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"'tensorbord'.*console, jsonl, tensorboard, wandb.*mean tensorboard\?"):
-        build_tracker(["console", "tensorbord"], tmp_path, "project", "run", {})
-
-
 def test_tracker_writes_every_named_sink_below_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tracker = build_tracker(["console", "jsonl", "tensorboard"], tmp_path, "project", "run", {}, total_steps=7)
     tracker.log(1, STEP_METRICS)
@@ -185,7 +180,7 @@ def test_tensorboard_forgets_the_steps_that_a_run_goes_back_behind(tmp_path: Pat
 
 def test_every_sink_name_can_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("skyrl_train.tracking.sinks.WandbSink", lambda *args: ListSink())
-    build_tracker(SINKS, tmp_path, "project", "run", {}).close()
+    build_tracker(["console", "jsonl", "tensorboard", "wandb"], tmp_path, "project", "run", {}).close()
 
 
 def test_wandb_that_is_not_installed_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

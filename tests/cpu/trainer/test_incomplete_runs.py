@@ -171,7 +171,7 @@ def test_json_lines_that_were_deleted_are_begun_again(tmp_path: Path, caplog: py
     (folder / "rows.jsonl").unlink()
     writer.write({"a": 2})
     assert json.loads((folder / "rows.jsonl").read_text()) == {"a": 2}
-    assert "rows.jsonl was deleted while the run writes it: its earlier lines are lost" in caplog.text
+    assert "rows.jsonl was deleted during the run: its earlier lines are lost" in caplog.text
     shutil.rmtree(folder)
     with pytest.raises(FileNotFoundError):
         writer.write({"a": 3})

@@ -69,7 +69,7 @@ def test_a_run_with_another_source_does_not_resume_and_a_state_of_ones_own_comes
     save(reinforcement(own), 4, source={"file": 3, "line": [1, 2]})
     chosen = chosen_checkpoint(reinforcement(own, resume), NUM_ROWS + 1)
     assert chosen is not None and chosen.state.source == {"file": 3, "line": [1, 2]}
-    with pytest.raises(ValueError, match="trainer.source was own_source:Files and is None"):
+    with pytest.raises(ValueError, match="trainer.source was own_source:Files, now None"):
         chosen_checkpoint(reinforcement(resume), NUM_ROWS)
 
 
@@ -280,7 +280,9 @@ def test_a_run_does_not_write_beside_the_checkpoints_of_another(mode: str | None
     if mode is not None:
         other = save(trainer_config(tmp_path / "other"), 2)
         asked = [f"trainer.resume_mode={mode}", f"trainer.resume_path={other}"]
-    with pytest.raises(ValueError, match=r"holds checkpoints already \(global_step_4\). Resume with .*=latest, or"):
+    with pytest.raises(
+        ValueError, match=r"it already contains checkpoints \(global_step_4\). Resume with .*=latest, or"
+    ):
         chosen_checkpoint(trainer_config(tmp_path, shared, *asked), NUM_ROWS)
     chosen_checkpoint(trainer_config(tmp_path, shared, *asked, "trainer.ckpt_interval=-1"), NUM_ROWS)
 
@@ -307,16 +309,16 @@ LORA = "trainer.policy.model.lora"
 @pytest.mark.parametrize(
     ("before", "overrides", "num_rows", "message"),
     [
-        ([], [], NUM_ROWS + 1, "is of 10 training rows .* and these are 11 rows .* Give the same data and seed"),
+        ([], [], NUM_ROWS + 1, "with 10 training rows .* this run has 11 rows .* Use the same data and seed"),
         ([], ["trainer.seed=4"], NUM_ROWS, "the order of trainer.seed=3, and these are 10 rows with trainer.seed=4"),
         (
             [],
             ["trainer.placement.policy_num_gpus_per_node=2", f"{PP}=2"],
             NUM_ROWS,
-            f"cannot be gone on with: {PP} was 1 and is 2, .*policy_num_gpus_per_node was 1 and is 2. Give the same",
+            f"cannot resume from checkpoint .*: {PP} was 1, now 2, .*policy_num_gpus_per_node was 1, now 2. Use",
         ),
-        ([], ["trainer.train_batch_size=5"], NUM_ROWS, "trainer.train_batch_size was 2 and is 5"),
-        ([], [f"{LORA}.rank=4"], NUM_ROWS, "lora.rank was 0 and is 4, .*model.path was None and is Qwen"),
+        ([], ["trainer.train_batch_size=5"], NUM_ROWS, "trainer.train_batch_size was 2, now 5"),
+        ([], [f"{LORA}.rank=4"], NUM_ROWS, "lora.rank was 0, now 4, .*model.path was None, now Qwen"),
         (
             [f"{LORA}.rank=4"],
             [f"{LORA}.rank=4", f"{LORA}.alpha=64", "trainer.policy.model.path=other"],

@@ -109,7 +109,7 @@ def test_a_transport_of_ones_own_is_refused_where_its_entry_says(monkeypatch: py
     assert problems(OWN) == problems(name, shared) == []
     assert sync_backend(config, Cluster("", is_local=True, has_gpus=False)) == name
     (problem,) = problems(name)
-    assert problem.startswith(f"generator.weight_sync_backend is {name}, which needs policy and engines on the same")
+    assert problem.startswith(f"generator.weight_sync_backend is {name}: it needs policy and engines on the same")
 
 
 @pytest.mark.parametrize(

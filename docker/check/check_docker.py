@@ -1,7 +1,7 @@
-"""Look for what goes wrong with container images, without a Docker engine: `python scripts/check_docker.py [FILE ...]`.
+"""Check Dockerfiles without a Docker engine: `python docker/check/check_docker.py [FILE ...]`.
 
-Prints `FILE:LINE: RULE what is wrong` and exits with 1 if there is anything. With --packages, the names that apt-get
-installs are looked up with this machine's apt-cache, whose distribution may be another than the image's.
+Prints `FILE:LINE: RULE problem` and exits with code 1 if there is any. With --packages, the names that apt-get installs
+are looked up with this machine's apt-cache, whose distribution may differ from the image's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dockerfile import Instruction, parse
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Image:
     context: Path
 
     def named(self, *names: str) -> list[Instruction]:
-        return [one for one in self.instructions if one.name in names]
+        return [instruction for instruction in self.instructions if instruction.name in names]
 
     @property
     def last_stage(self) -> list[Instruction]:

@@ -1,6 +1,6 @@
 """Execute a Dockerfile's steps without a Docker engine, in a folder that stands in for its base image.
 
-`python scripts/run_docker.py docker/Dockerfile.cpu --root FOLDER`, as root on Linux. FOLDER holds the files of a
+`python docker/check/run_docker.py docker/Dockerfile.cpu --root FOLDER`, as root on Linux. FOLDER holds the files of a
 distribution (debootstrap, or an unpacked `docker export`) and stays as it is: what the steps write goes to an overlay
 that is deleted. RUN is executed with the Dockerfile's own SHELL, USER, WORKDIR and variables. At the end ENTRYPOINT
 with CMD, then each --check, are executed as the final user. What differs from a build: the base image is another, there
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from dockerfile import Instruction, parse, substitute
 
-CONTEXT = Path(__file__).parents[1]
+CONTEXT = Path(__file__).parents[2]
 INSIDE = "RUN_DOCKER_INSIDE"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
