@@ -7,7 +7,6 @@ origin; Hydra's own message is about struct mode, and a misspelt key in an exper
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,13 +35,8 @@ from skyrl_train.spelling import nearest
 OmegaConf.register_new_resolver("dtype_name", lambda bf16: "bfloat16" if bf16 else "float32", replace=True)
 
 
-@dataclass(frozen=True)
-class Composed:
-    """A configuration before it is typed."""
-
-    values: dict[str, Any]
-    where: Callable[[str], str]
-    """Dotted key -> ` (in FILE)`, ` (on the command line)` or ""."""
+Composed = tuple[dict[str, Any], Callable[[str], str]]
+"""Untyped values, and the origin of a dotted key: ` (in FILE)`, ` (on the command line)` or ""."""
 
 
 def compose(schema: type, base: Path, overrides: Sequence[str], folders: Sequence[Path] = ()) -> Composed:
@@ -73,7 +67,7 @@ def compose(schema: type, base: Path, overrides: Sequence[str], folders: Sequenc
     OmegaConf.set_struct(config, False)
     config.pop("hydra")
     leave_out_foreign(config, schema, files)
-    return Composed(resolved(config), _origins(schema, parsed, files))
+    return resolved(config), _origins(schema, parsed, files)
 
 
 def base_yaml(schema: type, base: Path) -> str:
@@ -97,8 +91,8 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     return cast(dict[str, Any], plain)
 
 
-def of_hydra(schema: type, config: DictConfig) -> tuple[dict[str, Any], Callable[[str], str]]:
-    """Values and `Composed.where` of the configuration that a running `@hydra.main` composed."""
+def of_hydra(schema: type, config: DictConfig) -> Composed:
+    """Like `compose`, for what a running `@hydra.main` composed."""
     if not HydraConfig.initialized():
         return resolved(config), lambda path: ""
     hydra = HydraConfig.get()

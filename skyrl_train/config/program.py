@@ -51,8 +51,7 @@ class Program(Generic[T]):
 
         Args: folders: also searched for `experiment/NAME.yaml`. Raises: ConfigError.
         """
-        composed = compose.compose(self.schema, self.base, overrides, [Path(f) for f in folders])
-        return self._built(composed.values, composed.where)
+        return self._built(*compose.compose(self.schema, self.base, overrides, [Path(f) for f in folders]))
 
     def _built(self, values: dict[str, Any], where: Callable[[str], str]) -> T:
         modules = values["trainer"].get("custom_modules")
@@ -81,8 +80,7 @@ class Program(Generic[T]):
             base = Path(flags.config_file)
             if not base.is_file() or base.suffix != ".yaml":
                 raise ConfigError(f"--config-file is {base}: there is no such .yaml file")
-        composed = compose.compose(self.schema, base, flags.overrides, folders)
-        config = self._built(composed.values, composed.where)
+        config = self._built(*compose.compose(self.schema, base, flags.overrides, folders))
         if flags.cfg == "job":
             print(to_yaml(config), end="")
             raise SystemExit(0)

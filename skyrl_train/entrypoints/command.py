@@ -6,11 +6,12 @@ Exit codes: 0 finished, 1 the run failed, 2 invalid configuration, 130 ended by 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,10 +121,8 @@ def prepare(command: Command[T], config: T) -> None:
     if config.trainer.prepare is None:
         return
     command.check(config, None, False)
-    try:
+    with _config_errors():
         target = imported("trainer.prepare", config.trainer.prepare)
-    except ValueError as error:
-        raise ConfigError([str(error)]) from error
     target(config)
 
 
@@ -139,13 +138,18 @@ def _run(command: Command[T], config: T, console: Console, secrets: Secrets, int
     status, code = "failed", 1
     failure: Exception | None = None
     try:
-        training = _checked_input(command, config, console)
+        with quick_imports():
+            kind = attribute(command.run) if isinstance(command.run, str) else command.run
+        with _config_errors():
+            training: Run = kind(config, console)
         command.check(config, training.num_train_rows, True)
-        resumes = _find_checkpoint(training)
+        with _config_errors():
+            resumes = training.find_checkpoint()
         if training.is_done:
             console.print("all steps are done. For more, raise trainer.epochs or trainer.max_training_steps")
             return Ended(0)
-        run_dir = _run_dir(command, config, secrets, resumes=resumes)
+        with _config_errors():
+            run_dir = _run_dir(command, config, secrets, resumes=resumes)
         ended_by = asyncio.run(_until_signal(training, run_dir, console, secrets, interrupts))
         status, code = ("finished", 0) if ended_by is None else ("interrupted", 128 + ended_by)
     except ConfigError as error:
@@ -163,35 +167,22 @@ def _run(command: Command[T], config: T, console: Console, secrets: Secrets, int
     return Ended(code, failure)
 
 
-def _checked_input(command: Command[T], config: T, console: Console) -> Run:
-    """Load model, tokenizer and data. Raises: ConfigError for a bad row, an unknown environment or model."""
-    with quick_imports():
-        kind = attribute(command.run) if isinstance(command.run, str) else command.run
+@contextlib.contextmanager
+def _config_errors() -> Iterator[None]:
+    """Raise a ValueError about the input as a ConfigError."""
     try:
-        return kind(config, console)
-    except ValueError as error:
-        raise ConfigError([str(error)]) from error
-
-
-def _find_checkpoint(training: Run) -> bool:
-    """Raises: ConfigError for a checkpoint that cannot be resumed from."""
-    try:
-        return training.find_checkpoint()
+        yield
     except ValueError as error:
         raise ConfigError([str(error)]) from error
 
 
 def _run_dir(command: Command[T], config: T, secrets: Secrets, *, resumes: bool) -> RunDir:
-    """Raises: ConfigError for a folder that cannot hold a run."""
     from skyrl_train.tracking.changes import changed_values
     from skyrl_train.tracking.run_dir import create_run_dir, reopen_run_dir
 
     make = reopen_run_dir if resumes else create_run_dir
     changes = changed_values(to_yaml(config), command.program.base_yaml())
-    try:
-        return make(Path(config.trainer.run_dir), config.trainer.run_name, to_yaml(config), changes, secrets)
-    except ValueError as error:
-        raise ConfigError([str(error)]) from error
+    return make(Path(config.trainer.run_dir), config.trainer.run_name, to_yaml(config), changes, secrets)
 
 
 async def _until_signal(
