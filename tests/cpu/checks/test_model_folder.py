@@ -76,9 +76,9 @@ def test_a_checkpoint_of_each_family_is_accepted_and_refused_without_any_one_kin
         ({"intermediate_size": 80}, "model.layers.0.mlp.gate_proj.weight is"),
         ({"vocab_size": 65}, "model.embed_tokens.weight is [64, 128], not [65, 128]"),
         ({"num_hidden_layers": 3, "layer_types": None}, "of its config.json are missing: model.layers.2."),
-        ({"num_hidden_layers": 1, "layer_types": None}, "it has 11 tensors that a qwen3 model of its"),
+        ({"num_hidden_layers": 1, "layer_types": None}, "11 tensors are not part of the qwen3 model of its"),
         ({"attention_bias": True}, "model.layers.0.self_attn.q_proj.bias"),
-        ({"model_type": "llama"}, "it has 4 tensors that a llama model of its config.json does not have"),
+        ({"model_type": "llama"}, "4 tensors are not part of the llama model of its config.json"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -173,7 +173,7 @@ def test_a_tokenizer_that_is_missing_or_broken_is_one_sentence_with_its_files(mo
     with pytest.raises(ValueError) as caught:
         load_tokenizer(str(model))
     assert "tokenizer.json" in str(caught.value) and "\n" not in str(caught.value)
-    assert str(caught.value).endswith("Copy the tokenizer's files from where the model came from")
+    assert str(caught.value).endswith("Copy the tokenizer's files from the source of the model")
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_and_one_with_fewer_is_not():

@@ -92,7 +92,7 @@ def test_prompt_length_counts_the_chat_template_and_its_variables(tmp_path):
         length = len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options))
         assert load(source, tokenizer=tokenizer, max_prompt_length=length, **options).num_dropped == 0
         with pytest.raises(
-            ValueError, match=f"max_prompt_length={length - 1} tokens .the shortest prompt has {length}"
+            ValueError, match=f"max_prompt_length is {length - 1}: .* .the shortest prompt has {length}"
         ):
             load(source, tokenizer=tokenizer, max_prompt_length=length - 1, **options)
 
@@ -155,7 +155,7 @@ def test_a_row_of_60_mb_is_dropped_without_being_tokenised(tmp_path, only_short_
 
 def test_prompts_that_are_not_tokenised_count_as_too_long(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [row("1" * 1_200_000), row("1+2=")])
-    with pytest.raises(ValueError, match=r"max_prompt_length=2 tokens .the shortest prompt has 4"):
+    with pytest.raises(ValueError, match=r"max_prompt_length is 2: .* .the shortest prompt has 4"):
         load(source, max_prompt_length=2)
 
 
@@ -212,7 +212,7 @@ def test_a_row_that_the_chat_template_refuses_is_named(tmp_path):
 
 def test_malformed_parquet_row_is_an_error_that_names_its_index(tmp_path):
     datasets.Dataset.from_list([row(), {"prompt": None}]).to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="a.parquet, row 1: no `prompt`"):
+    with pytest.raises(ValueError, match="a.parquet, row 1: `prompt` is missing"):
         load(str(tmp_path / "a.parquet"))
 
 

@@ -195,7 +195,7 @@ def test_the_first_token_is_never_trained(tmp_path: Path):
 BAD_ROWS: list[tuple[Any, str]] = [
     ({"messages": TURNS[:2]}, "no message has the role assistant: there is nothing to train on"),
     ({"messages": "hello"}, "invalid `messages`: expected a list of chat messages, got str"),
-    ({"messages": [{"role": "assistent", "content": "x"}]}, "message 0 has role 'assistent'; roles are"),
+    ({"messages": [{"role": "assistent", "content": "x"}]}, "message 0 has role 'assistent': it must be one of"),
     ({"text": "x"}, r"the columns are text: a row needs `messages`, or `prompt` and `response`, or "),
     ({"prompt": "x"}, "the columns are prompt: a row needs"),
     ({"prompt": "x", "response": 3}, "`response` must be text, got int"),

@@ -293,7 +293,8 @@ def test_two_runs_at_once_do_not_share_a_folder(tmp_path: Path):
     held = lock_checkpoints(first)
     assert held is not None
     with pytest.raises(
-        ValueError, match=r"trainer.ckpt_path=.*shared belongs to a run .*; choose another folder, or end"
+        ValueError,
+        match=r"trainer.ckpt_path is .*shared: the folder is used by a run .*. Choose another folder, or end",
     ):
         lock_checkpoints(second)
     held.close()
@@ -310,7 +311,7 @@ LORA = "trainer.policy.model.lora"
     ("before", "overrides", "num_rows", "message"),
     [
         ([], [], NUM_ROWS + 1, "with 10 training rows .* this run has 11 rows .* Use the same data and seed"),
-        ([], ["trainer.seed=4"], NUM_ROWS, "the order of trainer.seed=3, and these are 10 rows with trainer.seed=4"),
+        ([], ["trainer.seed=4"], NUM_ROWS, "trainer.seed=3, this run has 10 rows and trainer.seed=4"),
         (
             [],
             ["trainer.placement.policy_num_gpus_per_node=2", f"{PP}=2"],
@@ -323,7 +324,7 @@ LORA = "trainer.policy.model.lora"
             [f"{LORA}.rank=4"],
             [f"{LORA}.rank=4", f"{LORA}.alpha=64", "trainer.policy.model.path=other"],
             NUM_ROWS,
-            "model.path was Qwen.* and is other, trainer.policy.model.lora.alpha was 16.* and is 64",
+            "model.path was Qwen.*, now other, trainer.policy.model.lora.alpha was 16.*, now 64",
         ),
     ],
 )
