@@ -71,7 +71,7 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["data.too_long=cut"], "data.too_long is 'cut': It must be one of drop, truncate"),
         (["+experiment=quickstart"], "unknown key trainer.algorithm"),
         (["data.train_data=[gone.jsonl]"], "data.train_data names gone.jsonl: there is no such file in"),
-        (["data.train_data=[]"], "data.train_data is empty: name files"),
+        (["data.train_data=[]"], "data.train_data is empty: nothing to train on"),
         (["data.val_data=[gone.jsonl]"], "data.val_data names gone.jsonl: there is no such file in"),
         (["trainer.policy.model.path=./gone"], "trainer.policy.model.path is ./gone: there is no such folder"),
         (
@@ -113,7 +113,7 @@ def test_a_run_whose_steps_are_all_done_says_so_and_starts_nothing(world: Path, 
     )
     before = sorted(path.name for path in (world / "runs/done").iterdir())
     assert main_sft.main(arguments) == 0
-    assert "all steps are done; for more, raise trainer.epochs or trainer.max_training_steps" in capsys.readouterr().out
+    assert "all steps are done. For more, raise trainer.epochs or trainer.max_training_steps" in capsys.readouterr().out
     assert sorted(path.name for path in (world / "runs/done").iterdir()) == before
 
 
