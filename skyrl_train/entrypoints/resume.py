@@ -26,7 +26,7 @@ def lock_checkpoints(trainer: TrainingConfig) -> TextIO | None:
         return None
     try:
         path.mkdir(parents=True, exist_ok=True)
-        return lock_folder(path, "trainer.ckpt_path", "choose another folder")
+        return lock_folder(path, "trainer.ckpt_path", "Choose another folder")
     except OSError as error:
         raise ValueError(
             f"trainer.ckpt_path is {path}: the folder cannot be created ({error}). Choose another folder"

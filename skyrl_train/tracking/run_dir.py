@@ -198,13 +198,13 @@ def _first_record(run_name: str, changes: Mapping[str, Any], secrets: Secrets) -
 
 
 def _lock(path: Path) -> TextIO:
-    return lock_folder(path, "trainer.run_dir", "choose another trainer.run_name")
+    return lock_folder(path, "trainer.run_dir", "Choose another trainer.run_name")
 
 
 def lock_folder(path: Path, key: str, instead: str) -> TextIO:
     """The folder's lock file, locked and containing this process's id; closing it releases the lock.
 
-    Args: key: of the folder in the configuration; instead: remedy for the error, such as "choose another folder".
+    Args: key: of the folder in the configuration; instead: remedy for the error, such as "Choose another folder".
     Raises: ValueError if another process holds the lock.
     """
     lock = (path / ".lock").open("a+")
@@ -216,7 +216,7 @@ def lock_folder(path: Path, key: str, instead: str) -> TextIO:
         lock.close()
         raise ValueError(
             f"{key} is {path}: the folder is used by a run in progress (process {owner}). "
-            f"{instead[0].upper()}{instead[1:]}, or end that run first"
+            f"{instead}, or end that run first"
         ) from None
     lock.truncate(0)
     lock.write(str(os.getpid()))
