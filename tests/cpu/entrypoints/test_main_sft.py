@@ -70,13 +70,13 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["data.max_lenght=4"], "unknown key data.max_lenght: did you mean data.max_length?"),
         (["data.too_long=cut"], "data.too_long is 'cut': It must be one of drop, truncate"),
         (["+experiment=quickstart"], "unknown key trainer.algorithm"),
-        (["data.train_data=[gone.jsonl]"], "data.train_data names gone.jsonl: there is no such file in"),
+        (["data.train_data=[gone.jsonl]"], "data.train_data contains gone.jsonl: there is no such file in"),
         (["data.train_data=[]"], "data.train_data is empty: nothing to train on"),
-        (["data.val_data=[gone.jsonl]"], "data.val_data names gone.jsonl: there is no such file in"),
+        (["data.val_data=[gone.jsonl]"], "data.val_data contains gone.jsonl: there is no such file in"),
         (["trainer.policy.model.path=./gone"], "trainer.policy.model.path is ./gone: there is no such folder"),
         (
             ["trainer.train_batch_size=101"],
-            "trainer.train_batch_size is 101, more than the 100 rows of data.train_data",
+            "trainer.train_batch_size is 101: more than the 100 rows of data.train_data",
         ),
         (
             ["data.max_length=4096"],
@@ -90,7 +90,7 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (
             ["trainer.policy.megatron_config.pipeline_model_parallel_size=4"],
-            "is 1 ranks, not a multiple of trainer.policy.megatron_config's tensor 1 x pipeline 4",
+            "is 1 ranks: not a multiple of trainer.policy.megatron_config's tensor 1 x pipeline 4",
         ),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
