@@ -32,7 +32,7 @@ from skyrl_train.trainer.build import Assembly, launch_training
 from skyrl_train.trainer.evaluation import Evaluation
 from skyrl_train.trainer.from_config import sampling_params
 from skyrl_train.trainer.publisher import Publisher
-from skyrl_train.trainer.trainer import MeasuredSource, Parts, Trainer
+from skyrl_train.trainer.trainer import Parts, Trainer
 from skyrl_train.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -138,9 +138,9 @@ class Experiment(Run[Config, Processes]):
             timers=timers,
             wake_engines=assembly.residency.for_rollout,
         )
-        source = MeasuredSource(self.get_source(source_parts), timers)
+        source = self.get_source(source_parts)
         return Parts(
-            source=source,
+            step=assembly.step(source, Publisher(assembly.residency, timers)),
             evaluation=Evaluation(
                 self.val_prompts,
                 collector,
@@ -150,11 +150,8 @@ class Experiment(Run[Config, Processes]):
                 batch_size=trainer.eval_batch_size,
                 max_failed_share=generator.max_failed_share,
             ),
-            step=assembly.step(source, Publisher(assembly.residency, timers)),
-            policy=processes.policy,
             tracker=tracker,
             transcripts=transcripts,
-            timers=timers,
         )
 
     def introduction(self, layout: str) -> dict[str, str]:

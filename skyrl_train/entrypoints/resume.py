@@ -10,7 +10,8 @@ from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import OrderState
 from skyrl_train.tracking.run_dir import lock_folder, read_record
-from skyrl_train.trainer.run_state import Checkpoint, Checkpoints, load_checkpoint, settings_of
+from skyrl_train.trainer.from_config import settings_of
+from skyrl_train.trainer.run_state import Checkpoint, Checkpoints, load_checkpoint
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Samples from one environment and one `generate`, groups from many at once.
+"""Rollouts: samples of one prompt, groups of many, and the sources that collect them for a step.
 
 Read `sample`, then `episode` and `collect`.
 """

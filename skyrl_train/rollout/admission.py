@@ -1,4 +1,4 @@
-"""What becomes of the rollouts of a prompt: a group to train on, or a failure with its reason."""
+"""Admission of finished rollouts: a group to train on, or a failure with its reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Failure:
     """A rollout that ended without a sample."""
 
     uid: str
-    """That of its prompt."""
+    """Uid of the prompt."""
     error: Exception
 
     def __str__(self) -> str:
@@ -31,48 +31,48 @@ class TooManyFailures(RuntimeError):
 
 @dataclass(slots=True)
 class Ledger:
-    """Groups by what became of them, since the source was made."""
+    """Groups of a source by outcome."""
 
     generated: int = 0
-    """All of them, whatever became of them later."""
+    """All groups."""
     waiting: int = 0
     trained: int = 0
-    """Handed to the trainer."""
+    """Given to the training step."""
     filtered: int = 0
-    """Complete, and left out on purpose."""
+    """Complete, and excluded on purpose."""
     failed: int = 0
 
     def check(self) -> None:
-        """Raises: RuntimeError unless every group is in one column; some were then lost or would be trained twice."""
+        """Raises: RuntimeError unless every group has exactly one outcome."""
         if min(self.waiting, self.trained) < 0 or (
             self.generated != self.trained + self.filtered + self.failed + self.waiting
         ):
-            raise RuntimeError(f"groups were lost or counted twice, this is a bug in their source: {self}")
+            raise RuntimeError(f"groups were lost or counted twice: {self}. This is a bug in their source")
 
     def train(self, num_groups: int) -> None:
-        """Count groups that waited as handed to the trainer. Raises: as `check`."""
+        """Count waiting groups as trained. Raises: like `check`."""
         self.waiting -= num_groups
         self.trained += num_groups
         self.check()
 
     def leave_out(self, num_groups: int) -> None:
-        """Count groups that waited as filtered. Raises: as `check`."""
+        """Count waiting groups as filtered. Raises: like `check`."""
         self.waiting -= num_groups
         self.filtered += num_groups
         self.check()
 
 
 class Admission:
-    """Decides about finished rollouts of one source.
+    """Decides about the finished rollouts of one source.
 
-    A failed rollout is left out of its group. With fewer than two samples left (one, in groups that have one) the group
-    has failed; the source replaces it.
+    A failed rollout is left out of its group. With fewer than two samples left (one, in groups of one) the group fails
+    and the source replaces it.
     """
 
     def __init__(self, max_failed_share: float, *, filters: bool = False) -> None:
         """Args:
-        max_failed_share: of the rollouts of a step, from 0 to 1.
-        filters: whether the source leaves out complete groups, which are then counted in the metrics.
+        max_failed_share: fraction of a step's rollouts that may fail.
+        filters: whether the source excludes complete groups, which are then counted in the metrics.
         """
         self.ledger = Ledger()
         self._max_failed_share = max_failed_share
@@ -82,7 +82,7 @@ class Admission:
         self._filters, self._num_filtered = filters, 0
 
     def begin(self, num_rollouts: int) -> None:
-        """A step of so many rollouts begins; failures are counted from 0 on."""
+        """Begin a step of `num_rollouts` rollouts, and count failures from 0."""
         self._num_rollouts, self._failures, self._num_failed_groups = num_rollouts, [], 0
         self._num_filtered = 0
 
@@ -92,7 +92,7 @@ class Admission:
         self.ledger.leave_out(num_groups)
 
     def fail(self, failure: Failure) -> Failure:
-        """Count a failed rollout. Raises: its own error where none may fail, else TooManyFailures past the limit."""
+        """Count a failed rollout. Raises: its own error if none may fail, or TooManyFailures past the limit."""
         self._failures.append(failure)
         if len(self._failures) <= self._max_failed_share * self._num_rollouts:
             log.warning("a rollout failed (%d in this step): %s", len(self._failures), failure)
@@ -101,15 +101,15 @@ class Admission:
             raise failure.error
         reasons = "; ".join(str(other) for other in self._failures[-SHOWN_REASONS:])
         raise TooManyFailures(
-            f"{len(self._failures)} of {self._num_rollouts} rollouts of the step failed, more than "
-            f"generator.max_failed_share={self._max_failed_share:g}. The last ones: {reasons}"
+            f"generator.max_failed_share is {self._max_failed_share:g}: {len(self._failures)} of "
+            f"{self._num_rollouts} rollouts of the step failed. The last ones: {reasons}"
         ) from failure.error
 
-    def finish(self, prompt: Prompt, outcomes: Sequence[Sequence[Sample] | Failure]) -> Group | None:
-        """The group of a prompt whose rollouts have ended, which waits for the trainer; None where it has failed."""
-        made = [samples for samples in outcomes if not isinstance(samples, Failure)]
+    def finish(self, prompt: Prompt, results: Sequence[Sequence[Sample] | Failure]) -> Group | None:
+        """The group of a prompt whose rollouts have ended, counted as waiting; None if it has failed."""
+        made = [samples for samples in results if not isinstance(samples, Failure)]
         self.ledger.generated += 1
-        if len(made) < min(2, len(outcomes)):
+        if len(made) < min(2, len(results)):
             self.ledger.failed += 1
             self._num_failed_groups += 1
             return None
@@ -117,7 +117,7 @@ class Admission:
         return Group(prompt, tuple(sample for samples in made for sample in samples))
 
     def metrics(self) -> Metrics:
-        """Failures and filtered groups of the step, where there may be any."""
+        """Numbers of failed rollouts and filtered groups of the step, if there may be any."""
         metrics = {"generate/num_filtered_groups": float(self._num_filtered)} if self._filters else {}
         if self._max_failed_share:
             metrics["generate/num_failed_rollouts"] = float(len(self._failures))

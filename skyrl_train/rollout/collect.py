@@ -1,4 +1,4 @@
-"""Many rollouts at once -> Groups."""
+"""Many concurrent rollouts -> Groups."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from skyrl_train.rollout.contract import Engines, Rollout
 from skyrl_train.rollout.seeds import seeded
 from skyrl_train.types import Group, Prompt, Sample, SamplingParams
 
-Outcome = list[Sample] | Failure
+Result = list[Sample] | Failure
 
 
 class Progress(Protocol):
-    """Told of rollouts as they end."""
+    """Receives rollouts as they end."""
 
     def start(self, total: int) -> None:
-        """Before the first; `total` will come."""
+        """Before the first of `total` rollouts."""
 
     def advance(self, sample: Sample) -> None:
-        """One more; of several samples the last."""
+        """A rollout ended; `sample` is its last."""
 
     def stop(self) -> None:
-        """No more will come, also after an error."""
+        """After the last, or after an error."""
 
 
 class Collector:
-    """Collects the samples of many prompts, all of them in flight at once."""
+    """Collects the samples of many prompts, all in flight at once."""
 
     def __init__(self, rollout: Rollout, engines: Engines) -> None:
         self._rollout, self._engines = rollout, engines
@@ -41,17 +41,16 @@ class Collector:
         progress: Progress,
         admission: Admission,
     ) -> list[Group]:
-        """The groups of `n_samples` rollouts of each prompt, in the order of the prompts, without those that failed.
+        """Return the groups of `n_samples` rollouts of each prompt, in the order of the prompts, without failed ones.
 
         Args: sampling_params: with a seed, each rollout gets one derived from it, the prompt's uid and its own index.
-        Raises: what the admission raises at a failed rollout, and what the engines raise, after every other rollout in
-            flight has been cancelled; no part of the groups is returned then.
+        Raises: errors of the admission and of the engines, after all other rollouts have been cancelled.
         """
         progress.start(len(prompts) * n_samples)
         try:
-            outcomes = await _all_or_first_error(
+            results = await _all_or_first_error(
                 [
-                    self._outcome(prompt, seeded(sampling_params, prompt.uid, index), progress, admission)
+                    self._result(prompt, seeded(sampling_params, prompt.uid, index), progress, admission)
                     for prompt in prompts
                     for index in range(n_samples)
                 ]
@@ -59,13 +58,13 @@ class Collector:
         finally:
             progress.stop()
         groups = [
-            admission.finish(prompt, outcomes[i * n_samples : (i + 1) * n_samples]) for i, prompt in enumerate(prompts)
+            admission.finish(prompt, results[i * n_samples : (i + 1) * n_samples]) for i, prompt in enumerate(prompts)
         ]
         return [group for group in groups if group is not None]
 
-    async def _outcome(
+    async def _result(
         self, prompt: Prompt, sampling_params: SamplingParams, progress: Progress, admission: Admission
-    ) -> Outcome:
+    ) -> Result:
         engines = self._engines.for_a_rollout()
         try:
             samples = _samples(await self._rollout(prompt, sampling_params, engines))
@@ -81,28 +80,20 @@ def _samples(made: object) -> list[Sample]:
     """Raises: TypeError for anything but a sample or a list of at least one."""
     samples = [made] if isinstance(made, Sample) else made
     if not isinstance(samples, list) or not samples or not all(isinstance(sample, Sample) for sample in samples):
-        raise TypeError(f"a rollout must return a Sample or a list of at least one, and it returned {made!r:.200}")
+        raise TypeError(f"the rollout returned {made!r:.200}. Return a Sample or a list of at least one")
     return samples
 
 
-async def _all_or_first_error(calls: Sequence[Coroutine[Any, Any, Outcome]]) -> list[Outcome]:
-    """Not asyncio.TaskGroup, whose ExceptionGroup would hide the one error that matters among its followers."""
+async def _all_or_first_error(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Unlike asyncio.TaskGroup, raise the first error itself, not an ExceptionGroup with those that followed."""
     if not calls:
         return []
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    except asyncio.CancelledError:
-        await _cancel(tasks)
+        return [task.result() for task in tasks if task in done]
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         raise
-    errors = [error for task in tasks if task in done and (error := task.exception()) is not None]
-    if errors:
-        await _cancel(tasks)
-        raise errors[0]
-    return [task.result() for task in tasks]
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[Outcome]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,7 +1,8 @@
-"""What a rollout is given and what it returns; `generator.rollout` names one as `module:function`."""
+"""Contract of a rollout, which `generator.rollout` names as `module:function`."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class GenerationAborted(RuntimeError):
-    """An engine gave up a generation; its sample would be cut off at an arbitrary token."""
+    """An engine aborted a generation; its sample would be truncated at an arbitrary token."""
 
 
 class Engines:
-    """The engines and what goes with them, as one rollout sees them.
+    """Engines, tokenizer and chat template for one rollout.
 
-    A rollout gets an object of its own, because its requests are counted: each has a seed derived from the rollout's.
+    Each rollout gets its own object, which counts its requests: each has a seed derived from the rollout's.
     """
 
     def __init__(
@@ -38,39 +39,34 @@ class Engines:
         self._generate = generate
         self.tokenizer = tokenizer
         self.chat = chat
-        """Messages to token ids: `prompt_ids(messages)`, and `reply_ids(written, messages)` after an answer."""
+        """Messages to token ids: `prompt_ids(messages)`, and `reply_ids(written, messages)` after a response."""
         self.max_input_length = max_input_length
-        """Most tokens of a request (`generator.max_input_length`)."""
+        """Maximum number of tokens of a request (`generator.max_input_length`)."""
         self.max_turns = max_turns
         """`generator.max_turns`, for rollouts that have turns."""
         self._config = config
         self._num_requests = 0
         self.error: Exception | None = None
-        """Raised by the engines themselves; no rollout is to blame for it, and none can go on."""
+        """Error of the engines themselves, which ends the run and not just the rollout."""
 
     @property
     def config(self) -> Config:
         """The run's configuration; `config.extra` holds the user's own values."""
-        assert self._config is not None, "made without a configuration"
+        assert self._config is not None, "built without a configuration"
         return self._config
 
     def for_a_rollout(self) -> Engines:
-        """The engines for one rollout, which has made no request yet."""
-        return Engines(
-            self._generate,
-            self.tokenizer,
-            self.chat,
-            max_input_length=self.max_input_length,
-            max_turns=self.max_turns,
-            config=self._config,
-        )
+        """A new object for one rollout."""
+        engines = copy.copy(self)
+        engines._num_requests, engines.error = 0, None
+        return engines
 
     async def generate(
         self, prompt_token_ids: list[int], sampling_params: SamplingParams, route_key: str
     ) -> Generation:
-        """Sample an answer to the tokens. Requests of one route key reach one engine, which has their prefix cached.
+        """Sample a response. Requests with the same route key reach the same engine, which caches their prefix.
 
-        Raises: ValueError for more tokens than `max_input_length`; GenerationAborted; what the engines raise.
+        Raises: ValueError for more tokens than `max_input_length`; GenerationAborted; errors of the engines.
         """
         if len(prompt_token_ids) > self.max_input_length:
             raise ValueError(
@@ -89,4 +85,4 @@ class Engines:
 
 
 Rollout = Callable[[Prompt, SamplingParams, Engines], Awaitable[Sample | list[Sample]]]
-"""`await rollout(prompt, sampling_params, engines)`: one sample, or one conversation cut into several samples."""
+"""`await rollout(prompt, sampling_params, engines)`: one sample, or a conversation split into several samples."""

@@ -1,4 +1,4 @@
-"""The life of one environment, as it is seen by the thread that it runs on."""
+"""The calls of one environment, on its thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class EnvironmentFailure(RuntimeError):
-    """An environment raised, returned something it must not, or ran out of time. `__cause__` is the original error."""
+    """An environment raised, returned an invalid value, or timed out. `__cause__` is the original error."""
 
     def __init__(self, *, env_class: str, uid: str, turn: int, call: str, problem: str) -> None:
         self.env_class, self.uid, self.turn, self.call = env_class, uid, turn, call
@@ -30,7 +30,7 @@ class EnvironmentFailure(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What an environment made of one response."""
+    """Result of one response."""
 
     observations: list[Message]
     reward: float
@@ -40,27 +40,26 @@ class Turn:
 class Episode:
     """One environment for one sample, used once: `start`, `step` until done, `finish`.
 
-    Every method blocks and belongs on an EnvPool thread; one at a time, others wait. All of them raise
-    EnvironmentFailure.
+    Every method blocks and belongs on an EnvPool thread; calls are serialized. All raise EnvironmentFailure.
     """
 
     def __init__(self, prompt: Prompt, *, env_config: Any, max_turns: int) -> None:
         self.call = "env.init"
-        """The environment's method that is being called or was called last."""
+        """The environment's method that was called last."""
         self.metrics: dict[str, Any] = {}
-        """What `get_metrics` returned, once finished."""
+        """Result of `get_metrics`, once finished."""
         self._prompt = prompt
         self._env_config = env_config
         self._max_turns = max_turns
         self._env: BaseTextEnv | None = None
         self._turn = 0
         self._closed = False
-        self._one_at_a_time = threading.Lock()
+        self._lock = threading.Lock()
 
     def start(self) -> list[Message]:
-        """Makes the environment; returns the messages that the policy answers."""
-        with self._one_at_a_time:
-            if self._closed:  # given up while this call was in the queue
+        """Create the environment; return the first messages for the policy."""
+        with self._lock:
+            if self._closed:  # abandoned while this call was queued
                 return []
             extras = {**self._prompt.extras, "max_turns": self._max_turns}
             with self._failures():
@@ -68,8 +67,8 @@ class Episode:
                 return check_messages(env.init(list(self._prompt.messages))[0])
 
     def step(self, response: str, *, last: bool) -> Turn:
-        """Shows the response to the environment; finishes it if it is done or this is the `last` turn."""
-        with self._one_at_a_time:
+        """Pass the response to the environment; finish it if it is done or this is the `last` turn."""
+        with self._lock:
             self._turn += 1
             self.call = "env.step"
             with self._failures():
@@ -79,23 +78,23 @@ class Episode:
             return turn
 
     def finish(self) -> None:
-        """Asks for the environment's metrics and closes it."""
-        with self._one_at_a_time:
+        """Get the environment's metrics and close it."""
+        with self._lock:
             self._finish()
 
     def abandon(self) -> None:
-        """Closes the environment, if it was made and not closed yet, after something else failed; never raises."""
-        with self._one_at_a_time:
+        """Close the environment after another failure, if it exists and is open; never raises."""
+        with self._lock:
             env, was_closed, self._closed = self._env, self._closed, True
             if env is None or was_closed:
                 return
             try:
                 env.close()
             except Exception:
-                _log.warning("env.close of %r failed too", self._prompt.env_class, exc_info=True)
+                _log.warning("env.close of %r failed", self._prompt.env_class, exc_info=True)
 
     def failure(self, problem: str) -> EnvironmentFailure:
-        """What to raise if something is wrong with this environment now."""
+        """Error for a failure of this environment."""
         return EnvironmentFailure(
             env_class=self._prompt.env_class, uid=self._prompt.uid, turn=self._turn, call=self.call, problem=problem
         )
@@ -115,7 +114,7 @@ class Episode:
     def _failures(self) -> Iterator[None]:
         try:
             yield
-        except (Exception, SystemExit) as error:  # sys.exit in an environment must not end the training
+        except (Exception, SystemExit) as error:  # sys.exit in an environment must not end training
             raise self.failure(f"{type(error).__name__}: {error}{_where(error)}") from error
 
 
@@ -129,6 +128,6 @@ def _checked_turn(output: Any) -> Turn:
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line of the environment's own code, for a reader who has not opened the traceback."""
+    """Innermost line of the environment's own code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

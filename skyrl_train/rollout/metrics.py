@@ -1,4 +1,4 @@
-"""Groups -> numbers for the log. Pure; names and meanings as in skyrl_train 0.4."""
+"""Metrics of groups; names and meanings are those of skyrl_train 0.4."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from skyrl_train.types import Group, Metrics, Sample
 def rollout_metrics(groups: Sequence[Group]) -> Metrics:
     """`generate/*`, `reward/*` and `environment/*` of the samples of one step.
 
-    Lengths count the tokens that the policy wrote, over all turns. The averages by reward are 0 where no sample
-    belongs to them; "non_zero" means a positive reward.
+    Lengths count the tokens that the policy wrote, over all turns. Averages by reward are 0 without such samples;
+    "non_zero" means a positive reward.
     """
     samples = [sample for group in groups for sample in group.samples]
     rewards = _rewards(samples)
@@ -44,8 +44,7 @@ def rollout_metrics(groups: Sequence[Group]) -> Metrics:
 def evaluation_metrics(groups: Sequence[Group]) -> Metrics:
     """`avg_score`, `pass_at_{n}` and `mean_positive_reward` as `eval/all/...` and for each data source.
 
-    `pass_at_{n}` is of the groups of n samples, with a number for each size that occurs; the others are means over
-    samples.
+    `pass_at_{n}` is a mean over the groups of n samples, for each n that occurs; the others are means over samples.
     """
     if not groups:  # all of them failed
         return {}
@@ -74,8 +73,8 @@ def _rewards(samples: Sequence[Sample]) -> np.ndarray:
 
 
 def _env_metrics(groups: Sequence[Group]) -> Metrics:
-    """What the environments measured, as `environment/{key}`; `environment/{env_class}/{key}` where environments of
-    several classes measure something of the same name."""
+    """Metrics of environments as `environment/{key}`, or `environment/{env_class}/{key}` if several classes have the
+    same key."""
     by_class: dict[str, list[dict[str, object]]] = defaultdict(list)
     for group in groups:
         by_class[group.prompt.env_class] += [sample.env_metrics for sample in group.samples if sample.env_metrics]

@@ -1,11 +1,11 @@
-"""Spreads generation requests over engines.
+"""Distribution of generation requests over engines.
 
-Requests with one route key (the samples of a prompt, the turns of a sample) go to one engine, so that their common
-prefix is computed once. All requests made in one turn of the event loop go to an engine in one call: a thousand
-concurrent `generate` calls cost one message per engine, and a few for the answers.
+Requests with the same route key (samples of a prompt, turns of a sample) go to the same engine, so that their common
+prefix is computed once. Requests of one iteration of the event loop go to an engine in one call: a thousand concurrent
+`generate` calls cost one message per engine, and a few for the results.
 
-An engine may be lost: what it had not answered is sent to the others, and is held while there are none. A request that
-was with several lost engines is given up: it may be what they died of.
+If an engine dies, its pending requests are sent to the others, and held while there are none. A request that was on
+several dead engines is abandoned: it is probably the cause.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from skyrl_train.types import Generation, SamplingParams
 
 Request = tuple[int, list[int], SamplingParams]
 GenerateBatch = Callable[[list[Request]], AsyncIterator[list[tuple[int, Generation]]]]
-"""One engine: (index, prompt token ids, parameters) in, lists of (index, generation) out as they end."""
+"""One engine: (index, prompt token ids, parameters) in, lists of (index, generation) out as they finish."""
 
 MAX_LOSSES = 4
-"""So many engines may be lost with one request in flight; that it is none of its doing is then hard to believe."""
+"""Give up on a request once this many engines have died serving it: it is probably the cause."""
 REMEMBERED_KEYS = 100_000
-"""Route keys whose engine is known; the longest unused is forgotten first and would be dealt anew."""
+"""Route keys whose engine is remembered; the least recently used is dropped first."""
 
 
 class EngineFailedError(RuntimeError):
-    """An engine broke off while it worked on a request; the cause is attached."""
+    """An engine failed while it worked on a request; the cause is attached."""
 
 
 class EngineLostError(RuntimeError):
-    """Raised by a `GenerateBatch` whose engine is gone, after the router was told with `remove`: others take over."""
+    """Raised by a `GenerateBatch` whose engine is dead, after `remove`: other engines take over."""
 
 
 @dataclass(slots=True)
@@ -44,38 +44,38 @@ class _Call:
     route_key: str
     future: asyncio.Future[Generation]
     engine: _Engine | None = None
-    """The one that it waits for; None while it is held, and when it is answered."""
+    """Engine that works on it; None while it is held, and once it is done."""
     losses: int = 0
-    """Engines that were lost while they worked on it."""
+    """Number of engines that died while they worked on it."""
 
 
 @dataclass(slots=True)
 class _Engine:
     generate_batch: GenerateBatch
     waiting: list[_Call] = field(default_factory=list)
-    """To be sent at the end of this turn of the event loop."""
+    """Sent at the end of this iteration of the event loop."""
     load: int = 0
-    """Requests waiting or running."""
+    """Number of requests waiting or running."""
     serves: bool = True
 
 
 class Router:
-    """`router.generate` is a `types.Generate`; to be used in one event loop."""
+    """`router.generate` is a `types.Generate`, for one event loop."""
 
     def __init__(self, engines: Sequence[GenerateBatch], when_held: Callable[[], None] = lambda: None) -> None:
-        """Args: when_held is called when a request finds no engine that serves, and may lead to `add` or `fail`."""
+        """Args: when_held: called when a request finds no serving engine; may lead to `add` or `fail`."""
         if not engines:
-            raise ValueError("a router needs at least one engine; generator.num_inference_engines must be at least 1")
+            raise ValueError("generator.num_inference_engines is 0: a router needs an engine. Set it to at least 1")
         self._engines = [_Engine(generate_batch) for generate_batch in engines]
         self._routes: OrderedDict[str, int] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._held: list[_Call] = []
         self._when_held = when_held
         self._end: BaseException | None = None
-        """What every further request fails with."""
+        """Error of every further request."""
 
     async def generate(self, token_ids: list[int], params: SamplingParams, route_key: str) -> Generation:
-        """Raises: EngineFailedError if the engine breaks off. Cancelling the last caller of a batch aborts it."""
+        """Raises: EngineFailedError if the engine fails. Cancelling the last caller of a batch aborts it."""
         call = _Call(token_ids, params, route_key, asyncio.get_running_loop().create_future())
         self._place(call)
         try:
@@ -94,32 +94,32 @@ class Router:
         return any(not call.future.done() for call in self._held)
 
     def forget_routes(self) -> None:
-        """Deal all prompts anew, when the engines have forgotten their prefixes: the prompts of another step would
-        else come to lie unevenly, where each of them happened to be at the last epoch."""
+        """Assign prompts to engines again once their prefix caches are reset; else prompts of a step would be unevenly
+        distributed, each to its engine of the last epoch."""
         self._routes.clear()
 
     def remove(self, number: int) -> None:
-        """Send nothing more to this engine; what it works on is sent to others when its stream breaks off."""
+        """Stop using this engine; its pending requests go to others when its stream fails."""
         self._engines[number].serves = False
         self._routes = OrderedDict((key, home) for key, home in self._routes.items() if home != number)
 
     def add(self, number: int) -> None:
-        """Use this engine (again), also for what was held."""
+        """Use this engine (again), also for held requests."""
         self._engines[number].serves = True
         held, self._held = self._held, []
         for call in held:
             self._place(call)
 
     def fail(self, error: BaseException) -> None:
-        """No engine will come back: end what is held, and every later call, with the error."""
+        """Fail held requests and all later ones with the error: no engine will be added."""
         self._end = error
         held, self._held = self._held, []
         for call in held:
             self._place(call)
 
     async def close(self) -> None:
-        """Abort everything that runs; later calls fail too."""
-        self.fail(EngineFailedError("a request was aborted, because the router was closed"))
+        """Abort all requests; later ones fail."""
+        self.fail(EngineFailedError("the request was aborted: the router was closed"))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -164,7 +164,7 @@ class Router:
         requests: list[Request] = [(index, call.token_ids, call.params) for index, call in calls.items()]
         task = asyncio.get_running_loop().create_task(_stream_into(engine.generate_batch(requests), calls))
         self._tasks.add(task)
-        task.add_done_callback(lambda ended: self._answer_the_rest(number, ended, calls))
+        task.add_done_callback(lambda ended: self._finish(number, ended, calls))
         callers = {call.future for call in calls.values()}
 
         def caller_left(future: asyncio.Future[Generation]) -> None:
@@ -175,7 +175,7 @@ class Router:
         for call in calls.values():
             call.future.add_done_callback(caller_left)
 
-    def _answer_the_rest(self, number: int, ended: asyncio.Task[None], calls: dict[int, _Call]) -> None:
+    def _finish(self, number: int, ended: asyncio.Task[None], calls: dict[int, _Call]) -> None:
         self._tasks.discard(ended)
         cause = asyncio.CancelledError() if ended.cancelled() else ended.exception()
         unanswered = [call for call in calls.values() if not call.future.done()]
@@ -212,9 +212,9 @@ def _leave(call: _Call) -> None:
 def _suspicion(call: _Call, num_others: int, cause: EngineLostError) -> EngineFailedError:
     others = f" and {num_others} others" if num_others else ""
     error = EngineFailedError(
-        f"{call.losses} engines were lost one after the other with this request{others} in flight, which may be what "
-        f"they died of: prompt {call.route_key!r}, {len(call.token_ids)} tokens, at most "
-        f"{call.params.max_generate_length} to answer. The last one: {cause}"
+        f"{call.losses} engines died while serving this request{others}; it is probably the cause: prompt "
+        f"{call.route_key!r}, {len(call.token_ids)} tokens, at most {call.params.max_generate_length} to generate. "
+        f"The last failure: {cause}"
     )
     error.__cause__ = cause
     return error
@@ -222,9 +222,9 @@ def _suspicion(call: _Call, num_others: int, cause: EngineLostError) -> EngineFa
 
 def _failure(number: int, cause: BaseException | None) -> EngineFailedError:
     if cause is None:
-        return EngineFailedError(f"inference engine {number} ended its answers without answering every request")
+        return EngineFailedError(f"inference engine {number} ended its stream before all requests were done")
     if isinstance(cause, asyncio.CancelledError):
-        return EngineFailedError(f"a request to inference engine {number} was aborted, because the router was closed")
+        return EngineFailedError(f"a request to inference engine {number} was aborted: the router was closed")
     error = EngineFailedError(f"inference engine {number} failed: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error

@@ -1,4 +1,4 @@
-"""One environment and the engines -> one Sample. Token ids in, token ids out: text is tokenised once."""
+"""The default rollout: one environment and the engines -> one Sample. Text is tokenized once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class Sampler:
-    """The default rollout: plays episodes of skyrl-gym environments. All that it holds is shared by them."""
+    """Plays episodes of skyrl-gym environments."""
 
     def __init__(
         self,
@@ -27,8 +27,8 @@ class Sampler:
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         """Args:
-        env_kwargs: env_class -> what its environments get as `env_config`; nothing for a class that is not listed.
-        extra: the user's own values, which every environment finds in `env_config.extra`.
+        env_kwargs: env_class -> its `env_config`; empty for other classes.
+        extra: the user's own values, as `env_config.extra` of every environment.
         """
         self._env_pool = env_pool
         own = {"extra": dict(extra or {})}
@@ -36,13 +36,11 @@ class Sampler:
         self._empty_env_config = _env_config(own)
 
     async def sample(self, prompt: Prompt, sampling_params: SamplingParams, engines: Engines) -> Sample:
-        """Plays one episode: until the environment is done, `max_turns` generations, or the conversation outgrows
-        `max_input_length` (stop_reason "length"; a prompt that is too long to begin with is a sample without
-        generation, of reward 0 and version 0).
+        """Play one episode: until the environment is done, `max_turns` generations, or a conversation longer than
+        `max_input_length` (stop_reason "length"; a prompt that is too long gives a sample without generation, of
+        reward 0 and version 0). Observations after the last generation are not part of the sample.
 
-        What an environment says after the last generation is not part of the sample.
-        Raises: EnvironmentFailure; what `engines.generate` raises. The environment is closed, unless
-            a thread hangs in it.
+        Raises: EnvironmentFailure; errors of `engines.generate`. The environment is closed, unless its thread hangs.
         """
         env_config = self._env_configs.get(prompt.env_class, self._empty_env_config)
         episode = Episode(prompt, env_config=env_config, max_turns=engines.max_turns)
@@ -68,12 +66,12 @@ class Sampler:
             generation = await engines.generate(input_ids, sampling_params, prompt.uid)
             trace.write(generation)
             last = trace.turns == engines.max_turns
-            outcome = await self._on_env_thread(episode, partial(episode.step, generation.text, last=last))
-            trace.add_reward(outcome.reward)
-            if outcome.done or last:
+            turn = await self._on_env_thread(episode, partial(episode.step, generation.text, last=last))
+            trace.add_reward(turn.reward)
+            if turn.done or last:
                 return trace.to_sample(episode.metrics)
-            reply_ids = partial(engines.chat.reply_ids, generation.token_ids, outcome.observations)
-            trace.read(_rendered(episode, reply_ids), outcome.observations)
+            reply_ids = partial(engines.chat.reply_ids, generation.token_ids, turn.observations)
+            trace.read(_rendered(episode, reply_ids), turn.observations)
 
     async def _on_env_thread(self, episode: Episode, function: Callable[[], _T]) -> _T:
         try:
@@ -86,11 +84,11 @@ def _rendered(episode: Episode, render: Callable[[], list[int]]) -> list[int]:
     try:
         return render()
     except ValueError as error:
-        raise episode.failure(f"its messages cannot be shown to the policy: {error}") from error
+        raise episode.failure(f"its messages cannot be rendered for the policy: {error}") from error
 
 
 def _env_config(kwargs: Mapping[str, Any]) -> DictConfig:
-    """Fields are read as attributes or keys, as skyrl-gym's environments do; read-only, for all samples share it."""
+    """Fields are attributes and keys, as skyrl-gym's environments read them; read-only, since samples share it."""
     config = OmegaConf.create(dict(kwargs))
     OmegaConf.set_readonly(config, True)
     return config

@@ -1,4 +1,4 @@
-"""A seed for each request: what is sampled then depends on the weights alone, not on which requests arrive together."""
+"""Seeds of requests, with which samples depend on the weights alone and not on concurrent requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skyrl_train.types import SamplingParams
 
 
 def seed(*parts: int | str) -> int:
-    """A function of the parts alone, on every machine; from 0 to 2**63 - 1."""
+    """A seed from 0 to 2**63 - 1 that depends on the parts alone."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

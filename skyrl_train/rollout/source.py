@@ -1,4 +1,4 @@
-"""Where the groups of a step come from; `trainer.source` names one, or `module:attribute` of the user's own."""
+"""Sources of a step's groups; `trainer.source` names one, or a user's own as `module:attribute`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl_train.tracking.timers import Timers
 from skyrl_train.types import Group, Metrics, Prompt, SamplingParams
 
 SourceState = dict[str, Any]
-"""What a checkpoint keeps of a source, in values that JSON has; it decides what comes next."""
+"""JSON values that determine what comes next, for checkpoints."""
 
 
 class GroupSource(Protocol):
@@ -26,7 +26,7 @@ class GroupSource(Protocol):
         """Wait for the groups of one step: 1 to `trainer.policy_mini_batch_size` groups, or a multiple of it."""
 
     def metrics(self) -> Metrics:
-        """Numbers about the last groups that cannot be computed from them."""
+        """Metrics of the last groups that cannot be computed from them."""
 
     @property
     def state(self) -> SourceState:
@@ -38,7 +38,7 @@ class GroupSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceParts:
-    """What a source may be built of: `trainer.source` is called with this alone."""
+    """The argument with which `trainer.source` is called."""
 
     config: Config
     prompts: Sequence[Prompt]
@@ -55,8 +55,7 @@ class SourceParts:
     async def collect(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams, admission: Admission
     ) -> list[Group]:
-        """`generator.n_samples_per_prompt` rollouts of each prompt, as the collector does it, with the configured
-        penalties and masks."""
+        """`generator.n_samples_per_prompt` rollouts of each prompt, with the configured penalties and masks."""
         with self.timers("sync_weights"):
             await self.wake_engines()
         with self.timers("generate"):
@@ -79,9 +78,9 @@ class OnPolicySource:
         self._admission = Admission(generator.max_failed_share, filters=self._dynamic_sampling.type is not None)
 
     async def next(self) -> list[Group]:
-        """The groups of the next rows, and of others for those that failed or were filtered, one for one.
+        """Groups of the next rows; failed and filtered ones are replaced one for one.
 
-        Raises: as `Collector`; RuntimeError where dynamic sampling has not found enough groups.
+        Raises: like `Collector`; RuntimeError if dynamic sampling does not find enough groups.
         """
         self._admission.begin(self._num_rollouts)
         sampling, groups = self._dynamic_sampling, list[Group]()

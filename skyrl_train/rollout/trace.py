@@ -1,4 +1,4 @@
-"""A conversation in tokens, as it grows, and the Sample that it becomes."""
+"""Tokens of a conversation in progress, and its conversion to a Sample."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from skyrl_train.types import Generation, Message, Sample, VersionSpans
 
 @dataclass(slots=True)
 class Trace:
-    """The conversation so far: what the policy read and wrote, in turns.
+    """Tokens that the policy read and wrote so far.
 
-    What was read after the last answer is not part of the sample, unless nothing was written at all.
+    Tokens read after the last response are not part of the sample, unless nothing was written.
     """
 
     stop_reason: str = "length"
-    """That of the last generation."""
+    """Stop reason of the last generation."""
     turns: int = 0
-    """Generations."""
+    """Number of generations."""
     token_ids: list[int] = field(default_factory=list)
-    """[L] up to the end of the last answer."""
+    """[L] up to the end of the last response."""
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     transcript: list[Message] = field(default_factory=list)
@@ -34,18 +34,18 @@ class Trace:
     _spans: list[tuple[int, int]] = field(default_factory=list)
 
     def read(self, token_ids: Sequence[int], messages: Sequence[Message] = ()) -> None:
-        """Add tokens that the policy reads: the prompt, later replies. Args: messages: the same, for people to read."""
+        """Add tokens that the policy reads: the prompt, later observations. Args: messages: their text."""
         self._unanswered += token_ids
         self._unanswered_messages += messages
 
     def input_ids(self) -> list[int]:
-        """[L] what the policy reads before its next turn."""
+        """[L] tokens before the policy's next turn."""
         return self.token_ids + self._unanswered
 
     def write(self, generation: Generation) -> None:
-        """Add the policy's answer to what it has read."""
+        """Add the policy's response."""
         assert len(generation.token_ids) == len(generation.logprobs), "an engine returns one logprob per token"
-        self._take_unanswered()
+        self._append_unanswered()
         self.token_ids += generation.token_ids
         self.loss_mask += [True] * len(generation.token_ids)
         self.logprobs += generation.logprobs
@@ -55,14 +55,14 @@ class Trace:
         self._spans += generation.version_spans or ((generation.policy_version, len(generation.token_ids)),)
 
     def add_reward(self, reward: float) -> None:
-        """Reward the answer that was written last."""
+        """Reward the last response."""
         last = len(self.token_ids) - 1
         self._rewards[last] = self._rewards.get(last, 0.0) + reward
 
     def to_sample(self, env_metrics: Mapping[str, Any] | None = None) -> Sample:
-        """The conversation as a sample; of version 0 where nothing was written."""
+        """Convert to a sample; its version is 0 if nothing was written."""
         if self.turns == 0:
-            self._take_unanswered()
+            self._append_unanswered()
         rewards = torch.zeros(len(self.token_ids), dtype=torch.float64)
         for token, reward in self._rewards.items():
             rewards[token] = reward
@@ -80,7 +80,7 @@ class Trace:
             transcript=self.transcript,
         )
 
-    def _take_unanswered(self) -> None:
+    def _append_unanswered(self) -> None:
         if self.turns == 0:
             self._prompt_length = len(self._unanswered)
         self.token_ids += self._unanswered
@@ -91,7 +91,7 @@ class Trace:
 
 
 def _merged(spans: Sequence[tuple[int, int]]) -> VersionSpans:
-    """Neighbours of one version as one span."""
+    """Merge adjacent spans of one version."""
     merged: list[tuple[int, int]] = []
     for version, num_tokens in spans:
         if merged and merged[-1][0] == version:

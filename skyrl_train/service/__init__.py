@@ -1,4 +1,4 @@
-"""Training for agents that run elsewhere: they ask the engines over HTTP and hand in what is to be trained on."""
+"""Training service for external agents: they query the engines over HTTP and submit samples with rewards."""
 
 from skyrl_train.service.client import TrainingService
 from skyrl_train.service.job import ChatSample, TokenSample

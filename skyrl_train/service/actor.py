@@ -22,9 +22,9 @@ from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config, to_yaml
 from skyrl_train.config.program import secrets_in
 from skyrl_train.config.rl import RL
+from skyrl_train.service.checks import checked_model
 from skyrl_train.service.job import Job, SftJob, TrainJob
 from skyrl_train.service.job_reader import JobReader
-from skyrl_train.service.model import checked_model
 from skyrl_train.service.queue import Feed, JobQueue, ServiceBroken
 from skyrl_train.service.runner import JobRunner, SavedVersion, check_health
 from skyrl_train.service.source import JobSource

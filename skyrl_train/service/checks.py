@@ -1,21 +1,25 @@
-"""What of a configuration cannot work in a service."""
+"""Checks of a service's configuration and model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from skyrl_train.algorithms.tables import ADVANTAGES, LOSSES
 from skyrl_train.checks.model import model_problems
+from skyrl_train.checks.model_folder import check_reference, checked_folder
 from skyrl_train.checks.rl import check
+from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
 from skyrl_train.checks.training import lora_problems
 from skyrl_train.config import Config, ConfigError
+from skyrl_train.hf import adapter_file
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 def check_service(config: Config, files: bool = True) -> None:
-    """Raises: ConfigError with everything that cannot work. The data keys are not read: callers bring the samples.
-
-    Args: files: as for `check`.
-    """
+    """Raises: ConfigError with all problems. Data keys are ignored. Args: files: like `check`."""
     check(config, None, files=False)
     problems = [*_problems(config)]
     if files:
@@ -24,27 +28,36 @@ def check_service(config: Config, files: bool = True) -> None:
         raise ConfigError(problems)
 
 
+def checked_model(config: Config) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Raises: ValueError for a missing model, or weights, tokenizer, adapter or reference that do not fit."""
+    path = config.trainer.policy.model.path
+    folder, model = checked_folder("trainer.policy.model.path", path)
+    adapter_file.check(folder, config.trainer.policy.model.lora)
+    tokenizer = load_tokenizer(folder)
+    check_tokenizer(tokenizer, model.vocab_size, path)
+    check_reference(config.trainer, tokenizer)
+    return model, tokenizer
+
+
 def _problems(config: Config) -> Iterator[str]:
     if config.trainer.resume_mode is not None:
         yield (
-            f"trainer.resume_mode is {config.trainer.resume_mode}, and a service writes no checkpoints: set it to "
-            "null, and trainer.policy.model.path to the last save"
+            f"trainer.resume_mode is {config.trainer.resume_mode}: a service writes no checkpoints. Set it to null, "
+            "and trainer.policy.model.path to the last save"
         )
     if config.trainer.source != "on_policy" or config.generator.rollout is not None:
-        yield (
-            "trainer.source or generator.rollout is set, and a service trains on samples of its callers: remove both"
-        )
+        yield ("trainer.source or generator.rollout is set: a service trains on samples of its clients. Remove both")
     for table in (ADVANTAGES, LOSSES):
         name = getattr(config.trainer.algorithm, table.key.rpartition(".")[2])
         place = name.partition(":")[0] if ":" in name else table.place(name)
         if place == "__main__" or (":" not in name and place not in (None, *config.trainer.custom_modules)):
             yield (
-                f"{table.key} is {name}, which this program registered, and a service is another process: name it "
-                "module:attribute, or put the module that registers it into trainer.custom_modules"
+                f"{table.key} is {name}, which this program registered: a service is another process. Name it "
+                "module:attribute, or add the module that registers it to trainer.custom_modules"
             )
     scheduler = config.trainer.policy.optimizer_config.scheduler
     if scheduler != "constant_with_warmup":
         yield (
-            f"trainer.policy.optimizer_config.scheduler is {scheduler}, which falls towards the last step, and a "
-            "service has none: use constant_with_warmup"
+            f"trainer.policy.optimizer_config.scheduler is {scheduler}: it decays towards the last step, and a "
+            "service has none. Use constant_with_warmup"
         )

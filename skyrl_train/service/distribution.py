@@ -1,4 +1,4 @@
-"""Sampling parameters that callers submit with their samples: only the trained distribution can be trained on."""
+"""Check of the sampling parameters of submitted samples: only the trained distribution is accepted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEUTRAL = {
 def check_sampling(given: object, temperature: float) -> None:
     """Args: given: `sampling_params` of an engine's answer, or None; temperature: the trained one.
 
-    Raises: ValueError naming the first parameter with which the engine sampled from another distribution.
+    Raises: ValueError for the first parameter that changes the distribution.
     """
     if given is None:
         return
@@ -31,7 +31,7 @@ def check_sampling(given: object, temperature: float) -> None:
                     f"sampling_params.temperature is {value!r}: the service trains at {temperature:g} "
                     "(generator.sampling_params.temperature). Sample at this temperature"
                 )
-        elif value and value != NEUTRAL.get(name):  # 0, false and null are parameters that are not in force
+        elif value and value != NEUTRAL.get(name):  # 0, false and null disable a parameter
             neutral = f"Set it to {NEUTRAL[name]:g}" if name in NEUTRAL else "Remove it from the request"
             raise ValueError(
                 f"sampling_params.{name} is {value!r}: the sample is not from the distribution that is trained, over "

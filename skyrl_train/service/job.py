@@ -10,32 +10,33 @@ from skyrl_train.types import Example, Group, Message
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatSample:
-    """A conversation with its reward; every turn of the assistant is trained."""
+class SubmittedSample:
+    """Fields of both kinds of samples."""
 
-    messages: list[Message]
     reward: float
     sampling_params: dict[str, Any] | None = None
-    """As in the engine's answer; where given, a sample of another distribution than the trained one is rejected."""
+    """As in the engine's answer; if given, a sample of another distribution than the trained one is rejected."""
     policy_versions: list[int] | None = None
-    """As in the engine's answer; where given, a job is rejected unless they are the version that is trained."""
+    """As in the engine's answer; if given, a job is rejected unless they are the version that is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenSample:
+class ChatSample(SubmittedSample):
+    """A conversation with its reward; every turn of the assistant is trained."""
+
+    messages: list[Message]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSample(SubmittedSample):
     """Tokens of a prompt and its sampled response, with their reward."""
 
     token_ids: list[int]
     """[L]"""
     loss_mask: list[int]
     """[L] 1 where the policy wrote the token."""
-    reward: float
     logprobs: list[float] | None = None
     """[L] of the engine, read where loss_mask is 1; only compared with the trainer's own."""
-    sampling_params: dict[str, Any] | None = None
-    """As in the engine's answer; where given, a sample of another distribution than the trained one is rejected."""
-    policy_versions: list[int] | None = None
-    """As in the engine's answer; where given, a job is rejected unless they are the version that is trained."""
 
 
 @dataclass(frozen=True, slots=True)

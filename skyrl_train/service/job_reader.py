@@ -1,4 +1,4 @@
-"""What callers hand in to a service -> jobs, or what is wrong with it. No Ray, no process."""
+"""Validation of submitted groups and rows, and their conversion to jobs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ from skyrl_train.types import UNKNOWN_VERSION, Example, Group, Prompt, Sample, V
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-KINDS = (ChatSample, TokenSample)
 LARGEST = torch.finfo(torch.float32).max
 
 
 class JobReader:
-    """What callers hand in -> jobs. Every method raises ValueError that names the place, what is wrong and the cure."""
+    """Converts submissions to jobs. Every method raises ValueError with the position, the problem and a remedy."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, max_tokens: int) -> None:
-        """Args: max_tokens of one sample, the model's positions."""
+        """Args: max_tokens: of one sample."""
         self._tokenizer, self._kwargs = tokenizer, config.generator.chat_template_kwargs
         self._vocab_size, self._max_tokens = vocab_size, max_tokens
         self._mini_batch_size = config.trainer.policy_mini_batch_size
@@ -58,7 +57,7 @@ class JobReader:
 
     def save(self, folder: object) -> SaveJob:
         if not isinstance(folder, str) or not folder.startswith("/"):
-            raise ValueError(f"folder must be an absolute path, as the service sees it, got {_short(folder)}")
+            raise ValueError(f"folder is {_short(folder)}: it must be an absolute path on the service's node")
         return SaveJob(folder)
 
     def _group(self, number: int, group: Any) -> tuple[Group, bool, dict[int, str]]:
@@ -67,7 +66,7 @@ class JobReader:
         if len(group) == 1 and compares_samples(self._estimator):
             raise ValueError(
                 f"{where} has one sample, to which trainer.algorithm.advantage_estimator={self._estimator} gives no "
-                "advantage: hand in several samples of each prompt, or use reinforce++"
+                "advantage. Submit several samples of each prompt, or use reinforce++"
             )
         samples, has_logprobs = [], True
         sampled_by: dict[int, str] = {}
@@ -92,8 +91,7 @@ class JobReader:
         else:
             ids, mask, logprobs = _of_tokens(given)
         self._check(ids, mask)
-        # Nothing predicts the first token.
-        mask[0] = False
+        mask[0] = False  # no token predicts the first
         trained = torch.tensor(mask)
         given_logprobs = torch.zeros(len(ids)) if logprobs is None else torch.tensor(logprobs, dtype=torch.float32)
         starts = sum(1 for before, now in zip([False, *mask], mask, strict=False) if now and not before)
@@ -129,12 +127,12 @@ class JobReader:
     def _check(self, ids: list[int], mask: list[bool]) -> None:
         check_tokens(ids, mask, self._vocab_size)
         if len(ids) > self._max_tokens:
-            raise ValueError(f"it has {len(ids)} tokens, and the model takes {self._max_tokens}: shorten it")
+            raise ValueError(f"it has {len(ids)} tokens, and the model takes {self._max_tokens}. Shorten it")
 
 
 def typed_sample(given: object) -> ChatSample | TokenSample:
-    """Raises: ValueError for anything but a sample or a dict with the fields of one."""
-    if isinstance(given, KINDS):
+    """Raises: ValueError for anything but a sample or a dict with its fields."""
+    if isinstance(given, ChatSample | TokenSample):
         return given
     if not isinstance(given, Mapping):
         raise ValueError(f"expected a dict, ChatSample or TokenSample, got {_short(given)}")
@@ -145,7 +143,7 @@ def typed_sample(given: object) -> ChatSample | TokenSample:
         if key not in names:
             near = nearest(str(key), names)
             hint = f"did you mean {near}?" if near else f"there are {', '.join(names)}"
-            raise ValueError(f"{shortened(key)} is no field of a {kind.__name__}; {hint}")
+            raise ValueError(f"{shortened(key)} is not a field of {kind.__name__}; {hint}")
     if missing := [name for name in required if name not in given]:
         either = "" if kind is ChatSample else " (or messages and reward)"
         raise ValueError(f"{', '.join(missing)} is missing: a sample has {', '.join(required)}{either}")
@@ -159,13 +157,13 @@ def _of_tokens(given: TokenSample) -> tuple[list[int], list[bool], list[float] |
     for name, values in (("loss_mask", mask), ("logprobs", logprobs)):
         if values is not None and len(values) != len(ids):
             raise ValueError(f"token_ids has {len(ids)} entries and {name} {len(values)}: they must be equally many")
-    _refuse_but_whole(ids, "token_ids")
-    if wrong := [one for one in mask if one not in (0, 1)]:
+    _require_integers(ids, "token_ids")
+    if wrong := [value for value in mask if value not in (0, 1)]:
         raise ValueError(f"loss_mask holds {shortened(wrong[0])}: 1 marks a token that the policy wrote, 0 another")
-    trained = [bool(one) for one in mask]
+    trained = [bool(value) for value in mask]
     if logprobs is None:
         return ids, trained, None
-    read = [_number(one, "logprobs") if wrote else 0.0 for one, wrote in zip(logprobs, trained, strict=True)]
+    read = [_number(value, "logprobs") if wrote else 0.0 for value, wrote in zip(logprobs, trained, strict=True)]
     return ids, trained, read
 
 
@@ -173,28 +171,28 @@ def _versions(given: ChatSample | TokenSample) -> list[int]:
     if given.policy_versions is None:
         return []
     versions = _list(given.policy_versions, "policy_versions")
-    _refuse_but_whole(versions, "policy_versions")
+    _require_integers(versions, "policy_versions")
     return versions
 
 
 def _spans(given: ChatSample | TokenSample, num_written: int) -> VersionSpans:
-    """Callers name versions without their tokens, so several cannot be told apart."""
+    """Clients name versions without their tokens, so only a single version gives spans."""
     versions = set(_versions(given))
     return ((versions.pop(), num_written),) if len(versions) == 1 else ()
 
 
-def _refuse_but_whole(values: list[Any], name: str) -> None:
-    if wrong := [one for one in values if isinstance(one, bool) or not isinstance(one, int)]:
+def _require_integers(values: list[Any], name: str) -> None:
+    if wrong := [value for value in values if isinstance(value, bool) or not isinstance(value, int)]:
         raise ValueError(f"{name} holds {shortened(wrong[0])}: they must be whole numbers")
 
 
 def _list(value: Any, name: str) -> list[Any]:
-    """Also of an array, or of numpy's or torch's numbers."""
-    return [_plain(one) for one in _filled(_plain(value), name, "number")]
+    """Accepts arrays, and numbers of numpy and torch."""
+    return [_plain(item) for item in _filled(_plain(value), name, "number")]
 
 
 def _plain(value: Any) -> Any:
-    """Python's own number or list for numpy's or torch's."""
+    """Python's number or list for numpy's or torch's."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 

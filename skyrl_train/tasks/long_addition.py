@@ -1,13 +1,14 @@
-"""Makes what `+experiment=long_addition` needs: sums of three digits, and a model that can half add them.
+"""Data and model of `+experiment=long_addition`: sums of three digits, and a model that answers some of them.
 
-It has 3.2 million parameters, ten times the quickstart's, and layers and heads enough for every layout: pipelines of
-two stages, interleaved ones too, and tensor parallelism of two or four.
+It has 3.2 million parameters, and enough layers and heads for pipelines of two stages, interleaved ones too, and tensor
+parallelism of two or four.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,10 +27,10 @@ LEARNING_RATE = 1e-3
 
 
 def prepare(config: Config) -> None:
-    """Make the experiment's data and model in the current folder, where they are missing."""
+    """Create the experiment's data and model in the current folder if they do not exist."""
     train_rows, validation_rows = long_addition_rows(seed=0)
     files = {TRAIN_DATA: train_rows, VALIDATION_DATA: validation_rows}
-    quickstart.make_missing(config, files, MODEL, "skyrl_train.tasks.long_addition")
+    quickstart.make_missing(config, files, MODEL, partial(quickstart.run_warm_start, "skyrl_train.tasks.long_addition"))
 
 
 def model_config() -> Qwen3Config:
@@ -37,9 +38,9 @@ def model_config() -> Qwen3Config:
 
 
 def long_addition_rows(seed: int) -> tuple[list[task.Row], list[task.Row]]:
-    """Training and validation rows: `047+508=` and the like, each of another unordered pair of numbers below 1,000.
+    """Training and validation rows such as `047+508=`, each of another unordered pair of numbers below 1,000.
 
-    So neither `a+b` nor `b+a` of a validation row is in training. 2 % of all pairs are there.
+    So neither `a+b` nor `b+a` of a validation row is in training. 2 % of all pairs occur.
     """
     draw = random.Random(seed)
     sums: dict[frozenset[int], task.Row] = {}
@@ -51,7 +52,7 @@ def long_addition_rows(seed: int) -> tuple[list[task.Row], list[task.Row]]:
 
 
 def warm_start(folder: Path, seed: int) -> None:
-    """Make the model at `folder`. It appears there only when it is finished."""
+    """Create the model; `folder` appears when it is complete."""
     quickstart.learn_sums(folder, seed, model_config(), *long_addition_rows(seed=0), LEARNING_RATE)
 
 

@@ -1,9 +1,7 @@
-"""Makes what `+experiment=quickstart` needs: a tiny model that can half add, and sums to train on.
+"""Data and model of `+experiment=quickstart`: sums, and a tiny model that answers some of them.
 
-Other experiments make theirs with the same functions (`yes_no_maybe.py`, `long_addition.py`).
-
-The model is warm-started by supervised fine-tuning through the same Megatron policy that GRPO uses, in one process,
-until it would answer about a third of the held-out sums correctly when sampled.
+The model is warm-started by supervised fine-tuning with the Megatron policy, in one process, until it answers about a
+third of the held-out sums correctly when sampled.
 """
 
 from __future__ import annotations
@@ -15,12 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from skyrl_train.config import Config, ConfigError
+from skyrl_train.config.sft import SftConfig
 from skyrl_train.tasks import tiny as task
 
 if TYPE_CHECKING:
@@ -38,43 +38,42 @@ BATCH_SIZE = 128
 LEARNING_RATE = 3e-3
 STEPS_BETWEEN_CHECKS = 5
 Example = tuple[list[int], int]
-"""Token ids of prompt and answer, and how many are the prompt's."""
+"""(token ids of prompt and answer, number of prompt tokens)"""
 MAX_STEPS = 1500
 
 
 def prepare(config: Config) -> None:
-    """Make the data and the warm-started model of the quickstart in the current folder, where they are missing."""
+    """Create the data and the warm-started model in the current folder if they do not exist."""
     train_rows, validation_rows = task.addition_rows(seed=0)
-    make_missing(
-        config, {TRAIN_DATA: train_rows, VALIDATION_DATA: validation_rows}, MODEL, "skyrl_train.tasks.quickstart"
-    )
+    files = {TRAIN_DATA: train_rows, VALIDATION_DATA: validation_rows}
+    make_missing(config, files, MODEL, partial(run_warm_start, "skyrl_train.tasks.quickstart"))
 
 
-def make_missing(config: Config, files: Mapping[Path, list[task.Row]], model: Path, module: str) -> None:
-    """Write the files, and have `python -m module` make the model, where they are missing.
+def make_missing(
+    config: Config | SftConfig, files: Mapping[Path, list[task.Row]], model: Path, create: Callable[[Path, int], None]
+) -> None:
+    """Write files and create the model, if `config` names them and they do not exist.
 
-    Only what `config` still asks for under these names is made: another path is the user's, and if nothing is there
-    that is an error. The model is made in a process of its own, so that the driver stays free of Megatron.
-    Raises: ConfigError if the warm start fails.
+    Args: create: called with the folder of the model and trainer.seed.
     """
     for path, rows in files.items():
         if str(path) in (*config.data.train_data, *config.data.val_data) and not path.exists():
             task.write_rows(path, rows)
     if Path(config.trainer.policy.model.path) == model and not model.exists():
-        run_warm_start(module, model, config.trainer.seed)
+        create(model, config.trainer.seed)
 
 
 def run_warm_start(module: str, folder: Path, seed: int) -> None:
-    """`python -m module folder seed` in a process of its own. Raises: ConfigError if it fails."""
+    """Run `python -m module folder seed`; this process never imports Megatron. Raises: ConfigError if it fails."""
     command = [sys.executable, "-m", module, str(folder), str(seed)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
-    # In a session of its own: Ctrl-C then reaches this process alone, which ends the other without a stack.
+    # In its own session, so that Ctrl-C reaches this process alone, which ends the other without a traceback.
     if subprocess.run(command, env=environment, start_new_session=True).returncode != 0:
-        raise ConfigError([f"the warm start that makes {folder} failed; its own message stands above"])
+        raise ConfigError([f"the warm start of {folder} failed; see its output above"])
 
 
 def warm_start(folder: Path, seed: int) -> None:
-    """Make the model at `folder`. It appears there only when it is finished."""
+    """Create the model; `folder` appears when it is complete."""
     learn_sums(folder, seed, task.model_config(), *task.addition_rows(seed=0), LEARNING_RATE)
 
 
@@ -86,9 +85,12 @@ def learn_sums(
     validation_rows: Sequence[task.Row],
     learning_rate: float,
 ) -> None:
-    """Train a new model on sums until it would answer about a third of the held-out ones right when sampled."""
+    """Train a new model on sums until it answers TARGET_ACCURACY of the held-out ones correctly when sampled."""
     tokenizer = task.tokenizer()
-    train, held_out = ([_tokens(row, tokenizer) for row in rows] for rows in (train_rows, validation_rows))
+    train, held_out = (
+        [example(row["prompt"][0]["content"], row["reward_spec"]["ground_truth"], tokenizer) for row in rows]
+        for rows in (train_rows, validation_rows)
+    )
     validation = batch_of(held_out)
     fine_tune(
         folder,
@@ -112,16 +114,16 @@ def fine_tune(
     says: str,
     learning_rate: float = LEARNING_RATE,
 ) -> None:
-    """Train an untrained model on random batches of the examples until the measure reaches the target.
+    """Train a model from scratch on random batches of the examples until the measure reaches the target.
 
-    Args: says: the last words on the console, with a place for the measure.
+    Args: says: format string of the measure for the console.
     Raises: RuntimeError if it does not.
     """
     console = Console()
     started = time.perf_counter()
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    _write_untrained(draft, seed, model)
+    write_untrained(draft, seed, model)
     policy = _policy(draft, seed, learning_rate)
     draw = random.Random(seed)
     for step in range(1, MAX_STEPS + 1):
@@ -139,7 +141,7 @@ def fine_tune(
 
 
 def sampled_accuracy(policy: MegatronPolicy, batch: TrainBatch) -> float:
-    """Expected share of right answers at temperature 1: the mean probability of the whole right answer."""
+    """Expected accuracy at temperature 1: the mean probability of the correct answer."""
     import torch
 
     logprobs = policy.prompt_logprobs(batch)
@@ -149,7 +151,8 @@ def sampled_accuracy(policy: MegatronPolicy, batch: TrainBatch) -> float:
     return float(answers.exp().mean())
 
 
-def _write_untrained(folder: Path, seed: int, model: Qwen3Config) -> None:
+def write_untrained(folder: Path, seed: int, model: Qwen3Config, chat_template: str = task.CHAT_TEMPLATE) -> None:
+    """Write a model of random parameters and its tokenizer."""
     import torch
     from transformers import Qwen3ForCausalLM
     from transformers.utils import logging
@@ -157,7 +160,9 @@ def _write_untrained(folder: Path, seed: int, model: Qwen3Config) -> None:
     logging.disable_progress_bar()
     torch.manual_seed(seed)
     Qwen3ForCausalLM(model).save_pretrained(folder)
-    task.tokenizer().save_pretrained(folder)
+    tokenizer = task.tokenizer()
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
 
 
 def _policy(folder: Path, seed: int, learning_rate: float) -> MegatronPolicy:
@@ -190,10 +195,6 @@ def _policy(folder: Path, seed: int, learning_rate: float) -> MegatronPolicy:
         seed=seed,
         num_optimizer_steps=MAX_STEPS,
     )
-
-
-def _tokens(row: task.Row, tokenizer: Any) -> Example:
-    return example(row["prompt"][0]["content"], row["reward_spec"]["ground_truth"], tokenizer)
 
 
 def example(prompt: str, answer: str, tokenizer: Any) -> Example:

@@ -1,4 +1,4 @@
-"""Makes what `+experiment=sft_quickstart` needs: an untrained tiny model and the quickstart's sums as conversations."""
+"""Data and model of `+experiment=sft_quickstart`: the quickstart's sums as conversations, and an untrained model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from skyrl_train.config.sft import SftConfig
+from skyrl_train.tasks import quickstart
 from skyrl_train.tasks import tiny as task
 
 MODEL = Path("quickstart/sft_model")
@@ -15,36 +16,27 @@ CHAT_TEMPLATE = (
     "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
 )
-"""The quickstart's own, and the assistant's turns end with the end-of-sequence token. A prompt is the same in both."""
+"""The quickstart's, with an end-of-sequence token after the assistant's turns."""
 
 
 def prepare(config: SftConfig) -> None:
-    """Make data and model of the quickstart in the current folder, where they are missing and still asked for."""
+    """Create the data and model that `config` names in the current folder if they do not exist."""
     train_rows, validation_rows = task.addition_rows(seed=0)
-    for path, rows in ((TRAIN_DATA, train_rows), (VALIDATION_DATA, validation_rows)):
-        if str(path) in (*config.data.train_data, *config.data.val_data) and not path.exists():
-            task.write_rows(path, [conversation(row) for row in rows])
-    if Path(config.trainer.policy.model.path) == MODEL and not MODEL.exists():
-        write_untrained(MODEL, config.trainer.seed)
+    files = {
+        TRAIN_DATA: [conversation(row) for row in train_rows],
+        VALIDATION_DATA: [conversation(row) for row in validation_rows],
+    }
+    quickstart.make_missing(config, files, MODEL, write_untrained)
 
 
 def conversation(row: task.Row) -> task.Row:
-    """A sum as a question and its answer."""
+    """A sum as question and answer."""
     return {"messages": [*row["prompt"], {"role": "assistant", "content": row["reward_spec"]["ground_truth"]}]}
 
 
 def write_untrained(folder: Path, seed: int) -> None:
-    """A Qwen3 of 0.3 million random parameters. It appears at `folder` only when it is whole."""
-    import torch
-    from transformers import Qwen3ForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    torch.manual_seed(seed)
+    """Create a Qwen3 of 0.3 million random parameters; `folder` appears when it is complete."""
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    Qwen3ForCausalLM(task.model_config()).save_pretrained(draft)
-    tokenizer = task.tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(draft)
+    quickstart.write_untrained(draft, seed, task.model_config(), CHAT_TEMPLATE)
     draft.rename(folder)

@@ -1,7 +1,4 @@
-"""The quickstart's world: two-digit addition, a tokenizer of 64 characters and the shape of a model that can learn it.
-
-Everything is made here, nothing is downloaded. Pure: no file is touched but by `write_rows`.
-"""
+"""Two-digit addition, a tokenizer of 64 characters, and the shape of a model that can learn it, without downloads."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ if TYPE_CHECKING:
 
 PAD, EOS, BOS, UNK = "<pad>", "<eos>", "<bos>", "<unk>"
 VOCABULARY = (PAD, EOS, BOS, UNK, *"0123456789abcdefghijklmnopqrstuvwxyz +-*/=().,?:!<>\n_;'\"[]#%")
-"""Token of each id; 64 of them, so that every id a model can draw has a text."""
+"""Token of each id; 64, so that every id that a model can sample has a text."""
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Joins the contents: a prompt is exactly its characters."""
 OPERANDS = range(100)
@@ -30,7 +27,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     characters = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=UNK))
-    # Not a plain dot: it does not match newlines, and two of them in a row would be one piece and become <unk>.
+    # Not a plain dot: it does not match newlines, so that two adjacent ones would become <unk>.
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     characters.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -52,9 +49,9 @@ def model_config(
     num_heads: int = 4,
     initializer_range: float = 0.08,
 ) -> Qwen3Config:
-    """A Qwen3 in float32, of 0.3 million parameters unless its sizes are given; two query heads share each key head.
+    """A Qwen3 in float32 with 0.3 million parameters by default; two query heads share each key head.
 
-    With the usual `initializer_range` of 0.02 so narrow a model starts to learn much later.
+    With the usual `initializer_range` of 0.02 such a narrow model starts to learn much later.
     """
     from transformers import Qwen3Config
 
@@ -92,7 +89,7 @@ def addition_rows(seed: int) -> tuple[list[Row], list[Row]]:
 
 
 def sum_row(a: int, b: int, num_digits: int) -> Row:
-    """A sum to work out: the numbers have `num_digits` digits (`07+48=`), the answer has no zeros in front."""
+    """A sum: the numbers have `num_digits` digits (`07+48=`), the answer has no leading zeros."""
     return {
         "data_source": "addition",
         "prompt": [{"role": "user", "content": f"{a:0{num_digits}d}+{b:0{num_digits}d}="}],
@@ -103,6 +100,6 @@ def sum_row(a: int, b: int, num_digits: int) -> Row:
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
-    """Writes rows as JSON lines, the folder included."""
+    """Write rows as JSON lines; creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -13,14 +13,13 @@ from skyrl_train.hf.flops import num_experts
 from skyrl_train.ranks import SavedState
 from skyrl_train.rollout.source import GroupSource
 from skyrl_train.tracking.timers import Timers
-from skyrl_train.trainer.agreement.first_check import FirstCheck
 from skyrl_train.trainer.agreement.logprob_bound import LogprobBound
-from skyrl_train.trainer.agreement.sync_check import SyncCheck
+from skyrl_train.trainer.agreement.sync_check import FirstCheck, SyncCheck
 from skyrl_train.trainer.credit import LearningSignal
 from skyrl_train.trainer.from_config import micro_batch_limits, objective
 from skyrl_train.trainer.performance import MemoryReport
 from skyrl_train.trainer.publisher import Publisher
-from skyrl_train.trainer.residency import Colocated, Dedicated, Residency
+from skyrl_train.trainer.residency import Colocated, Residency
 from skyrl_train.trainer.scorers import Scorers
 from skyrl_train.trainer.sft import FineTuning
 from skyrl_train.trainer.step import TrainingStep
@@ -86,7 +85,7 @@ class Assembly:
         policy, scorers, engines, sync = processes.policy, processes.scorers, processes.engines, processes.weight_sync
         report = MemoryReport(policy, scorers, engines)
         if not processes.sharing.is_shared:
-            return Dedicated(sync, scorers, report)
+            return Residency(sync, scorers, report)
         return Colocated(policy, scorers, engines, sync, processes.sharing.release, report)
 
     def step(self, source: GroupSource, publisher: Publisher, *, always_updates: bool = False) -> TrainingStep:

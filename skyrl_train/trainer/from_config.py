@@ -1,6 +1,9 @@
-"""What the configuration and the model's shape mean for splitting batches and for the algorithm."""
+"""Values derived from the configuration and the model's shape."""
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -8,7 +11,7 @@ from skyrl_train.algorithms.build import build_objective
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.config.generator import SamplingConfig
-from skyrl_train.config.rl import AlgorithmConfig
+from skyrl_train.config.rl import AlgorithmConfig, TrainerConfig
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.hf.flops import model_cost
 from skyrl_train.ranks import pad_multiple
@@ -16,7 +19,7 @@ from skyrl_train.types import SamplingParams
 
 
 def micro_batch_limits(trainer: TrainingConfig, model: PretrainedConfig, dp_size: int) -> MicroBatchLimits:
-    """How a mini-batch is split for the policy's layout."""
+    """Limits of micro-batches in the policy's layout."""
     layout = trainer.policy.megatron_config
     pipeline = layout.pipeline_model_parallel_size
     tp = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
@@ -32,12 +35,12 @@ def micro_batch_limits(trainer: TrainingConfig, model: PretrainedConfig, dp_size
 
 
 def objective(algorithm: AlgorithmConfig, sampling: SamplingConfig, logprobs_chunk_size: int) -> Objective:
-    """What an update minimises."""
+    """Objective of an update."""
     return build_objective(algorithm.values, sampling.temperature, logprobs_chunk_size)
 
 
 def sampling_params(config: SamplingConfig) -> SamplingParams:
-    """What engines are asked for."""
+    """Sampling parameters of a request, without a seed."""
     return SamplingParams(
         max_generate_length=config.max_generate_length,
         temperature=config.temperature,
@@ -46,3 +49,29 @@ def sampling_params(config: SamplingConfig) -> SamplingParams:
         min_p=config.min_p,
         stop=config.stop,
     )
+
+
+def settings_of(trainer: TrainingConfig) -> dict[str, Any]:
+    """Key -> value of everything that must not change on resume: the ranks' files depend on the layout, steps and
+    learning rate on the batches, and adapters on their base model."""
+    megatron, model = trainer.policy.megatron_config, trainer.policy.model
+    sizes = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor")
+    keys = {f"{kind}_parallel_size": getattr(megatron, f"{kind}_parallel_size") for kind in sizes}
+    settings: dict[str, Any] = {f"trainer.policy.megatron_config.{key}": value for key, value in keys.items()}
+    settings |= {
+        "trainer.placement.policy_num_nodes * policy_num_gpus_per_node": trainer.placement.num_policy_ranks,
+        "trainer.bf16": trainer.bf16,
+        "trainer.train_batch_size": trainer.train_batch_size,
+        "trainer.policy.model.lora.rank": model.lora.rank,
+    }
+    if isinstance(trainer, TrainerConfig):
+        if trainer.source != "on_policy":
+            settings["trainer.source"] = trainer.source
+        settings["trainer.policy_mini_batch_size"] = trainer.policy_mini_batch_size
+        settings["trainer.update_epochs_per_batch"] = trainer.update_epochs_per_batch
+    if model.lora.rank:
+        settings["trainer.policy.model.path"] = model.path
+        for key in ("alpha", "target_modules", "exclude_modules"):
+            settings[f"trainer.policy.model.lora.{key}"] = getattr(model.lora, key)
+    as_read: dict[str, Any] = json.loads(json.dumps(settings))
+    return as_read

@@ -14,8 +14,9 @@ from skyrl_train.config.training import TrainingConfig
 from skyrl_train.tracking.held_folder import HeldFolder
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
+from skyrl_train.trainer.from_config import settings_of
 from skyrl_train.trainer.problems import Problems, SkippedUpdates
-from skyrl_train.trainer.run_state import Checkpoints, RunState, settings_of
+from skyrl_train.trainer.run_state import Checkpoints, RunState
 from skyrl_train.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Loop(ABC):
         self._stop_requested = False
         self.global_step = 0
         self.run_id = ""
-        """For checkpoints: that of run.json in the run's folder."""
+        """As in run.json of the run's folder, for checkpoints."""
         self._pending = False
         """Whether an export or evaluation of the last step was skipped."""
         self._export_failed = False
@@ -63,7 +64,7 @@ class Loop(ABC):
 
     @abstractmethod
     async def step(self) -> Metrics:
-        """Update the policy once on what comes next; the metrics include `trainer/epoch` where there are epochs."""
+        """Train on the next rows or groups; the metrics include `trainer/epoch` if there are epochs."""
 
     @abstractmethod
     async def evaluate(self) -> Metrics:
@@ -74,13 +75,11 @@ class Loop(ABC):
     def can_evaluate(self) -> bool:
         """Whether there are held-out rows."""
 
-    @abstractmethod
-    async def load_weights(self) -> None:
-        """Put the policy's weights on the device, for an export."""
+    async def load_weights(self) -> None:  # noqa: B027  optional
+        """Put the policy's weights on the device, for an export; overridden where they may be offloaded."""
 
-    @abstractmethod
-    async def load_policy(self) -> None:
-        """Put the policy's weights and optimizer on the device, evicting whatever is there."""
+    async def load_policy(self) -> None:  # noqa: B027  optional
+        """Put the policy's weights and optimizer on the device, evicting whatever is there; like `load_weights`."""
 
     def resume(self, state: RunState) -> None:
         """Begin `train` with the step after this state, which the policy has loaded already."""
@@ -89,7 +88,7 @@ class Loop(ABC):
         self._pending = state.pending
 
     def stop(self) -> None:
-        """End the run after the step in flight."""
+        """End the run after the current step."""
         self._stop_requested = True
 
     async def train(self) -> None:

@@ -1,4 +1,4 @@
-"""What went wrong without ending the run at once, and therefore must end it with an error."""
+"""Problems that do not end a run at once, but make it end with an error."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from skyrl_train.types import Metrics
 log = logging.getLogger(__name__)
 
 WARN_AFTER = 3
-"""Steps in a row without an update, after which a warning comes."""
+"""Consecutive steps without an update before a warning."""
 END_AFTER = 10
-"""Steps in a row without an update, after which the run ends: each trained on other rows with the same weights."""
+"""Consecutive steps without an update before the run ends: each used other rows with the same weights."""
 
 
 class RunIncomplete(RuntimeError):
-    """The run reached its end, but not everything that was asked of it was done."""
+    """The run reached its end, but some of its work failed."""
 
 
 class Problems:
-    """Problems of a run, each logged when it is first noted."""
+    """Problems of a run, each logged once."""
 
     def __init__(self) -> None:
         self._noted: list[str] = []
 
     def note(self, problem: str | None) -> None:
-        """Args: problem: a sentence, or None where there is none."""
+        """Args: problem: a sentence, or None."""
         if problem is not None and problem not in self._noted:
             log.error("%s. The run will end with exit code 1", problem)
             self._noted.append(problem)
 
     def require_none(self) -> None:
-        """Raises: RunIncomplete with all that were noted."""
+        """Raises: RunIncomplete with all problems."""
         if self._noted:
             raise RunIncomplete("the run is incomplete: " + "; ".join(self._noted))
 
@@ -43,7 +43,7 @@ class SkippedUpdates:
         self._num_steps = self._num_skipped = self._in_a_row = 0
 
     def count(self, metrics: Metrics) -> None:
-        """Args: metrics: of one step. A step without optimizer steps does not count."""
+        """Args: metrics: of one step; ignored without optimizer steps."""
         if not (num_updates := metrics.get("policy/num_optimizer_steps", 0.0)):
             return
         is_skipped = metrics["policy/num_skipped_steps"] >= num_updates
@@ -52,26 +52,25 @@ class SkippedUpdates:
         self._in_a_row = self._in_a_row + 1 if is_skipped else 0
         if self._in_a_row == WARN_AFTER:
             log.warning(
-                "the updates of %d steps in a row were skipped, because their gradients were not finite; the run ends "
-                "after %d. Look at policy/grad_norm and the loss, and check the model's weights, the learning rate and "
-                "the data",
+                "the updates of %d consecutive steps were skipped, because their gradients were not finite; the run "
+                "ends after %d. Check policy/grad_norm, the loss, the model's weights, the learning rate and the data",
                 WARN_AFTER,
                 END_AFTER,
             )
 
     @property
     def is_all(self) -> bool:
-        """Whether no step of this process has changed the weights, and at least one should have."""
+        """Whether all updates of this process were skipped, and there was one."""
         return self._num_skipped == self._num_steps > 0
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the run must end: END_AFTER steps in a row changed nothing."""
+        """Whether the run must end: END_AFTER consecutive updates were skipped."""
         return self._in_a_row >= END_AFTER
 
     @property
     def problem(self) -> str | None:
-        """What to say at the end of the run, as a sentence."""
+        """Sentence for the end of the run, or None."""
         reason = "were skipped, because their gradients were not finite. Check the model's weights, the learning rate"
         if self.is_all:
             return f"the model was not trained: the updates of all {self._num_steps} steps {reason} and the data"

@@ -1,13 +1,13 @@
 """Which of policy, scorers and engines holds device memory in which phase of a step.
 
-`Dedicated`: each has its own devices (or, without GPUs, processes), so nothing moves. `Colocated`: they share devices.
+`Residency`: each has dedicated devices (or, without GPUs, processes); nothing moves. `Colocated`: they share devices.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
@@ -21,8 +21,14 @@ from skyrl_train.types import Group, Metrics
 Restart = Callable[[], Awaitable[None]]
 
 
-class Residency(Protocol):
-    """Called before each phase; returns when the processes of that phase have their memory, after any other phase."""
+class Residency:
+    """Dedicated devices: every process keeps its memory for the whole run.
+
+    Called before each phase; returns when the processes of that phase have their memory, after any other phase.
+    """
+
+    def __init__(self, weight_sync: WeightSync, scorers: Sequence[ScorerGroup], report: MemoryReport) -> None:
+        self._weight_sync, self._scorers, self._report = weight_sync, scorers, report
 
     async def for_rollout(self) -> None:
         """Make the engines ready to generate from the newest weights."""
@@ -33,11 +39,13 @@ class Residency(Protocol):
     async def for_training(self) -> None:
         """Make the policy ready to compute logprobs and to be updated."""
 
-    async def sync_weights(self, groups: Sequence[Group]) -> SyncResult:
-        """Send the policy's weights to the engines. Raises: the errors of `WeightSync.publish`."""
-
     async def for_saving(self) -> None:
         """Make the policy's weights readable."""
+
+    async def sync_weights(self, groups: Sequence[Group]) -> SyncResult:
+        """Send the policy's weights to the engines. Raises: like `WeightSync.publish`."""
+        await self._report.measure("training")
+        return await self._weight_sync.publish(groups)
 
     async def restart_trainers(self, restart_policy: Restart) -> None:
         """After a failure, when the policy's processes have ended: start new processes of policy and scorers.
@@ -45,43 +53,16 @@ class Residency(Protocol):
         The caller then runs `sync_weights` and `for_rollout` before engines serve again.
         Args: restart_policy: loads the state to resume from, which only the caller knows.
         """
-
-    def metrics(self) -> Metrics:
-        """Memory of each phase, and times and rates of what moved, since the last call."""
-
-
-class Dedicated:
-    """Every process keeps its memory for the whole run."""
-
-    def __init__(self, weight_sync: WeightSync, scorers: Sequence[ScorerGroup], report: MemoryReport) -> None:
-        self._weight_sync, self._scorers, self._report = weight_sync, scorers, report
-
-    async def for_rollout(self) -> None:
-        """Nothing to move."""
-
-    async def for_scoring(self, scorer: ScorerGroup) -> None:
-        """Nothing to move."""
-
-    async def for_training(self) -> None:
-        """Nothing to move."""
-
-    async def sync_weights(self, groups: Sequence[Group]) -> SyncResult:
-        await self._report.measure("training")
-        return await self._weight_sync.publish(groups)
-
-    async def for_saving(self) -> None:
-        """Nothing to move."""
-
-    async def restart_trainers(self, restart_policy: Restart) -> None:
         for scorer in self._scorers:
             await _restart(scorer)
         await restart_policy()
 
     def metrics(self) -> Metrics:
+        """Memory of each phase, and times and rates of what moved, since the last call."""
         return self._report.metrics()
 
 
-class Colocated:
+class Colocated(Residency):
     """Engines, scorers and policy use the same devices, one after the other:
 
     1. engines generate, then drop weights and KV cache;
@@ -101,8 +82,8 @@ class Colocated:
         report: MemoryReport,
     ) -> None:
         """Trainers are offloaded and the engines awake, as `launch` leaves them."""
-        self._policy, self._scorers, self._engines = policy, scorers, engines
-        self._weight_sync, self._release, self._report = weight_sync, release, report
+        super().__init__(weight_sync, scorers, report)
+        self._policy, self._engines, self._release = policy, engines, release
         self._policy_parts: frozenset[str] = frozenset()
         """Parts of the policy on the devices."""
         self._resident_scorer: ScorerGroup | None = None
@@ -176,7 +157,7 @@ class Colocated:
         self._policy_parts = frozenset((WEIGHTS, OPTIMIZER))
 
     def metrics(self) -> Metrics:
-        metrics = self._report.metrics()
+        metrics = super().metrics()
         for name, moved in self._moved.items():
             metrics[f"timing/{name}"] = sum(move.seconds for move in moved)
         copied = [move for move in self._moved.get("offload", ()) if move.num_bytes]

@@ -98,12 +98,6 @@ class SftTrainer(Loop):
         metrics = await parts.tuning.update(shards, examples)
         return metrics | {"trainer/epoch": float(parts.order.epoch)}
 
-    async def load_policy(self) -> None:
-        """It never leaves its devices."""
-
-    async def load_weights(self) -> None:
-        """They never leave their devices."""
-
     @property
     def can_evaluate(self) -> bool:
         return bool(self._parts.held_out)

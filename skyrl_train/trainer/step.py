@@ -16,8 +16,8 @@ from skyrl_train.config import Config
 from skyrl_train.ranks import LogprobLimit
 from skyrl_train.rollout.source import GroupSource
 from skyrl_train.tracking.timers import Timers
-from skyrl_train.trainer.agreement.first_check import FirstCheck
 from skyrl_train.trainer.agreement.logprob_bound import LogprobBound, compared_share, is_compared
+from skyrl_train.trainer.agreement.sync_check import FirstCheck
 from skyrl_train.trainer.credit import Credit, CreditAssignment, LearningSignal
 from skyrl_train.trainer.performance import training_performance
 from skyrl_train.trainer.publisher import Publisher
@@ -42,6 +42,8 @@ class TrainingStep:
     objective: Objective
     limits: MicroBatchLimits
     timers: Timers
+    groups: Sequence[Group] = ()
+    """Groups of the last step."""
     # Identifies the old logprobs that ranks keep; it is not the global step.
     _step_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -56,7 +58,7 @@ class TrainingStep:
             policy), SyncCheckFailed (first check) and errors of the source; after it RemoteFailed, and SyncCheckFailed
             for the published weights.
         """
-        groups = await self.source.next()
+        groups = self.groups = await self.source.next()
         with self.timers("convert_to_training_input"):
             batch = build_experience(groups, self.policy.policy_version)
             shards = Shards(self._split(batch, len(groups)))
@@ -70,7 +72,7 @@ class TrainingStep:
             signals = await self.scorers.score(shards)
             await self.first_check.judge(scores, groups)
             if signals.kl is not None:
-                credit = self._credit(batch, shards.whole(signals.kl, batch))
+                credit = self._credit(batch, shards.merged(signals.kl, batch))
         update = await self._update(groups, batch, shards, credit, signals)
         published = await self.publisher.publish(groups)
         return self.source.metrics() | credit.metrics | update | published | self.residency.metrics()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.config import Config
 from skyrl_train.rollout.metrics import rollout_metrics
 from skyrl_train.rollout.seeds import seed
-from skyrl_train.rollout.source import GroupSource, SourceState
 from skyrl_train.tracking.sinks import Tracker
-from skyrl_train.tracking.timers import Timers
 from skyrl_train.tracking.transcripts import TranscriptLog, transcript_of
 from skyrl_train.trainer.evaluation import Evaluation
 from skyrl_train.trainer.loop import Loop
@@ -19,48 +17,22 @@ from skyrl_train.trainer.step import TrainingStep
 from skyrl_train.types import Group, Metrics
 
 
-class MeasuredSource:
-    """A source with the metrics of its groups."""
-
-    def __init__(self, source: GroupSource, timers: Timers) -> None:
-        self._source, self._timers = source, timers
-        self.groups: list[Group] = []
-        """The last ones."""
-
-    async def next(self) -> list[Group]:
-        self.groups = await self._source.next()
-        return self.groups
-
-    def metrics(self) -> Metrics:
-        performance = rollout_performance(self.groups, self._timers)
-        return self._source.metrics() | rollout_metrics(self.groups) | performance
-
-    @property
-    def state(self) -> SourceState:
-        return self._source.state
-
-    def resume(self, state: SourceState) -> None:
-        self._source.resume(state)
-
-
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Parts of a run, built by the entrypoint."""
 
-    source: MeasuredSource
-    evaluation: Evaluation
     step: TrainingStep
-    policy: PolicyGroup
+    evaluation: Evaluation
     tracker: Tracker
     transcripts: TranscriptLog
-    timers: Timers
 
 
 class Trainer(Loop):
     """Reinforcement learning on the groups of any source."""
 
     def __init__(self, config: Config, parts: Parts, num_steps: int) -> None:
-        super().__init__(config.trainer, parts.source, parts.policy, parts.tracker, parts.timers, num_steps)
+        step = parts.step
+        super().__init__(config.trainer, step.source, step.policy, parts.tracker, step.timers, num_steps)
         self._config, self._parts = config, parts
 
     @property
@@ -79,12 +51,12 @@ class Trainer(Loop):
         await self._parts.step.residency.for_training()
 
     async def step(self) -> Metrics:
-        metrics = await self._parts.step.step()
-        self._log_samples()
-        return metrics
+        metrics, groups = await self._parts.step.step(), self._parts.step.groups
+        self._log_samples(groups)
+        return metrics | rollout_metrics(groups) | rollout_performance(groups, self._timers)
 
-    def _log_samples(self) -> None:
+    def _log_samples(self, groups: Sequence[Group]) -> None:
         trainer = self._config.trainer
         if trainer.log_samples_interval > 0 and self.global_step % trainer.log_samples_interval == 0:
-            chosen = [group.samples[0] for group in self._parts.source.groups[: trainer.num_logged_samples]]
+            chosen = [group.samples[0] for group in groups[: trainer.num_logged_samples]]
             self._parts.transcripts.log([transcript_of(self.global_step + 1, sample) for sample in chosen])

@@ -86,9 +86,3 @@ class Counting(Loop):
     async def evaluate(self) -> Metrics:
         self.evaluated.append(self.global_step)
         return {}
-
-    async def load_policy(self) -> None:
-        pass
-
-    async def load_weights(self) -> None:
-        pass

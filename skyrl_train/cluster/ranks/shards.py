@@ -1,4 +1,4 @@
-"""A step's batches on their way to the ranks."""
+"""Shards of a step's batch in Ray's object store."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Shards:
         self.batches = batches
         self.refs = [ray.put(batch) for batch in batches]
 
-    def put(self, values: Tensor, whole: TokenBatch) -> list[Any]:
-        """References to each shard's part of values [T] of the whole batch."""
-        parts = torch.split(values, whole.lengths.tolist())
-        nothing = values.new_empty(0)
-        return [ray.put(torch.cat([nothing, *(parts[i] for i in batch.sample_ids)])) for batch in self.batches]
+    def put(self, values: Tensor, batch: TokenBatch) -> list[Any]:
+        """References to each shard's part of values [T] of the batch."""
+        parts = torch.split(values, batch.lengths.tolist())
+        empty = values.new_empty(0)
+        return [ray.put(torch.cat([empty, *(parts[i] for i in shard.sample_ids)])) for shard in self.batches]
 
-    def whole(self, results: Sequence[Tensor], whole: TokenBatch) -> Tensor:
-        """[T] of the whole batch from those of each shard."""
-        parts: list[Tensor] = [results[0].new_empty(0)] * whole.num_samples
-        for batch, values in zip(self.batches, results, strict=True):
-            own = torch.split(values, batch.cu_seqlens.diff().tolist())
-            for sample, part in zip(batch.sample_ids.tolist(), own, strict=True):
+    def merged(self, results: Sequence[Tensor], batch: TokenBatch) -> Tensor:
+        """Values [T] of the batch from those of each shard."""
+        parts: list[Tensor] = [results[0].new_empty(0)] * batch.num_samples
+        for shard, values in zip(self.batches, results, strict=True):
+            own = torch.split(values, shard.cu_seqlens.diff().tolist())
+            for sample, part in zip(shard.sample_ids.tolist(), own, strict=True):
                 parts[sample] = part
         return torch.cat(parts)

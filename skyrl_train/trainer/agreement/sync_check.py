@@ -1,4 +1,4 @@
-"""Comparison of the logprobs of engines and trainer on fixed samples after a weight sync.
+"""Comparison of the logprobs of engines and trainer on fixed samples, after a weight sync and before the first update.
 
 Digests verify that the engine received the trainer's bytes; this verifies that it computes with them (the CPU build
 repacks weights, and either side's code of the model may be wrong).
@@ -6,6 +6,7 @@ repacks weights, and either side's code of the model may be wrong).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,10 +16,13 @@ import torch
 from skyrl_train.batching.build import build_experience
 from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.batching.split import split
+from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.types import Group, Sample, TrainBatch
 from skyrl_train.weight_sync.control import SyncCheckFailed
+
+log = logging.getLogger(__name__)
 
 NUM_SAMPLES = 8
 # Mean |difference| in nats on equal weights: 4e-7 in float32 on CPUs and GPUs; 5e-4 where vLLM's attention computes
@@ -104,6 +108,33 @@ class SyncCheck:
     def _scorable(self, groups: Sequence[Group]) -> list[Group]:
         """Groups whose first sample an engine can score; a service's clients may submit longer ones."""
         return [group for group in groups if len(group.samples[0].token_ids) <= self._max_tokens]
+
+
+class FirstCheck:
+    """The comparison before the first update of a process, when no sync has been compared yet.
+
+    Scores the first samples with every engine while engines are awake, and with the trainer once it is loaded."""
+
+    def __init__(self, check: SyncCheck, policy: PolicyGroup, engines: EnginePool) -> None:
+        self._check, self._policy, self._engines = check, policy, engines
+
+    async def scores(self, groups: Sequence[Group]) -> Scores | None:
+        """First half: the engines must be able to generate. None once they were compared."""
+        if self._check.has_compared:
+            return None
+        before = self._engines.num_changes
+        try:
+            return await self._check.scores(self._engines, groups)
+        except RemoteFailed as error:
+            await self._engines.drop_failed(error, before)
+            log.warning("an engine failed before the first update and is compared after its first sync: %s", error)
+            return None
+
+    async def judge(self, scores: Scores | None, groups: Sequence[Group]) -> None:
+        """Second half: the policy must be on its devices. Raises: SyncCheckFailed."""
+        if scores is not None:
+            expected = await self._check.expect(self._policy, groups)
+            self._check.judge(expected, scores, "before the first update")
 
 
 async def _scores(engines: EnginePool, batch: TrainBatch) -> Scores:

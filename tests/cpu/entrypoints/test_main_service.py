@@ -49,7 +49,7 @@ def starting(monkeypatch: pytest.MonkeyPatch, start: Callable[..., object]) -> N
 
 def test_a_configuration_that_cannot_work_is_refused_before_anything_is_prepared(capsys: pytest.CaptureFixture[str]):
     assert run("trainer.policy.optimizer_config.scheduler=linear") == 2
-    assert not prepared and "scheduler is linear, which falls towards" in capsys.readouterr().out
+    assert not prepared and "scheduler is linear: it decays towards" in capsys.readouterr().out
 
 
 def test_a_model_with_a_damaged_file_is_refused_before_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -20,7 +20,8 @@ from skyrl_train.data.order import OrderState
 from skyrl_train.entrypoints import command, main_sft, run
 from skyrl_train.file_sum import sum_of
 from skyrl_train.tasks.sft_quickstart import MODEL, write_untrained
-from skyrl_train.trainer.run_state import Checkpoints, RunState, settings_of
+from skyrl_train.trainer.from_config import settings_of
+from skyrl_train.trainer.run_state import Checkpoints, RunState
 from tests.support.jobs import Job, assert_interrupted, start_command
 
 ROWS = [

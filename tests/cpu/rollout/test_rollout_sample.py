@@ -250,7 +250,7 @@ def test_replies_that_the_template_refuses_are_the_environments_failure(register
         "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
         "{{ m['content'] }}{% endfor %}"
     )
-    with pytest.raises(EnvironmentFailure, match="cannot be shown to the policy: .*no tools"):
+    with pytest.raises(EnvironmentFailure, match="cannot be rendered for the policy: .*no tools"):
         play(Script(tokenizer, "a"), prompt("probe"))
     assert [env.closed for env in Robot.made] == [1]
 

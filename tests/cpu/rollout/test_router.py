@@ -127,7 +127,7 @@ def test_prompts_are_dealt_anew_after_their_prefixes_were_forgotten():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("engine", "reason"), [(broken, "the wire was cut"), (forgetful, "without answering")])
+@pytest.mark.parametrize(("engine", "reason"), [(broken, "the wire was cut"), (forgetful, "before all requests")])
 def test_a_failed_engine_fails_its_waiting_callers_and_no_others(engine, reason):
     async def main() -> None:
         router = Router([engine, Engine()])
@@ -210,13 +210,13 @@ def test_a_prompt_goes_to_an_engine_that_is_left_and_comes_back_to_no_lost_one()
     asyncio.run(main())
 
 
-def test_a_request_that_was_with_several_lost_engines_is_given_up_by_name():
+def test_a_request_that_several_engines_died_serving_fails_with_its_name():
     async def main() -> None:
         engines = [Mortal(answers=0) for _ in range(MAX_LOSSES + 2)]
         router = mortals(*engines)
         with pytest.raises(
             EngineFailedError,
-            match=f"{MAX_LOSSES} engines .* in flight, .*prompt 'row-7', 3 tokens, at most 4 .* was killed",
+            match=f"{MAX_LOSSES} engines died while serving .*prompt 'row-7', 3 tokens, at most 4 .* was killed",
         ):
             await asyncio.wait_for(router.generate([1, 2, 3], PARAMS, "row-7"), 5)
         assert sum(len(engine.batches) for engine in engines) == MAX_LOSSES

@@ -61,7 +61,7 @@ def test_a_service_is_stopped_once(answer: Exception | None, monkeypatch: pytest
     actor = service._handle
     service.stop()
     assert actor.called == ["close", "kill"] and ended == ["Ray"]
-    with pytest.raises(ServiceBroken, match="this program has stopped the service"):
+    with pytest.raises(ServiceBroken, match="the service was stopped by this program"):
         _ = service.policy_version
     assert actor.called == ["close", "kill"]
 
@@ -69,7 +69,7 @@ def test_a_service_is_stopped_once(answer: Exception | None, monkeypatch: pytest
 def test_engines_that_are_not_replaced_any_more_are_not_promised(monkeypatch: pytest.MonkeyPatch):
     service = handle(monkeypatch, state=STATE)
     assert service.broken is None
-    with pytest.raises(ConnectionError, match="lost ones are being replaced"):
+    with pytest.raises(ConnectionError, match="dead ones are being replaced"):
         _ = service.openai_base_urls
     broken = dataclasses.replace(STATE, broken="no engine is left")
     service = handle(monkeypatch, state=broken)
@@ -82,8 +82,8 @@ def test_engines_that_are_not_replaced_any_more_are_not_promised(monkeypatch: py
 
 def test_a_service_that_does_not_answer_is_waited_for_so_long_and_can_be_ended(monkeypatch: pytest.MonkeyPatch):
     service = handle(monkeypatch, state=GetTimeoutError(), close=GetTimeoutError())
-    with pytest.raises(TimeoutError, match="process did not answer within 30 s"):
+    with pytest.raises(TimeoutError, match="process did not respond within 30 s"):
         _ = service.broken
-    with pytest.raises(ServiceBroken, match="did not answer within 60 s, and was killed"):
+    with pytest.raises(ServiceBroken, match="did not respond within 60 s, and was killed"):
         service.stop()
     assert service._handle.called[-1] == "kill"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from skyrl_train.config import ConfigError, load_config
 from skyrl_train.tasks.long_addition import MODEL, TRAIN_DATA, VALIDATION_DATA, long_addition_rows, model_config
-from skyrl_train.tasks.quickstart import make_missing
+from skyrl_train.tasks.quickstart import make_missing, run_warm_start
 from skyrl_train.tasks.tiny import Row, sum_row, tokenizer
 
 
@@ -64,12 +65,17 @@ def test_only_files_that_the_configuration_asks_for_are_made(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     config = load_config(["+experiment=long_addition", "data.val_data=[mine.jsonl]", "trainer.policy.model.path=mine"])
     train, validation = Path("long_addition/train.jsonl"), Path("long_addition/validation.jsonl")
-    make_missing(config, {train: [sum_row(1, 2, 3)], validation: []}, Path("long_addition/model"), "no.such.module")
+    make_missing(
+        config,
+        {train: [sum_row(1, 2, 3)], validation: []},
+        Path("long_addition/model"),
+        partial(run_warm_start, "no.such.module"),
+    )
     assert [path.name for path in Path("long_addition").iterdir()] == ["train.jsonl"]
 
 
 def test_a_warm_start_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     config = load_config(["+experiment=long_addition"])
-    with pytest.raises(ConfigError, match="the warm start that makes long_addition/model failed"):
-        make_missing(config, {}, Path("long_addition/model"), "skyrl_train.no_such_module")
+    with pytest.raises(ConfigError, match="the warm start of long_addition/model failed; see its output above"):
+        make_missing(config, {}, Path("long_addition/model"), partial(run_warm_start, "skyrl_train.no_such_module"))

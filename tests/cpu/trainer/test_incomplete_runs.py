@@ -89,7 +89,7 @@ def test_updates_skipped_for_long_are_warned_of_and_then_end_the_run_with_what_w
     with pytest.raises(RunIncomplete, match="ended early: the updates of the last 10 steps were skipped"):
         asyncio.run(loop.train())
     assert loop.global_step == 5 + END_AFTER and steps(trainer) == [15]
-    assert caplog.text.count("the updates of 3 steps in a row were skipped") == 1
+    assert caplog.text.count("the updates of 3 consecutive steps were skipped") == 1
 
 
 def test_steps_without_an_update_and_single_skipped_ones_are_no_sign_of_trouble():

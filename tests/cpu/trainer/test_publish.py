@@ -20,7 +20,7 @@ from skyrl_train.ranks import Moved, UpdateReport
 from skyrl_train.service.job import HealthCheckJob, SftJob, TrainJob
 from skyrl_train.service.queue import StaleSamples
 from skyrl_train.trainer.performance import MemoryReport
-from skyrl_train.trainer.residency import Colocated, Dedicated
+from skyrl_train.trainer.residency import Colocated, Residency
 from skyrl_train.types import SamplingParams
 from skyrl_train.weight_sync.control import SyncCheckFailed
 from tests.support.fake_actors import SYNC, FakeEngine, FakeRank, engine_group, policy_group, ref
@@ -64,7 +64,7 @@ class World:
         self.policy = await policy_group(monkeypatch, self.rank)
         self.sync = WeightSync(self.policy, self.engines, SYNC, self.check)
         await self.sync.senders.connect()
-        self.residency = Dedicated(self.sync, (), MemoryReport(self.policy, (), self.engines))
+        self.residency = Residency(self.sync, (), MemoryReport(self.policy, (), self.engines))
 
     async def answers(self, count: int = 4) -> list[int]:
         """The version that each answer was drawn from."""

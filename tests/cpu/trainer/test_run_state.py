@@ -21,8 +21,9 @@ from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_fol
 from skyrl_train.file_sum import FileSum, sum_of
 from skyrl_train.tracking.run_dir import write_record
 from skyrl_train.trainer import run_state
+from skyrl_train.trainer.from_config import settings_of
 from skyrl_train.trainer.problems import RunIncomplete
-from skyrl_train.trainer.run_state import DRAFT, RECORD, Checkpoints, RunState, load_checkpoint, settings_of
+from skyrl_train.trainer.run_state import DRAFT, RECORD, Checkpoints, RunState, load_checkpoint
 from tests.support.counting import NUM_ROWS, Counting, steps, trainer_config
 
 

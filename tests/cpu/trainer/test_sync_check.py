@@ -13,8 +13,7 @@ from torch import Tensor
 
 from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.cluster.calls import RemoteFailed
-from skyrl_train.trainer.agreement.first_check import FirstCheck
-from skyrl_train.trainer.agreement.sync_check import SyncCheck, SyncCheckFailed, batch_of
+from skyrl_train.trainer.agreement.sync_check import FirstCheck, SyncCheck, SyncCheckFailed, batch_of
 from skyrl_train.types import Group, Prompt, Sample, TrainBatch
 
 LIMITS = MicroBatchLimits(dp_size=2, max_tokens=16, max_sample_tokens=64, min_micro_batches=2, micro_batch_multiple=2)
