@@ -11,10 +11,12 @@ import pytest
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.ranks.release import Release
+from skyrl_train.cluster.ranks.scorer_group import ScorerGroup, reference_scorer
 from skyrl_train.cluster.weight_sync import WeightSync
+from skyrl_train.ranks import Moved
 from skyrl_train.trainer.performance import MemoryReport
 from skyrl_train.trainer.residency import Colocated
-from tests.support.fake_actors import SYNC, FakeEngine, FakeRank, engine_group, policy_group
+from tests.support.fake_actors import GIB, SYNC, FakeEngine, FakeRank, engine_group, policy_group
 
 MOVES = ("sleep", "wake_weights", "begin_weight_update", "resume", "wake_kv_cache", "policy starts")
 DEADLINE_S = 120
@@ -33,6 +35,7 @@ class World:
         self.policy = await policy_group(monkeypatch, self.rank)
         check: Any = SimpleNamespace(is_due=lambda sync: False)
         sync, report = WeightSync(self.policy, engines, SYNC, check), MemoryReport(self.policy, (), engines)
+        self.engines, self.sync = engines, sync
         await sync.senders.connect()
         self.residency = Colocated(self.policy, (), engines, sync, Release(), report)
 
@@ -111,5 +114,46 @@ def test_a_quiet_step_wakes_and_sleeps_once(monkeypatch: pytest.MonkeyPatch):
             await world.residency.sync_weights(())
         step = ["sleep", "wake_weights", "begin_weight_update", "resume"]
         assert world.story == [*step, "wake_weights", "wake_kv_cache", *step]
+
+    in_world(monkeypatch, main)
+
+
+class Noting(Release):
+    """Records which model enters and leaves its devices."""
+
+    def __init__(self) -> None:
+        self.moves: list[str] = []
+
+    async def leave(self, group: Any, *parts: str) -> Moved:
+        self.moves.append(f"{getattr(group, 'name', 'policy')} leaves")
+        return Moved(0, 0.0)
+
+    async def enter(self, group: Any, *parts: str) -> Moved:
+        self.moves.append(" ".join((getattr(group, "name", "policy"), "enters", *parts)))
+        return Moved(0, 0.0)
+
+
+def test_scorers_are_on_the_devices_one_at_a_time_and_the_policy_scores_for_itself(monkeypatch: pytest.MonkeyPatch):
+    async def memory() -> list[dict[str, float]]:
+        return [{"reserved": 2.0 * GIB, "free": 1.0 * GIB}]
+
+    def scorer(name: str) -> ScorerGroup:
+        model: Any = SimpleNamespace(name=name, memory=memory)
+        return ScorerGroup(name, f"{name}_logprobs", model, "logprobs")
+
+    async def main(world: World) -> None:
+        release, scorers = Noting(), [scorer("ref"), scorer("teacher"), reference_scorer(world.policy)]
+        report = MemoryReport(world.policy, scorers, world.engines)
+        residency = Colocated(world.policy, scorers, world.engines, world.sync, release, report)
+        for each in scorers:
+            await residency.for_scoring(each)
+            await residency.for_scoring(each)
+        await residency.for_training()
+        assert release.moves == [
+            *("ref enters", "ref leaves", "teacher enters", "teacher leaves"),
+            *("policy enters weights", "policy enters optimizer"),
+        ]
+        metrics = residency.metrics()
+        assert metrics["memory/teacher/teacher_gib"] == metrics["memory/ref/teacher_gib"] == 2
 
     in_world(monkeypatch, main)
