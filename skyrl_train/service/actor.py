@@ -153,7 +153,7 @@ class ServiceActor:
         self._tracker = build_tracker(
             trainer.logger, self._run_dir.path, trainer.project_name, trainer.run_name, values
         )
-        self._queue: JobQueue[Job, Metrics] = JobQueue(self._run_and_log, self._runner.recover)
+        self._queue = JobQueue(self._run_and_log, self._runner.recover)
         self._health_checks = asyncio.create_task(check_health(self._queue, HEALTH_CHECK_S))
 
     async def state(self) -> State:

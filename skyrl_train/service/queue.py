@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
 
+from skyrl_train.service.job import Job
 from skyrl_train.types import Metrics
 
 log = logging.getLogger(__name__)
 
 KEPT = 10_000
 """Records of a Feed."""
-
-J = TypeVar("J")
-R = TypeVar("R")
 
 
 class JobFailed(RuntimeError):
@@ -30,25 +27,27 @@ class ServiceBroken(RuntimeError):
     """The service can no longer train."""
 
 
-class JobQueue(Generic[J, R]):
+class JobQueue:
     """Runs jobs in its own task, so that a client that disconnects changes nothing."""
 
-    def __init__(self, run: Callable[[J], Awaitable[R]], recover: Callable[[Exception], Awaitable[str]]) -> None:
+    def __init__(
+        self, run: Callable[[Job], Awaitable[Metrics]], recover: Callable[[Exception], Awaitable[str]]
+    ) -> None:
         """Args: recover: awaited after a job that raised, before its client gets the error; it restores the service and
         returns a report for the error. If it raises, no job can run any more."""
         self._run, self._recover = run, recover
-        self._waiting: asyncio.Queue[tuple[J, asyncio.Future[R]]] = asyncio.Queue()
+        self._waiting: asyncio.Queue[tuple[Job, asyncio.Future[Metrics]]] = asyncio.Queue()
         self._broken: str | None = None
         self._is_running = False
         self._task: asyncio.Task[None] | None = None
 
-    def submit(self, job: J) -> asyncio.Future[R]:
+    def submit(self, job: Job) -> asyncio.Future[Metrics]:
         """Returns: the job's result once it is done, or JobFailed, ServiceBroken. Raises: ServiceBroken."""
         if self._broken is not None:
             raise ServiceBroken(f"the service can no longer train: {self._broken}")
         if self._task is None:
             self._task = asyncio.create_task(self._work())
-        answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Metrics] = asyncio.get_running_loop().create_future()
         self._waiting.put_nowait((job, answer))
         # Shielded: a caller's cancellation must not make the job's result an error of the worker.
         return asyncio.shield(answer)

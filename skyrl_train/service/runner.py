@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import Any
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.launch import Processes
@@ -169,7 +168,7 @@ class JobRunner:
         return f"the trainer was restarted at version {version}, which the engines serve"
 
 
-async def check_health(queue: JobQueue[Any, Any], interval_s: float) -> None:
+async def check_health(queue: JobQueue, interval_s: float) -> None:
     """Submit a HealthCheckJob whenever the queue is idle; returns when the queue accepts no more jobs.
 
     In a run, requests for samples reveal a dead engine; between the jobs of a service nothing else does.
