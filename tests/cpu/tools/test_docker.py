@@ -161,7 +161,7 @@ def test_what_the_cpu_image_uninstalls_is_what_the_set_up_script_leaves_out(dock
     version = re.match(r"python:(\d+\.\d+)\.", instructions[0].value)
     assert version is not None
     environment = {"python_version": version[1], "sys_platform": "linux"}
-    lines = re.findall(r"^\w+ ;.*$", (ROOT / "docker" / "check" / "left_out.txt").read_text(), re.MULTILINE)
+    lines = re.findall(r"^\w+ ;.*$", (ROOT / "scripts" / "left_out.txt").read_text(), re.MULTILINE)
     asked = [Requirement(line) for line in lines]
     left_out = {one.name for one in asked if one.marker is not None and not one.marker.evaluate(environment)}
     commands = [command for one in instructions if one.name == "RUN" for command in one.commands]
