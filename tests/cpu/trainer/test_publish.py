@@ -27,6 +27,7 @@ from tests.support.fake_actors import SYNC, FakeEngine, FakeRank, engine_group, 
 from tests.support.job_runners import job_runner
 
 PARAMS = SamplingParams(max_generate_length=4)
+FAR_NODE = "f0" * 28
 SYNC_CALLS = ["begin_weight_update", "update_weights", "finish_weight_update", "resume"]
 
 
@@ -243,8 +244,8 @@ def test_processes_of_a_node_that_is_lost_are_not_waited_for(monkeypatch: pytest
     async def main(world: World) -> None:
         task = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *args: ref(RayActorError())))
         monkeypatch.setattr("ray.remote", lambda function: task)
-        monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": "far", "Alive": not is_lost}])
-        world.rank.answers["find_place"] = ("far", 7, "")
+        monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": FAR_NODE, "Alive": not is_lost}])
+        world.rank.answers["find_place"] = (FAR_NODE, 7, "")
         await world.policy.start({})
         if is_lost:
             await world.policy.kill()
