@@ -54,7 +54,7 @@ def no_process_outlives_the_tests() -> Iterator[None]:
     """Fail the session if it leaves a child process behind, and end what is left."""
     yield
     left = [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in _command(p)]
-    _, alive = psutil.wait_procs(left, timeout=10)
+    _, alive = psutil.wait_procs(left, timeout=60)
     names = [f"{p.pid}: {_command(p)[:120]}" for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     for process in alive:
         process.kill()

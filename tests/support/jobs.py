@@ -178,7 +178,7 @@ class Job:
         """The actor that writes this log file (`policy-0`, `engine-0`)."""
         return actor_of(self.run_dir / f"logs/{name}.log")
 
-    def left_behind(self, patience_s: float = 15) -> list[str]:
+    def left_behind(self, patience_s: float = 60) -> list[str]:
         """Processes that outlive the job."""
         deadline = time.monotonic() + patience_s
         while (found := self._left()) and time.monotonic() < deadline:
@@ -199,7 +199,7 @@ class Job:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 def start(

@@ -66,7 +66,7 @@ async def main() -> None:
     assert ask(service, service.model_name)["policy_versions"] == [1]
 
     job = asyncio.ensure_future(service.train_sft([ROW]))
-    await until(lambda: "policy-0" in alive(service.run_dir), "no job began", 60)
+    await until(lambda: "policy-0" in alive(service.run_dir), "no job began", 240)
     (pid,) = alive(service.run_dir)["service"]
     os.kill(pid, signal.SIGKILL)
     try:
@@ -75,7 +75,7 @@ async def main() -> None:
         assert "the service's process has ended" in str(error), error
     else:
         raise AssertionError("nobody noticed")
-    await until(lambda: not alive(service.run_dir), "engine and rank live on without their service", 30)
+    await until(lambda: not alive(service.run_dir), "engine and rank live on without their service", 120)
     print("all is well")
 
 

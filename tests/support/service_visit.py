@@ -124,7 +124,7 @@ async def lost_an_engine_while_idle(service: TrainingService) -> None:
     """Another one takes its place without a job."""
     version = service.policy_version
     os.kill(actor_of(Path(service.run_dir, "logs/engine-0.log")).pid, signal.SIGKILL)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while True:
         assert time.monotonic() < deadline, "no engine came"
         try:

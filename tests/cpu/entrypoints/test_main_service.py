@@ -84,11 +84,11 @@ def test_a_start_that_fails_is_one_message(
 def test_a_signal_ends_it_while_it_starts(number: int, code: int, monkeypatch: pytest.MonkeyPatch):
     def hang(*arguments: object) -> None:
         os.kill(os.getpid(), number)
-        time.sleep(20)
+        time.sleep(200)
 
     starting(monkeypatch, hang)
     started = time.monotonic()
-    assert run() == code and time.monotonic() - started < 15
+    assert run() == code and time.monotonic() - started < 100
 
 
 class Service(SimpleNamespace):
@@ -141,7 +141,7 @@ class Silent(SimpleNamespace):
     def broken(self) -> None:
         if self.patience_s is None:
             os.kill(os.getpid(), self.number)
-            time.sleep(20)
+            time.sleep(200)
         time.sleep(self.patience_s)
         raise TimeoutError("the service's process did not answer")
 
@@ -149,7 +149,7 @@ class Silent(SimpleNamespace):
         self.stops.append("stop")
         if self.hangs:
             os.kill(os.getpid(), self.number)
-            time.sleep(20)
+            time.sleep(200)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -160,7 +160,7 @@ def test_a_signal_ends_one_that_does_not_answer_and_a_second_one_waits_for_nothi
     service = Silent(number=number, hangs=hangs, stops=[], patience_s=None)
     starting(monkeypatch, lambda *arguments: service)
     started = time.monotonic()
-    assert run() == code and time.monotonic() - started < 15 and service.stops == ["stop"]
+    assert run() == code and time.monotonic() - started < 100 and service.stops == ["stop"]
 
 
 def test_one_that_is_silent_for_too_long_is_ended_and_has_failed(

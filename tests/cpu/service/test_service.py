@@ -36,7 +36,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str
         job.wait_for("engine   serves agents@0 at http://127.0.0.1:")
         yield job
         job.process.send_signal(signal.SIGINT)
-        assert job.wait(60) == 0, job.story()
+        assert job.wait() == 0, job.story()
         assert not (left := job.left_behind()), left
         assert not (job.run_dir / "state").exists(), "nobody needs it any more"
     finally:

@@ -160,7 +160,7 @@ def test_what_a_server_raised_ends_the_send_and_the_group():
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="no such parameter"):
         sender.send(specs_of(named), named)
-    assert time.monotonic() - started < 5 and wire.is_closed
+    assert time.monotonic() - started < 15 and wire.is_closed
     with pytest.raises(WeightSyncError, match="failed in the last update"):
         sender.send(specs_of(named), named)
 
