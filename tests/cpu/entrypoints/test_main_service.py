@@ -105,7 +105,7 @@ class Service(SimpleNamespace):
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "told"), [("finished", 0, "stopped the service"), ("running", 1, "error: ")]
+    ("status", "code", "told"), [("finished", 0, "stopped by another program"), ("running", 1, "error: ")]
 )
 def test_one_that_another_program_stopped_has_not_failed(
     status: str,
