@@ -1,13 +1,14 @@
-"""The nouns of one training step, in the order in which they come to be.
+"""Data types of a training step, in the order in which they are made.
 
     Prompt -> Sample x G -> Group -> ExperienceBatch -> TrainBatch (one per data-parallel rank)
     Example (supervised fine-tuning) -> TokenBatch -> TrainBatch
 
 A rank packs its TrainBatch into micro-batches (megatron/passes/packing.py).
 
-Shapes: L tokens of one sample, T tokens of many samples end to end (no padding), B samples, G samples of one group.
+Shapes: L tokens of one sample, T tokens of many samples end to end (no padding), B samples, G samples of one group;
+in `algorithms/` also P, the predicting positions of one packed micro-batch on one rank.
 `cu_seqlens [B + 1]` holds the bounds of the samples in a `[T]` tensor. Every `[T]` tensor is aligned to `token_ids`:
-entry t speaks of token t itself (its logprob is that of sampling token t given the tokens before it).
+entry t belongs to token t (its logprob is that of sampling token t given the tokens before it).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Metrics = dict[str, float]
 UNKNOWN_VERSION = -1
 """Policy version of a sample whose tokens or logprobs cannot be attributed to one."""
 VersionSpans = tuple[tuple[int, int], ...]
-"""(policy version, number of tokens that it drew), in the order of the tokens."""
+"""(policy version, number of tokens that it sampled), in the order of the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the engine draws tokens. The names are those of `generator.sampling_params`."""
+    """Sampling parameters of an engine, named as in `generator.sampling_params`."""
 
     max_generate_length: int
-    """Most tokens of one generation (one turn)."""
+    """Maximum tokens of one generation (one turn)."""
     temperature: float = 1.0
     """0 means greedy."""
     top_p: float = 1.0
@@ -58,25 +59,25 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end a generation; they stay part of its text and tokens."""
     seed: int | None = None
-    """Decides the tokens, whatever else the engine samples; None: they depend on the engine's other requests."""
+    """Makes the tokens independent of the engine's other requests; None: they depend on how requests are batched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What an engine returns for one prompt of token ids."""
+    """Answer of an engine to one prompt of token ids."""
 
     token_ids: list[int]
-    """[L] drawn tokens, the end-of-sequence token included where it was drawn."""
+    """[L] sampled tokens, including the end-of-sequence token if it was sampled."""
     logprobs: list[float]
-    """[L] of each drawn token under the distribution it was drawn from (temperature, top-p, top-k applied)."""
+    """[L] logprob of each token under the distribution it was sampled from (temperature and truncation applied)."""
     text: str
-    """The drawn tokens decoded, special tokens left out."""
+    """The tokens decoded, without special tokens."""
     stop_reason: str
-    """"stop" (end of sequence or stop string), "length" or "abort"."""
+    """"stop" (end of sequence or stop string), "length" or "abort"; a rollout rejects aborted generations."""
     policy_version: int
-    """Lowest version of the weights that drew a token of it."""
+    """Lowest version of the weights that sampled one of the tokens."""
     version_spans: VersionSpans = ()
-    """The versions of all tokens, in order; empty where the engine reports `policy_version` alone."""
+    """Versions of all tokens, in order; empty if the engine reports only `policy_version`."""
 
 
 Generate = Callable[[list[int], SamplingParams, str], Awaitable[Generation]]
@@ -94,8 +95,10 @@ class Sample:
     rollout_logprobs: Tensor
     """[L] float32: the engine's logprob where loss_mask, 0 elsewhere."""
     prompt_length: int
+    """Tokens of the prompt with its chat template."""
     rewards: Tensor
-    """[L] float64: each reward on the token that earned it, such as the last of a turn; 0 elsewhere."""
+    """[L] float64: each reward on the token that earned it, such as the last of a turn; 0 elsewhere. float64 makes the
+    advantages of equal rewards exactly 0."""
     stop_reason: str
     """"stop" or "length": that of the last generation, or "length" where the conversation became too long."""
     turns: int
@@ -104,7 +107,7 @@ class Sample:
     env_metrics: dict[str, Any] = field(default_factory=dict)
     transcript: list[Message] = field(default_factory=list)
     version_spans: VersionSpans = ()
-    """The versions of all tokens that the policy wrote, in their order; empty where they are not known."""
+    """Versions of all tokens that the policy wrote, in order; empty if unknown."""
 
     @property
     def reward(self) -> float:
@@ -162,7 +165,7 @@ class TokenBatch:
 
     @property
     def signals(self) -> dict[str, Tensor]:
-        """What the policy's ranks get of every token, [T] each."""
+        """Values per token, [T] each, that ranks receive beside ids, mask and weights."""
         return {}
 
 
@@ -179,7 +182,7 @@ class ExperienceBatch(TokenBatch):
 
     @property
     def signals(self) -> dict[str, Tensor]:
-        """As in TokenBatch."""
+        """Rollout logprobs and staleness."""
         return {"rollout_logprobs": self.rollout_logprobs, "staleness": self.staleness}
 
 

@@ -15,9 +15,9 @@ class SubmittedSample:
 
     reward: float
     sampling_params: dict[str, Any] | None = None
-    """As in the engine's answer; if given, a sample of another distribution than the trained one is rejected."""
+    """Copy of the engine's answer; if given, a sample of another distribution than the trained one is rejected."""
     policy_versions: list[int] | None = None
-    """As in the engine's answer; if given, a job is rejected unless they are the version that is trained."""
+    """Copy of the engine's answer; if given, a job is rejected unless they are the version that is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ class Loop(ABC):
         self._stop_requested = False
         self.global_step = 0
         self.run_id = ""
-        """As in run.json of the run's folder, for checkpoints."""
+        """Identifier in the run folder's run.json, stored in checkpoints."""
         self._pending = False
         """Whether an export or evaluation of the last step was skipped."""
         self._export_failed = False

@@ -19,12 +19,12 @@ Update = Callable[[LogprobsProcessor, LogprobsLists], None]
 
 @functools.cache
 def install() -> None:
-    """For all requests of this process that want the drawn tokens' logprobs alone, flat and without their text."""
+    """Patch vLLM for all requests of this process that ask for flat logprobs of the sampled tokens alone."""
     LogprobsProcessor._update_sample_logprobs = at_once(LogprobsProcessor._update_sample_logprobs)
 
 
 def at_once(one_by_one: Update) -> Update:
-    """Does what vLLM's method does, number for number; leaves to it what is more than one number a token."""
+    """Return vLLM's method with all tokens of a step handled at once; more than one number per token stays vLLM's."""
 
     @functools.wraps(one_by_one)
     def update(processor: LogprobsProcessor, lists: LogprobsLists) -> None:
@@ -33,15 +33,15 @@ def at_once(one_by_one: Update) -> Update:
             one_by_one(processor, lists)
             return
         assert processor.cumulative_logprob is not None
-        drawn = lists.logprobs[:, 0].tolist()
-        start, end = len(flat.logprobs), len(flat.logprobs) + len(drawn)
+        sampled = lists.logprobs[:, 0].tolist()
+        start, end = len(flat.logprobs), len(flat.logprobs) + len(sampled)
         flat.start_indices += range(start, end)
         flat.end_indices += range(start + 1, end + 1)
         flat.token_ids += lists.logprob_token_ids[:, 0].tolist()
-        flat.logprobs += drawn
+        flat.logprobs += sampled
         flat.ranks += lists.sampled_token_ranks.tolist()
-        flat.decoded_tokens += [None] * len(drawn)
+        flat.decoded_tokens += [None] * len(sampled)
         # Not sum(), which rounds in another way from Python 3.12 on.
-        processor.cumulative_logprob = functools.reduce(operator.add, drawn, processor.cumulative_logprob)
+        processor.cumulative_logprob = functools.reduce(operator.add, sampled, processor.cumulative_logprob)
 
     return update

@@ -70,7 +70,7 @@ class KeepsLogprobs(Scheduler):
 
 
 class KeepsLogprobsAsync(KeepsLogprobs, AsyncScheduler):
-    """The same for steps that are scheduled before the last one's tokens are known."""
+    """KeepsLogprobs for steps that are scheduled before the previous step's tokens are known."""
 
 
 def joined(parts: list[LogprobsLists]) -> LogprobsLists:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from textwrap import indent
@@ -49,3 +50,14 @@ def test_the_architecture_page_quotes_the_step():
     )
     assert code is not None
     assert indent(code[1], "    ") in (ROOT / "skyrl_train/trainer/step.py").read_text()
+
+
+def test_no_docstring_of_the_package_begins_with_a_dangling_word():
+    dangling = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / "skyrl_train").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if re.match(r"\s*(Of|As|The same)\b", node.value.value)
+    ]
+    assert not dangling, "a docstring is a sentence or a noun phrase that can be read by itself"
