@@ -152,7 +152,10 @@ KL_ESTIMATORS = Table(
 
 REDUCTIONS = Table(
     "trainer.algorithm.loss_reduction",
-    {name: f"reductions:{name}" for name in ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")},
+    {
+        name: f"reductions:{name}"
+        for name in ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "dr_grpo", "prompt_mean")
+    },
 )
-"""f(num_tokens [B] int64, trained tokens of each sample of one mini-batch; group_ids [B]; max_generate_length) -> [B]
+"""f(num_tokens [B] int64, trained tokens of each sample of one mini-batch; group_ids [B]; MaxLengths) -> [B]
 int64, the divisor of each sample's tokens (any value where it has none)"""

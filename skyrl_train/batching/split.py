@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.reductions import loss_weights
+from skyrl_train.algorithms.reductions import MaxLengths, loss_weights
 from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.batching.pack import Plan, distribute
 from skyrl_train.types import Metrics, TokenBatch, TrainBatch
@@ -19,7 +19,7 @@ def split(
     *,
     num_mini_batches: int = 1,
     reductions: Sequence[str] = ("token_mean",),
-    max_generate_length: int = 1,
+    max_lengths: MaxLengths = MaxLengths(),  # noqa: B008
     step_id: int = 0,
 ) -> list[TrainBatch]:
     """Split a step's samples into mini-batches, and each of these into data-parallel ranks and micro-batches.
@@ -27,7 +27,7 @@ def split(
     Mini-batches have the same number of groups, in the order of the experience. Loss weights are those of the whole
     mini-batch. The result depends on the arguments alone, so every process computes the same one.
 
-    Args: reductions: names of `REDUCTIONS`; max_generate_length in tokens, for the reduction that needs it.
+    Args: reductions: names of `REDUCTIONS`; max_lengths: for reductions that divide by one.
     Returns: [limits.dp_size]; samples are in the order in which the micro-batches use them.
     Raises: ValueError if the groups cannot be divided, a group is not contiguous, or a sample is too long.
     """
@@ -40,7 +40,7 @@ def split(
         mask = experience.loss_mask[bounds[0] : bounds[-1]]
         group_ids = experience.group_ids[start:end]
         for reduction, parts in weights.items():
-            parts.append(loss_weights(reduction, mask, bounds - bounds[0], group_ids, max_generate_length))
+            parts.append(loss_weights(reduction, mask, bounds - bounds[0], group_ids, max_lengths))
         plan = distribute(lengths[start:end], limits)
         plans.append([[[start + i for i in samples] for samples in rank] for rank in plan])
     views = {

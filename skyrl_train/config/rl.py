@@ -117,6 +117,7 @@ class AlgorithmConfig:
     advantage_estimator: Annotated[str, ADVANTAGES]
     grpo_norm_by_std: bool
     gamma: Share
+    advantage_batch_normalize: bool
     policy_loss_type: Annotated[str, LOSSES]
     eps_clip_low: Share
     eps_clip_high: NotNegative

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from skyrl_train.algorithms.advantages.reinforce import whitened
 from skyrl_train.algorithms.build import build_estimator, needs_advantages
 from skyrl_train.algorithms.credit import advantages
 from skyrl_train.algorithms.objective import Objective
@@ -32,11 +33,14 @@ class CreditAssignment:
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self._estimator = build_estimator(algorithm.values)
         self._kl_coef = algorithm.kl_loss_coef
+        self._normalizes = algorithm.advantage_batch_normalize
 
     def __call__(self, experience: ExperienceBatch, kl: Tensor | None = None) -> Credit:
         """Args: kl [T]: estimated KL divergence from the reference, subtracted from the rewards."""
         inputs = credit_inputs(experience, kl, self._kl_coef)
         result = advantages(self._estimator.function, inputs, self._estimator.parameters)
+        if self._normalizes:
+            result = whitened(result.double(), inputs.loss_mask).float()
         return Credit(result, credit_metrics(inputs, result))
 
 

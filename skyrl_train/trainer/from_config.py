@@ -9,8 +9,9 @@ from transformers import PretrainedConfig
 
 from skyrl_train.algorithms.build import build_objective
 from skyrl_train.algorithms.objective import Objective
+from skyrl_train.algorithms.reductions import MaxLengths
 from skyrl_train.batching.limits import MicroBatchLimits
-from skyrl_train.config.generator import SamplingConfig
+from skyrl_train.config.generator import GeneratorConfig, SamplingConfig
 from skyrl_train.config.rl import AlgorithmConfig, TrainerConfig
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.hf.flops import model_cost
@@ -49,6 +50,12 @@ def sampling_params(config: SamplingConfig) -> SamplingParams:
         min_p=config.min_p,
         stop=config.stop,
     )
+
+
+def max_lengths(generator: GeneratorConfig) -> MaxLengths:
+    """Longest response and conversation of training, in tokens."""
+    response = generator.sampling_params.max_generate_length
+    return MaxLengths(response, generator.max_input_length + response)
 
 
 def settings_of(trainer: TrainingConfig) -> dict[str, Any]:

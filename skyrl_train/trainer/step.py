@@ -19,6 +19,7 @@ from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.agreement.logprob_bound import LogprobBound, compared_share, is_compared
 from skyrl_train.trainer.agreement.sync_check import FirstCheck
 from skyrl_train.trainer.credit import Credit, CreditAssignment, LearningSignal
+from skyrl_train.trainer.from_config import max_lengths
 from skyrl_train.trainer.performance import training_performance
 from skyrl_train.trainer.publisher import Publisher
 from skyrl_train.trainer.residency import Residency
@@ -84,7 +85,7 @@ class TrainingStep:
             self.limits,
             num_mini_batches=mini_batches_of(num_groups, config.trainer.policy_mini_batch_size),
             reductions=self.objective.reductions,
-            max_generate_length=config.generator.sampling_params.max_generate_length,
+            max_lengths=max_lengths(config.generator),
             step_id=next(self._step_ids),
         )
 

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from skyrl_train.algorithms.objective import Objective
+from skyrl_train.algorithms.reductions import MaxLengths
 from skyrl_train.megatron.verify.trial import Trial, trial_objective
 from skyrl_train.types import ExperienceBatch
 
@@ -141,7 +142,7 @@ def make_trial(path: Path, sample_lengths: list[int] | None = None, **changes: A
         old_offsets=0.2 * torch.randn(total, generator=generator),
         ref_offsets=0.3 * torch.randn(total, generator=generator),
         objective=trial_objective(0.7, logprobs_chunk_size=7, eps_clip_high=0.28),
-        max_generate_length=64,
+        max_lengths=MaxLengths(64, 96),
     )
     return replace(trial, **changes)
 

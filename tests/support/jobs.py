@@ -97,11 +97,11 @@ GREEDY_MAIN = "greedy"
 refuses them: what the engine says of them is not the policy's distribution."""
 GREEDY = f"""\
 import sys
-from skyrl_train.checks import sampling
+from skyrl_train.checks import engines
 from {MAIN} import main
 
 if __name__ == "__main__":
-    sampling.NEUTRAL.clear()
+    engines.ALL_TOKENS.clear()
     sys.exit(main(sys.argv[1:]))
 """
 GREEDILY = ("generator.sampling_params.top_k=1", "trainer.logprob_difference={warn: 1e9, fail: 1e9}")

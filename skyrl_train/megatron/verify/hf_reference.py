@@ -67,7 +67,7 @@ def hugging_face(
             experience.loss_mask,
             experience.cu_seqlens,
             experience.group_ids,
-            trial.max_generate_length,
+            trial.max_lengths,
         )
         for reduction in objective.reductions
     }

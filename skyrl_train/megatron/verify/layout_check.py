@@ -99,7 +99,7 @@ def share_of(trial: Trial, layout: Layout, ranks: ParallelRanks, *, num_mini_bat
         rules(layout, ranks.dp_size),
         num_mini_batches=num_mini_batches,
         reductions=trial.objective.reductions,
-        max_generate_length=trial.max_generate_length,
+        max_lengths=trial.max_lengths,
     )
     batch = shards[ranks.dp_rank]
     advantages = trial.advantages[_token_indices(trial.experience, batch.sample_ids)]

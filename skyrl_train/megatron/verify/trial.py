@@ -11,6 +11,7 @@ from torch import Tensor
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.losses.ppo import regular
 from skyrl_train.algorithms.objective import Bound, Objective, Term, kl_to_reference, negative_entropy
+from skyrl_train.algorithms.reductions import MaxLengths
 from skyrl_train.config.policy import LoraConfig
 from skyrl_train.types import ExperienceBatch
 
@@ -28,7 +29,7 @@ class Trial:
     ref_offsets: Tensor
     """[T] float32: the same for the reference's logprobs."""
     objective: Objective
-    max_generate_length: int
+    max_lengths: MaxLengths
     bf16: bool = False
     lora: LoraConfig | None = None
     """Adapters to train; the outcome then has their gradients."""
@@ -73,7 +74,7 @@ def random_trial(
         old_offsets=0.2 * torch.randn(total, generator=generator),
         ref_offsets=0.3 * torch.randn(total, generator=generator),
         objective=trial_objective(temperature),
-        max_generate_length=max(lengths),
+        max_lengths=MaxLengths(max(lengths), 2 * max(lengths)),
         bf16=bf16,
     )
 

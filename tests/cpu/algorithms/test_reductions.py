@@ -3,9 +3,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.algorithms.reductions import loss_weights, weighted_sum
+from skyrl_train.algorithms.reductions import MaxLengths, loss_weights, weighted_sum
 from skyrl_train.algorithms.tables import REDUCTIONS
 
+LENGTHS = MaxLengths(response=10, conversation=14)
 MEANS = ["token_mean", "sequence_mean", "prompt_mean"]
 
 
@@ -25,26 +26,27 @@ GROUPS = torch.tensor([4, 4, 4, 9, 11])
     [
         ("token_mean", [1 / 6, 1 / 6, 1 / 6]),
         ("sequence_mean", [1 / (2 * 3), 1 / (1 * 3), 1 / (3 * 3)]),
-        ("seq_mean_token_sum_norm", [1 / (3 * 10)] * 3),
+        ("seq_mean_token_sum_norm", [1 / (3 * 14)] * 3),
+        ("dr_grpo", [1 / (3 * 10)] * 3),
         ("prompt_mean", [1 / (3 * 2), 1 / (3 * 2), 1 / (3 * 2)]),
     ],
 )
 def test_weights_of_each_reduction(reduction, per_sample):
     a, b, d = per_sample
     expected = torch.tensor([0, a, a] + [0, b, 0, 0] + [0, 0] + [0, 0, d, d, d] + [0, 0, 0], dtype=torch.float32)
-    torch.testing.assert_close(loss_weights(reduction, MASK, BOUNDS, GROUPS, 10), expected, rtol=1e-7, atol=0)
+    torch.testing.assert_close(loss_weights(reduction, MASK, BOUNDS, GROUPS, LENGTHS), expected, rtol=1e-7, atol=0)
 
 
 def test_prompt_mean_gives_each_group_the_same_share():
     mask, bounds = ragged([[1, 1, 1], [1], [1, 1]])
-    weights = loss_weights("prompt_mean", mask, bounds, torch.tensor([0, 0, 1]), 10)
+    weights = loss_weights("prompt_mean", mask, bounds, torch.tensor([0, 0, 1]), LENGTHS)
     torch.testing.assert_close(weights, torch.tensor([1 / 8] * 4 + [1 / 4] * 2))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_mini_batch_without_trained_tokens_has_only_zero_weights(reduction):
     mask, bounds = ragged([[0, 0], [0]])
-    weights = loss_weights(reduction, mask, bounds, torch.tensor([0, 1]), 10)
+    weights = loss_weights(reduction, mask, bounds, torch.tensor([0, 1]), LENGTHS)
     assert weights.tolist() == [0.0, 0.0, 0.0]
 
 
@@ -53,9 +55,9 @@ def test_a_fully_masked_sample_changes_no_other_weight(reduction):
     masks = [[0, 1, 1], [1], [0, 1, 1, 1]]
     groups = [0, 0, 1]
     mask, bounds = ragged(masks)
-    alone = loss_weights(reduction, mask, bounds, torch.tensor(groups), 10)
+    alone = loss_weights(reduction, mask, bounds, torch.tensor(groups), LENGTHS)
     mask, bounds = ragged([*masks, [0, 0]])
-    beside = loss_weights(reduction, mask, bounds, torch.tensor([*groups, 2]), 10)
+    beside = loss_weights(reduction, mask, bounds, torch.tensor([*groups, 2]), LENGTHS)
     assert torch.equal(beside, torch.cat([alone, torch.zeros(2)]))
 
 
@@ -69,7 +71,7 @@ samples = st.lists(
 @given(samples=samples)
 def test_weights_of_a_mean_sum_to_one(reduction, samples):
     mask, bounds = ragged([m for m, _ in samples])
-    weights = loss_weights(reduction, mask, bounds, torch.tensor([g for _, g in samples]), 10)
+    weights = loss_weights(reduction, mask, bounds, torch.tensor([g for _, g in samples]), LENGTHS)
     assert float(weights.double().sum()) == pytest.approx(1.0 if mask.any() else 0.0, abs=1e-6)
     assert torch.equal(weights != 0, mask)
 
@@ -82,14 +84,14 @@ def test_weights_follow_their_samples_when_these_are_permuted(reduction, samples
     cut = []
     for rows in (samples, [samples[i] for i in order]):
         mask, bounds = ragged([m for m, _ in rows])
-        weights = loss_weights(reduction, mask, bounds, torch.tensor([g for _, g in rows]), 10)
+        weights = loss_weights(reduction, mask, bounds, torch.tensor([g for _, g in rows]), LENGTHS)
         cut.append(weights.split(bounds.diff().tolist()))
     assert all(torch.equal(cut[1][new], cut[0][old]) for new, old in enumerate(order))
 
 
 def test_an_unknown_reduction_is_answered_with_the_nearest_valid_one():
     with pytest.raises(ValueError, match="loss_reduction is tokenmean: did you mean token_mean"):
-        loss_weights("tokenmean", MASK, BOUNDS, GROUPS, 10)
+        loss_weights("tokenmean", MASK, BOUNDS, GROUPS, LENGTHS)
 
 
 def test_weighted_sum_passes_neither_value_nor_gradient_of_a_token_without_weight():

@@ -6,7 +6,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.algorithms.reductions import loss_weights
+from skyrl_train.algorithms.reductions import MaxLengths, loss_weights
 from skyrl_train.algorithms.tables import REDUCTIONS
 from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.batching.pack import distribute
@@ -40,7 +40,11 @@ def limits_of(**changes):
 
 def cut(experience, limits, num_mini_batches=1, reduction="token_mean"):
     return split(
-        experience, limits, num_mini_batches=num_mini_batches, reductions=[reduction], max_generate_length=1024
+        experience,
+        limits,
+        num_mini_batches=num_mini_batches,
+        reductions=[reduction],
+        max_lengths=MaxLengths(1024, 2048),
     )
 
 
@@ -131,7 +135,11 @@ def test_ranks_together_hold_the_experience_and_its_loss(
         bounds = experience.cu_seqlens[first : last + 1]
         tokens = slice(int(bounds[0]), int(bounds[-1]))
         weights = loss_weights(
-            reduction, experience.loss_mask[tokens], bounds - bounds[0], experience.group_ids[first:last], 1024
+            reduction,
+            experience.loss_mask[tokens],
+            bounds - bounds[0],
+            experience.group_ids[first:last],
+            MaxLengths(1024, 2048),
         )
         one_process = float((term[tokens] * weights).sum())
         over_ranks = 0.0
