@@ -11,8 +11,7 @@ from torch import Tensor
 
 from skyrl_train.algorithms.inputs import Correction, TokenInputs
 from skyrl_train.algorithms.metrics import Metric, Reduce
-
-MAX_LOG_RATIO = 20.0
+from skyrl_train.algorithms.ratios import clamped
 
 
 def token_tis(tokens: TokenInputs, *, token_tis_ratio_clip_high: float) -> Correction:
@@ -58,7 +57,7 @@ def token_mask(
 
 def geometric_mask(tokens: TokenInputs, *, geo_mask_low: float, geo_mask_high: float) -> Correction:
     """Samples whose geometric mean of w is outside the bounds are dropped."""
-    mean = tokens.per_sample.mean(_log_weight(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    mean = clamped(tokens.per_sample.mean(_log_weight(tokens))).exp()
     outside = (mean < geo_mask_low) | (mean > geo_mask_high)
     return Correction((~outside).float(), _share("geo_masked_ratio", outside, Reduce.SAMPLE_MEAN))
 
@@ -92,13 +91,12 @@ def opsm(tokens: TokenInputs, *, opsm_delta: float) -> Correction:
 
 
 def _log_weight(tokens: TokenInputs) -> Tensor:
-    difference = tokens.old_logprobs - tokens.rollout_logprobs
-    return difference.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return clamped((tokens.old_logprobs - tokens.rollout_logprobs).detach())
 
 
 def _sum(tokens: TokenInputs) -> Tensor:
     """[P]: log of the product of w over each position's sample."""
-    return tokens.per_sample.sum(_log_weight(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return clamped(tokens.per_sample.sum(_log_weight(tokens)))
 
 
 def _weights(weight: Tensor) -> dict[str, Metric]:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 Estimator = Callable[..., Tensor]
 
+EPS = 1e-8
+"""Added to the variance by `whitened`, as in SkyRL and verl."""
+
 
 @dataclass(frozen=True, slots=True)
 class CreditInputs:
@@ -63,6 +66,14 @@ def advantages(estimator: Estimator, inputs: CreditInputs, parameters: Mapping[s
     else:
         result = _checked(estimator(inputs, **parameters), len(inputs.rewards), estimator)
     return result.to(torch.float32)
+
+
+def whitened(values: Tensor, mask: Tensor) -> Tensor:
+    """(values - mean) / sqrt(variance + eps) with the mean and the sample variance of the masked values. [T] float64"""
+    trained = values[mask]
+    centred = values - (trained.mean() if len(trained) else 0.0)
+    variance = trained.var() if len(trained) > 1 else trained.new_zeros(())
+    return centred * (variance + EPS).rsqrt()
 
 
 def _checked(result: Tensor, size: int, estimator: Estimator) -> Tensor:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""exp(20) = 5e8: beyond it, float32 sums lose the other tokens; exp(89) would be infinite."""
+from skyrl_train.algorithms.ratios import MAX_LOG_RATIO
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

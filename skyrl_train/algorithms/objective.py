@@ -12,8 +12,8 @@ from torch import Tensor
 from skyrl_train.algorithms.inputs import LossTerms, TokenInputs, needs
 from skyrl_train.algorithms.kl import k3
 from skyrl_train.algorithms.losses.cross_entropy import cross_entropy
-from skyrl_train.algorithms.losses.ppo import MAX_LOG_RATIO, ratio
 from skyrl_train.algorithms.metrics import Metric, Reduce
+from skyrl_train.algorithms.ratios import clamped, ratio
 from skyrl_train.algorithms.reductions import weighted_sum
 
 
@@ -154,6 +154,6 @@ def _differences(tokens: TokenInputs) -> dict[str, Metric]:
             metrics[f"policy/rollout_train_logprobs_abs_diff_{name}"] = Metric(log_weight.abs(), reduce)
         k3_values = k3(signals["rollout_logprobs"], signals["old_logprobs"])
         metrics["policy/rollout_train_kl"] = Metric(k3_values, Reduce.TOKEN_MEAN)
-        weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        weight = clamped(log_weight).exp()
         metrics["policy/rollout_train_effective_share"] = Metric(weight, Reduce.TOKEN_EFFECTIVE_SHARE)
     return metrics

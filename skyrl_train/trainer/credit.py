@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from skyrl_train.algorithms.advantages.reinforce import whitened
 from skyrl_train.algorithms.build import build_estimator, needs_advantages
-from skyrl_train.algorithms.credit import advantages
+from skyrl_train.algorithms.credit import advantages, whitened
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.build import credit_inputs, credit_metrics
 from skyrl_train.config.rl import AlgorithmConfig

@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.advantages.groups import group_sum, grouped
-from skyrl_train.algorithms.credit import CreditInputs, compares_samples
-
-EPS = 1e-8
-"""Added to the variance, as in SkyRL and verl."""
+from skyrl_train.algorithms.credit import CreditInputs, compares_samples, whitened
 
 
 def reinforce_plus_plus(inputs: CreditInputs, *, gamma: float) -> Tensor:
@@ -49,11 +46,3 @@ def _returns(rewards: Tensor, discounts: Tensor) -> Tensor:
         total = reward + discount * total
         returns.append(total)
     return torch.tensor(returns, dtype=rewards.dtype).flip(0)
-
-
-def whitened(values: Tensor, mask: Tensor) -> Tensor:
-    """(values - mean) / sqrt(variance + eps) with the mean and the sample variance of the masked ones. [T] float64"""
-    trained = values[mask]
-    centred = values - (trained.mean() if len(trained) else 0.0)
-    variance = trained.var() if len(trained) > 1 else trained.new_zeros(())
-    return centred * (variance + EPS).rsqrt()

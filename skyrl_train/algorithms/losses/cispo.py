@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from skyrl_train.algorithms.inputs import LossTerms, TokenInputs
-from skyrl_train.algorithms.losses.ppo import clip_ratio, ratio
+from skyrl_train.algorithms.losses.ppo import clip_ratio
+from skyrl_train.algorithms.ratios import ratio
 
 
 def cispo(tokens: TokenInputs, *, cispo_eps_clip_low: float, cispo_eps_clip_high: float) -> LossTerms:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.inputs import LossTerms, TokenInputs
-from skyrl_train.algorithms.losses.ppo import clip_ratio, rollout_ratio
+from skyrl_train.algorithms.losses.ppo import clip_ratio
+from skyrl_train.algorithms.ratios import rollout_ratio
 
 EPS = 1e-8
 
@@ -17,10 +18,8 @@ def dppo(tokens: TokenInputs, *, dppo_type: str, delta_low: float, delta_high: f
     Moved too far: by more than delta_high where A > 0 and the token became likelier, by more than delta_low where A < 0
     and it became less likely. `binary_tv` measures |p - q|, `binary_kl` the KL divergence between "this token" and "any
     other" under q (the engine's) and p. The ratio is to the engine, so no correction is needed beside it.
-    Raises: ValueError for another dppo_type. Source: arXiv:2602.04879, section 4.
+    Source: arXiv:2602.04879, section 4.
     """
-    if dppo_type not in ("binary_tv", "binary_kl"):
-        raise ValueError(f"trainer.algorithm.dppo.dppo_type is {dppo_type}: it must be binary_tv or binary_kl")
     p, q = tokens.logprobs.detach().exp(), tokens.rollout_logprobs.exp()
     distance = (p - q).abs() if dppo_type == "binary_tv" else _binary_kl(q, p, tokens)
     advantages = tokens.advantages

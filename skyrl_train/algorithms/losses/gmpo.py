@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from skyrl_train.algorithms.inputs import LossTerms, TokenInputs
-from skyrl_train.algorithms.losses.ppo import MAX_LOG_RATIO, clip_ratio
+from skyrl_train.algorithms.losses.ppo import clip_ratio
+from skyrl_train.algorithms.ratios import log_ratio
 
 
 def gmpo(tokens: TokenInputs, *, eps_clip_low: float, eps_clip_high: float) -> LossTerms:
@@ -15,8 +16,8 @@ def gmpo(tokens: TokenInputs, *, eps_clip_low: float, eps_clip_high: float) -> L
     `loss_reduction=sequence_mean`. Source: Geometric-Mean Policy Optimization, arXiv:2507.20673, equation 4.
     """
     advantages = tokens.advantages
-    log_ratio = (tokens.logprobs - tokens.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    bounded = log_ratio.clamp(-eps_clip_low, eps_clip_high)
-    pessimistic = torch.where(advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded))
+    free = log_ratio(tokens)
+    bounded = free.clamp(-eps_clip_low, eps_clip_high)
+    pessimistic = torch.where(advantages > 0, torch.minimum(free, bounded), torch.maximum(free, bounded))
     terms = -advantages * tokens.per_sample.mean(pessimistic).exp()
-    return LossTerms(terms, clip_ratio(pessimistic != log_ratio))
+    return LossTerms(terms, clip_ratio(pessimistic != free))

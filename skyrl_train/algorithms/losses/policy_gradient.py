@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from skyrl_train.algorithms.inputs import LossTerms, TokenInputs
-from skyrl_train.algorithms.losses.ppo import clip_ratio, ratio, rollout_ratio
+from skyrl_train.algorithms.losses.ppo import clip_ratio
+from skyrl_train.algorithms.ratios import ratio, rollout_ratio
 
 
 def reinforce(tokens: TokenInputs) -> LossTerms:

@@ -7,9 +7,7 @@ from torch import Tensor
 
 from skyrl_train.algorithms.inputs import LossTerms, TokenInputs
 from skyrl_train.algorithms.metrics import Metric, Reduce
-
-MAX_LOG_RATIO = 20.0
-"""exp(20) = 5e8: beyond it, float32 sums lose the other tokens."""
+from skyrl_train.algorithms.ratios import ratio
 
 
 def regular(tokens: TokenInputs, *, eps_clip_low: float, eps_clip_high: float) -> LossTerms:
@@ -44,13 +42,3 @@ def surrogate(ratios: Tensor, advantages: Tensor, eps_clip_low: float, eps_clip_
 def clip_ratio(clipped: Tensor) -> dict[str, Metric]:
     """Fraction of tokens that are clipped; clipped [P]."""
     return {"clip_ratio": Metric(clipped.detach().float(), Reduce.TOKEN_MEAN)}
-
-
-def ratio(tokens: TokenInputs) -> Tensor:
-    """Probability under the policy over that before the step: [P], with gradient."""
-    return (tokens.logprobs - tokens.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def rollout_ratio(tokens: TokenInputs) -> Tensor:
-    """Probability under the policy over that under the engine that sampled, [P], with gradient."""
-    return (tokens.logprobs - tokens.rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from skyrl_train.algorithms.inputs import LossTerms, TokenInputs
-from skyrl_train.algorithms.losses.ppo import ratio
+from skyrl_train.algorithms.ratios import ratio
 
 
 def sapo(tokens: TokenInputs, *, tau_pos: float, tau_neg: float) -> LossTerms:

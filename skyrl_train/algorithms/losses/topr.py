@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from skyrl_train.algorithms.inputs import LossTerms, TokenInputs
-from skyrl_train.algorithms.losses.ppo import MAX_LOG_RATIO, clip_ratio
+from skyrl_train.algorithms.losses.ppo import clip_ratio
+from skyrl_train.algorithms.ratios import log_ratio
 
 
 def topr(tokens: TokenInputs) -> LossTerms:
@@ -15,7 +16,6 @@ def topr(tokens: TokenInputs) -> LossTerms:
     arXiv:2503.14286, equation 8.
     """
     advantages = tokens.advantages
-    log_ratio = (tokens.logprobs - tokens.old_logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    tapered = tokens.per_sample.sum(log_ratio).clamp(max=0.0).exp()
+    tapered = tokens.per_sample.sum(log_ratio(tokens).detach()).clamp(max=0.0).exp()
     weight = torch.where(advantages > 0, torch.ones_like(tapered), tapered)
     return LossTerms(-weight * advantages * tokens.logprobs, clip_ratio(weight < 1))

@@ -7,8 +7,8 @@ import math
 import torch
 
 from skyrl_train.algorithms.inputs import LossTerms, TokenInputs
-from skyrl_train.algorithms.losses.ppo import MAX_LOG_RATIO
 from skyrl_train.algorithms.metrics import Metric, Reduce
+from skyrl_train.algorithms.ratios import MAX_LOG_RATIO, log_ratio
 
 MIN_LOG_RATIO = math.log(1e-8)
 
@@ -27,8 +27,7 @@ def vespo(
     log(1e-8) and 20. Source: Variational Sequence-Level Soft Policy Optimization, arXiv:2602.10693; TRL's bounds.
     """
     advantages = tokens.advantages
-    log_ratio = (tokens.logprobs - tokens.old_logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    log_weight = tokens.per_sample.sum(log_ratio).clamp(MIN_LOG_RATIO, MAX_LOG_RATIO)
+    log_weight = tokens.per_sample.sum(log_ratio(tokens).detach()).clamp(MIN_LOG_RATIO, MAX_LOG_RATIO)
     k = torch.where(advantages >= 0, vespo_k_pos, vespo_k_neg)
     decay = torch.where(advantages >= 0, vespo_lambda_pos, vespo_lambda_neg)
     phi = (decay + k * log_weight - decay * log_weight.exp()).exp()

@@ -126,8 +126,6 @@ def test_dppo_drops_tokens_whose_probability_moved_too_far_in_their_advantages_d
     terms, dropped = computed("dppo", tokens)
     torch.testing.assert_close(terms, torch.tensor([0.0, 1.6, -0.5, 0.0]))
     assert dropped.tolist() == [1, 0, 0, 1]
-    with pytest.raises(ValueError, match="dppo_type is tv: it must be binary_tv or binary_kl"):
-        LOSSES["dppo"](tokens, dppo_type="tv", delta_low=0.2, delta_high=0.2)
 
 
 def test_topr_weighs_bad_samples_by_the_ratio_of_the_whole_sample():

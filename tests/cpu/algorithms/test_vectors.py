@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.advantages.reinforce import whitened
 from skyrl_train.algorithms.build import bind
-from skyrl_train.algorithms.credit import CreditInputs, advantages
+from skyrl_train.algorithms.credit import CreditInputs, advantages, whitened
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
 from skyrl_train.algorithms.reductions import MaxLengths, loss_weights
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES
