@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class CreditInputs:
     group_ids: Tensor
     """[B] int64: samples of one prompt are neighbours and share it."""
     signals: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name -> [T], the signals that the estimator declared with `needs`."""
+    """Name -> [T], the signals that the estimator declared with `needs`: `values` of a critic."""
 
     def sample_sums(self, values: Tensor) -> Tensor:
         """[T] -> [B] float64"""
@@ -54,8 +55,22 @@ def compares_samples(estimator: Estimator) -> Estimator:
     return estimator
 
 
-def advantages(estimator: Estimator, inputs: CreditInputs, parameters: Mapping[str, object]) -> Tensor:
-    """[T] float32.
+def reads_values(estimator: Estimator) -> bool:
+    """Whether the estimator needs a critic."""
+    return "values" in getattr(estimator, "needs", ())
+
+
+class AdvantagesAndReturns(NamedTuple):
+    """Result of an estimator that reads values."""
+
+    advantages: Tensor
+    """[T]"""
+    returns: Tensor | None
+    """[T]: what the critic learns to predict; None from estimators without a critic."""
+
+
+def assign_credit(estimator: Estimator, inputs: CreditInputs, parameters: Mapping[str, object]) -> AdvantagesAndReturns:
+    """[T] float32 each.
 
     Raises: ValueError if the estimator returns another shape or a number that is not finite.
     """
@@ -63,9 +78,21 @@ def advantages(estimator: Estimator, inputs: CreditInputs, parameters: Mapping[s
         rewards = inputs.sample_sums(inputs.rewards).float()
         of_samples = estimator(rewards, inputs.group_ids, **parameters)
         result = inputs.at_tokens(_checked(of_samples, len(rewards), estimator))
-    else:
-        result = _checked(estimator(inputs, **parameters), len(inputs.rewards), estimator)
-    return result.to(torch.float32)
+        return AdvantagesAndReturns(result.float(), None)
+    result = estimator(inputs, **parameters)
+    given = result if isinstance(result, tuple) else (result,)
+    if len(given) != (2 if reads_values(estimator) else 1):
+        expected = "AdvantagesAndReturns, because it reads values" if reads_values(estimator) else "one tensor"
+        raise ValueError(
+            f"the advantage estimator {_name(estimator)} returned {len(given)} values: expected {expected}"
+        )
+    tensors = [_checked(values, len(inputs.rewards), estimator).float() for values in given]
+    return AdvantagesAndReturns(tensors[0], tensors[1] if len(tensors) > 1 else None)
+
+
+def advantages(estimator: Estimator, inputs: CreditInputs, parameters: Mapping[str, object]) -> Tensor:
+    """The advantages of `assign_credit`."""
+    return assign_credit(estimator, inputs, parameters).advantages
 
 
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
@@ -77,7 +104,7 @@ def whitened(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _checked(result: Tensor, size: int, estimator: Estimator) -> Tensor:
-    name = getattr(estimator, "__name__", str(estimator))
+    name = _name(estimator)
     if not isinstance(result, Tensor) or result.shape != (size,):
         given = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise ValueError(f"the advantage estimator {name} returned {given}: it must return {size} numbers")
@@ -86,3 +113,7 @@ def _checked(result: Tensor, size: int, estimator: Estimator) -> Tensor:
             f"the advantage estimator {name} returned a number that is not finite: it must return finite numbers"
         )
     return result
+
+
+def _name(estimator: Estimator) -> str:
+    return getattr(estimator, "__name__", str(estimator))

@@ -84,11 +84,11 @@ class _SumOverRanks(torch.autograd.Function):
 class TokenInputs:
     """Inputs at every predicting position of a rank's micro-batch; all tensors [P].
 
-    Only logprobs and entropy have a gradient. Values are arbitrary where `loss_mask` is False.
+    Only logprobs, entropy and values have a gradient. Values are arbitrary where `loss_mask` is False.
     """
 
     logprobs: Tensor
-    """float32, of the current policy, with gradient."""
+    """float32, of the current policy, with gradient; in the loss of a critic its values."""
     loss_mask: Tensor
     """bool: the policy wrote this token."""
     per_sample: PerSample
@@ -124,6 +124,21 @@ class TokenInputs:
     def entropy(self) -> Tensor:
         """float32, of the policy's distribution, with gradient."""
         return self._signal("entropy")
+
+    @property
+    def values(self) -> Tensor:
+        """float32, of the critic, with gradient: the value of the state in which the token was sampled."""
+        return self._signal("values")
+
+    @property
+    def old_values(self) -> Tensor:
+        """float32, of the critic before the step."""
+        return self._signal("old_values")
+
+    @property
+    def returns(self) -> Tensor:
+        """float32, of the advantage estimator."""
+        return self._signal("returns")
 
     def _signal(self, name: str) -> Tensor:
         if name not in self.signals:

@@ -21,7 +21,7 @@ def reinforce_plus_plus(inputs: CreditInputs, *, gamma: float) -> Tensor:
     lengths = inputs.cu_seqlens.diff().tolist()
     discounts = torch.where(inputs.loss_mask, gamma, 1.0).double()
     samples = zip(torch.split(inputs.rewards, lengths), torch.split(discounts, lengths), strict=True)
-    returns = torch.cat([_returns(rewards, discount) for rewards, discount in samples])
+    returns = torch.cat([discounted_sums(rewards, discount) for rewards, discount in samples])
     return whitened(returns, inputs.loss_mask).to(torch.float32)
 
 
@@ -37,7 +37,7 @@ def reinforce_plus_plus_baseline(inputs: CreditInputs) -> Tensor:
     return whitened(centred, inputs.loss_mask).to(torch.float32)
 
 
-def _returns(rewards: Tensor, discounts: Tensor) -> Tensor:
+def discounted_sums(rewards: Tensor, discounts: Tensor) -> Tensor:
     """The return at each token of one sample, where what follows a token is multiplied by its discount. [L]"""
     if bool((discounts == 1).all()):
         return rewards.flip(0).cumsum(0).flip(0)

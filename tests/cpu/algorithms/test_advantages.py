@@ -1,14 +1,17 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyrl_train.algorithms.advantages.gae import gae
 from skyrl_train.algorithms.advantages.groups import grpo, rloo
 from skyrl_train.algorithms.advantages.reinforce import reinforce_plus_plus
 from skyrl_train.algorithms.build import bind
-from skyrl_train.algorithms.credit import CreditInputs, advantages, per_sample
+from skyrl_train.algorithms.credit import CreditInputs, advantages, assign_credit, per_sample, whitened
+from skyrl_train.algorithms.inputs import needs
 from skyrl_train.algorithms.tables import ADVANTAGES
 
 IDS = torch.tensor([7, 7, 7, 7, 2, 2])
@@ -156,3 +159,46 @@ def test_what_is_no_advantage_is_refused(result, message):
 
     with pytest.raises(ValueError, match=message):
         advantages(wrong, INPUTS, {})
+
+
+# A sample of two turns with an observation between, one whose last token is the environment's, one without a turn.
+TURNS = CreditInputs(
+    rewards=torch.tensor([0, 0, 1, 0, 0, 2, 0, 0, 3, 5], dtype=torch.float64),
+    loss_mask=torch.tensor([False, True, True, False, True, True, False, True, False, False]),
+    cu_seqlens=torch.tensor([0, 6, 9, 10], dtype=torch.int32),
+    group_ids=torch.tensor([0, 0, 1]),
+    signals={"values": torch.tensor([9.0, 0.5, 0.25, 9.0, 1.0, 0.75, 9.0, 2.0, 9.0, 9.0])},
+)
+
+
+def test_gae_skips_the_environments_tokens_and_a_reward_there_counts_for_the_token_before():
+    # gamma 0.5, lambda 0.5. Deltas: 0 + .125 - .5, 1 + .5 - .25, 0 + .375 - 1, 2 - .75; and 3 - 2.
+    late = -0.625 + 0.25 * 1.25
+    middle = 1.25 + 0.25 * late
+    estimated = [-0.375 + 0.25 * middle, middle, late, 1.25, 1.0]
+    result, mask = gae(TURNS, gamma=0.5, lambd=0.5), TURNS.loss_mask
+    returns = torch.tensor(estimated, dtype=torch.float64) + TURNS.signals["values"][mask].double()
+    torch.testing.assert_close(result.returns[mask], returns, rtol=0, atol=1e-15)
+    expected = torch.tensor(estimated, dtype=torch.float64)
+    expected = (expected - expected.mean()) / (expected.var() + 1e-8).sqrt()
+    torch.testing.assert_close(result.advantages[mask], expected, rtol=1e-14, atol=0)
+    assert not result.returns[~mask].any() and not result.advantages[~mask].any()
+
+
+def test_gae_with_gamma_and_lambda_of_one_is_the_rest_of_the_rewards_less_the_value():
+    result, mask = gae(TURNS, gamma=1.0, lambd=1.0), TURNS.loss_mask
+    assert result.returns[mask].tolist() == [3, 3, 2, 2, 3]
+    less = result.returns - TURNS.signals["values"].double()
+    torch.testing.assert_close(result.advantages[mask], whitened(less, mask)[mask], rtol=1e-14, atol=0)
+
+
+def test_gae_of_a_step_without_a_trained_token_is_zero():
+    inputs = replace(TURNS, loss_mask=torch.zeros(10, dtype=torch.bool))
+    result = assign_credit(gae, inputs, {"gamma": 1.0, "lambd": 0.9})
+    assert not result.advantages.any() and result.returns is not None and not result.returns.any()
+
+
+def test_an_estimator_that_reads_values_must_also_return_returns():
+    only = needs("values")(lambda inputs: inputs.rewards)
+    with pytest.raises(ValueError, match="returned 1 values: expected AdvantagesAndReturns, because it reads values"):
+        assign_credit(only, TURNS, {})

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from skyrl_train.algorithms.build import bind
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
+from skyrl_train.algorithms.losses.value import clipped_value_loss
 from skyrl_train.algorithms.reductions import weighted_sum
 from skyrl_train.algorithms.tables import CORRECTIONS, LOSSES
 
@@ -175,3 +176,21 @@ def test_corrections_weigh_tokens_by_how_likely_the_trainer_finds_them():
 def test_a_signal_that_was_not_declared_says_how_to_declare_it():
     with pytest.raises(LookupError, match=r"entropy is not computed here.*@needs\('entropy'\)"):
         _ = inputs(OLD, OLD, OLD).entropy
+
+
+@pytest.mark.parametrize("value_clip", [0.5, None])
+def test_the_value_loss_takes_the_larger_error_of_the_value_and_the_clipped_value(value_clip):
+    old = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+    values = torch.tensor([0.25, 1.0, 1.0, 0.0], dtype=torch.float64, requires_grad=True)
+    returns = torch.tensor([2.0, 2.0, 0.0, 0.25], dtype=torch.float64)
+    tokens = inputs(values, old, old, values=values, old_values=old, returns=returns)
+    terms, metrics = clipped_value_loss(tokens, value_clip=value_clip)
+    (gradient,) = torch.autograd.grad(terms.sum(), values)
+    if value_clip is None:
+        assert terms.tolist() == [1.75**2 / 2, 0.5, 0.5, 0.25**2 / 2]
+        assert gradient.tolist() == [-1.75, -1.0, 1.0, -0.25]
+        assert metrics["clip_ratio"].values.tolist() == [0, 0, 0, 0]
+    else:  # clipped to 0.25, 0.5, 0.5, 0.5: the second is farther from its return, the fourth as far
+        assert terms.tolist() == [1.75**2 / 2, 1.5**2 / 2, 0.5, 0.25**2 / 2]
+        assert gradient.tolist() == [-1.75, 0.0, 1.0, -0.125]
+        assert metrics["clip_ratio"].values.tolist() == [0, 1, 0, 0]

@@ -6,6 +6,7 @@ Every record of the file is compared, or stands in a table of deliberate differe
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from skyrl_train.algorithms.advantages.gae import gae
 from skyrl_train.algorithms.build import bind
 from skyrl_train.algorithms.credit import CreditInputs, advantages, whitened
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
+from skyrl_train.algorithms.losses.value import clipped_value_loss
 from skyrl_train.algorithms.reductions import MaxLengths, loss_weights
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES
 
@@ -362,6 +365,48 @@ def test_an_estimator_gives_the_advantages_of_its_peers(record: dict[str, Any], 
     torch.testing.assert_close(result[mask], expected[mask], rtol=ESTIMATOR_EPS.get(peer, 2e-6), atol=2e-6)
 
 
+GAE = ("gae", "gae_whitened")
+STEPS_OF_ENVIRONMENT = {"skyrl", "skyrl_v04", "slime", "roll", "openrlhf"}
+"""Peers to whom tokens of the environment are time steps."""
+
+
+@pytest.mark.parametrize(("record", "case"), records("advantage", GAE))
+def test_gae_is_that_of_the_peers(record: dict[str, Any], case: dict[str, Any]):
+    batch, outputs = token_batch(case), case["outputs"]
+    if record["peer"] in STEPS_OF_ENVIRONMENT and not bool(batch["loss_mask"].all()):
+        pytest.skip("a deliberate difference: tokens of the environment are time steps there")
+    inputs = replace(credit_inputs(case), signals={"values": batch["values"]})
+    result = gae(inputs, gamma=0.99, lambd=0.95)
+    expected, returns = (torch.tensor(outputs[f"token_{name}"]).double() for name in ("advantages", "returns"))
+    if record["method"] == "gae":
+        expected = whitened(expected, inputs.loss_mask)
+    mask = inputs.loss_mask
+    torch.testing.assert_close(result.advantages[mask], expected[mask], rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(result.returns[mask], returns[mask], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(("record", "case"), records("value", ("value_loss",)))
+def test_the_value_loss_has_the_gradient_of_its_peers(record: dict[str, Any], case: dict[str, Any]):
+    batch, outputs, peer = token_batch(case), case["outputs"], record["peer"]
+    mask, names = batch["loss_mask"].bool(), ("old_values", "returns")
+    values = batch["values"].double().clone().requires_grad_()
+    signals = {"values": values, **{name: batch[name].double() for name in names}}
+    terms, metrics = clipped_value_loss(
+        TokenInputs(values, mask, token_inputs(batch).per_sample, signals), value_clip=0.2
+    )
+    reduction = "sequence_mean" if "sequence" in record["reduction"] or peer == "slime" else "token_mean"
+    (terms * weights(batch, reduction, peer)).sum().backward()
+    gradient = values.grad
+    if peer == "slime":  # a sum over samples, without the half
+        gradient = (
+            gradient * 2 * int((torch.nn.functional.pad(mask.cumsum(0), (1, 0))[batch["cu_seqlens"]].diff() > 0).sum())
+        )
+    expected = torch.tensor(outputs["grad_values"], dtype=torch.float64)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
+    if "clipfrac" in outputs:
+        assert float(metrics["clip_ratio"].values[mask].mean()) == pytest.approx(outputs["clipfrac"])
+
+
 @pytest.mark.parametrize(("record", "case"), records("advantage", ("batch_normalised_advantages",)))
 def test_normalised_advantages_are_those_of_the_peers(record: dict[str, Any], case: dict[str, Any]):
     skip_different(record, case)
@@ -384,8 +429,7 @@ NOT_HERE = {
     ),
     "opsm_loss": "TRL measures the distance to the engine, the paper and this package to the policy before the step",
     "opd_ref_kl": "a peer's own variant of distillation",
-    "value_loss": "no critic yet",
-    **dict.fromkeys(("gae", "gae_whitened", "gae_vapo", "gae_turn_level"), "no critic yet"),
+    **dict.fromkeys(("gae_vapo", "gae_turn_level"), "a peer's own variant"),
     **dict.fromkeys(("gdpo",), "samples have one reward yet"),
     "remax": "needs a greedy response per prompt: not yet here",
     **dict.fromkeys(("grpo_batch_std", "batch_normalised_rewards", "rloo_batch_normalised"), "a peer's own variant"),
@@ -409,7 +453,17 @@ NOT_YET = {"shaping", "distillation", "proximal"}
 
 
 def test_each_record_is_compared_or_has_a_reason_not_to_be():
-    compared = {"batch_normalised_advantages", *LOSS, *COMPOSED, *CORRECTION, *KL, *ADVANTAGE, *REDUCTIONS}
+    compared = {
+        "batch_normalised_advantages",
+        *LOSS,
+        *COMPOSED,
+        *CORRECTION,
+        *KL,
+        *ADVANTAGE,
+        *REDUCTIONS,
+        *GAE,
+        "value_loss",
+    }
     methods = {record["method"] for record in DATA["vectors"] if record["kind"] not in NOT_YET}
     missing = {method for method in methods if not method.startswith("rejection_")} - compared - NOT_HERE.keys()
     assert not missing
