@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import Formatter, FuncFormatter, MaxNLocator, PercentFormatter
 
 from skyrl_train.tracking.format import compact
-from skyrl_train.tracking.names import STEP_TIME, Phase, phases_of
-from skyrl_train.tracking.report.drawing import (
-    BLUE,
-    GREEN,
-    GREY,
-    MAX_MARKED_POINTS,
-    ORANGE,
-    PURPLE,
-    RED,
-    SMOOTHED_FROM,
-    TEAL,
-    annotate_ends,
-    legend,
-    line,
-    positive,
-    smoothing_window,
-    stack,
-)
+from skyrl_train.tracking.names import STEP_TIME, phases_of
 from skyrl_train.tracking.report.history import History, Series
 
+BLUE, ORANGE, GREEN, RED, PURPLE, TEAL, GREY = (
+    "#2563eb", "#f59e0b", "#16a34a", "#dc2626", "#7c3aed", "#0d9488", "#94a3b8",
+)  # fmt: skip
 PHASE_COLORS = {
     "timing/generate": BLUE,
     "timing/convert_to_training_input": PURPLE,
@@ -37,113 +25,164 @@ PHASE_COLORS = {
     "timing/save_state": "#a16207",
     "timing/sync_weights": RED,
 }
+MAX_MARKED_POINTS = 40
+"""Lines with more points are drawn without markers."""
+SMOOTHED_FROM = 90
+"""Points from which on a line is drawn as a moving mean over its faint values."""
 SMALL_PHASE = 0.01
 """Fraction of the steps' time below which a phase is part of "other"."""
 
 
 @dataclass(frozen=True, slots=True)
+class Curve:
+    """A metric as a line."""
+
+    metric: str
+    """A name that ends with `_` stands for the first metric that begins with it; `{}` in the label for the rest."""
+    color: str
+    label: str = ""
+    style: dict[str, Any] = field(default_factory=dict)
+    is_held_out: bool = False
+    """Large points with the first and last value."""
+
+
+@dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart and the metrics that it needs."""
+    """Curves over the steps; a chart without any value is left out."""
 
     title: str
-    draw: Callable[[Axes, History], None]
-    needs: tuple[str, ...]
-    """Metrics, at least one of which must exist."""
+    curves: tuple[Curve, ...]
+    legend: Literal["best", "lower right", "upper right"] = "best"
+    axis: Literal["free", "zero", "log"] = "zero"
+    """Value axis: free, from 0 (or the least value below it), or logarithmic, without values of 0."""
+    formatter: Formatter | None = None
+    """Formatter of the value axis."""
     wide: bool = False
     """Two columns of the grid."""
     stacked: bool = False
-    """Areas instead of lines."""
+    """The phases of the step as areas instead of lines."""
+
+
+THIN = {"linewidth": 1.2}
+CHARTS = (
+    Chart(
+        "Reward",
+        (
+            Curve("reward/avg_raw_reward", BLUE, "training samples"),
+            Curve("reward/avg_pass_at_", BLUE, "training pass@{}", {**THIN, "alpha": 0.45, "linestyle": (0, (3, 2))}),
+            Curve("eval/all/avg_score", ORANGE, "held-out prompts", is_held_out=True),
+        ),
+        legend="lower right",
+        axis="free",
+        wide=True,
+    ),
+    Chart(
+        "Loss (nats per token)",
+        (
+            Curve("sft/loss", BLUE, "training rows"),
+            Curve("sft/eval_loss", ORANGE, "held-out rows", is_held_out=True),
+        ),
+        legend="upper right",
+        axis="free",
+        wide=True,
+    ),
+    Chart(
+        "Response length (tokens)",
+        (Curve("generate/max_num_tokens", GREY, "longest", THIN), Curve("generate/avg_num_tokens", BLUE, "mean")),
+    ),
+    Chart("Entropy (nats per token)", (Curve("policy/policy_entropy", TEAL),)),
+    Chart("KL from the reference (nats per token)", (Curve("policy/policy_kl", PURPLE),)),
+    Chart(
+        "Engine vs. trainer: |Δ logprob|",
+        (
+            Curve("policy/rollout_train_logprobs_abs_diff_max", GREY, "largest", THIN),
+            Curve("policy/rollout_train_logprobs_abs_diff_mean", RED, "mean"),
+        ),
+        axis="log",
+    ),
+    Chart("Gradient norm", (Curve("policy/grad_norm", GREEN),)),
+    Chart(
+        "Clipped tokens (%)",
+        (Curve("policy/loss_metrics/clip_ratio", RED),),
+        formatter=PercentFormatter(1.0, symbol=""),
+    ),
+    Chart(
+        "Tokens per second",
+        (Curve("perf/generate_tokens_per_s", BLUE, "generate"), Curve("perf/train_tokens_per_s", ORANGE, "train")),
+        formatter=FuncFormatter(lambda value, _: compact(value)),
+    ),
+    Chart("Time per step (s)", (Curve(STEP_TIME, GREY),), wide=True, stacked=True),
+)
 
 
 def charts_for(history: History) -> list[Chart]:
     """The charts for which the run has at least one value, in their fixed order."""
-    return [chart for chart in CHARTS if any(len(history.series(name)) for name in chart.needs)]
+    return [chart for chart in CHARTS if any(len(series) for _, _, series in _curves(chart, history))]
 
 
-def draw_reward(axes: Axes, history: History) -> None:
-    train, held_out = history.series("reward/avg_raw_reward"), history.series("eval/all/avg_score")
-    line(axes, train, BLUE, "training samples")
-    passed = history.first_of([name for name in history.names() if name.startswith("reward/avg_pass_at_")])
-    if passed:
-        label = f"training pass@{passed.rsplit('_', 1)[1]}"
-        line(axes, history.series(passed), BLUE, label, linewidth=1.2, alpha=0.45, linestyle=(0, (3, 2)))
-    draw_held_out(axes, held_out, "held-out prompts")
-    legend(axes, "lower right")
+def _curves(chart: Chart, history: History) -> list[tuple[Curve, str, Series]]:
+    """The curves of a chart with their labels and values."""
+    found = []
+    for curve in chart.curves:
+        name = curve.metric
+        if name.endswith("_"):
+            name = next((known for known in history.names() if known.startswith(name)), name)
+        found.append((curve, curve.label.format(name.removeprefix(curve.metric)), history.series(name)))
+    return found
 
 
-def draw_loss(axes: Axes, history: History) -> None:
-    """The loss of fine-tuning, with the held-out loss."""
-    line(axes, history.series("sft/loss"), BLUE, "training rows")
-    draw_held_out(axes, history.series("sft/eval_loss"), "held-out rows")
-    legend(axes, "upper right")
+def draw(chart: Chart, axes: Axes, history: History) -> None:
+    """Title, curves, and an x axis of whole steps with room for a single point."""
+    curves = _curves(chart, history)
+    if chart.stacked:
+        draw_phases(axes, history)
+    else:
+        draw_curves(chart, axes, curves)
+    axes.set_title(chart.title)
+    longest = max(len(series) for _, _, series in curves)
+    smoothed = longest >= SMOOTHED_FROM and not chart.stacked
+    note = f" (thick line: mean over {smoothing_window(longest)} steps)" if smoothed else ""
+    axes.set_xlabel("step" + note, labelpad=2)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+    low, high = min(history.rows), max(history.rows)
+    margin = 0.6 if high - low < 10 else 0.5
+    axes.set_xlim(low - margin, high + margin)
+    axes.margins(y=0.12)
 
 
-def draw_held_out(axes: Axes, held_out: Series, label: str) -> None:
-    """Large points with their first and last value."""
-    if not len(held_out):
-        return
-    marker = "o" if len(held_out) <= MAX_MARKED_POINTS else ""
-    style = {
-        "linewidth": 2.4,
-        "marker": marker,
-        "markersize": 6,
-        "markeredgecolor": "white",
-        "markeredgewidth": 0.8,
-    }
-    line(axes, held_out, ORANGE, label, **style)
-    annotate_ends(axes, held_out)
-
-
-def draw_lengths(axes: Axes, history: History) -> None:
-    mean, longest = history.series("generate/avg_num_tokens"), history.series("generate/max_num_tokens")
-    line(axes, longest, GREY, "longest", linewidth=1.2)
-    line(axes, mean, BLUE, "mean")
-    axes.set_ylim(bottom=0)
-    legend(axes)
-
-
-def draw_entropy(axes: Axes, history: History) -> None:
-    line(axes, history.series("policy/policy_entropy"), TEAL, "entropy")
-    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-
-
-def draw_kl(axes: Axes, history: History) -> None:
-    line(axes, history.series("policy/policy_kl"), PURPLE, "policy vs. reference")
-    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-
-
-def draw_logprob_difference(axes: Axes, history: History) -> None:
-    """Logarithmic axis, without the steps in which both sides agree exactly."""
-    largest = positive(history.series("policy/rollout_train_logprobs_abs_diff_max"))
-    mean = positive(history.series("policy/rollout_train_logprobs_abs_diff_mean"))
-    line(axes, largest, GREY, "largest", linewidth=1.2)
-    line(axes, mean, RED, "mean")
-    if len(largest) or len(mean):
+def draw_curves(chart: Chart, axes: Axes, curves: list[tuple[Curve, str, Series]]) -> None:
+    for curve, label, series in curves:
+        drawn, style = series, curve.style
+        if chart.axis == "log":
+            drawn = Series.of((step, value) for step, value in series.points if value > 0)
+        if curve.is_held_out:
+            marker = "o" if len(drawn) <= MAX_MARKED_POINTS else ""
+            style = {"linewidth": 2.4, "marker": marker, "markersize": 6, "markeredgecolor": "white"}
+            style |= {"markeredgewidth": 0.8}
+            annotate_ends(axes, drawn)
+        line(axes, drawn, curve.color, label, **style)
+    if chart.axis == "log" and axes.lines:
         axes.set_yscale("log")
         axes.grid(which="minor", visible=False)
-    legend(axes)
-
-
-def draw_gradients(axes: Axes, history: History) -> None:
-    line(axes, history.series("policy/grad_norm"), GREEN, "gradient norm")
-    axes.set_ylim(bottom=0)
-
-
-def draw_clipping(axes: Axes, history: History) -> None:
-    clipped = history.series("policy/loss_metrics/clip_ratio")
-    line(axes, Series(clipped.steps, tuple(100 * value for value in clipped.values)), RED, "clipped")
-    axes.set_ylim(bottom=0)
+    if chart.axis == "zero":
+        negative = any(value < 0 for _, _, series in curves for value in series.values)
+        axes.set_ylim(bottom=axes.get_ylim()[0] if negative else 0.0)
+    if chart.formatter is not None:
+        axes.yaxis.set_major_formatter(chart.formatter)
+    if len(axes.get_legend_handles_labels()[0]) > 1:
+        axes.legend(loc=chart.legend)
 
 
 def draw_phases(axes: Axes, history: History) -> None:
-    """Phases of the step stacked, up to the step's own time ("other" is the rest)."""
+    """Phases that took at least SMALL_PHASE of all steps, stacked up to the step's own time ("other" is the rest)."""
     timed = [step for step, row in history.rows.items() if STEP_TIME in row]
-    phases = step_phases(history)
+    step_s = sum(history.series(STEP_TIME).values)
     bottoms = [0.0] * len(timed)
-    for phase in phases:
-        heights = [history.rows[step].get(phase.name, 0.0) for step in timed]
-        stack(axes, timed, bottoms, heights, PHASE_COLORS.get(phase.name, GREEN), phase.label)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    for phase in phases_of(dict.fromkeys(history.names(), 0.0)):
+        if phase.in_step and sum(history.series(phase.name).values) >= SMALL_PHASE * step_s:
+            heights = [history.rows[step].get(phase.name, 0.0) for step in timed]
+            stack(axes, timed, bottoms, heights, PHASE_COLORS.get(phase.name, GREEN), phase.label)
+            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     rest = [max(0.0, history.rows[step][STEP_TIME] - bottom) for step, bottom in zip(timed, bottoms, strict=True)]
     stack(axes, timed, bottoms, rest, GREY, "other")
     axes.set_ylim(bottom=0, top=1.32 * max(map(sum, zip(bottoms, rest, strict=True)), default=1.0) or 1.0)
@@ -151,53 +190,51 @@ def draw_phases(axes: Axes, history: History) -> None:
     axes.legend(loc="upper left", ncols=3, columnspacing=1.2, handlelength=1, handleheight=0.8, borderaxespad=0.2)
 
 
-def draw_throughput(axes: Axes, history: History) -> None:
-    line(axes, history.series("perf/generate_tokens_per_s"), BLUE, "generate")
-    line(axes, history.series("perf/train_tokens_per_s"), ORANGE, "train")
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
-    legend(axes)
+def line(axes: Axes, series: Series, color: str, label: str, **style: Any) -> None:
+    """A labelled curve; few points get markers, many a moving mean over the faint values; an empty series nothing."""
+    if not len(series):
+        return
+    if len(series) >= SMOOTHED_FROM:
+        axes.plot(series.steps, series.values, color=color, linewidth=0.8, alpha=0.3, zorder=2.5)
+        series = moving_mean(series, smoothing_window(len(series)))
+    if len(series) <= MAX_MARKED_POINTS:
+        style = {"marker": "o", "markersize": 6 if len(series) == 1 else 3, "markeredgewidth": 0, **style}
+    axes.plot(series.steps, series.values, color=color, label=label, clip_on=False, zorder=3, **style)
 
 
-CHARTS = (
-    Chart("Reward", draw_reward, ("reward/avg_raw_reward", "eval/all/avg_score"), wide=True),
-    Chart("Loss (nats per token)", draw_loss, ("sft/loss", "sft/eval_loss"), wide=True),
-    Chart("Response length (tokens)", draw_lengths, ("generate/avg_num_tokens",)),
-    Chart("Entropy (nats per token)", draw_entropy, ("policy/policy_entropy",)),
-    Chart("KL from the reference (nats per token)", draw_kl, ("policy/policy_kl",)),
-    Chart(
-        "Engine vs. trainer: |Δ logprob|",
-        draw_logprob_difference,
-        ("policy/rollout_train_logprobs_abs_diff_mean", "policy/rollout_train_logprobs_abs_diff_max"),
-    ),
-    Chart("Gradient norm", draw_gradients, ("policy/grad_norm",)),
-    Chart("Clipped tokens (%)", draw_clipping, ("policy/loss_metrics/clip_ratio",)),
-    Chart("Tokens per second", draw_throughput, ("perf/generate_tokens_per_s", "perf/train_tokens_per_s")),
-    Chart("Time per step (s)", draw_phases, (STEP_TIME,), wide=True, stacked=True),
-)
+def stack(
+    axes: Axes, steps: Sequence[int], bottoms: Sequence[float], heights: Sequence[float], color: str, label: str
+) -> None:
+    """One layer of a stacked chart: bars for few steps, a filled area for many."""
+    if len(steps) <= MAX_MARKED_POINTS:
+        axes.bar(steps, heights, 0.8 if len(steps) > 4 else 0.4, bottoms, color=color, label=label, linewidth=0)
+    else:
+        tops = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+        axes.fill_between(steps, bottoms, tops, color=color, label=label, linewidth=0, step="mid")
 
 
-def step_phases(history: History) -> list[Phase]:
-    """The phases that make up a step and took at least SMALL_PHASE of all steps together."""
-    step_s = sum(history.series(STEP_TIME).values)
-    phases = phases_of(dict.fromkeys(history.names(), 0.0))
-    return [
-        phase for phase in phases if phase.in_step and sum(history.series(phase.name).values) >= SMALL_PHASE * step_s
-    ]
+def annotate_ends(axes: Axes, series: Series) -> None:
+    """Writes the first and last value at their points."""
+    for index in {0, len(series) - 1} if len(series) else ():
+        axes.annotate(
+            f"{series.values[index]:.3g}", (series.steps[index], series.values[index]), (0, 9),
+            textcoords="offset points", ha="center", color="#b45309", fontweight="bold", fontsize=9.5,
+            annotation_clip=False, zorder=4,
+            path_effects=[withStroke(linewidth=3, foreground="white")],
+        )  # fmt: skip
 
 
-def draw(chart: Chart, axes: Axes, history: History) -> None:
-    """Title, curves, and an x axis of whole steps with room for a single point."""
-    chart.draw(axes, history)
-    axes.set_title(chart.title)
-    smoothed = max((len(history.series(name)) for name in chart.needs), default=0)
-    note = (
-        f" (thick line: mean over {smoothing_window(smoothed)} steps)"
-        if smoothed >= SMOOTHED_FROM and not chart.stacked
-        else ""
-    )
-    axes.set_xlabel("step" + note, labelpad=2)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
-    low, high = min(history.rows), max(history.rows)
-    axes.set_xlim(low - 0.6, high + 0.6) if high - low < 10 else axes.set_xlim(low - 0.5, high + 0.5)
-    axes.margins(y=0.12)
+def moving_mean(series: Series, window: int) -> Series:
+    """Centred mean of `window` points (odd); the window shrinks towards both ends, where the curve keeps its values."""
+    last = len(series) - 1
+    means = []
+    for index in range(len(series)):
+        half = min(window // 2, index, last - index)
+        near = series.values[index - half : index + half + 1]
+        means.append(sum(near) / len(near))
+    return Series(series.steps, tuple(means))
+
+
+def smoothing_window(num_points: int) -> int:
+    """Points of a moving mean, an odd number."""
+    return num_points // 60 * 2 + 1

@@ -7,15 +7,13 @@ import textwrap
 from pathlib import Path
 
 import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from skyrl_train.tracking.report.charts import Chart, charts_for, draw
-from skyrl_train.tracking.report.drawing import INK, MUTED, STYLE
 from skyrl_train.tracking.report.history import History
 from skyrl_train.tracking.report.summary import Summary
 
+STYLE = Path(__file__).with_name("style.mplstyle")
 COLUMNS = 3
 CHART_SIZE = (4.3, 2.75)
 """Inches of one cell of the grid."""
@@ -25,13 +23,12 @@ DPI = 110
 
 def save_png(path: Path, history: History, summary: Summary) -> None:
     """All charts in a grid under the run's name and result."""
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(fname=STYLE):
         charts = charts_for(history)
         places = grid_places(charts)
         rows = max(row for row, _, _ in places) + 1
         height = rows * CHART_SIZE[1] + HEADER_HEIGHT
         figure = Figure((COLUMNS * CHART_SIZE[0], height), dpi=DPI, facecolor="white")
-        FigureCanvasAgg(figure)
         width = figure.get_figwidth()
         grid = figure.add_gridspec(
             rows, COLUMNS, left=0.55 / width, right=1 - 0.3 / width, top=1 - (HEADER_HEIGHT + 0.35) / height,
@@ -39,12 +36,19 @@ def save_png(path: Path, history: History, summary: Summary) -> None:
         )  # fmt: skip
         for chart, (row, column, span) in zip(charts, places, strict=True):
             draw(chart, figure.add_subplot(grid[row, column : column + span]), history)
-        left = 0.3 / width
-        figure.text(left, 1 - 0.42 / height, summary.run_name, fontsize=17, fontweight="bold", color=INK)
-        figure.text(left, 1 - 0.72 / height, summary.line(), fontsize=11, color=MUTED)
+        left, muted = 0.3 / width, matplotlib.rcParams["axes.labelcolor"]
+        figure.text(
+            left,
+            1 - 0.42 / height,
+            summary.run_name,
+            fontsize=17,
+            fontweight="bold",
+            color=matplotlib.rcParams["axes.titlecolor"],
+        )
+        figure.text(left, 1 - 0.72 / height, summary.line(), fontsize=11, color=muted)
         versions = " · ".join(f"{package} {version}" for package, version in summary.versions.items())
         figure.text(
-            1 - left, 1 - 0.4 / height, textwrap.fill(versions, 75), fontsize=7.5, color=MUTED, ha="right", va="center"
+            1 - left, 1 - 0.4 / height, textwrap.fill(versions, 75), fontsize=7.5, color=muted, ha="right", va="center"
         )
         figure.savefig(path, format="png")
 
@@ -52,34 +56,29 @@ def save_png(path: Path, history: History, summary: Summary) -> None:
 def grid_places(charts: list[Chart]) -> list[tuple[int, int, int]]:
     """(row, first column, columns) of each chart, row by row; the last of a row takes the columns that are left."""
     places: list[tuple[int, int, int]] = []
-    row, column = 0, 0
-    for index, chart in enumerate(charts):
+    row = column = 0
+    for chart in charts:
         span = 2 if chart.wide else 1
         if column + span > COLUMNS:
+            places[-1] = (row, places[-1][1], COLUMNS - places[-1][1])
             row, column = row + 1, 0
-        following = charts[index + 1] if index + 1 < len(charts) else None
-        needed = 0 if following is None else (2 if following.wide else 1)
-        if following is None or column + span + needed > COLUMNS:
-            span = COLUMNS - column
         places.append((row, column, span))
         column += span
-    return places
+    last_column = places[-1][1]
+    return [*places[:-1], (row, last_column, COLUMNS - last_column)]
 
 
 def chart_svgs(history: History) -> list[tuple[str, int]]:
     """Each chart as an `<svg>` element that scales with its container and needs no fonts or files, and its columns."""
     charts = charts_for(history)
-    spans = [span for _, _, span in grid_places(charts)]
-    return [(chart_svg(chart, span, history), span) for chart, span in zip(charts, spans, strict=True)]
-
-
-def chart_svg(chart: Chart, span: int, history: History) -> str:
-    """One chart of the width of `span` columns."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure((CHART_SIZE[0] * (1.07 * span - 0.07), CHART_SIZE[1]), facecolor="none", layout="constrained")
-        FigureCanvasSVG(figure)
-        draw(chart, figure.add_subplot(), history)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    svg = buffer.getvalue()
-    return svg[svg.index("<svg") :]
+    svgs = []
+    for chart, (_, _, span) in zip(charts, grid_places(charts), strict=True):
+        with matplotlib.rc_context(fname=STYLE):
+            size = CHART_SIZE[0] * (1.07 * span - 0.07), CHART_SIZE[1]
+            figure = Figure(size, facecolor="none", layout="constrained")
+            draw(chart, figure.add_subplot(), history)
+            buffer = io.StringIO()
+            figure.savefig(buffer, format="svg", metadata={"Date": None})
+        svg = buffer.getvalue()
+        svgs.append((svg[svg.index("<svg") :], span))
+    return svgs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,17 @@ class Series:
     steps: tuple[int, ...]
     values: tuple[float, ...]
 
+    @classmethod
+    def of(cls, points: Iterable[tuple[int, float]]) -> Series:
+        steps, values = zip(*points, strict=True) if (points := list(points)) else ((), ())
+        return cls(steps, values)
+
     def __len__(self) -> int:
         return len(self.steps)
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        return list(zip(self.steps, self.values, strict=True))
 
     @property
     def first(self) -> float:
@@ -44,8 +53,7 @@ class History:
 
     def series(self, name: str) -> Series:
         """The finite values of `name`; may be empty."""
-        points = [(step, row[name]) for step, row in self.rows.items() if name in row]
-        return Series(tuple(step for step, _ in points), tuple(value for _, value in points))
+        return Series.of((step, row[name]) for step, row in self.rows.items() if name in row)
 
     def first_of(self, names: Sequence[str]) -> str | None:
         """The first of `names` that any step has, or None."""
