@@ -18,13 +18,13 @@ def model_problems(config: Config) -> Iterator[str]:
     if shape is not None:
         yield from _cut(shape, policy.megatron_config, "trainer.policy.megatron_config")
         yield from _engine(shape, config)
-    if config.trainer.starts_reference:
-        ref = config.trainer.ref
-        if ref.model.path != policy.model.path:
-            shape = yield from _shape(ref.model.path, "trainer.ref.model.path")
-        same = (ref.model.path, ref.megatron_config) == (policy.model.path, policy.megatron_config)
-        if shape is not None and not same:
-            yield from _cut(shape, ref.megatron_config, "trainer.ref.megatron_config")
+    for model in config.trainer.frozen_models:
+        own = shape
+        if model.model_path != policy.model.path:
+            own = yield from _shape(model.model_path, f"{model.key}.model.path")
+        is_same = (model.model_path, model.megatron_config) == (policy.model.path, policy.megatron_config)
+        if own is not None and not is_same:
+            yield from _cut(own, model.megatron_config, f"{model.key}.megatron_config")
 
 
 def cut_problems(model_path: str, key: str, megatron: MegatronConfig, path: str) -> Iterator[str]:

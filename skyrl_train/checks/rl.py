@@ -31,8 +31,6 @@ from skyrl_train.config import Config, ConfigError
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.hf.adapter import slot_problem
 
-REF = "trainer.ref.megatron_config"
-
 
 def check(config: Config, num_train_prompts: int | None, files: bool = True) -> None:
     """Raise ConfigError with everything that cannot work.
@@ -64,9 +62,10 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
 
 
 def _megatron_configs(config: Config) -> dict[str, MegatronConfig]:
-    """Key -> layout of each started model; the reference's only if it differs from the policy's."""
-    policy, ref = config.trainer.policy.megatron_config, config.trainer.ref.megatron_config
-    return {POLICY: policy} | ({REF: ref} if config.trainer.starts_reference and ref != policy else {})
+    """Key -> layout of each started model; a frozen model's only if it differs from the policy's."""
+    policy = config.trainer.policy.megatron_config
+    frozen = {f"{model.key}.megatron_config": model.megatron_config for model in config.trainer.frozen_models}
+    return {POLICY: policy} | {key: layout for key, layout in frozen.items() if layout != policy}
 
 
 def _batches(config: Config, num_train_prompts: int | None) -> Iterator[str]:
@@ -170,12 +169,12 @@ def _colocation(config: Config) -> Iterator[str]:
             f"inference_engine_tensor_parallel_size {tp} = {engines * tp} engine ranks: every device hosts one policy "
             "rank and one engine rank. Make the numbers equal"
         )
-    ref_ranks = place.ref_num_nodes * place.ref_num_gpus_per_node
-    if config.trainer.starts_reference and ref_ranks != ranks:
-        yield (
-            f"{shared} with {ranks} policy ranks and {ref_ranks} reference ranks: the numbers must match. Remove "
-            "ref_num_nodes and ref_num_gpus_per_node from the configuration"
-        )
+    for model in config.trainer.frozen_models:
+        if model.num_ranks != ranks:
+            yield (
+                f"{shared} with {ranks} policy ranks and {model.num_ranks} {model.name} ranks: the numbers must match. "
+                f"Remove {model.ranks_key.replace(' * ', ' and ')} from the configuration"
+            )
 
 
 def _lora(config: Config) -> Iterator[str]:
@@ -200,10 +199,10 @@ def _lora(config: Config) -> Iterator[str]:
 
 
 def _layouts(config: Config) -> Iterator[str]:
-    place = config.trainer.placement
-    policy, ref = config.trainer.policy.megatron_config, config.trainer.ref.megatron_config
-    ref_ranks = place.ref_num_nodes * place.ref_num_gpus_per_node
-    yield from layout_problems(policy, POLICY, place.num_policy_ranks, POLICY_RANKS)
-    # The reference follows the policy unless its keys are set: a problem of both is reported once.
-    if config.trainer.starts_reference and (ref, ref_ranks) != (policy, place.num_policy_ranks):
-        yield from layout_problems(ref, REF, ref_ranks, "trainer.placement.ref_num_nodes * ref_num_gpus_per_node")
+    policy, num_ranks = config.trainer.policy.megatron_config, config.trainer.placement.num_policy_ranks
+    yield from layout_problems(policy, POLICY, num_ranks, POLICY_RANKS)
+    for model in config.trainer.frozen_models:
+        # They follow the policy unless their keys are set: a problem of both is reported once.
+        if (model.megatron_config, model.num_ranks) != (policy, num_ranks):
+            key = f"{model.key}.megatron_config"
+            yield from layout_problems(model.megatron_config, key, model.num_ranks, model.ranks_key)

@@ -13,13 +13,13 @@ from skyrl_train.weight_sync.channels.table import transport
 
 def require_gpus_for_snapshots(trainer: TrainingConfig, cluster: Cluster) -> None:
     """Raises: PlacementError if device memory is to be recorded and there are no GPUs."""
-    models = {"policy": trainer.policy.megatron_config}
-    if isinstance(trainer, TrainerConfig) and trainer.starts_reference:
-        models["ref"] = trainer.ref.megatron_config
-    asking = [name for name, megatron in models.items() if megatron.torch_profiler_config.record_memory]
+    models = {"trainer.policy": trainer.policy.megatron_config}
+    if isinstance(trainer, TrainerConfig):
+        models |= {model.key: model.megatron_config for model in trainer.frozen_models}
+    asking = [key for key, megatron in models.items() if megatron.torch_profiler_config.record_memory]
     if asking and not cluster.has_gpus:
         raise PlacementError(
-            f"trainer.{asking[0]}.megatron_config.torch_profiler_config.record_memory is true, and the cluster has no "
+            f"{asking[0]}.megatron_config.torch_profiler_config.record_memory is true, and the cluster has no "
             "GPUs whose memory could be recorded. Set it to false (torch_profiler_config.enable works on CPUs too)"
         )
 

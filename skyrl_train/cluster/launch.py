@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from skyrl_train.algorithms.objective import Objective
@@ -14,18 +14,19 @@ from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.pool.settings import all_engine_settings
 from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
-from skyrl_train.cluster.ranks.rank_arguments import policy_arguments, reference_arguments
-from skyrl_train.cluster.ranks.scorer_group import FrozenGroup, ScorerGroup, reference_scorer
+from skyrl_train.cluster.ranks.rank_arguments import frozen_arguments, policy_arguments
+from skyrl_train.cluster.ranks.scorer_group import FrozenGroup, ScorerGroup, base_model_scorer
 from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.sharing import OwnDevices, build_sharing
 from skyrl_train.cluster.weight_sync import WeightSync
 from skyrl_train.config import Config
+from skyrl_train.config.policy import FrozenModel
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.engines.settings import EngineSettings
 from skyrl_train.ranks import SavedState
 
-POLICY, REFERENCE, ENGINES = "policy ranks", "reference ranks", "engines"
+POLICY, ENGINES = "policy ranks", "engines"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Processes:
     placement: Placement
     policy: PolicyGroup
     scorers: tuple[ScorerGroup, ...]
-    """The reference, with a KL term."""
+    """Frozen models, such as the reference of a KL term."""
     engines: EnginePool
     weight_sync: WeightSync
     sharing: OwnDevices
@@ -59,7 +60,7 @@ async def launch(
     logs: str,
     saved: SavedState | None = None,
 ) -> Processes:
-    """Place and start policy, reference and engines, and connect the weight sync.
+    """Place and start policy, frozen models and engines, and connect the weight sync.
 
     Args: saved: state from which the policy resumes, and which the engines then serve.
     Raises: PlacementError if the cluster has no room; RemoteFailed if a process cannot start.
@@ -74,8 +75,6 @@ async def launch(
         settings = all_engine_settings(config, max_model_len, backend, version)
         processes = await _spawn(config, cluster, placement, settings, logs)
         await _start(processes, config, objective, num_optimizer_steps, saved)
-        if config.trainer.algorithm.needs_reference and not processes.scorers:
-            processes = replace(processes, scorers=(reference_scorer(processes.policy),))
         if processes.policy.is_running:
             await processes.weight_sync.senders.connect()
         if (
@@ -136,18 +135,22 @@ async def _spawn(
     trainer, slots, sharing = config.trainer, placement.slots, build_sharing(config)
     modules = trainer.custom_modules
     groups = [WorkerGroup("policy", slots[POLICY], logs, trainer.timeout_s, custom_modules=modules)]
-    if trainer.starts_reference:
-        devices = await sharing.visible_devices(groups[0], slots[REFERENCE])
-        groups.append(WorkerGroup("reference", slots[REFERENCE], logs, trainer.timeout_s, devices, modules))
+    scorers = []
+    for model in trainer.frozen_models:
+        devices = await sharing.visible_devices(groups[0], slots[_ranks(model)])
+        groups.append(WorkerGroup(model.name, slots[_ranks(model)], logs, trainer.timeout_s, devices, modules))
+        scorers.append(ScorerGroup(model.name, model.signal, FrozenGroup(groups[-1]), "logprobs"))
     devices = await sharing.visible_devices(groups[0], slots[ENGINES])
     restarts = sharing.max_engine_restarts
     engines = EnginePool(slots[ENGINES], settings, logs, trainer.timeout_s, devices, max_restarts=restarts)
     policy = PolicyGroup(groups[0])
+    if trainer.algorithm.needs_reference and trainer.policy.model.lora.rank > 0:
+        scorers.append(base_model_scorer(policy))
     return Processes(
         cluster=cluster,
         placement=placement,
         policy=policy,
-        scorers=tuple(reference_scorer(FrozenGroup(group)) for group in groups[1:]),
+        scorers=tuple(scorers),
         engines=engines,
         weight_sync=WeightSync(policy, engines, settings[0].generator),
         sharing=sharing,
@@ -163,17 +166,21 @@ async def _start(
     trainers: list[tuple[ModelGroup, Callable[[], Awaitable[None]]]] = [
         (policy, partial(policy.start, arguments, saved))
     ]
-    for scorer in processes.scorers:
-        trainers.append((scorer.model, partial(scorer.model.start, reference_arguments(config))))
+    frozen = [scorer.model for scorer in processes.scorers if not scorer.is_policy]
+    for group, model in zip(frozen, config.trainer.frozen_models, strict=True):
+        trainers.append((group, partial(group.start, frozen_arguments(config, model))))
     await processes.sharing.start(processes.engines, trainers)
+
+
+def _ranks(model: FrozenModel) -> str:
+    return f"{model.name} ranks"
 
 
 def _demands(config: Config) -> list[Demand]:
     trainer, generator = config.trainer, config.generator
     place = trainer.placement
     demands = [Demand(POLICY, place.num_policy_ranks, 1)]
-    if trainer.starts_reference:
-        demands.append(Demand(REFERENCE, place.ref_num_nodes * place.ref_num_gpus_per_node, 1))
+    demands += [Demand(_ranks(model), model.num_ranks, 1) for model in trainer.frozen_models]
     if generator.run_engines_locally:
         width = generator.inference_engine_tensor_parallel_size
         return [*demands, Demand(ENGINES, generator.num_inference_engines, width)]

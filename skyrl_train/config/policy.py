@@ -126,3 +126,20 @@ class RefConfig:
 
     model: ModelConfig
     megatron_config: MegatronConfig
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenModel:
+    """A model that is not trained, with ranks of its own that score every token of a step."""
+
+    name: str
+    """In logs, metrics and messages, such as reference."""
+    signal: str
+    """Field of TokenInputs that its logprobs become."""
+    key: str
+    """Its keys are below this one."""
+    model_path: str
+    megatron_config: MegatronConfig
+    num_ranks: int
+    ranks_key: str
+    """Keys whose product is num_ranks."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.config.policy import RefConfig, SyncedPolicyConfig
+from skyrl_train.config.policy import FrozenModel, RefConfig, SyncedPolicyConfig
 from skyrl_train.config.program import Program
 from skyrl_train.config.training import PolicyPlacementConfig, RunConfig, TrainingConfig
 from skyrl_train.config.values import (
@@ -37,6 +37,10 @@ class PlacementConfig(PolicyPlacementConfig):
     state_path: Text
     ref_num_nodes: Count
     ref_num_gpus_per_node: Count
+
+    @property
+    def num_ref_ranks(self) -> int:
+        return self.ref_num_nodes * self.ref_num_gpus_per_node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,9 +189,22 @@ class TrainerConfig(TrainingConfig):
     algorithm: AlgorithmConfig
 
     @property
-    def starts_reference(self) -> bool:
-        """Whether the reference has its own processes; with LoRA it is the policy without adapters."""
-        return self.algorithm.needs_reference and self.policy.model.lora.rank == 0
+    def frozen_models(self) -> tuple[FrozenModel, ...]:
+        """Models with processes of their own that score each step; with LoRA the reference is the policy without
+        adapters."""
+        if not self.algorithm.needs_reference or self.policy.model.lora.rank > 0:
+            return ()
+        return (
+            FrozenModel(
+                name="reference",
+                signal="ref_logprobs",
+                key="trainer.ref",
+                model_path=self.ref.model.path,
+                megatron_config=self.ref.megatron_config,
+                num_ranks=self.placement.num_ref_ranks,
+                ranks_key="trainer.placement.ref_num_nodes * ref_num_gpus_per_node",
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

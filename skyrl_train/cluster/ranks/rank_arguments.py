@@ -1,4 +1,4 @@
-"""Configuration -> arguments of the ranks of the policy and of the reference."""
+"""Configuration -> arguments of the ranks of the policy and of frozen models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.cluster.pool.settings import lora_arguments
 from skyrl_train.config import Config
-from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.config.policy import FrozenModel, MegatronConfig
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.hf.hub import seen_from_anywhere
 
@@ -28,12 +28,13 @@ def policy_arguments(trainer: TrainingConfig, objective: Objective, num_optimize
     }
 
 
-def reference_arguments(config: Config) -> dict[str, Any]:
-    """Keyword arguments of `MegatronReference`, apart from the rendezvous."""
+def frozen_arguments(config: Config, model: FrozenModel) -> dict[str, Any]:
+    """Keyword arguments of `MegatronScorer`, apart from the rendezvous."""
     trainer = config.trainer
     return {
-        "model_path": seen_from_anywhere(trainer.ref.model.path),
-        "config": _traced_absolutely(trainer.ref.megatron_config),
+        "name": model.name,
+        "model_path": seen_from_anywhere(model.model_path),
+        "config": _traced_absolutely(model.megatron_config),
         "bf16": trainer.bf16,
         "seed": trainer.seed,
         "temperature": config.generator.sampling_params.temperature,

@@ -12,7 +12,7 @@ from skyrl_train.cluster.ranks.shards import Shards
 class FrozenGroup(ModelGroup):
     """The ranks of a model that is not trained."""
 
-    entry_point = "skyrl_train.megatron.reference:MegatronReference"
+    entry_point = "skyrl_train.megatron.scorer:MegatronScorer"
 
 
 class ScorerGroup:
@@ -42,7 +42,6 @@ class ScorerGroup:
         return scored
 
 
-def reference_scorer(model: ModelGroup) -> ScorerGroup:
-    """The reference of the KL term: a frozen model, or the policy with its adapters off."""
-    method = "reference_logprobs" if isinstance(model, PolicyGroup) else "logprobs"
-    return ScorerGroup("reference", "ref_logprobs", model, method)
+def base_model_scorer(policy: PolicyGroup) -> ScorerGroup:
+    """The reference of the KL term of a policy with adapters: the policy with these off."""
+    return ScorerGroup("reference", "ref_logprobs", policy, "reference_logprobs")

@@ -50,7 +50,7 @@ RECORD = "megatron_config.torch_profiler_config.record_memory"
 )
 def test_snapshots_of_device_memory_are_refused_without_gpus(overrides: list[str], key: str):
     trainer = load_config(overrides).trainer
-    assert trainer.starts_reference
+    assert trainer.frozen_models
     require_gpus_for_snapshots(trainer, Cluster("", is_local=True, has_gpus=True))
     with pytest.raises(PlacementError, match=f"{key} is true, and the cluster has no GPUs"):
         require_gpus_for_snapshots(trainer, Cluster("", is_local=True, has_gpus=False))

@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.ranks.release import Release
-from skyrl_train.cluster.ranks.scorer_group import ScorerGroup, reference_scorer
+from skyrl_train.cluster.ranks.scorer_group import ScorerGroup, base_model_scorer
 from skyrl_train.cluster.weight_sync import WeightSync
 from skyrl_train.ranks import Moved
 from skyrl_train.trainer.performance import MemoryReport
@@ -142,7 +142,7 @@ def test_scorers_are_on_the_devices_one_at_a_time_and_the_policy_scores_for_itse
         return ScorerGroup(name, f"{name}_logprobs", model, "logprobs")
 
     async def main(world: World) -> None:
-        release, scorers = Noting(), [scorer("ref"), scorer("teacher"), reference_scorer(world.policy)]
+        release, scorers = Noting(), [scorer("ref"), scorer("teacher"), base_model_scorer(world.policy)]
         report = MemoryReport(world.policy, scorers, world.engines)
         residency = Colocated(world.policy, scorers, world.engines, world.sync, release, report)
         for each in scorers:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from skyrl_train.megatron.policy import MegatronPolicy
-from skyrl_train.megatron.reference import MegatronReference
 from skyrl_train.megatron.residency.memory import Offloaded
 from skyrl_train.megatron.residency.storages import ALIGNMENT, StorageBlock
+from skyrl_train.megatron.scorer import MegatronScorer
 from skyrl_train.megatron.verify.layout_check import Layout, Trial, share_of
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
@@ -196,7 +196,7 @@ def test_a_part_for_which_memory_runs_out_takes_none_and_can_come_back_later(den
 
 def _reference(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str, Any]:
     trial, one = arguments
-    reference = MegatronReference(rendezvous, trial.model_path, one.megatron, bf16=True, seed=1, temperature=1.0)
+    reference = MegatronScorer(rendezvous, trial.model_path, one.megatron, bf16=True, seed=1, temperature=1.0)
     batch = share_of(trial, one, reference.ranks)
     before = reference.logprobs(batch)
     moved = [(reference.offload(), reference.reload()) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""The frozen model of the KL term on one rank."""
+"""A frozen model, such as the reference of the KL term, on one rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from skyrl_train.ranks import WEIGHTS, Moved, Rendezvous
 from skyrl_train.types import TrainBatch
 
 
-class MegatronReference:
-    """One rank of the reference model."""
+class MegatronScorer:
+    """One rank of a frozen model that scores samples."""
 
     def __init__(
         self,
@@ -27,9 +27,11 @@ class MegatronReference:
         bf16: bool,
         seed: int,
         temperature: float,
+        name: str = "reference",
     ) -> None:
+        """Args: name: of its traces."""
         self.ranks = join(rendezvous, config, seed)
-        self._tracer = Tracer(config.torch_profiler_config, "reference", rendezvous.rank)
+        self._tracer = Tracer(config.torch_profiler_config, name, rendezvous.rank)
         self._chunk, self._temperature = config.logprobs_chunk_size, temperature
         self._model = build_model(model_path, config, dtype_of(bf16), trainable=False)
         self._memory = DeviceMemory(self._model.modules)
