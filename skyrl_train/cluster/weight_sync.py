@@ -53,10 +53,9 @@ class Check(Protocol):
 class WeightSync:
     """Sends the policy's weights to every engine, and again to the remaining ones if one fails."""
 
-    def __init__(
-        self, policy: PolicyGroup, engines: EnginePool, settings: GeneratorConfig, check: Check | None = None
-    ) -> None:
-        self._policy, self._engines, self._check = policy, engines, check
+    def __init__(self, policy: PolicyGroup, engines: EnginePool, settings: GeneratorConfig) -> None:
+        self._policy, self._engines = policy, engines
+        self._check: Check | None = None
         self.senders = Senders(policy, engines, settings)
         self._num_syncs = 0
         self._check_is_due = False

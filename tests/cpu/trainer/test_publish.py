@@ -63,7 +63,8 @@ class World:
 
     async def connect(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.policy = await policy_group(monkeypatch, self.rank)
-        self.sync = WeightSync(self.policy, self.engines, SYNC, self.check)
+        self.sync = WeightSync(self.policy, self.engines, SYNC)
+        self.sync.verify_with(self.check)
         await self.sync.senders.connect()
         self.residency = Residency(self.sync, (), MemoryReport(self.policy, (), self.engines))
 
@@ -263,7 +264,7 @@ def test_ranks_without_an_engine_on_their_gpus_open_no_sender(monkeypatch: pytes
         ranks, actors = [FakeRank(number) for number in range(4)], [FakeEngine(), FakeEngine()]
         engines = engine_group(monkeypatch, *actors, ranks_each=2)
         policy = await policy_group(monkeypatch, *ranks)
-        sync = WeightSync(policy, engines, replace(SYNC, weight_sync_backend="cuda_ipc"), Check())
+        sync = WeightSync(policy, engines, replace(SYNC, weight_sync_backend="cuda_ipc"))
         await sync.senders.connect()
         await sync.publish(())
         assert [rank.is_open for rank in ranks] == [True] * 4 and [len(rank.engines) for rank in ranks] == [2, 0, 0, 0]

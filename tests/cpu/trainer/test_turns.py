@@ -33,8 +33,7 @@ class World:
     async def build(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engines = engine_group(monkeypatch, self.engine)
         self.policy = await policy_group(monkeypatch, self.rank)
-        check: Any = SimpleNamespace(is_due=lambda sync: False)
-        sync, report = WeightSync(self.policy, engines, SYNC, check), MemoryReport(self.policy, (), engines)
+        sync, report = WeightSync(self.policy, engines, SYNC), MemoryReport(self.policy, (), engines)
         self.engines, self.sync = engines, sync
         await sync.senders.connect()
         self.residency = Colocated(self.policy, (), engines, sync, Release(), report)
