@@ -28,13 +28,13 @@ class DeviceOutOfMemory(RuntimeError):
 class Host:
     """Runs one call at a time."""
 
-    def __init__(self, entry_point: str, log_path: str, visible_devices: str | None) -> None:
-        """Args: entry_point: `module:Class`, made with the path of the log; visible_devices: None for Ray's choice."""
+    def __init__(self, entry_point: str, log_path: str, visible_devices: str | None, *args: Any) -> None:
+        """Args: entry_point: `module:Class`, called with args; visible_devices: None for Ray's choice."""
         if visible_devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
         log_to(log_path)
         talk_through_node_address()
-        self._object: Any = attribute(entry_point)(log_path)
+        self._object: Any = attribute(entry_point)(*args)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -79,7 +79,7 @@ class EngineReplica:
                 **self.slot.options(),
                 max_concurrency=MAX_CONCURRENCY,
             )
-            .remote(ENGINE_PROCESS, self.log_path, self.visible_devices)
+            .remote(ENGINE_PROCESS, self.log_path, self.visible_devices, self.log_path)
         )
 
     async def call(self, what: str, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Rank:
     """Makes a plain worker in `build`, forwards calls to it, and sends its weights to the engines."""
 
-    def __init__(self, log_path: str) -> None:
+    def __init__(self) -> None:
         import torch
 
         torch.set_num_threads(1)
