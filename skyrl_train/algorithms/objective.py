@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -78,10 +78,6 @@ class Objective:
         """Signals that any function declared."""
         functions = [term.loss for term in self.terms] + list(self.corrections)
         return tuple(dict.fromkeys(name for function in functions for name in function.needs))
-
-    def with_policy_loss(self, loss: Bound) -> Objective:
-        """Replace the loss of the first term."""
-        return replace(self, terms=(replace(self.terms[0], loss=loss), *self.terms[1:]))
 
 
 def cross_entropy_objective(logprobs_chunk_size: int) -> Objective:

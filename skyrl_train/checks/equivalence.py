@@ -42,18 +42,11 @@ PACKAGES = ("torch", "transformers", "megatron-core", "mbridge")
 TIMEOUT_S = 600.0
 
 
-def checked_config(folder: str, key: str) -> PretrainedConfig:
-    """The configuration of the model in `folder`, after both checks.
-
-    Args: key: of the configuration, for errors. Raises: ValueError with every difference.
-    """
-    config = known_config(folder, key)
-    compare_with_hugging_face(config, folder, key)
-    return config
-
-
 def known_config(folder: str, key: str) -> PretrainedConfig:
-    """The configuration of the model in `folder`. Raises: ValueError with every field that is unknown or not built."""
+    """The configuration of the model in `folder`.
+
+    Args: key: of the configuration, for errors. Raises: ValueError with every field that is unknown or not built.
+    """
     config, problems = config_and_problems(folder, key)
     _require_none(problems, config, folder, key)
     return config
@@ -62,7 +55,7 @@ def known_config(folder: str, key: str) -> PretrainedConfig:
 def compare_with_hugging_face(config: PretrainedConfig, folder: str, key: str) -> None:
     """Run a small version of the configuration through Hugging Face and Megatron.
 
-    Takes about 15 s the first time on a machine, later a few milliseconds.
+    Takes 6 to 10 s the first time on a machine (docs/readings/models.md), later a few milliseconds.
     Raises: ValueError if the two differ, or one of them cannot be built.
     """
     _require_none(_compare(config, folder), config, folder, key)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import PretrainedConfig
 
 from skyrl_train.checks import equivalence
 from skyrl_train.hf.shrink import shrunk
@@ -162,21 +163,27 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+def compared(folder: Path) -> PretrainedConfig:
+    config = equivalence.known_config(str(folder), "model")
+    equivalence.compare_with_hugging_face(config, str(folder), "model")
+    return config
+
+
 @pytest.mark.slow
 def test_a_configuration_is_compared_once_and_needs_no_weights(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder = tmp_path / "model"
     config_of("qwen3_tied").save_pretrained(folder)
-    assert equivalence.checked_config(str(folder), "model").model_type == "qwen3"
+    assert compared(folder).model_type == "qwen3"
     (noted,) = cache.rglob("*.json")
     assert json.loads(noted.read_text())["gradient"] < 5e-6
 
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("compared again"))
-    equivalence.checked_config(str(folder), "model")
+    compared(folder)
     other = tmp_path / "elsewhere"
     config_of("qwen3_tied", hidden_size=128, num_hidden_layers=8).save_pretrained(other)
-    equivalence.checked_config(str(other), "model")  # as small as the first
+    compared(other)  # as small as the first
 
 
 @pytest.mark.parametrize(
@@ -198,7 +205,7 @@ def test_a_model_that_differs_or_cannot_be_built_is_refused_and_not_cached(
     config_of("qwen3").save_pretrained(tmp_path)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     with pytest.raises(ValueError, match=f"model is .*would not be computed as Hugging Face computes it: {says}"):
-        equivalence.checked_config(str(tmp_path), "model")
+        compared(tmp_path)
     assert not list(cache.rglob("*.json"))
 
 

@@ -175,7 +175,9 @@ LAYOUTS = {"CP2": {"cp": 2}, "TP2 SP": {"tp": 2}, "PP2": {"pp": 2}}
 def test_every_loss_has_hugging_faces_gradient(loss: str | Callable[..., Any], sizes: dict[str, int]):
     trial = reference("qwen3_tied")[0]
     function = LOSSES[loss] if isinstance(loss, str) else loss
-    trial = replace(trial, objective=trial.objective.with_policy_loss(bind(function, VALUES)))
+    policy, *others = trial.objective.terms
+    terms = (replace(policy, loss=bind(function, VALUES)), *others)
+    trial = replace(trial, objective=replace(trial.objective, terms=terms))
     hf = hugging_face(trial)
     outcome = run_layout(trial, layout(2, sizes))
     assert_exact(compare(comparable(outcome, hf), hf))
