@@ -54,10 +54,16 @@ def _source_problems(found: Any) -> Iterator[str]:
     if not _takes(found, 1):
         yield f"it takes {inspect.signature(found)}. It must take one argument, SourceParts"
     if inspect.isclass(found):
-        if missing := [method for method in METHODS if not hasattr(found, method)]:
+        if missing := [method for method in METHODS if not _defines(found, method)]:
             yield f"it has no {', '.join(missing)}. A source has {', '.join(METHODS)}"
         elif not _is_async(getattr(found, METHODS[0])):
             yield "its next is not async. Define it with `async def`"
+
+
+def _defines(found: type, method: str) -> bool:
+    """Whether a class has the method, not only an empty one inherited from a protocol."""
+    owner = next((owner for owner in found.__mro__ if method in vars(owner)), None)
+    return owner is not None and not getattr(owner, "_is_protocol", False)
 
 
 def _is_async(found: Any) -> bool:

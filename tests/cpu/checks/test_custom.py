@@ -13,6 +13,8 @@ from skyrl_train.config import load_config
 from skyrl_train.rollout import source
 
 MODULE = """
+from skyrl_train.rollout.source import GroupSource
+
 async def rollout(prompt, sampling_params, engines): ...
 def not_async(prompt, sampling_params, engines): ...
 async def two(prompt, sampling_params): ...
@@ -32,6 +34,9 @@ class NoNext:
     def __init__(self, parts): ...
     def metrics(self): ...
     state = None
+class Heir(GroupSource):
+    def __init__(self, parts): ...
+    async def next(self): ...
 class NextIsNotAsync(Source):
     def next(self): ...
 class NoArguments(Source):
@@ -84,6 +89,7 @@ def test_what_can_be_called_as_it_will_be_is_accepted(override: str):
         ("trainer.source=on_polic", "trainer.source is 'on_polic': did you mean on_policy? It must be on_policy, or"),
         ("trainer.source=own_things:NUMBER", "it is a int. Name a class or function that returns a source"),
         ("trainer.source=own_things:NoNext", "it has no next, resume. A source has next, metrics, state, resume"),
+        ("trainer.source=own_things:Heir", "it has no metrics, state, resume. A source has next, metrics, state, res"),
         ("trainer.source=own_things:NextIsNotAsync", "its next is not async"),
         ("trainer.source=own_things:NoArguments", "takes (). It must take one argument, SourceParts"),
     ],
