@@ -31,6 +31,11 @@ from skyrl_train.config import Config, ConfigError
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.hf.adapter import slot_problem
 
+RELATIVE_TO_ENGINE = ("dppo", "rollout_is")
+"""Losses whose ratio is to the engine's policy."""
+WEIGHTS = ("token_tis", "sequence_tis", "icepop")
+"""Corrections that multiply by the ratio to the engine's policy; the others are masks."""
+
 
 def check(config: Config, num_train_prompts: int | None, files: bool = True) -> None:
     """Raise ConfigError with everything that cannot work.
@@ -89,6 +94,17 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield (
             "trainer.algorithm.use_kl_loss and use_kl_in_reward are both true: the KL term would count twice. Set one "
             "of them to false"
+        )
+    if algorithm.use_unbiased_kl and not algorithm.use_kl_loss:
+        yield (
+            "trainer.algorithm.use_unbiased_kl is true: it multiplies the KL term of the loss, and use_kl_loss is "
+            "false. Set use_unbiased_kl=false or use_kl_loss=true"
+        )
+    weights = [name for name in algorithm.corrections if name in WEIGHTS]
+    if algorithm.policy_loss_type in RELATIVE_TO_ENGINE and weights:
+        yield (
+            f"trainer.algorithm.corrections has {', '.join(weights)}: the ratio of {algorithm.policy_loss_type} is "
+            "already to the engine's policy, so the difference would count twice. Remove it (masks may stay)"
         )
     buffer, longest = algorithm.overlong_buffer.len, config.generator.sampling_params.max_generate_length
     if buffer is not None and buffer > longest:

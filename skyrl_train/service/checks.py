@@ -47,6 +47,19 @@ def _problems(config: Config) -> Iterator[str]:
         )
     if config.trainer.source != "on_policy" or config.generator.rollout is not None:
         yield ("trainer.source or generator.rollout is set: a service trains on samples of its clients. Remove both")
+    shaping = {
+        "generator.zero_reward_on_non_stop": config.generator.zero_reward_on_non_stop,
+        "generator.apply_overlong_filtering": config.generator.apply_overlong_filtering,
+        "trainer.algorithm.overlong_buffer.len": config.trainer.algorithm.overlong_buffer.len,
+        "trainer.algorithm.zero_variance_filter": config.trainer.algorithm.zero_variance_filter,
+        "trainer.algorithm.dynamic_sampling.type": config.trainer.algorithm.dynamic_sampling.type,
+    }
+    for key, value in shaping.items():
+        if value not in (None, False):
+            yield (
+                f"{key} is {str(value).lower()}: a service trains on the rewards and masks that its clients submit. "
+                f"Set it to {'false' if value is True else 'null'}"
+            )
     for table in (ADVANTAGES, LOSSES):
         name = getattr(config.trainer.algorithm, table.key.rpartition(".")[2])
         place = name.partition(":")[0] if ":" in name else table.place(name)

@@ -74,6 +74,17 @@ def test_the_base_and_the_quickstart_pass():
         ),
         (["trainer.algorithm.use_kl_in_reward=true"], "both true: the KL term .* Set one of them to false"),
         (
+            ["trainer.algorithm.use_unbiased_kl=true", "trainer.algorithm.use_kl_loss=false"],
+            "use_unbiased_kl is true: .* use_kl_loss is false. Set use_unbiased_kl=false or use_kl_loss=true",
+        ),
+        *[
+            (
+                [f"trainer.algorithm.policy_loss_type={loss}", "trainer.algorithm.corrections=[opsm,token_tis,icepop]"],
+                f"corrections has token_tis, icepop: the ratio of {loss} is already .* Remove it",
+            )
+            for loss in ("dppo", "rollout_is")
+        ],
+        (
             ["trainer.algorithm.overlong_buffer.len=9999"],
             "overlong_buffer.len is 9999: it is above .* at most that value",
         ),

@@ -257,3 +257,19 @@ def test_a_service_has_no_last_step_and_no_checkpoints():
         check_service(load_config(["trainer.resume_mode=latest"]))
     with pytest.raises(ConfigError, match="trainer.source or generator.rollout is set: a service trains on"):
         check_service(load_config(["generator.rollout=asyncio:create_subprocess_exec"]))
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("generator.zero_reward_on_non_stop=true", "false"),
+        ("generator.apply_overlong_filtering=true", "false"),
+        ("trainer.algorithm.overlong_buffer.len=8", "null"),
+        ("trainer.algorithm.zero_variance_filter=true", "false"),
+        ("trainer.algorithm.dynamic_sampling.type=filter", "null"),
+    ],
+)
+def test_a_service_refuses_penalties_and_filters_that_it_would_not_apply(override: str, remedy: str):
+    key, _, value = override.partition("=")
+    with pytest.raises(ConfigError, match=f"{key} is {value}: .* that its clients submit. Set it to {remedy}$"):
+        check_service(load_config([override]), files=False)
