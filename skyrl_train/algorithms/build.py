@@ -11,6 +11,7 @@ from torch import Tensor
 
 from skyrl_train.algorithms.credit import CreditInputs, advantages
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
+from skyrl_train.algorithms.losses.value import clipped_value_loss
 from skyrl_train.algorithms.objective import Bound, Objective, Term, kl_to_reference, negative_entropy, objective_loss
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
 from skyrl_train.spelling import nearest
@@ -48,6 +49,14 @@ def build_objective(values: Mapping[str, Any], temperature: float, logprobs_chun
         logprobs_chunk_size=logprobs_chunk_size,
         corrections=tuple(bind(CORRECTIONS.resolve(name), values) for name in values["corrections"]),
         kl_estimator=estimator,
+    )
+
+
+def build_critic_objective(values: Mapping[str, Any]) -> Objective:
+    """The objective of the critic. Args: like `build_objective`."""
+    reduction = values["value_loss_reduction"] or values["loss_reduction"]
+    return Objective(
+        (Term("value", bind(clipped_value_loss, values), 1.0, reduction),), 1.0, logprobs_chunk_size=1, name="critic"
     )
 
 

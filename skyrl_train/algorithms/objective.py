@@ -45,7 +45,7 @@ class Term:
     """coef * sum(loss_weights * terms)"""
 
     name: str
-    """Logged as `policy/NAME_loss`, without the coefficient."""
+    """Logged as `OBJECTIVE/NAME_loss`, without the coefficient."""
     loss: Bound
     """f(TokenInputs) -> LossTerms"""
     coef: float = 1.0
@@ -67,6 +67,8 @@ class Objective:
     """f(TokenInputs) -> Correction; their product multiplies the policy term."""
     kl_estimator: Callable[[Tensor, Tensor], Tensor] = k3
     """Estimator of a KL penalty in the reward, which ranks compute together with the old logprobs."""
+    name: str = "policy"
+    """First part of the names of its metrics."""
 
     @property
     def reductions(self) -> tuple[str, ...]:
@@ -121,7 +123,7 @@ def objective_loss(
     for correction in objective.corrections:
         multiplier, own = correction(tokens)
         factor = multiplier.detach() if factor is None else factor * multiplier.detach()
-        metrics |= {f"policy/correction/{correction.name}/{name}": metric for name, metric in own.items()}
+        metrics |= {f"{objective.name}/correction/{correction.name}/{name}": metric for name, metric in own.items()}
     loss = torch.zeros((), dtype=torch.float32, device=tokens.logprobs.device)
     for index, term in enumerate(objective.terms):
         terms, own = term.loss(tokens)
@@ -129,12 +131,12 @@ def objective_loss(
             terms = terms * factor
         value = weighted_sum(terms, weights[term.reduction])
         loss = loss + term.coef * value
-        metrics[f"policy/{term.name}_loss"] = Metric(value, Reduce.STEP_MEAN)
+        metrics[f"{objective.name}/{term.name}_loss"] = Metric(value, Reduce.STEP_MEAN)
         metrics |= {
-            f"policy/{name}" if name in OWN_METRICS else f"policy/loss_metrics/{name}": metric
+            f"{objective.name}/{name}" if name in OWN_METRICS else f"{objective.name}/loss_metrics/{name}": metric
             for name, metric in own.items()
         }
-    return loss, metrics | {"policy/final_loss": Metric(loss, Reduce.STEP_MEAN)} | _differences(tokens)
+    return loss, metrics | {f"{objective.name}/final_loss": Metric(loss, Reduce.STEP_MEAN)} | _differences(tokens)
 
 
 def _differences(tokens: TokenInputs) -> dict[str, Metric]:

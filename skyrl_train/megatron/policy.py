@@ -1,72 +1,35 @@
-"""The trained model on one rank: logprobs, updates, and the export of its weights."""
+"""The policy on one rank: logprobs, updates, and the export of its weights."""
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
 from skyrl_train.algorithms.objective import Objective, objective_loss
-from skyrl_train.config.policy import LoraConfig, MegatronConfig, OptimizerConfig
-from skyrl_train.device import peak_flops, synchronize
-from skyrl_train.file_sum import FileSum
-from skyrl_train.hf.flops import model_cost
 from skyrl_train.hf.hub import local_folder
-from skyrl_train.megatron.model.model import build_model, dtype_of
-from skyrl_train.megatron.model.parallel import join
-from skyrl_train.megatron.optimizer.optimizer import build_optimizer, learning_rate, set_learning_rate, step_if_finite
-from skyrl_train.megatron.passes.metrics import PassMetrics, update_metrics
 from skyrl_train.megatron.passes.old_logprobs import LogprobCheck, OldLogprobs, old_logprobs
-from skyrl_train.megatron.passes.packing import Packer
-from skyrl_train.megatron.passes.profiling import Tracer, span
-from skyrl_train.megatron.passes.step import batch_logprobs, forward_backward
-from skyrl_train.megatron.residency.memory import DeviceMemory
-from skyrl_train.megatron.residency.state import load_state, save_durable_state, save_state, state_file
+from skyrl_train.megatron.passes.step import batch_logprobs
+from skyrl_train.megatron.trained import TrainedModel
 from skyrl_train.megatron.weights.all_stages import to_every_stage, to_first_stage
 from skyrl_train.megatron.weights.export import export, export_specs
 from skyrl_train.megatron.weights.lora_export import adapter_specs, merged
 from skyrl_train.megatron.weights.proof import LiveSums, checked_adapters
 from skyrl_train.megatron.weights.save import export_folder, save_adapter, save_hf
-from skyrl_train.ranks import OPTIMIZER, WEIGHTS, LogprobLimit, Moved, ParallelRanks, Rendezvous, UpdateReport
+from skyrl_train.ranks import OPTIMIZER, WEIGHTS, LogprobLimit, UpdateReport
 from skyrl_train.types import TrainBatch
 from skyrl_train.weight_sync.bucket import TensorSpec
 
 
-class MegatronPolicy:
-    """One rank of the policy. Every method is called on all ranks at once, with the batch of the rank's shard."""
+class MegatronPolicy(TrainedModel):
+    """One rank of the policy: logprobs, updates on samples, and the export of its weights."""
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        model_path: str,
-        config: MegatronConfig,
-        optimizer_config: OptimizerConfig,
-        objective: Objective,
-        *,
-        bf16: bool,
-        seed: int,
-        num_optimizer_steps: int,
-        lora: LoraConfig | None = None,
-    ) -> None:
-        """Args: lora: if its rank is above 0, adapters are trained instead of the model's weights."""
-        self.ranks = join(rendezvous, config, seed)
-        self._tracer = Tracer(config.torch_profiler_config, "policy", rendezvous.rank)
-        self.policy_version = 0
-        self._model_path, self._objective, self._optimizer_config = model_path, objective, optimizer_config
-        self._num_optimizer_steps = num_optimizer_steps
-        self.model = build_model(model_path, config, dtype_of(bf16), trainable=True, lora=lora, seed=seed)
-        self._optimizer = build_optimizer(self.model, optimizer_config)
-        self._memory = DeviceMemory(self.model.modules, self._optimizer)
-        self._packer = Packer.of_layout(sequence_parallel=self.model.bridge.config.sequence_parallel)
-        self._old: OldLogprobs | None = None
-        self._live_sums: LiveSums | None = None
+    _old: OldLogprobs | None = None
+    _live_sums: LiveSums | None = None
 
     def prompt_logprobs(self, batch: TrainBatch) -> Tensor | None:
         """[T] float32 under the current weights, on the reporting rank of the shard; None elsewhere.
@@ -99,7 +62,7 @@ class MegatronPolicy:
         self._memory.require("keep_old_logprobs", WEIGHTS)
         with self._tracer("old_logprobs"):
             logprobs = self._logprobs(batch)
-        self._old = OldLogprobs(batch.step_id, self.policy_version, logprobs)
+        self._old = OldLogprobs(batch.step_id, self.num_steps, logprobs)
         if logprobs is None or ref_logprobs is None or not self.ranks.reports:
             return None
         return self._objective.kl_estimator(logprobs, ref_logprobs)
@@ -146,48 +109,16 @@ class MegatronPolicy:
     def _update(
         self, batch: TrainBatch, epochs: int, objective: Objective, check: LogprobCheck, signals: dict[str, Tensor]
     ) -> UpdateReport:
-        started = time.perf_counter()
         kept, self._old = self._old, None
-        old = old_logprobs(kept, batch, self.policy_version, epochs * len(batch.mini_batches))
+        old = old_logprobs(kept, batch, self.num_steps, epochs * len(batch.mini_batches))
         if check.refuses_kept(old):
             return _refused(check)
         if old is not None:
             signals["old_logprobs"] = old
         if check.tokens is not None:
             signals["is_compared"] = check.tokens
-        passes: list[PassMetrics] = []
-        norms: list[float] = []
-        lr, flops, cost = 0.0, 0.0, model_cost(self.model.bridge.hf_config)
-        for mini_batch in batch.mini_batches * epochs:
-            with span("pack"):
-                micro_batches = [self._packer.pack(batch, samples, signals) for samples in mini_batch]
-            for chunk in self.model.chunks:
-                chunk.zero_grad_buffer()
-            self._optimizer.zero_grad()
-            is_first = not passes
-            with span("forward_backward"):
-                passes.append(forward_backward(self.model, micro_batches, objective, with_entropy=is_first))
-            if is_first and check.refuses_pass(passes[0]):
-                return _refused(check)
-            lr = learning_rate(self.policy_version, self._num_optimizer_steps, self._optimizer_config)
-            set_learning_rate(self._optimizer, lr, self._optimizer_config.weight_decay)
-            self._memory.settle()
-            with span("optimizer"):
-                norms.append(step_if_finite(self._optimizer))
-            self.policy_version += 1
-            chosen = [sample for samples in mini_batch for sample in samples]
-            flops += cost.train_flops(batch.cu_seqlens.diff()[chosen])
-        metrics = update_metrics(passes, norms, lr)
-        synchronize()  # The optimizer's last step counts as part of the update.
-        return UpdateReport(
-            metrics=metrics,
-            seconds=time.perf_counter() - started,
-            busy_seconds=sum(done.busy_seconds for done in passes),
-            schedule_seconds=sum(done.seconds for done in passes),
-            train_flops=flops,
-            peak_flops=peak_flops(),
-            logprob_difference=check.difference,
-        )
+        report = self._train(batch, epochs, objective, signals, check.refuses_pass)
+        return _refused(check) if report is None else replace(report, logprob_difference=check.difference)
 
     def export(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that engines receive from this pipeline stage; all its ranks must drain it.
@@ -232,47 +163,6 @@ class MegatronPolicy:
             sums |= save_hf(self.model, self._model_path, unfinished, merged(lora))
             if lora is not None:
                 save_adapter(lora, f"{unfinished}/adapter", local_folder(self._model_path), self._model_path)
-
-    def offload(self, *parts: str) -> Moved:
-        """Free the device memory of "weights", "optimizer" (with the gradients), or all; see residency/memory.py.
-
-        Methods that need an offloaded part raise.
-        """
-        return self._memory.offload(*parts)
-
-    def reload(self, *parts: str) -> Moved:
-        """Restore offloaded parts. The optimizer may be copied in the background until `update` needs it."""
-        return self._memory.reload(*parts)
-
-    def drop(self, *parts: str) -> None:
-        """Free device memory for good, before the process ends."""
-        self._memory.drop(*parts)
-
-    def save_state(self, folder: str) -> Moved:
-        """Write this rank's state, which `load_state` restores in another process of the same layout."""
-        started = time.perf_counter()
-        return Moved(save_state(*self._state_to_save(folder)), time.perf_counter() - started)
-
-    def copy_state(self, folder: str) -> FileSum:
-        """Write this rank's state for a checkpoint: once this returns, the file survives a loss of power."""
-        return save_durable_state(*self._state_to_save(folder))
-
-    def _state_to_save(self, folder: str) -> tuple[Path, list[torch.nn.Module], Any, ParallelRanks, int]:
-        self._memory.require("save_state", WEIGHTS, OPTIMIZER)
-        self._memory.settle()
-        file = state_file(folder, dist.get_rank())
-        return file, self.model.modules, self._optimizer, self.ranks, self.policy_version
-
-    def load_state(self, folder: str, policy_version: int) -> Moved:
-        """Raises: ValueError for the file of another version, rank, layout or model."""
-        self._memory.require("load_state", WEIGHTS, OPTIMIZER)
-        self._memory.settle()
-        started = time.perf_counter()
-        file = state_file(folder, dist.get_rank())
-        load_state(file, self.model.modules, self._optimizer, self.ranks, policy_version)
-        self.policy_version = policy_version
-        self._memory.forget_frozen()
-        return Moved(file.stat().st_size, time.perf_counter() - started)
 
 
 def _refused(check: LogprobCheck) -> UpdateReport:

@@ -22,6 +22,7 @@ from skyrl_train.megatron.layers.balance import Balance
 from skyrl_train.megatron.lora.adapters import Lora
 from skyrl_train.megatron.lora.attach import attach
 from skyrl_train.megatron.model.bridge import build_bridge, check_all_weights_are_read, match_hugging_face
+from skyrl_train.megatron.model.value_head import add_value_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +84,13 @@ def build_model(
     trainable: bool,
     lora: LoraConfig | None = None,
     seed: int = 0,
+    value_head: str | None = None,
 ) -> Model:
     """Load the Hugging Face checkpoint at `path` into this rank's part of a Megatron model.
 
     A hub model is downloaded to this node first. A trainable model is wrapped in Megatron's DistributedDataParallel
     with float32 gradients; a reference is not. With `lora` (of a rank above 0) only adapters are trained, which `seed`
-    initialises.
+    initialises. With `value_head` the output layer is a ValueHead of this name, read from the checkpoint or new.
 
     Raises: ValueError for a model or an adapter that would not be computed as in Hugging Face and PEFT.
     """
@@ -101,9 +103,11 @@ def build_model(
         layers.install()
     folder = local_folder(path)
     bridge = build_bridge(folder, config, dtype, torch_layers=torch_layers)
-    bare = _build_chunks(bridge)
-    check_all_weights_are_read(bridge, bare, folder)
+    bare = _build_chunks(bridge, has_head=value_head is None)
     bridge.load_weights(bare, folder)
+    if value_head is not None:
+        add_value_head(bridge, bare[-1], folder, value_head, seed)
+    check_all_weights_are_read(bridge, bare, folder)
     for chunk in bare:
         match_hugging_face(chunk, bridge.hf_config)
         if config.freeze_moe_router:
@@ -139,7 +143,10 @@ def _in_half_precision(chunk: GPTModel, config: Any) -> Float16Module:
     return wrapped
 
 
-def _build_chunks(bridge: Bridge) -> list[GPTModel]:
+def _build_chunks(bridge: Bridge, *, has_head: bool) -> list[GPTModel]:
+    """Args: has_head: False leaves out the language model's head."""
+    if not has_head:
+        bridge.hf_config.tie_word_embeddings = False
     provider = bridge._model_provider([])
     virtual_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     chunks = []
@@ -151,6 +158,8 @@ def _build_chunks(bridge: Bridge) -> list[GPTModel]:
             vp_stage=vp_stage,
         )
         chunk.vp_stage = vp_stage
+        if not has_head and chunk.post_process:
+            chunk.output_layer = None
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(chunk.to(device()))

@@ -62,20 +62,20 @@ class MicroBatchSums:
         return found
 
 
-def update_metrics(passes: Sequence[PassMetrics], norms: Sequence[float], lr: float) -> Metrics:
+def update_metrics(passes: Sequence[PassMetrics], norms: Sequence[float], lr: float, name: str = "policy") -> Metrics:
     """Metrics of an update from those of its optimizer steps; {} on a rank that has none.
 
     Losses and gradient norms are means over optimizer steps, everything per token is a mean over all trained tokens.
     The difference to the engine's logprobs is that of the old logprobs, before any update. Entropy is the first
-    mini-batch's.
+    mini-batch's. Args: name: that of the objective.
     """
     if not passes[0].totals:
         return {}
     metrics = merged([one_pass.totals for one_pass in passes])
     metrics.pop(LOGPROB_DIFFERENCE, None)
     return metrics | {
-        "policy/grad_norm": sum(norms) / len(norms),
-        "policy/policy_lr": lr,
-        "policy/num_optimizer_steps": float(len(passes)),
-        "policy/num_skipped_steps": float(sum(not math.isfinite(norm) for norm in norms)),
+        f"{name}/grad_norm": sum(norms) / len(norms),
+        f"{name}/{name}_lr": lr,
+        f"{name}/num_optimizer_steps": float(len(passes)),
+        f"{name}/num_skipped_steps": float(sum(not math.isfinite(norm) for norm in norms)),
     }

@@ -74,22 +74,36 @@ def batch_logprobs(model: Model, packer: Packer, batch: TrainBatch, temperature:
 
     A collective over the ranks that hold the model.
     """
+
+    def logprobs(logits: Tensor, targets: Targets) -> Tensor:
+        return _logprobs(logits, targets, temperature, chunk, with_entropy=False, vocab_size=model.vocab_size)[0]
+
+    return _of_tokens(model, packer, batch, logprobs)
+
+
+def batch_values(model: Model, packer: Packer, batch: TrainBatch) -> Tensor | None:
+    """Value of the state before every token of the batch, like `batch_logprobs`."""
+    return _of_tokens(model, packer, batch, lambda values, targets: values[:, 0])
+
+
+def _of_tokens(
+    model: Model, packer: Packer, batch: TrainBatch, at_positions: Callable[[Tensor, Targets], Tensor]
+) -> Tensor | None:
+    """[T] float32 from at_positions(output of the last stage, targets) -> [P / C]; None before the last stage."""
     micro_batches = [packer.pack(batch, samples) for mini_batch in batch.mini_batches for samples in mini_batch]
 
-    def collect(logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        logprobs, _ = _logprobs(
-            logits, micro_batch.targets, temperature, chunk, with_entropy=False, vocab_size=model.vocab_size
-        )
-        return logits.new_zeros((), dtype=torch.float32), unpack(logprobs, micro_batch)
+    def collect(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        values = at_positions(output, micro_batch.targets)
+        return output.new_zeros((), dtype=torch.float32), unpack(values, micro_batch)
 
     with torch.no_grad():
         results = _run(model, micro_batches, collect, forward_only=True)
     if not results:
         return None
-    logprobs = torch.zeros(len(batch.token_ids), dtype=torch.float32)
+    tokens = torch.zeros(len(batch.token_ids), dtype=torch.float32)
     for micro_batch, values in zip(micro_batches, results, strict=True):
-        logprobs[micro_batch.token_slice] = values.cpu()
-    return logprobs
+        tokens[micro_batch.token_slice] = values.cpu()
+    return tokens
 
 
 def forward_backward(
@@ -119,9 +133,9 @@ def forward_backward(
     seconds = time.perf_counter() - started
     totals = sums.totals()
     if totals and balance_loss is not None:
-        totals["policy/moe_aux_loss"] = Total(Reduce.STEP_MEAN, (balance_loss, 1.0))
-        (final, count) = totals["policy/final_loss"].sums
-        totals["policy/final_loss"] = Total(Reduce.STEP_MEAN, (final + balance_loss, count))
+        totals[f"{objective.name}/moe_aux_loss"] = Total(Reduce.STEP_MEAN, (balance_loss, 1.0))
+        (final, count) = totals[f"{objective.name}/final_loss"].sums
+        totals[f"{objective.name}/final_loss"] = Total(Reduce.STEP_MEAN, (final + balance_loss, count))
     return PassMetrics(totals, seconds, timers.seconds())
 
 
@@ -210,29 +224,33 @@ def _logprobs(
 
 
 def _loss(
-    logits: Tensor, targets: Targets, objective: Objective, *, with_entropy: bool, vocab_size: int
+    output: Tensor, targets: Targets, objective: Objective, *, with_entropy: bool, vocab_size: int
 ) -> tuple[Tensor, dict[str, Metric], TokenInputs]:
-    """Loss of one micro-batch, and its part of the mini-batch's metrics."""
-    logprobs, entropy = _logprobs(
-        logits,
-        targets,
-        objective.temperature,
-        objective.logprobs_chunk_size,
-        with_entropy=with_entropy or "entropy" in objective.needs,
-        vocab_size=vocab_size,
-    )
+    """Loss of one micro-batch, and its part of the mini-batch's metrics. Args: output: logits, or a critic's values."""
+    is_critic = "values" in objective.needs
     signals = dict(targets.signals)
     is_compared = signals.pop("is_compared", None)
-    # Without old logprobs this is the only step of the update (old_logprobs.py), so the current ones are the old ones.
-    signals.setdefault("old_logprobs", logprobs.detach())
-    if "entropy" in objective.needs:
-        signals["entropy"] = entropy
+    if is_critic:
+        predicted = signals["values"] = output[:, 0]
+    else:
+        predicted, entropy = _logprobs(
+            output,
+            targets,
+            objective.temperature,
+            objective.logprobs_chunk_size,
+            with_entropy=with_entropy or "entropy" in objective.needs,
+            vocab_size=vocab_size,
+        )
+        # Without old logprobs this is the only step of the update (old_logprobs.py): the current ones are the old ones.
+        signals.setdefault("old_logprobs", predicted.detach())
+        if "entropy" in objective.needs:
+            signals["entropy"] = entropy
     context_parallel = parallel_state.get_context_parallel_world_size() > 1
     group = parallel_state.get_context_parallel_group() if context_parallel else None
     per_sample = PerSample(targets.sample, targets.num_samples, targets.loss_mask, group)
-    tokens = TokenInputs(logprobs, targets.loss_mask, per_sample, signals)
+    tokens = TokenInputs(predicted, targets.loss_mask, per_sample, signals)
     loss, metrics = objective_loss(objective, tokens, targets.loss_weights)
-    if with_entropy:
+    if with_entropy and not is_critic:
         metrics["policy/policy_entropy"] = Metric(entropy, Reduce.TOKEN_MEAN)
     if is_compared is not None:
         difference = (tokens.old_logprobs - tokens.rollout_logprobs).abs()

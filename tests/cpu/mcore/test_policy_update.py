@@ -63,7 +63,7 @@ def _train(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str,
     return {
         "weights": weights if policy.ranks.owns_stage else {},
         "metrics": report.metrics,
-        "version": policy.policy_version,
+        "version": policy.num_steps,
         "finalized": len(calls),
         "prepared": len(prepared) / len(getattr(policy._optimizer, "chained_optimizers", [1])),
         "head": head,

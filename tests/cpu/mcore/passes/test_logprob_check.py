@@ -58,7 +58,7 @@ def _update(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, list[Case]])
             limit=LogprobLimit(case.limit, is_compared, case.of_kept),
         )
         changed = any(not torch.equal(tensor, before[name]) for name, tensor in policy.export(torch.float32))
-        found.append({"report": report, "changed": changed, "version": policy.policy_version})
+        found.append({"report": report, "changed": changed, "version": policy.num_steps})
     return found
 
 

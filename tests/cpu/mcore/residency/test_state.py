@@ -51,7 +51,7 @@ def _updates(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, bool, int, 
             policy.reload()
         policy.drop()
         return {"moved": moved}
-    return {"state": everything(policy), "version": policy.policy_version, "random": torch.rand(3)}
+    return {"state": everything(policy), "version": policy.num_steps, "random": torch.rand(3)}
 
 
 LORA = lora_config(dropout=0.1)
