@@ -75,6 +75,28 @@ def test_the_overlong_penalty_is_that_of_its_peers(record):
             assert reward - overlong_penalty(length, limit, buffer, factor) == pytest.approx(after)
 
 
+SIGNAL_DIFFERS = {
+    ("skyrl_v04", "c"): "the standard deviation of equal rewards is rounded to more than 0 there",
+    ("skyrl", "a"): "samples without a trained token do not count there",
+    ("skyrl", "b"): "rewards within 1e-6 are equal there",
+    ("skyrl", "x"): "samples without a trained token do not count there",
+    ("slime", "b"): "rewards within 1e-6 are equal there",
+}
+
+
+@pytest.mark.parametrize(
+    "record", [one for one in VECTORS if one["method"] == "zero_variance_filter"], ids=lambda one: one["peer"]
+)
+def test_groups_without_signal_are_those_of_its_peers(record):
+    for case in record["cases"]:
+        rewards, uids, outputs = case["inputs"]["rewards"], case["inputs"]["uids"], case["outputs"]
+        kept = outputs.get("kept_groups", {uids[index] for index in outputs.get("kept", ())})
+        for uid in sorted(set(uids)):
+            samples = [sample(reward) for reward, owner in zip(rewards, uids, strict=True) if owner == uid]
+            if len(samples) > 1 and (has_signal(group(*samples)) != (uid in kept)):
+                assert (record["peer"], uid) in SIGNAL_DIFFERS
+
+
 def test_the_penalty_is_taken_off_the_last_token():
     long = replace(sample(1.0), rewards=torch.tensor([0.0, 0.5, 0.5], dtype=torch.float64))
     keys = ["trainer.algorithm.overlong_buffer.len=2", "trainer.algorithm.overlong_buffer.penalty_factor=0.5"]
