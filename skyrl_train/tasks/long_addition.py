@@ -1,4 +1,4 @@
-"""Data and model of `+experiment=long_addition`: sums of three digits, and a model that answers some of them.
+"""Data and model of `+experiment=long_addition`: sums of three digits, and a model that solves some of them.
 
 It has 3.2 million parameters, and enough layers and heads for pipelines of two stages, interleaved ones too, and tensor
 parallelism of two or four.

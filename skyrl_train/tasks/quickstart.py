@@ -1,4 +1,4 @@
-"""Data and model of `+experiment=quickstart`: sums, and a tiny model that answers some of them.
+"""Data and model of `+experiment=quickstart`: sums, and a tiny model that solves some of them.
 
 The model is warm-started by supervised fine-tuning with the Megatron policy, in one process, until it answers about a
 third of the held-out sums correctly when sampled.

@@ -17,7 +17,7 @@ from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous, free_port
 from skyrl_train.stores import join_store, serve_store
 from skyrl_train.weight_sync.channels.broadcast import BroadcastSendChannel
-from tests.support.fake_actors import FakeEngine, FakeRank, engine_group, policy_group
+from tests.support.fake_actors import FakeEngine, FakeRank, engine_pool, policy_group
 from tests.support.settings import remote_settings
 
 
@@ -65,7 +65,7 @@ def test_ranks_of_one_node_meet_on_loopback_and_others_at_the_nodes_address(
 
 def test_senders_know_the_nodes_of_the_runs_own_engines_and_of_no_others(monkeypatch: pytest.MonkeyPatch):
     async def nodes() -> list[set[str] | None]:
-        pool = engine_group(monkeypatch, FakeEngine(), FakeEngine())
+        pool = engine_pool(monkeypatch, FakeEngine(), FakeEngine())
         own = pool.nodes
         pool.replicas[1].settings = remote_settings("url", None, "model", "float32", 64, "broadcast")
         return [own, pool.nodes]

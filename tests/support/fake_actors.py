@@ -146,7 +146,7 @@ async def ended(replica: EngineReplica) -> None:
     """There is no process to end."""
 
 
-def engine_group(
+def engine_pool(
     monkeypatch: pytest.MonkeyPatch,
     *actors: Any,
     num_engines: int | None = None,

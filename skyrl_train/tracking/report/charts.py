@@ -1,4 +1,4 @@
-"""The charts of a run, drawn with matplotlib's own objects (no pyplot: nothing global, no window)."""
+"""The charts of a run, plotted with matplotlib's own objects (no pyplot: nothing global, no window)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ PHASE_COLORS = {
     "timing/sync_weights": RED,
 }
 MAX_MARKED_POINTS = 40
-"""Lines with more points are drawn without markers."""
+"""Lines with more points are plotted without markers."""
 SMOOTHED_FROM = 90
-"""Points from which on a line is drawn as a moving mean over its faint values."""
+"""Points from which on a line is plotted as a moving mean over its faint values."""
 SMALL_PHASE = 0.01
 """Fraction of the steps' time below which a phase is part of "other"."""
 
@@ -152,15 +152,15 @@ def draw(chart: Chart, axes: Axes, history: History) -> None:
 
 def draw_curves(chart: Chart, axes: Axes, curves: list[tuple[Curve, str, Series]]) -> None:
     for curve, label, series in curves:
-        drawn, style = series, curve.style
+        plotted, style = series, curve.style
         if chart.axis == "log":
-            drawn = Series.of((step, value) for step, value in series.points if value > 0)
+            plotted = Series.of((step, value) for step, value in series.points if value > 0)
         if curve.is_held_out:
-            marker = "o" if len(drawn) <= MAX_MARKED_POINTS else ""
+            marker = "o" if len(plotted) <= MAX_MARKED_POINTS else ""
             style = {"linewidth": 2.4, "marker": marker, "markersize": 6, "markeredgecolor": "white"}
             style |= {"markeredgewidth": 0.8}
-            annotate_ends(axes, drawn)
-        line(axes, drawn, curve.color, label, **style)
+            annotate_ends(axes, plotted)
+        line(axes, plotted, curve.color, label, **style)
     if chart.axis == "log" and axes.lines:
         axes.set_yscale("log")
         axes.grid(which="minor", visible=False)

@@ -20,7 +20,7 @@ from skyrl_train.engines.vllm.core import Core
 from skyrl_train.engines.vllm.engine import VllmEngine
 from skyrl_train.engines.vllm.weights import Weights
 from skyrl_train.rollout.router import EngineLostError
-from tests.support.fake_actors import engine_group, task_error
+from tests.support.fake_actors import engine_pool, task_error
 from tests.support.settings import changed, engine_settings
 
 
@@ -60,7 +60,7 @@ def answers_of(monkeypatch: pytest.MonkeyPatch, actor: Any) -> list[Any]:
     """What the driver got from the engine, deadline 0.2 s."""
 
     async def read() -> list[Any]:
-        return [answer async for answer in stream_of(engine_group(monkeypatch, actor))]
+        return [answer async for answer in stream_of(engine_pool(monkeypatch, actor))]
 
     return asyncio.run(read())
 
@@ -102,7 +102,7 @@ def test_an_error_of_an_engine_that_lives_is_not_taken_for_silence(monkeypatch: 
 
 def test_a_request_that_an_engine_refuses_does_not_cost_the_engine(monkeypatch: pytest.MonkeyPatch):
     async def main() -> None:
-        group = engine_group(monkeypatch, engine(error=task_error(ValueError("a prompt of 99 tokens does not fit"))))
+        group = engine_pool(monkeypatch, engine(error=task_error(ValueError("a prompt of 99 tokens does not fit"))))
         with pytest.raises(RemoteFailed, match="99 tokens does not fit"):
             async for _ in stream_of(group):
                 pass
@@ -114,7 +114,7 @@ def test_a_request_that_an_engine_refuses_does_not_cost_the_engine(monkeypatch: 
 def test_only_engines_that_do_not_answer_are_dropped(monkeypatch: pytest.MonkeyPatch):
     async def main() -> None:
         hangs, dead = None, RayActorError()
-        group = engine_group(monkeypatch, engine(), engine(ping=hangs), engine(), engine(ping=dead))
+        group = engine_pool(monkeypatch, engine(), engine(ping=hangs), engine(), engine(ping=dead))
         before = group.num_changes
         assert await group.drop_dead() == ["engine-1", "engine-3"]
         assert list(group.actors) == ["engine-0", "engine-2"] and group.num_workers == 2
@@ -158,7 +158,7 @@ def test_an_engine_that_waits_for_requests_is_given_its_own_deadline_first(
 
     async def main() -> None:
         actor = SimpleNamespace(call=SimpleNamespace(remote=lambda method: SimpleNamespace(future=lambda: late)))
-        group = engine_group(monkeypatch, actor)
+        group = engine_pool(monkeypatch, actor)
         replica = group.replicas[0]
         values = {"pause_mode": pause_mode, "rpc_timeout_s": rpc_timeout_s, "weight_sync_timeout_s": 0.1}
         replica.settings = changed(replica.settings, **values)

@@ -23,7 +23,7 @@ from skyrl_train.trainer.performance import MemoryReport
 from skyrl_train.trainer.residency import Colocated, Residency
 from skyrl_train.types import SamplingParams
 from skyrl_train.weight_sync.control import SyncCheckFailed
-from tests.support.fake_actors import SYNC, FakeEngine, FakeRank, engine_group, policy_group, ref
+from tests.support.fake_actors import SYNC, FakeEngine, FakeRank, engine_pool, policy_group, ref
 from tests.support.job_runners import job_runner
 
 PARAMS = SamplingParams(max_generate_length=4)
@@ -58,7 +58,7 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_engines: int, num_spares: int, max_restarts: int) -> None:
         self.actors = [FakeEngine() for _ in range(num_engines + num_spares)]
-        self.engines = engine_group(monkeypatch, *self.actors, num_engines=num_engines, max_restarts=max_restarts)
+        self.engines = engine_pool(monkeypatch, *self.actors, num_engines=num_engines, max_restarts=max_restarts)
         self.rank, self.check = FakeRank(), Check()
 
     async def connect(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_ranks_without_an_engine_on_their_gpus_open_no_sender(monkeypatch: pytes
 
     async def main() -> None:
         ranks, actors = [FakeRank(number) for number in range(4)], [FakeEngine(), FakeEngine()]
-        engines = engine_group(monkeypatch, *actors, ranks_each=2)
+        engines = engine_pool(monkeypatch, *actors, ranks_each=2)
         policy = await policy_group(monkeypatch, *ranks)
         sync = WeightSync(policy, engines, replace(SYNC, weight_sync_backend="cuda_ipc"))
         await sync.senders.connect()

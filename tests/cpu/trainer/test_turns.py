@@ -16,7 +16,7 @@ from skyrl_train.cluster.weight_sync import WeightSync
 from skyrl_train.ranks import Moved
 from skyrl_train.trainer.performance import MemoryReport
 from skyrl_train.trainer.residency import Colocated
-from tests.support.fake_actors import GIB, SYNC, FakeEngine, FakeRank, engine_group, policy_group
+from tests.support.fake_actors import GIB, SYNC, FakeEngine, FakeRank, engine_pool, policy_group
 
 MOVES = ("sleep", "wake_weights", "begin_weight_update", "resume", "wake_kv_cache", "policy starts")
 DEADLINE_S = 120
@@ -31,7 +31,7 @@ class World:
         self.fails = True
 
     async def build(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        engines = engine_group(monkeypatch, self.engine)
+        engines = engine_pool(monkeypatch, self.engine)
         self.policy = await policy_group(monkeypatch, self.rank)
         sync, report = WeightSync(self.policy, engines, SYNC), MemoryReport(self.policy, (), engines)
         self.engines, self.sync = engines, sync
