@@ -187,7 +187,7 @@ class Colocated(Residency):
     async def _policy_enters(self, *parts: str) -> None:
         if missing := [part for part in parts if part not in self._policy_parts]:
             self._note("reload", await self._release.enter(self._policy, *missing))
-            self._policy_parts |= set(missing)
+            self._policy_parts |= {WEIGHTS, OPTIMIZER} if self._release.restarts else set(missing)
 
     async def _policy_leaves(self, *parts: str) -> None:
         if leaving := [part for part in parts or (WEIGHTS, OPTIMIZER) if part in self._policy_parts]:

@@ -26,6 +26,9 @@ class Release:
     keeps everything resident: the engines' fraction of the memory must leave room for it.
     """
 
+    restarts = False
+    """Whether what enters is a new process, which holds all parts."""
+
     async def leave(self, group: ModelGroup, *parts: str) -> Moved:
         return Moved(0, 0.0)
 
@@ -50,6 +53,8 @@ class Offload(Release):
 
 class Exit(Release):
     """The processes end, so nothing stays; the next phase starts new ones with the same state."""
+
+    restarts = True
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config, self._folder = config, states_folder(config)

@@ -1,4 +1,4 @@
-"""Who is asleep when, where engines and trainer take turns and a sync fails: Colocated over fake engines."""
+"""Memory of engines and trainer on shared devices in each phase, also when a sync fails: over fake engines."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Noting(Release):
         self.moves: list[str] = []
 
     async def leave(self, group: Any, *parts: str) -> Moved:
-        self.moves.append(f"{getattr(group, 'name', 'policy')} leaves")
+        self.moves.append(" ".join((getattr(group, "name", "policy"), "leaves", *parts)))
         return Moved(0, 0.0)
 
     async def enter(self, group: Any, *parts: str) -> Moved:
@@ -154,5 +154,22 @@ def test_scorers_are_on_the_devices_one_at_a_time_and_the_policy_scores_for_itse
         ]
         metrics = residency.metrics()
         assert metrics["memory/teacher/teacher_gib"] == metrics["memory/ref/teacher_gib"] == 2
+
+    in_world(monkeypatch, main)
+
+
+def test_a_new_process_drops_its_optimizer_before_a_sync_also_if_it_has_not_trained(monkeypatch: pytest.MonkeyPatch):
+    async def main(world: World) -> None:
+        release = Noting()
+        release.restarts = True
+        residency = Colocated(
+            world.policy, (), world.engines, world.sync, release, MemoryReport(world.policy, (), world.engines)
+        )
+        await residency.for_training()
+        await residency.sync_weights(())
+        await residency.for_rollout()
+        release.moves.clear()
+        await residency.sync_weights(())
+        assert release.moves == ["policy enters weights", "policy leaves optimizer"]
 
     in_world(monkeypatch, main)
