@@ -10,7 +10,7 @@ from skyrl_train.config import Config
 from skyrl_train.imports import imported
 from skyrl_train.spelling import nearest
 
-SOURCES = ("on_policy",)
+SOURCES = ("on_policy", "streaming")
 METHODS = ("next", "metrics", "state", "resume")
 """Methods of a source."""
 

@@ -49,6 +49,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         *custom_problems(config),
         *_batches(config, num_train_prompts),
         *_algorithm(config),
+        *_staleness(config),
         *training_sampling_problems(config.generator.sampling_params),
         *_limits(config),
         *transport_problems(config),
@@ -112,10 +113,15 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"trainer.algorithm.overlong_buffer.len is {buffer}: it is above "
             f"generator.sampling_params.max_generate_length {longest}. Set it to at most that value"
         )
-    if algorithm.dynamic_sampling.type is not None and config.trainer.source != "on_policy":
+    if algorithm.dynamic_sampling.type == "replace" and config.trainer.source == "streaming":
         yield (
-            f"trainer.algorithm.dynamic_sampling.type is {algorithm.dynamic_sampling.type}: only the source on_policy "
-            f"applies it, and trainer.source is {config.trainer.source}. Set it to null"
+            "trainer.algorithm.dynamic_sampling.type is replace: a streaming source replaces each group by another as "
+            "soon as it ends, so no group needs a copy. Set it to filter or null"
+        )
+    elif algorithm.dynamic_sampling.type is not None and config.trainer.source not in ("on_policy", "streaming"):
+        yield (
+            f"trainer.algorithm.dynamic_sampling.type is {algorithm.dynamic_sampling.type}: only the sources "
+            f"on_policy and streaming apply it, and trainer.source is {config.trainer.source}. Set it to null"
         )
     problems = list(algorithm_problems(algorithm.values, algorithm.parameters))
     yield from problems
@@ -124,6 +130,22 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield (
             f"generator.n_samples_per_prompt is {samples}: {algorithm.advantage_estimator} compares the samples of a "
             "prompt with each other. Set it to at least 2"
+        )
+
+
+def _staleness(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.source == "on_policy":
+        for key in ("max_staleness", "pipeline_depth"):
+            if getattr(trainer, key):
+                yield (
+                    f"trainer.{key} is {getattr(trainer, key)}: with trainer.source=on_policy no sample is stale. Set "
+                    "trainer.source=streaming or remove the key"
+                )
+    elif trainer.source == "streaming" and trainer.depth > trainer.staleness:
+        yield (
+            f"trainer.pipeline_depth is {trainer.depth}: more batches ahead than trainer.max_staleness "
+            f"{trainer.staleness} allows to be trained in time. Lower it or raise max_staleness"
         )
 
 

@@ -186,7 +186,19 @@ class TrainerConfig(TrainingConfig):
     custom_modules: tuple[Text, ...]
     ref: RefConfig
     source: Text
+    max_staleness: CountOrZero | None
+    pipeline_depth: CountOrZero | None
     algorithm: AlgorithmConfig
+
+    @property
+    def staleness(self) -> int:
+        """Steps between the weights that sampled a token and those that train it, at most; 1 by default."""
+        return 1 if self.max_staleness is None else self.max_staleness
+
+    @property
+    def depth(self) -> int:
+        """Batches that a streaming source generates ahead."""
+        return min(1, self.staleness) if self.pipeline_depth is None else self.pipeline_depth
 
     @property
     def frozen_models(self) -> tuple[FrozenModel, ...]:

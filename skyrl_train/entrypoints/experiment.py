@@ -103,7 +103,7 @@ class Experiment(Run[Config, Processes]):
     def get_source(self, parts: SourceParts) -> GroupSource:
         """The source of `trainer.source`."""
         name = self.config.trainer.source
-        build: Callable[[SourceParts], GroupSource] = SOURCES.get(name) or imported("trainer.source", name)
+        build: Callable[[SourceParts], GroupSource] = imported("trainer.source", SOURCES.get(name, name))
         return build(parts)
 
     def get_trainer(self, parts: Parts) -> Trainer:
@@ -136,6 +136,8 @@ class Experiment(Run[Config, Processes]):
             collector=collector,
             progress=ConsoleProgress(self._console),
             timers=timers,
+            policy_version=lambda: processes.policy.policy_version,
+            num_steps=self.num_steps,
             wake_engines=assembly.residency.for_rollout,
         )
         source = self.get_source(source_parts)

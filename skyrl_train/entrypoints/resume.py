@@ -9,6 +9,7 @@ from typing import TextIO
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import OrderState
+from skyrl_train.rollout.source import SOURCES
 from skyrl_train.tracking.run_dir import lock_folder, read_record
 from skyrl_train.trainer.from_config import settings_of
 from skyrl_train.trainer.run_state import Checkpoint, Checkpoints, load_checkpoint
@@ -53,8 +54,9 @@ def chosen_checkpoint(trainer: TrainingConfig, num_rows: int) -> Checkpoint | No
         _require_free(checkpoints, trainer)
     if chosen is not None:
         _require_settings(chosen, trainer)
-        if not isinstance(trainer, TrainerConfig) or trainer.source == "on_policy":
-            OrderState.read(chosen.state.source).require(num_rows, trainer.seed)
+        if not isinstance(trainer, TrainerConfig) or trainer.source in SOURCES:
+            state = chosen.state.source
+            OrderState.read(state.get("order", state)).require(num_rows, trainer.seed)
     return chosen
 
 

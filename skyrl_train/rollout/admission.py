@@ -69,13 +69,15 @@ class Admission:
     and the source replaces it.
     """
 
-    def __init__(self, max_failed_share: float, *, filters: bool = False) -> None:
+    def __init__(self, max_failed_share: float, *, filters: bool = False, num_attempts: int = 1) -> None:
         """Args:
         max_failed_share: fraction of a step's rollouts that may fail.
         filters: whether the source excludes complete groups, which are then counted in the metrics.
+        num_attempts: how often a rollout is tried before it counts as failed.
         """
         self.ledger = Ledger()
         self._max_failed_share = max_failed_share
+        self.num_attempts, self._num_retried = num_attempts, 0
         self._num_rollouts = 0
         self._failures: list[Failure] = []
         self._num_failed_groups = 0
@@ -84,12 +86,17 @@ class Admission:
     def begin(self, num_rollouts: int) -> None:
         """Begin a step of `num_rollouts` rollouts, and count failures from 0."""
         self._num_rollouts, self._failures, self._num_failed_groups = num_rollouts, [], 0
-        self._num_filtered = 0
+        self._num_filtered = self._num_retried = 0
 
     def filter(self, num_groups: int) -> None:
         """Count complete groups that are left out on purpose."""
         self._num_filtered += num_groups
         self.ledger.leave_out(num_groups)
+
+    def retry(self, failure: Failure) -> None:
+        """Count a failed attempt that is repeated."""
+        self._num_retried += 1
+        log.warning("a rollout failed and is repeated: %s", failure)
 
     def fail(self, failure: Failure) -> Failure:
         """Count a failed rollout. Raises: its own error if none may fail, or TooManyFailures past the limit."""
@@ -122,4 +129,6 @@ class Admission:
         if self._max_failed_share:
             metrics["generate/num_failed_rollouts"] = float(len(self._failures))
             metrics["generate/num_failed_groups"] = float(self._num_failed_groups)
+        if self.num_attempts > 1:
+            metrics["generate/num_retried_rollouts"] = float(self._num_retried)
         return metrics

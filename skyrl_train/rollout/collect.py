@@ -65,15 +65,21 @@ class Collector:
     async def _result(
         self, prompt: Prompt, sampling_params: SamplingParams, progress: Progress, admission: Admission
     ) -> Result:
-        engines = self._engines.for_a_rollout()
-        try:
-            samples = _samples(await self._rollout(prompt, sampling_params, engines))
-        except Exception as error:
-            if engines.error is not None:
-                raise engines.error from engines.error.__cause__
-            return admission.fail(Failure(prompt.uid, error))
-        progress.advance(samples[-1])
-        return samples
+        for attempt in range(1, admission.num_attempts + 1):
+            engines = self._engines.for_a_rollout()
+            try:
+                samples = _samples(await self._rollout(prompt, sampling_params, engines))
+            except Exception as error:
+                if engines.error is not None:
+                    raise engines.error from engines.error.__cause__
+                failure = Failure(prompt.uid, error)
+                if attempt < admission.num_attempts:
+                    admission.retry(failure)
+                    continue
+                return admission.fail(failure)
+            progress.advance(samples[-1])
+            return samples
+        raise AssertionError("num_attempts is at least 1")
 
 
 def _samples(made: object) -> list[Sample]:

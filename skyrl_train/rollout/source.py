@@ -48,6 +48,10 @@ class SourceParts:
     collector: Collector
     progress: Progress
     timers: Timers
+    policy_version: Callable[[], int] = lambda: 0
+    """Version of the policy's weights, between steps that of the engines too."""
+    num_steps: int | None = None
+    """Steps of the run; None if unknown."""
     wake_engines: Callable[[], Awaitable[None]]
     """Makes the engines ready to generate from the newest weights. On shared devices they stay ready until `next`
     returns; the trainer then takes the devices."""
@@ -118,4 +122,8 @@ class OnPolicySource:
         self._order.resume(state)
 
 
-SOURCES: dict[str, Callable[[SourceParts], GroupSource]] = {"on_policy": OnPolicySource}
+SOURCES = {
+    "on_policy": "skyrl_train.rollout.source:OnPolicySource",
+    "streaming": "skyrl_train.rollout.streaming:StreamingSource",
+}
+"""Name -> `module:attribute` that takes SourceParts and returns a GroupSource."""

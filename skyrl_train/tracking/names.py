@@ -23,6 +23,7 @@ class Phase:
 STEP_TIME = "timing/step"
 PHASES = (
     Phase("timing/generate", "generate"),
+    Phase("timing/wait_for_groups", "wait"),
     Phase("timing/convert_to_training_input", "prepare"),
     Phase("timing/fwd_logprobs_values_reward", "forward"),
     Phase("timing/policy_train", "train"),

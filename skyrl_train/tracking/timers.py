@@ -14,7 +14,10 @@ Span = tuple[float, float]
 """Start and end in seconds, start <= end."""
 
 STEP = "step"
-WORK_PHASES = ("generate", "fwd_logprobs_values_reward", "policy_train", "save_state", "sync_weights")
+WORK_PHASES = (
+    *("generate", "wait_for_groups", "fwd_logprobs_values_reward"),
+    *("policy_train", "save_state", "sync_weights"),
+)
 """Phases of engines or trainer ranks; the rest of a step is the driver's."""
 ASIDE_PHASES = ("eval", "save_hf_model", "save_checkpoints")
 """Phases that do not count as part of a step, even inside its span."""

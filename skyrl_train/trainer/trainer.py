@@ -39,6 +39,13 @@ class Trainer(Loop):
     def can_evaluate(self) -> bool:
         return self._parts.evaluation.has_prompts
 
+    async def train(self) -> None:
+        try:
+            await super().train()
+        finally:
+            if (close := getattr(self._parts.step.source, "close", None)) is not None:
+                await close()
+
     async def evaluate(self) -> Metrics:
         """Scores of greedy or sampled responses to the held-out prompts."""
         await self._parts.step.residency.for_rollout()

@@ -93,7 +93,7 @@ def test_the_base_and_the_quickstart_pass():
                 "trainer.algorithm.dynamic_sampling.type=filter",
                 "trainer.source=skyrl_train.rollout.source:OnPolicySource",
             ],
-            "dynamic_sampling.type is filter: only the source on_policy applies it",
+            "dynamic_sampling.type is filter: only the sources on_policy and streaming apply it",
         ),
         (["generator.n_samples_per_prompt=1"], "n_samples_per_prompt is 1: grpo compares .* at least 2"),
         (

@@ -1,0 +1,292 @@
+"""The source of asynchronous training: rollouts run all the time, also while the policy is updated."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from skyrl_train.data.order import Order
+from skyrl_train.rollout.admission import Admission
+from skyrl_train.rollout.buffer import Buffer, Finished, Ticket
+from skyrl_train.rollout.seeds import seed
+from skyrl_train.rollout.shaping import Shaping, has_signal
+from skyrl_train.rollout.source import SourceParts, SourceState
+from skyrl_train.types import Group, Metrics, Prompt, Sample
+
+log = logging.getLogger(__name__)
+
+NUM_ATTEMPTS = 2
+"""A failed rollout is repeated once, in a new environment and with the same seed."""
+SHOWN_GROUPS = 4
+
+
+class NoProgress(RuntimeError):
+    """No rollout ended for longer than its deadlines allow."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A group that is generated or waits, and the progress of its rollouts."""
+
+    prompt: Prompt
+    epoch: int
+    advanced: Callable[[Sample], None]
+    num_ended: int = 0
+    task: asyncio.Task[None] | None = None
+
+    def start(self, total: int) -> None:
+        """Rollouts of all groups are counted together."""
+
+    def advance(self, sample: Sample) -> None:
+        self.num_ended += 1
+        self.advanced(sample)
+
+    def stop(self) -> None:
+        """Like `start`."""
+
+
+@dataclass(slots=True)
+class _Meter:
+    """Metrics of the last batch."""
+
+    clock: Callable[[], float] = time.perf_counter
+    metrics: Metrics = field(default_factory=dict)
+    _steps: dict[int, int] = field(default_factory=dict)
+    """Policy version -> the last step that began with it."""
+    _taken_s: float | None = None
+    _idle_since_s: float | None = None
+    _idle_s: float = 0.0
+
+    def begin_step(self, step: int, policy_version: int) -> None:
+        self._steps[policy_version] = step
+
+    def note_running(self, number: int) -> None:
+        """Count time without a running group as idle."""
+        now = self.clock()
+        if self._idle_since_s is not None:
+            self._idle_s += now - self._idle_since_s
+        self._idle_since_s = None if number else now
+
+    def take(self, batch: Sequence[Finished[Group]], buffer: Buffer[Group], waited_s: float) -> None:
+        self.note_running(len(buffer.running))
+        step, now = buffer.step, self.clock()
+        tokens = [
+            (step - self._steps[version], count)
+            for finished in batch
+            for sample in finished.item.samples
+            for version, count in sample.version_spans
+            if version in self._steps and count
+        ]
+        total = sum(count for _, count in tokens)
+        self.metrics = {
+            "async/staleness_mean": sum(behind * count for behind, count in tokens) / max(1, total),
+            "async/staleness_max": float(max((behind for behind, _ in tokens), default=0)),
+            "async/staleness_in_flight": _mean([each.step - each.ticket.step for each in batch]),
+            "async/staleness_in_queue": _mean([step - each.step for each in batch]),
+            "async/running": float(len(buffer.running)),
+            "async/ready": float(len(buffer.ready)),
+        }
+        if self._taken_s is not None:
+            elapsed_s = max(now - self._taken_s, 1e-9)
+            self.metrics["async/trainer_wait_share"] = waited_s / elapsed_s
+            self.metrics["async/engine_idle_share"] = min(1.0, self._idle_s / elapsed_s)
+            self.metrics["perf/generate_tokens_per_s"] = total / elapsed_s
+        self._taken_s, self._idle_s = now, 0.0
+
+
+class StreamingSource:
+    """Groups of which no token is more than `trainer.max_staleness` steps old when it is trained.
+
+    Rollouts run in tasks, one per group, and continue while the policy is updated and while the engines receive its
+    weights. Their errors are raised by `next`.
+    """
+
+    def __init__(self, parts: SourceParts) -> None:
+        trainer, generator = parts.config.trainer, parts.config.generator
+        self._parts, self._seed, self._size = parts, trainer.seed, trainer.train_batch_size
+        self._n_samples, self._bound, self._depth = generator.n_samples_per_prompt, trainer.staleness, trainer.depth
+        self._order = Order(parts.prompts, batch_size=self._size, seed=trainer.seed)
+        self._sampling = trainer.algorithm.dynamic_sampling
+        filters = self._sampling.type is not None
+        self._admission = Admission(generator.max_failed_share, filters=filters, num_attempts=NUM_ATTEMPTS)
+        self._admission.begin(self._size * self._n_samples)
+        self._shaping = Shaping(parts.config)
+        self._buffer = self._new_buffer(0)
+        self._drawn: deque[tuple[Prompt, int]] = deque()
+        """Rows, and their epochs, that wait to be started."""
+        self._groups: dict[int, _Running] = {}
+        """Ticket number -> an untrained group."""
+        self._num_filtered = 0
+        self._changed = asyncio.Event()
+        """A rollout or a group has ended since it was cleared."""
+        self._error: BaseException | None = None
+        self._meter = _Meter()
+        self._deadline_s = _deadline_s(parts)
+
+    async def next(self) -> list[Group]:
+        """The oldest groups, as soon as the others can still be trained in time; failed and filtered ones are replaced.
+
+        Raises: like `Collector`, for any rollout since the last call; NoProgress.
+        """
+        self._raise_error()
+        self._buffer.end_step()
+        self._meter.begin_step(self._buffer.step, self._parts.policy_version())
+        with self._parts.timers("sync_weights"):
+            await self._parts.wake_engines()
+        started_s = self._meter.clock()
+        with self._parts.timers("wait_for_groups"):
+            self._fill()
+            batch = await self._batch()
+        self._meter.take(batch, self._buffer, self._meter.clock() - started_s)
+        epoch = max(self._groups.pop(finished.ticket.number).epoch for finished in batch)
+        self._admission.ledger.train(len(batch))
+        self._meter.metrics |= {"trainer/epoch": float(epoch)} | self._admission.metrics()
+        self._admission.begin(self._size * self._n_samples)
+        self._num_filtered = 0
+        return [finished.item for finished in batch]
+
+    def metrics(self) -> Metrics:
+        return self._meter.metrics
+
+    @property
+    def state(self) -> SourceState:
+        """The order, the next step, and the rows of groups that were started and not trained; they start again."""
+        waiting = [self._groups[ticket.number] for ticket in self._buffer.untrained]
+        rows = [(group.prompt, group.epoch) for group in waiting] + list(self._drawn)
+        return {
+            "order": self._order.state,
+            "step": self._buffer.step + (self._buffer.num_in_training > 0),
+            "pending": [[prompt.uid, epoch] for prompt, epoch in rows],
+        }
+
+    def resume(self, state: SourceState) -> None:
+        """Raises: ValueError for the state of another source, or of other rows."""
+        self._order.resume(state.get("order", {}))
+        rows = {prompt.uid: prompt for prompt in self._parts.prompts}
+        self._drawn.extend((rows[uid], epoch) for uid, epoch in state["pending"])
+        self._buffer = self._new_buffer(state["step"])
+
+    async def close(self) -> None:
+        """Cancel the rollouts that run."""
+        tasks = [group.task for group in self._groups.values() if group.task is not None]
+        self._error = self._error or RuntimeError("the source of groups was closed")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _new_buffer(self, step: int) -> Buffer[Group]:
+        return Buffer(self._size, self._bound, self._depth, step=step, num_steps=self._parts.num_steps)
+
+    def _fill(self) -> None:
+        """Start as many groups as may run."""
+        while capacity := self._buffer.capacity:
+            if not self._drawn:
+                rows = self._order.next_rows(min(capacity, self._size))
+                self._drawn.extend((row, self._order.epoch) for row in rows)
+            ticket = self._buffer.submit()
+            group = self._groups[ticket.number] = _Running(*self._drawn.popleft(), self._note_end)
+            group.task = asyncio.get_running_loop().create_task(self._generate(ticket, group))
+            group.task.add_done_callback(self._note_error)
+        self._meter.note_running(len(self._buffer.running))
+
+    async def _generate(self, ticket: Ticket, group: _Running) -> None:
+        # The seed depends on epoch, row and sample, not on the step (an epoch contains each row once).
+        params = replace(self._parts.sampling_params, seed=seed("train", self._seed, group.epoch))
+        made = await self._parts.collector.collect([group.prompt], self._n_samples, params, group, self._admission)
+        shaped = [self._shaping(finished) for finished in made]
+        kept = [finished for finished in shaped if self._sampling.type is None or has_signal(finished)]
+        self._filter(len(made) - len(kept))
+        group.task = None
+        if kept:
+            self._buffer.finish(ticket, kept[0])
+        else:
+            self._buffer.drop(ticket)
+            del self._groups[ticket.number]
+        self._admission.ledger.check()
+        self._fill()
+        self._changed.set()
+
+    def _filter(self, number: int) -> None:
+        """Raises: RuntimeError if dynamic sampling does not find enough groups."""
+        self._admission.filter(number)
+        self._num_filtered += number
+        limit = self._sampling.max_sample_batches
+        if number and limit > 0 and self._num_filtered >= limit * self._size:
+            raise RuntimeError(
+                f"{self._num_filtered} groups whose samples have equal rewards were left out since the last step, as "
+                f"many as trainer.algorithm.dynamic_sampling.max_sample_batches={limit} rounds. Raise it (-1: no "
+                "limit), use easier or harder prompts, or set trainer.algorithm.dynamic_sampling.type=null"
+            )
+
+    async def _batch(self) -> list[Finished[Group]]:
+        """Raises: like `next`."""
+        missing = self._size - len(self._buffer.ready)
+        self._parts.progress.start(max(0, missing) * self._n_samples)
+        try:
+            while True:
+                self._changed.clear()
+                self._raise_error()
+                if (batch := self._buffer.take()) is not None:
+                    return batch
+                try:
+                    await asyncio.wait_for(self._changed.wait(), self._deadline_s)
+                except TimeoutError:
+                    raise self._no_progress() from None
+        finally:
+            self._parts.progress.stop()
+
+    def _no_progress(self) -> NoProgress:
+        """Names what the step waits for; the stacks of these rollouts go to the log."""
+        awaited = self._buffer.awaited
+        texts = []
+        for ticket in awaited[:SHOWN_GROUPS]:
+            group, stack = self._groups[ticket.number], io.StringIO()
+            texts.append(
+                f"prompt {group.prompt.uid} ({group.num_ended} of {self._n_samples} rollouts ended, started in step "
+                f"{ticket.step + 1})"
+            )
+            if group.task is not None:
+                group.task.print_stack(file=stack)
+            log.error("prompt %s does not end: %s", group.prompt.uid, stack.getvalue())
+        more = f" and {len(awaited) - len(texts)} more" if len(awaited) > len(texts) else ""
+        return NoProgress(
+            f"no rollout ended for {self._deadline_s:g} s, longer than all turns of one may take. Step "
+            f"{self._buffer.step + 1} waits for {', '.join(texts)}{more}; {len(self._buffer.running)} groups run and "
+            f"{len(self._buffer.ready)} are ready. Look for a rollout or environment that never returns (the log has "
+            "the stacks), or raise trainer.timeout_s"
+        )
+
+    def _note_end(self, sample: Sample) -> None:
+        self._parts.progress.advance(sample)
+        self._changed.set()
+
+    def _note_error(self, task: asyncio.Task[None]) -> None:
+        """Keep the first error for `next`, and end the other rollouts."""
+        error = asyncio.CancelledError("a rollout was cancelled") if task.cancelled() else task.exception()
+        if error is None or self._error is not None:
+            return
+        self._error = error
+        self._changed.set()
+        for group in self._groups.values():
+            if group.task is not None:
+                group.task.cancel()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _deadline_s(parts: SourceParts) -> float:
+    """Seconds in which a rollout ends, or one of its calls fails at its own deadline."""
+    trainer, generator = parts.config.trainer, parts.config.generator
+    turn_s = trainer.timeout_s + parts.config.environment.step_timeout_s
+    return NUM_ATTEMPTS * generator.max_turns * turn_s + generator.weight_sync_timeout_s
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

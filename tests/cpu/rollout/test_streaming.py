@@ -1,0 +1,338 @@
+"""The streaming source around fake engines: order, staleness, failures, checkpoints, and equality at staleness 0."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from skyrl_train.checks.rl import check
+from skyrl_train.config import ConfigError, load_config
+from skyrl_train.rollout.admission import Ledger, TooManyFailures
+from skyrl_train.rollout.collect import Collector
+from skyrl_train.rollout.contract import Engines
+from skyrl_train.rollout.source import OnPolicySource, SourceParts
+from skyrl_train.rollout.streaming import NoProgress, StreamingSource
+from skyrl_train.rollout.trace import Trace
+from skyrl_train.tracking.timers import Timers
+from skyrl_train.types import Generation, Group, Prompt, Sample, SamplingParams
+from tests.support.rollouts import Quiet, engines_of, prompt
+
+CONFIG = [
+    "trainer.train_batch_size=4",
+    "trainer.policy_mini_batch_size=2",
+    "generator.n_samples_per_prompt=2",
+    "trainer.source=streaming",
+]
+Play = Callable[["World", Prompt, int], Awaitable[None]]
+"""Waits or raises. Args: the world, the prompt, the number of rollouts of this prompt so far."""
+
+
+async def at_once(world: World, prompt: Prompt, number: int) -> None:
+    """Ends in the same iteration of the event loop."""
+
+
+class World:
+    """A source, an engine whose samples have the version at their first and last token, and a trainer."""
+
+    def __init__(
+        self,
+        *overrides: str,
+        play: Play = at_once,
+        kind: Callable[[SourceParts], Any] = StreamingSource,
+        num_rows: int = 10,
+        num_steps: int | None = None,
+        reward: Callable[[str, int], float] = lambda uid, number: float(number % 2),
+    ) -> None:
+        self.version, self.calls, self.seeds = 0, dict[str, int](), list[tuple[str, int | None]]()
+        self.recorded: dict[int, list[tuple[int, int]]] = {}
+        """Id of a sample's tokens -> (version, tokens) that the engine saw."""
+
+        async def rollout(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+            number = self.calls[prompt.uid] = self.calls.get(prompt.uid, 0) + 1
+            self.seeds.append((prompt.uid, params.seed))
+            first = self.version
+            await play(self, prompt, number)
+            spans = [(first, 1), (self.version, 2)]
+            trace = Trace()
+            trace.read([4, 5])
+            trace.write(Generation([6, 7, 8], [-1.0] * 3, "6", "stop", first, tuple(spans)))
+            trace.add_reward(reward(prompt.uid, number))
+            sample = trace.to_sample()
+            self.recorded[id(sample)] = spans
+            return sample
+
+        self.source = kind(
+            SourceParts(
+                config=load_config([*CONFIG, *overrides]),
+                prompts=[prompt(str(n)) for n in range(num_rows)],
+                sampling_params=SamplingParams(max_generate_length=4),
+                collector=Collector(rollout, engines_of(None)),
+                progress=Quiet(),
+                timers=Timers(),
+                wake_engines=self.wake,
+                policy_version=lambda: self.version,
+                num_steps=num_steps,
+            )
+        )
+
+    async def wake(self) -> None:
+        pass
+
+    async def step(self, *, update_s: float = 0.0) -> list[Group]:
+        """Take a batch, train and publish: the version grows by the optimizer steps of the step."""
+        groups: list[Group] = await self.source.next()
+        await asyncio.sleep(update_s)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self.version += 2
+        return groups
+
+    async def steps(self, number: int, **kwargs: float) -> list[list[str]]:
+        return [uids(await self.step(**kwargs)) for _ in range(number)]
+
+
+def uids(groups: list[Group]) -> list[str]:
+    return [group.prompt.uid for group in groups]
+
+
+async def slowly(world: World, prompt: Prompt, number: int) -> None:
+    """Latencies over three orders of magnitude, which depend on the prompt and the version."""
+    generator = random.Random(f"{prompt.uid} {number} {world.version}")
+    await asyncio.sleep(10 ** generator.uniform(-5, -2))
+
+
+@pytest.mark.parametrize(("bound", "depth"), [(0, 0), (1, 0), (1, 1), (3, 1), (3, 3)])
+def test_without_latency_the_staleness_is_the_step_up_to_the_depth(bound: int, depth: int):
+    async def main() -> None:
+        world = World(f"trainer.max_staleness={bound}", f"trainer.pipeline_depth={depth}")
+        for step in range(8):
+            await world.step()
+            metrics = world.source.metrics()
+            assert metrics["async/staleness_max"] == metrics["async/staleness_mean"] == min(step, depth)
+        await world.source.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("bound", [0, 1, 4])
+def test_the_staleness_in_the_log_is_what_the_engine_saw_and_within_the_bound(bound: int):
+    async def main() -> None:
+        world = World(f"trainer.max_staleness={bound}", play=slowly)
+        for step in range(30):
+            groups = await world.source.next()
+            saw = [
+                (step - version // 2, count)
+                for group in groups
+                for sample in group.samples
+                for version, count in world.recorded[id(sample)]
+            ]
+            metrics = world.source.metrics()
+            assert metrics["async/staleness_max"] == max(behind for behind, _ in saw) <= bound
+            total = sum(count for _, count in saw)
+            assert metrics["async/staleness_mean"] == sum(behind * count for behind, count in saw) / total
+            await asyncio.sleep(0.003)
+            world.version += 2
+        await world.source.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("overrides", [[], ["trainer.algorithm.dynamic_sampling.type=filter"]])
+def test_at_staleness_0_it_gives_what_the_synchronous_source_gives(overrides: list[str]):
+    """Rows, order, seeds, rewards and filtered groups, over four epochs, though rollouts end in another order."""
+
+    def reward(uid: str, number: int) -> float:
+        return 1.0 if int(uid) % 5 == 0 else float(number % 2)
+
+    async def main(kind: Callable[[SourceParts], Any], *more: str) -> tuple[Any, ...]:
+        world = World(*overrides, *more, play=slowly, kind=kind, reward=reward)
+        steps = [[(g.prompt.uid, [s.reward for s in g.samples]) for g in await world.step()] for _ in range(8)]
+        return steps, sorted(world.seeds), world.source.metrics()["trainer/epoch"]
+
+    streamed = asyncio.run(main(StreamingSource, "trainer.max_staleness=0"))
+    assert streamed == asyncio.run(main(OnPolicySource, "trainer.source=on_policy"))
+
+
+def test_generation_goes_on_during_the_update_and_the_update_waits_for_its_batch():
+    async def main() -> None:
+        async def play(world: World, prompt: Prompt, number: int) -> None:
+            await asyncio.sleep(0.02)
+
+        world = World(play=play)
+        await world.step(update_s=0.05)
+        assert world.source.metrics()["async/running"] == 0 and world.source.metrics()["async/ready"] == 4
+        started = asyncio.get_running_loop().time()
+        await world.source.next()
+        assert asyncio.get_running_loop().time() - started < 0.015, "the batch was generated during the update"
+        await world.source.close()
+
+    asyncio.run(main())
+
+
+def test_each_row_is_trained_once_in_an_epoch_and_nothing_is_started_for_after_the_last_step():
+    async def main() -> None:
+        world = World("trainer.max_staleness=3", "trainer.pipeline_depth=3", play=slowly, num_rows=12, num_steps=6)
+        steps = await world.steps(6)
+        trained = [uid for step in steps for uid in step]
+        assert sorted(trained) == sorted(2 * [str(n) for n in range(12)])
+        assert world.source._admission.ledger == Ledger(generated=24, trained=24)
+
+    asyncio.run(main())
+
+
+def test_a_rollout_that_fails_once_is_repeated_with_its_seed():
+    async def fails_once(world: World, prompt: Prompt, number: int) -> None:
+        if prompt.uid in ("3", "5") and number == 1:
+            raise KeyError("no sandbox")
+
+    async def main() -> None:
+        world = World("trainer.max_staleness=0", play=fails_once)
+        groups = [group for _ in range(2) for group in await world.step()]
+        assert all(len(group.samples) == 2 for group in groups)
+        assert world.source.metrics()["generate/num_retried_rollouts"] <= 2
+        for uid in set(uids(groups)) & {"3", "5"}:
+            seeds = [seed for other, seed in world.seeds if other == uid]
+            assert len(seeds) == 3 and len(set(seeds)) == 2
+        await world.source.close()
+
+    asyncio.run(main())
+
+
+def test_groups_that_fail_are_replaced_one_for_one_and_the_next_steps_are_full():
+    async def fails(world: World, prompt: Prompt, number: int) -> None:
+        await slowly(world, prompt, number)
+        if int(prompt.uid) % 3 == 0:
+            raise KeyError("no sandbox")
+
+    async def main() -> None:
+        world = World("generator.max_failed_share=0.9", play=fails, num_rows=30)
+        for step in await world.steps(20):
+            assert len(step) == 4 and not any(int(uid) % 3 == 0 for uid in step)
+        ledger = world.source._admission.ledger
+        assert ledger.failed > 10 and ledger.trained == 80
+        assert len(world.source._buffer.untrained) == 4
+        await world.source.close()
+
+    asyncio.run(main())
+
+
+def test_too_many_failures_end_the_run_with_their_reasons():
+    async def fails(world: World, prompt: Prompt, number: int) -> None:
+        raise KeyError("no sandbox")
+
+    async def main(*overrides: str) -> None:
+        world = World(*overrides, play=fails)
+        try:
+            await world.step()
+        finally:
+            await world.source.close()
+
+    with pytest.raises(TooManyFailures, match="5 of 8 rollouts of the step failed.*no sandbox"):
+        asyncio.run(main("generator.max_failed_share=0.5"))
+    with pytest.raises(KeyError, match="no sandbox"):
+        asyncio.run(main())
+
+
+def test_an_error_during_the_update_is_raised_by_the_next_step_and_ends_the_other_rollouts():
+    async def main() -> None:
+        cancelled = []
+
+        async def play(world: World, prompt: Prompt, number: int) -> None:
+            if world.version == 0 and len(world.seeds) <= 8:
+                return
+            if prompt.uid == world.seeds[8][0]:
+                raise KeyError("the pump died")
+            try:
+                await asyncio.sleep(100)
+            except asyncio.CancelledError:
+                cancelled.append(prompt.uid)
+                raise
+
+        world = World(play=play)
+        await world.step(update_s=0.01)
+        with pytest.raises(KeyError, match="the pump died"):
+            await asyncio.wait_for(world.source.next(), 1)
+        assert len(cancelled) == 6
+        with pytest.raises(KeyError, match="the pump died"):
+            await world.source.next()
+
+    asyncio.run(main())
+
+
+def test_a_rollout_that_never_ends_is_named():
+    async def main() -> None:
+        async def play(world: World, prompt: Prompt, number: int) -> None:
+            if prompt.uid == world.seeds[0][0] and number == 2:
+                await asyncio.sleep(100)
+
+        world = World("trainer.max_staleness=0", play=play)
+        world.source._deadline_s = 0.1
+        with pytest.raises(NoProgress) as raised:
+            await world.source.next()
+        named = f"Step 1 waits for prompt {world.seeds[0][0]} (1 of 2 rollouts ended, started in step 1)"
+        assert named in str(raised.value)
+        await world.source.close()
+
+    asyncio.run(main())
+
+
+def test_a_resumed_run_repeats_and_skips_nothing():
+    """Killed after each of several steps: rows in flight start again, the others follow in their order."""
+
+    async def main() -> None:
+        async def run(number: int, state: Any) -> tuple[list[list[str]], Any]:
+            world = World("trainer.max_staleness=3", "trainer.pipeline_depth=2", play=slowly, num_rows=80)
+            if state is not None:
+                world.source.resume(state)
+            steps = await world.steps(number, update_s=0.002)
+            saved = json.loads(json.dumps(world.source.state))
+            await world.source.close()
+            return steps, saved
+
+        trained: list[str] = []
+        state = None
+        for number in (1, 2, 3, 1, 3):
+            steps, state = await run(number, state)
+            trained += [uid for step in steps for uid in step]
+            pending = [uid for uid, _ in state["pending"]]
+            assert state["step"] * 4 == len(trained) and len(pending) == 8
+            drawn = trained + pending
+            assert len(set(drawn)) == len(drawn) == state["order"]["position"], "each row of the epoch once"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"epoch": 0, "position": 4, "num_rows": 10, "seed": 42}, {"order": {"file": 3}, "pending": []}]
+)
+def test_a_state_that_is_not_its_own_is_refused(state: dict[str, Any]):
+    with pytest.raises(ValueError, match=r"Set trainer.source to that source"):
+        World().source.resume(state)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["trainer.pipeline_depth=2"], "more batches ahead than trainer.max_staleness 1 allows"),
+        (["trainer.source=on_policy", "trainer.max_staleness=2"], "with trainer.source=on_policy no sample is stale"),
+        (["trainer.algorithm.dynamic_sampling.type=replace"], "no group needs a copy"),
+    ],
+)
+def test_a_configuration_that_cannot_stream_is_refused(overrides: list[str], problem: str):
+    with pytest.raises(ConfigError, match=problem):
+        check(load_config([*CONFIG, *overrides]), 10, files=False)
+
+
+def test_stale_samples_have_a_correction_by_default():
+    def corrections(*overrides: str) -> tuple[str, ...]:
+        return load_config([*CONFIG, *overrides]).trainer.algorithm.corrections
+
+    assert corrections() == ("token_tis",)
+    assert corrections("trainer.max_staleness=0") == () == corrections("trainer.source=on_policy")
+    assert corrections("trainer.algorithm.policy_loss_type=dppo") == (), "its ratio is to the engine"
+    assert corrections("trainer.algorithm.corrections=[icepop]") == ("icepop",)
