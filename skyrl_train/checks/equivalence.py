@@ -144,7 +144,9 @@ def _cache_file(config: PretrainedConfig) -> Path:
     digest = hashlib.sha256(json.dumps(shrunk(config).to_dict(), sort_keys=True, default=str).encode())
     digest.update(repr([(name, importlib.metadata.version(name)) for name in PACKAGES]).encode())
     root = Path(__file__).parents[1]
-    for source in sorted(file for name in SOURCES for file in (root / name).rglob("*.py")):
+    for source in sorted(
+        file for name in SOURCES for kind in ("py", "yaml") for file in (root / name).rglob(f"*.{kind}")
+    ):
         digest.update(source.read_bytes())
     return _cache_folder() / "skyrl_train" / "model_checks" / f"{digest.hexdigest()[:32]}.json"
 

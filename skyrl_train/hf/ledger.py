@@ -1,15 +1,17 @@
 """The fields of a config.json, by model family: used, without effect on training, or refused with their value.
 
-Any other field is refused by its name, so a field that a publisher adds is never ignored. That the used fields are
-computed correctly is checked with each model (megatron/verify/model_check.py).
+They are listed in `ledger.yaml`. Any other field is refused by its name, so a field that a publisher adds is never
+ignored. That the used fields are computed correctly is checked with each model (megatron/verify/model_check.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
 from transformers import PretrainedConfig
 
 
@@ -27,155 +29,34 @@ class Ledger:
     """Fields of one family, in addition to those of all families."""
 
     used: frozenset[str]
-    only: Mapping[str, Only] = field(default_factory=dict)
-    rope_types: frozenset[str] = frozenset({"default", "linear", "llama3", "yarn"})
-    rope_fields: frozenset[str] = frozenset()
+    only: Mapping[str, Only]
+    rope_types: frozenset[str]
+    rope_fields: frozenset[str]
     """Fields of `rope_parameters`, in addition to those of all families."""
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+def _names(text: str | Sequence[Any]) -> frozenset[str]:
+    """The words of a text, or of nested lists of texts."""
+    return frozenset(text.split() if isinstance(text, str) else (name for part in text for name in _names(part)))
 
 
-USED = _names(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "max_position_embeddings rms_norm_eps tie_word_embeddings pad_token_id rope_parameters rope_scaling rope_theta"
-)
-"""Fields that every family uses. transformers reads the last two into rope_parameters."""
+def _only(fields: Mapping[str, Any]) -> dict[str, Only]:
+    return {name: Only(tuple(field["values"]), field["why"]) for name, field in fields.items()}
 
-NO_EFFECT = _names(
-    # Descriptions of the file.
-    "_name_or_path _commit_hash transformers_version auto_map dtype torch_dtype unsloth_fixed unsloth_version "
-    "tokenizer_class name_or_path _attn_implementation_autoset transformers.js_config is_llama_config "
-    # Generation and the text of a task, which belong to the tokenizer, the engine and the data.
-    "bos_token_id eos_token_id sep_token_id decoder_start_token_id use_cache id2label label2id problem_type "
-    "task_specific_params prefix finetuning_task max_length min_length do_sample early_stopping num_beams "
-    "num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
-    "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores "
-    "return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values "
-    "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
-    # Outputs and chunks of a forward pass.
-    "output_attentions output_hidden_states return_dict torchscript chunk_size_feed_forward pretraining_tp "
-    # Initialisation of weights that are loaded instead.
-    "initializer_range "
-    # Layers that are not trained: multi-token prediction, which the weights' check knows by its layer number.
-    "num_nextn_predict_layers num_mtp_layers "
-    # Read by transformers as part of another field.
-    "qk_head_dim max_window_layers"
-)
-"""Fields of all families without effect on logprobs and gradients."""
 
-ONLY: dict[str, Only] = {
-    "hidden_act": Only(("silu", "swish"), "only SwiGLU is built"),
-    "attention_dropout": Only((0, 0.0, None), "training runs without dropout"),
-    "is_encoder_decoder": Only((False,), "only decoders are built"),
-    "is_decoder": Only((False, True), ""),
-    "add_cross_attention": Only((False,), "cross-attention is not built"),
-    "cross_attention_hidden_size": Only((None,), "cross-attention is not built"),
-    "tie_encoder_decoder": Only((False,), "only decoders are built"),
-    "pruned_heads": Only((None, {}), "pruned heads are not built"),
-    "quantization_config": Only((None,), "weights are trained as they are stored; use the unquantised checkpoint"),
-    "use_bfloat16": Only((False, True), ""),
-    "use_mrope": Only((False,), "rotary embeddings of images are not built"),
-}
-"""Fields that every family may have."""
-
-NO_BIAS = Only((False, None), "its attention has biases, which are not built for this family")
-FULL_ATTENTION = "its attention has a sliding window, which is not built"
-NO_WINDOW = {"sliding_window": Only((None,), FULL_ATTENTION)}
-SWITCHED_WINDOW = {"use_sliding_window": Only((False, None), FULL_ATTENTION)}
-ROUTER_LOSS = _names("router_aux_loss_coef output_router_logits")
-"""Weight of Hugging Face's optional loss; here trainer.policy.megatron_config.moe_aux_loss_coeff."""
-SPARSE = {
-    "decoder_sparse_step": Only((1,), "layers without experts are built only in front of those with experts"),
-    "mlp_only_layers": Only(([], (), None), "layers without experts are built only in front of those with experts"),
-}
-SOFTMAX_EXPERTS = _names("num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob")
-SIGMOID_EXPERTS = _names(
-    "n_routed_experts num_local_experts n_shared_experts num_experts_per_tok moe_intermediate_size n_group topk_group "
-    "first_k_dense_replace routed_scaling_factor"
-)
-SIGMOID = {
-    "norm_topk_prob": Only((True,), "Megatron always normalises sigmoid scores"),
-    # Read by the publisher's own code, not by Hugging Face's class: another value is another model.
-    "scoring_func": Only(("sigmoid",), "only sigmoid scores are built"),
-    "topk_method": Only(("noaux_tc",), "only noaux_tc is built"),
-    "moe_layer_freq": Only((1,), "every layer after the dense ones has experts"),
-    "moe_router_activation_func": Only(("sigmoid",), "only sigmoid scores are built"),
-    "ep_size": Only((1,), "the checkpoint is of one process"),
-}
-AUXILIARY_LOSS = _names("aux_loss_alpha seq_aux")
-LATENT = _names("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim")
-LATENT_ATTENTION = Ledger(
-    used=LATENT | SIGMOID_EXPERTS | AUXILIARY_LOSS | ROUTER_LOSS,
-    only={
-        "attention_bias": NO_BIAS,
-        "rope_interleave": Only((True,), "only interleaved rotary dimensions are built"),
-        **SIGMOID,
-    },
-    rope_types=frozenset({"default", "yarn"}),
-)
-
-LEDGERS: dict[str, Ledger] = {
-    "llama": Ledger(
-        used=frozenset(),
-        only={
-            "attention_bias": NO_BIAS,
-            "mlp_bias": Only((False, None), "its MLP has biases, which are not built"),
-            "rope_interleaved": Only((False,), "interleaved rotary dimensions are not built for this family"),
-        },
-    ),
-    "mistral": Ledger(used=frozenset(), only=NO_WINDOW),
-    "mixtral": Ledger(
-        used=SOFTMAX_EXPERTS - {"norm_topk_prob", "moe_intermediate_size"} | ROUTER_LOSS,
-        only=NO_WINDOW | {"router_jitter_noise": Only((0, 0.0), "noise on the router's input is not built")},
-    ),
-    "qwen2": Ledger(used=_names("sliding_window layer_types"), only=SWITCHED_WINDOW),
-    "qwen2_moe": Ledger(
-        used=SOFTMAX_EXPERTS
-        | ROUTER_LOSS
-        | _names("sliding_window layer_types shared_expert_intermediate_size qkv_bias"),
-        only=SWITCHED_WINDOW | SPARSE,
-    ),
-    "qwen3": Ledger(used=_names("sliding_window layer_types"), only=SWITCHED_WINDOW | {"attention_bias": NO_BIAS}),
-    "qwen3_moe": Ledger(
-        used=SOFTMAX_EXPERTS | ROUTER_LOSS | _names("sliding_window"),
-        only=SWITCHED_WINDOW
-        | SPARSE
-        | {
-            "attention_bias": NO_BIAS,
-            # Fields of the publisher's other models, not read by Hugging Face's class.
-            "qkv_bias": NO_BIAS,
-            "use_qk_norm": Only((True,), "queries and keys are always normalised"),
-            "shared_expert_intermediate_size": Only((0,), "shared experts are not built for this family"),
-        },
-    ),
-    "deepseek_v3": LATENT_ATTENTION,
-    "glm4_moe_lite": Ledger(
-        used=LATENT_ATTENTION.used | {"mlp_layer_types"},
-        only={
-            **LATENT_ATTENTION.only,
-            "partial_rotary_factor": Only((1, 1.0), "all rotary dimensions of latent attention are rotated"),
-        },
-        rope_types=LATENT_ATTENTION.rope_types,
-    ),
-    "glm4_moe": Ledger(
-        used=SIGMOID_EXPERTS | ROUTER_LOSS | _names("attention_bias use_qk_norm partial_rotary_factor"),
-        only=SIGMOID,
-        rope_fields=frozenset({"partial_rotary_factor"}),
-    ),
+_FILE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+USED, NO_EFFECT, ONLY = _names(_FILE["used"]), _names(_FILE["no_effect"]), _only(_FILE["only"])
+ROPE_FIELDS = {kind: _names(fields) for kind, fields in _FILE["rope_fields"].items()}
+LEDGERS = {
+    family: Ledger(
+        _names(fields.get("used", "")),
+        _only(fields["only"]),
+        frozenset(fields.get("rope_types", ROPE_FIELDS)),
+        _names(fields.get("rope_fields", "")),
+    )
+    for family, fields in _FILE["families"].items()
 }
 """model_type -> its ledger: the families that can be trained."""
-
-ROPE_FIELDS: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": _names("factor"),
-    "llama3": _names("factor low_freq_factor high_freq_factor original_max_position_embeddings"),
-    "yarn": _names(
-        "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"
-    ),
-}
-"""Kind of rotary embedding -> its fields of `rope_parameters`, in addition to those of all kinds."""
 MAX_SHOWN = 60
 """Characters of a refused value in a message."""
 ROPE_LENGTHS = "its frequencies change with the length of a sample, which is not built"
@@ -213,13 +94,14 @@ def _unknown(ledger: Ledger, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _values(ledger: Ledger, config: PretrainedConfig, given: Mapping[str, Any]) -> Iterator[str]:
-    for name, only in (ONLY | dict(ledger.only)).items():
+    for name, only in {**ONLY, **ledger.only}.items():
         if name in given or hasattr(config, name):
             value = getattr(config, name, given.get(name))
             if value not in only.values and not _reads_quantised(name, config):
                 yield f"{name} is {_short(value)}: {only.why}"
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        yield f"layer_types has {sorted(set(config.layer_types))}: {FULL_ATTENTION}"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        yield f"layer_types has {sorted(kinds)}: its attention has a sliding window, which is not built"
 
 
 def _reads_quantised(name: str, config: PretrainedConfig) -> bool:
