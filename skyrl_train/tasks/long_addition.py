@@ -7,14 +7,12 @@ parallelism of two or four.
 from __future__ import annotations
 
 import random
-import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.config import Config
-from skyrl_train.tasks import quickstart
 from skyrl_train.tasks import tiny as task
+from skyrl_train.tasks.warm_start import is_missing, sums, warm_start, write_missing
 
 if TYPE_CHECKING:
     from transformers import Qwen3Config
@@ -28,9 +26,11 @@ LEARNING_RATE = 1e-3
 
 def prepare(config: Config) -> None:
     """Create the experiment's data and model in the current folder if they do not exist."""
-    train_rows, validation_rows = long_addition_rows(seed=0)
-    files = {TRAIN_DATA: train_rows, VALIDATION_DATA: validation_rows}
-    quickstart.make_missing(config, files, MODEL, partial(quickstart.run_warm_start, "skyrl_train.tasks.long_addition"))
+    train, validation = long_addition_rows(seed=0)
+    write_missing(config, {TRAIN_DATA: train, VALIDATION_DATA: validation})
+    if is_missing(config, MODEL):
+        model, seed = model_config(), config.trainer.seed
+        warm_start(MODEL, seed, model, sums(train), sums(validation), learning_rate=LEARNING_RATE)
 
 
 def model_config() -> Qwen3Config:
@@ -49,12 +49,3 @@ def long_addition_rows(seed: int) -> tuple[list[task.Row], list[task.Row]]:
         sums.setdefault(frozenset((a, b)), task.sum_row(a, b, NUM_DIGITS))
     rows = list(sums.values())
     return rows[:NUM_TRAIN_ROWS], rows[NUM_TRAIN_ROWS:]
-
-
-def warm_start(folder: Path, seed: int) -> None:
-    """Create the model; `folder` appears when it is complete."""
-    quickstart.learn_sums(folder, seed, model_config(), *long_addition_rows(seed=0), LEARNING_RATE)
-
-
-if __name__ == "__main__":
-    warm_start(Path(sys.argv[1]), int(sys.argv[2]))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from skyrl_train.config.sft import SftConfig
-from skyrl_train.tasks import quickstart
 from skyrl_train.tasks import tiny as task
+from skyrl_train.tasks.warm_start import is_missing, write_missing
 
 MODEL = Path("quickstart/sft_model")
 TRAIN_DATA, VALIDATION_DATA = Path("quickstart/sft_train.jsonl"), Path("quickstart/sft_validation.jsonl")
@@ -21,12 +20,11 @@ CHAT_TEMPLATE = (
 
 def prepare(config: SftConfig) -> None:
     """Create the data and model that `config` names in the current folder if they do not exist."""
-    train_rows, validation_rows = task.addition_rows(seed=0)
-    files = {
-        TRAIN_DATA: [conversation(row) for row in train_rows],
-        VALIDATION_DATA: [conversation(row) for row in validation_rows],
-    }
-    quickstart.make_missing(config, files, MODEL, write_untrained)
+    train, validation = task.addition_rows(seed=0)
+    rows = {TRAIN_DATA: train, VALIDATION_DATA: validation}
+    write_missing(config, {path: [conversation(row) for row in found] for path, found in rows.items()})
+    if is_missing(config, MODEL):
+        write_untrained(MODEL, config.trainer.seed)
 
 
 def conversation(row: task.Row) -> task.Row:
@@ -36,7 +34,6 @@ def conversation(row: task.Row) -> task.Row:
 
 def write_untrained(folder: Path, seed: int) -> None:
     """Create a Qwen3 of 0.3 million random parameters; `folder` appears when it is complete."""
-    draft = folder.with_name(f".{folder.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    quickstart.write_untrained(draft, seed, task.model_config(), CHAT_TEMPLATE)
+    draft = task.new_draft(folder, CHAT_TEMPLATE)
+    task.untrained(seed, task.model_config()).save_pretrained(draft)
     draft.rename(folder)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen3Config
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 
 PAD, EOS, BOS, UNK = "<pad>", "<eos>", "<bos>", "<unk>"
 VOCABULARY = (PAD, EOS, BOS, UNK, *"0123456789abcdefghijklmnopqrstuvwxyz +-*/=().,?:!<>\n_;'\"[]#%")
@@ -72,6 +73,28 @@ def model_config(
         eos_token_id=VOCABULARY.index(EOS),
         dtype="float32",
     )
+
+
+def untrained(seed: int, model: Qwen3Config) -> PreTrainedModel:
+    """A model of random parameters."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(model)
+
+
+def new_draft(folder: Path, chat_template: str = CHAT_TEMPLATE) -> Path:
+    """A folder with the tokenizer, to be renamed to `folder` once it has the model."""
+    draft = folder.with_name(f".{folder.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    written = tokenizer()
+    written.chat_template = chat_template
+    written.save_pretrained(draft)
+    return draft
 
 
 def addition_rows(seed: int) -> tuple[list[Row], list[Row]]:

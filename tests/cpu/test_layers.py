@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "trainer": "types config file_sum ranks algorithms hf weight_sync tracking data batching rollout cluster",
     "service": "types config algorithms spelling hf weight_sync tracking checks data batching rollout cluster trainer",
     # where everything is put together
-    "tasks": "types config ranks algorithms megatron",
+    "tasks": "config",
     "entrypoints": ("types config imports ranks envs hf tracking checks data rollout megatron cluster trainer service"),
     "api": "config entrypoints",
 }

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from skyrl_train.config import ConfigError, load_config
+from skyrl_train.tasks import long_addition, warm_start
 from skyrl_train.tasks.long_addition import MODEL, TRAIN_DATA, VALIDATION_DATA, long_addition_rows, model_config
-from skyrl_train.tasks.quickstart import make_missing, run_warm_start
 from skyrl_train.tasks.tiny import Row, sum_row, tokenizer
+from skyrl_train.tasks.tiny import model_config as tiny_model
 
 
 def operands(row: Row) -> tuple[int, int]:
@@ -64,18 +64,26 @@ def test_the_model_has_the_size_of_its_docs_and_can_be_cut_in_every_way():
 def test_only_files_that_the_configuration_asks_for_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     config = load_config(["+experiment=long_addition", "data.val_data=[mine.jsonl]", "trainer.policy.model.path=mine"])
-    train, validation = Path("long_addition/train.jsonl"), Path("long_addition/validation.jsonl")
-    make_missing(
-        config,
-        {train: [sum_row(1, 2, 3)], validation: []},
-        Path("long_addition/model"),
-        partial(run_warm_start, "no.such.module"),
-    )
+    long_addition.prepare(config)
     assert [path.name for path in Path("long_addition").iterdir()] == ["train.jsonl"]
 
 
-def test_a_warm_start_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    config = load_config(["+experiment=long_addition"])
-    with pytest.raises(ConfigError, match="the warm start of long_addition/model failed; see its output above"):
-        make_missing(config, {}, Path("long_addition/model"), partial(run_warm_start, "skyrl_train.no_such_module"))
+def test_a_warm_start_that_learns_its_answers_leaves_a_model_that_gives_them(tmp_path: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path / "model"
+    answers = [("a", "1"), ("b", "22")]
+    warm_start.warm_start(folder, 0, tiny_model(), answers * warm_start.BATCH_SIZE, answers, target=0.9)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    for prompt, answer in answers:
+        ids = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=5, do_sample=False)
+        assert tokenizer.decode(ids[0], skip_special_tokens=True) == prompt + answer
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "no draft is left"
+
+
+def test_a_warm_start_that_learns_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(warm_start, "MAX_STEPS", 5)
+    answers = [("1+1=", "2")] * warm_start.BATCH_SIZE
+    with pytest.raises(ConfigError, match="model did not reach 1.1 in 5 steps"):
+        warm_start.warm_start(tmp_path / "model", 0, tiny_model(), answers, answers, target=1.1)
+    assert not (tmp_path / "model").exists()
