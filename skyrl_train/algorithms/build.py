@@ -13,6 +13,7 @@ from skyrl_train.algorithms.credit import CreditInputs, advantages
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
 from skyrl_train.algorithms.losses.value import clipped_value_loss
 from skyrl_train.algorithms.objective import Bound, Objective, Term, kl_to_reference, negative_entropy, objective_loss
+from skyrl_train.algorithms.selection import MiniBatch, selected, selection_of
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
 from skyrl_train.spelling import nearest
 
@@ -26,7 +27,9 @@ def bind(function: Callable[..., Any], values: Mapping[str, Any]) -> Bound:
             f"{_place(function)} takes {', '.join(missing)}: no key has this name. Set "
             + ", ".join(f"trainer.algorithm.parameters.{name}=VALUE" for name in missing)
         )
-    return Bound(function, {key.name: values[key.name] for key in keys if key.name in values})
+    selection = selection_of(function)
+    own = {key.name: values[key.name] for key in keys if key.name in values}
+    return Bound(function, own, None if selection is None else bind(selection, values))
 
 
 def build_objective(values: Mapping[str, Any], temperature: float, logprobs_chunk_size: int) -> Objective:
@@ -78,7 +81,7 @@ def algorithm_problems(values: Mapping[str, Any], parameters: Mapping[str, Any])
     except ValueError as error:
         yield str(error)
         return
-    functions = [*(term.loss for term in objective.terms), *objective.corrections, estimator]
+    functions = [*(term.loss for term in objective.terms), *objective.corrections, *objective.selections, estimator]
     taken = {key.name for bound in functions for key in _keys(bound.function)}
     for name in parameters.keys() - taken:
         close = nearest(name, taken)
@@ -97,7 +100,7 @@ def algorithm_problems(values: Mapping[str, Any], parameters: Mapping[str, Any])
 def needs_advantages(objective: Objective) -> bool:
     """Whether the gradient is 0 if all advantages are 0, tested with every term on a sample of three tokens."""
     for term in objective.terms:
-        tokens = _sample_of_three(("entropy", "ref_logprobs"), has_advantages=False)
+        tokens = _sample_of_three(("entropy", "ref_logprobs"), objective.selections, has_advantages=False)
         terms = term.loss(tokens).terms
         (gradient,) = torch.autograd.grad(terms.sum(), tokens.logprobs, allow_unused=True)
         if gradient is not None and bool(gradient.any()):
@@ -106,9 +109,9 @@ def needs_advantages(objective: Objective) -> bool:
 
 
 def _failures(objective: Objective, estimator: Bound) -> Iterator[str]:
-    tokens = _sample_of_three(objective.needs)
     weights = {reduction: torch.full((3,), 1 / 3) for reduction in objective.reductions}
     try:
+        tokens = _sample_of_three(objective.needs, objective.selections)
         loss, _ = objective_loss(objective, tokens, weights)
         (gradient,) = torch.autograd.grad(loss, tokens.logprobs)
         if not bool(torch.isfinite(gradient).all()):
@@ -127,7 +130,9 @@ def _failures(objective: Objective, estimator: Bound) -> Iterator[str]:
         yield f"the advantage estimator fails on two samples of two tokens: {type(error).__name__}: {error}"
 
 
-def _sample_of_three(needs: tuple[str, ...], *, has_advantages: bool = True) -> TokenInputs:
+def _sample_of_three(
+    needs: tuple[str, ...], selections: tuple[Bound, ...], *, has_advantages: bool = True
+) -> TokenInputs:
     logprobs = torch.tensor([-0.5, -1.0, -1.5], requires_grad=True)
     mask = torch.ones(3, dtype=torch.bool)
     always = {
@@ -138,6 +143,9 @@ def _sample_of_three(needs: tuple[str, ...], *, has_advantages: bool = True) -> 
     }
     declared: dict[str, Tensor] = {"ref_logprobs": torch.tensor([-0.7, -1.0, -1.3]), "entropy": logprobs.exp()}
     signals = always | {name: declared[name] for name in needs if name in declared}
+    old = {"old_logprobs": always["old_logprobs"], "old_entropy": logprobs.detach().exp()}
+    batch = MiniBatch(torch.arange(3), torch.tensor([0, 3], dtype=torch.int32), mask, always["advantages"], old)
+    signals |= selected(selections, batch)
     return TokenInputs(logprobs, mask, PerSample(torch.zeros(3, dtype=torch.int64), 1, mask), signals)
 
 

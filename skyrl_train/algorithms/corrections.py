@@ -12,6 +12,7 @@ from torch import Tensor
 from skyrl_train.algorithms.inputs import Correction, TokenInputs
 from skyrl_train.algorithms.metrics import Metric, Reduce
 from skyrl_train.algorithms.ratios import clamped
+from skyrl_train.algorithms.selection import highest_entropy, selects
 
 
 def token_tis(tokens: TokenInputs, *, token_tis_ratio_clip_high: float) -> Correction:
@@ -88,6 +89,16 @@ def opsm(tokens: TokenInputs, *, opsm_delta: float) -> Correction:
     moved = tokens.per_sample.mean((tokens.old_logprobs - tokens.logprobs).detach())
     dropped = (tokens.advantages < 0) & (moved > opsm_delta)
     return Correction((~dropped).float(), _share("opsm_masked_ratio", dropped))
+
+
+@selects(highest_entropy)
+def top_entropy(tokens: TokenInputs) -> Correction:
+    """Only the tokens at which the policy before the step had the highest entropy in the mini-batch are trained.
+
+    Source: Beyond the 80/20 Rule, arXiv:2506.01939, section 5; as in TRL (`top_entropy_quantile`).
+    """
+    selected = tokens.selected(highest_entropy)
+    return Correction(selected.float(), _share("low_entropy_masked_ratio", ~selected))
 
 
 def _log_weight(tokens: TokenInputs) -> Tensor:

@@ -140,6 +140,10 @@ class TokenInputs:
         """float32, of the advantage estimator."""
         return self._signal("returns")
 
+    def selected(self, selection: Callable[..., Tensor]) -> Tensor:
+        """bool: tokens that a selection declared with `selects` has chosen (selection.py)."""
+        return self._signal(f"selected_by_{selection.__name__}")
+
     def _signal(self, name: str) -> Tensor:
         if name not in self.signals:
             raise LookupError(
@@ -150,7 +154,7 @@ class TokenInputs:
 
 
 def needs(*signals: str) -> Callable[[F], F]:
-    """Declare optional signals that a function reads: `entropy`, `ref_logprobs`."""
+    """Declare optional signals that a function reads: `entropy`, `ref_logprobs`; a selection: `old_entropy`, ..."""
 
     def declare(function: F) -> F:
         function.needs = signals  # type: ignore[attr-defined]

@@ -23,6 +23,8 @@ class Bound:
 
     function: Callable[..., Any]
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    selection: Bound | None = None
+    """Selection of the mini-batch's tokens that the function reads (selection.py)."""
 
     def __call__(self, *inputs: Any) -> Any:
         return self.function(*inputs, **self.parameters)
@@ -80,6 +82,18 @@ class Objective:
         """Signals that any function declared."""
         functions = [term.loss for term in self.terms] + list(self.corrections)
         return tuple(dict.fromkeys(name for function in functions for name in function.needs))
+
+    @property
+    def selections(self) -> tuple[Bound, ...]:
+        """Selections that a loss or a correction reads."""
+        functions = [*(term.loss for term in self.terms), *self.corrections]
+        found = (function.selection for function in functions)
+        return tuple(selection for selection in found if selection is not None)
+
+    @property
+    def selection_needs(self) -> tuple[str, ...]:
+        """Signals that the selections read."""
+        return tuple(dict.fromkeys(name for selection in self.selections for name in selection.needs))
 
 
 def cross_entropy_objective(logprobs_chunk_size: int) -> Objective:

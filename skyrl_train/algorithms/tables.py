@@ -105,6 +105,8 @@ LOSSES = Table(
         "dppo": "losses.dppo:dppo",
         "vespo": "losses.vespo:vespo",
         "topr": "losses.topr:topr",
+        "clip_cov": "losses.covariance:clip_cov",
+        "kl_cov": "losses.covariance:kl_cov",
         "reinforce": "losses.policy_gradient:reinforce",
         "importance_sampling": "losses.policy_gradient:importance_sampling",
         "rollout_is": "losses.policy_gradient:rollout_is",
@@ -135,6 +137,7 @@ CORRECTIONS = Table(
         for name in (
             *("token_tis", "sequence_tis", "icepop"),
             *("token_mask", "geometric_mask", "product_mask", "outlier_mask", "opsm"),
+            "top_entropy",
         )
     },
 )

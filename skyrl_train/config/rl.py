@@ -79,6 +79,23 @@ class VespoConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClipCovConfig:
+    """Tokens that clip_cov leaves out."""
+
+    clip_ratio: Share
+    clip_cov_lb: float
+    clip_cov_ub: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlCovConfig:
+    """Tokens that kl_cov penalises."""
+
+    kl_cov_frac: Share
+    ppo_kl_coef: NotNegative
+
+
+@dataclass(frozen=True, kw_only=True)
 class OffPolicyCorrectionConfig:
     """Bounds of the corrections. w is the trainer's probability of a token divided by the engine's."""
 
@@ -130,7 +147,10 @@ class AlgorithmConfig:
     sapo: SapoConfig
     dppo: DppoConfig
     vespo: VespoConfig
+    clip_cov: ClipCovConfig
+    kl_cov: KlCovConfig
     corrections: tuple[Annotated[str, CORRECTIONS], ...]
+    top_entropy_quantile: Share
     off_policy_correction: OffPolicyCorrectionConfig
     overlong_buffer: OverlongBufferConfig
     zero_variance_filter: bool

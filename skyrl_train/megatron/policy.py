@@ -13,7 +13,7 @@ from skyrl_train.algorithms.inputs import PerSample, TokenInputs
 from skyrl_train.algorithms.objective import Objective, objective_loss
 from skyrl_train.hf.hub import local_folder
 from skyrl_train.megatron.passes.old_logprobs import LogprobCheck, OldLogprobs, old_logprobs
-from skyrl_train.megatron.passes.step import batch_logprobs
+from skyrl_train.megatron.passes.step import batch_logprobs, batch_logprobs_and_entropy
 from skyrl_train.megatron.trained import TrainedModel
 from skyrl_train.megatron.weights.all_stages import to_every_stage, to_first_stage
 from skyrl_train.megatron.weights.export import export, export_specs
@@ -53,19 +53,30 @@ class MegatronPolicy(TrainedModel):
         objective = self._objective
         return batch_logprobs(self.model, self._packer, batch, objective.temperature, objective.logprobs_chunk_size)
 
-    def keep_old_logprobs(self, batch: TrainBatch, ref_logprobs: Tensor | None = None) -> Tensor | None:
+    def keep_old_logprobs(self, batch: TrainBatch, ref_logprobs: Tensor | None = None) -> dict[str, Tensor] | None:
         """Compute the old logprobs of the next `update` and keep them on this rank.
 
-        Returns: with ref_logprobs [T], the estimated KL divergence of every token, [T] float32, on the reporting rank
-        (the KL penalty of a reward); otherwise None.
+        Returns: name -> [T] float32 on the reporting rank, None elsewhere: `old_logprobs` and `old_entropy` if a
+        selection of tokens reads them; with ref_logprobs [T] `kl`, the estimated KL divergence for the reward.
         """
         self._memory.require("keep_old_logprobs", WEIGHTS)
+        objective, needs = self._objective, self._objective.selection_needs
         with self._tracer("old_logprobs"):
-            logprobs = self._logprobs(batch)
+            logprobs, entropy = batch_logprobs_and_entropy(
+                self.model,
+                self._packer,
+                batch,
+                objective.temperature,
+                objective.logprobs_chunk_size,
+                with_entropy="old_entropy" in needs,
+            )
         self._old = OldLogprobs(batch.step_id, self.num_steps, logprobs)
-        if logprobs is None or ref_logprobs is None or not self.ranks.reports:
+        if logprobs is None or not self.ranks.reports:
             return None
-        return self._objective.kl_estimator(logprobs, ref_logprobs)
+        found = {"old_logprobs": logprobs, "old_entropy": entropy}
+        if ref_logprobs is not None:
+            found["kl"] = objective.kl_estimator(logprobs, ref_logprobs)
+        return {name: values for name, values in found.items() if values is not None and name in (*needs, "kl")}
 
     def evaluate(self, batch: TrainBatch) -> float | None:
         """Sum of the objective over the tokens of this shard, without gradients; None except on its reporting rank.

@@ -91,12 +91,15 @@ class Assembly:
     def step(self, source: GroupSource, publisher: Publisher, *, always_updates: bool = False) -> TrainingStep:
         """Args: always_updates: update also without a learning signal."""
         config, trainer, policy = self._config, self._config.trainer, self._processes.policy
+        own = _objective(config)
         return TrainingStep(
             config=config,
             source=source,
             policy=policy,
             residency=self.residency,
-            scorers=Scorers(trainer, policy, self._processes.scorers, self.residency),
+            scorers=Scorers(
+                trainer, policy, self._processes.scorers, self.residency, has_selections=bool(own.selections)
+            ),
             publisher=publisher,
             first_check=FirstCheck(self._check, policy, self._processes.engines),
             logprob_bound=LogprobBound(
@@ -106,7 +109,7 @@ class Assembly:
                 has_experts=num_experts(self._model) > 0,
             ),
             learning_signal=learning_signal(config, self._model, always_updates=always_updates),
-            objective=_objective(config),
+            objective=own,
             limits=self._limits,
             timers=self._timers,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -23,17 +23,26 @@ class Signals:
     """Field of TokenInputs -> a reference to the values [T] of each shard."""
     has_old_logprobs: bool
     """Whether the policy's ranks keep logprobs of the weights before the update."""
-    kl: Sequence[Tensor] | None = None
-    """[T] of each shard: estimated KL divergence from the reference, with a KL penalty in the reward."""
+    fetched: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    """Name -> [T] of each shard: `kl`, the estimated KL divergence from the reference, with a KL penalty in the reward;
+    `old_logprobs` and `old_entropy` for selections of tokens."""
 
 
 class Scorers:
     """Scores a step's shards with the reference and other frozen models, then with the policy."""
 
     def __init__(
-        self, trainer: TrainerConfig, policy: PolicyGroup, scorers: Sequence[ScorerGroup], residency: Residency
+        self,
+        trainer: TrainerConfig,
+        policy: PolicyGroup,
+        scorers: Sequence[ScorerGroup],
+        residency: Residency,
+        *,
+        has_selections: bool = False,
     ) -> None:
+        """Args: has_selections: whether the objective selects tokens by values of the policy before the step."""
         self._trainer, self._policy, self._scorers, self._residency = trainer, policy, scorers, residency
+        self._has_selections = has_selections
 
     async def score(self, shards: Shards) -> Signals:
         """Returns with the policy on its devices."""
@@ -43,9 +52,10 @@ class Scorers:
             refs[scorer.signal] = await scorer.score(shards)
         await self._residency.for_training()
         ref_logprobs = refs.get("ref_logprobs") if self._trainer.algorithm.use_kl_in_reward else None
-        if ref_logprobs is None and not self._needs_old_logprobs(shards):
+        if ref_logprobs is None and not self._has_selections and not self._needs_old_logprobs(shards):
             return Signals(refs, has_old_logprobs=False)
-        return Signals(refs, has_old_logprobs=True, kl=await self._policy.keep_old_logprobs(shards, ref_logprobs))
+        fetched = await self._policy.keep_old_logprobs(shards, ref_logprobs)
+        return Signals(refs, has_old_logprobs=True, fetched=fetched)
 
     def _needs_old_logprobs(self, shards: Shards) -> bool:
         """With one mini-batch and one epoch the update's own forward pass gives them, unless dropout makes it another

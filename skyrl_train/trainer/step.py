@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.build import build_experience
 from skyrl_train.batching.limits import MicroBatchLimits
+from skyrl_train.batching.select import selections_of
 from skyrl_train.batching.split import balance_metrics, mini_batches_of, split
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup, UpdateRefused
 from skyrl_train.cluster.ranks.shards import Shards
@@ -18,7 +21,7 @@ from skyrl_train.rollout.source import GroupSource
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.agreement.logprob_bound import LogprobBound, compared_share, is_compared
 from skyrl_train.trainer.agreement.sync_check import FirstCheck
-from skyrl_train.trainer.credit import Credit, CreditAssignment, LearningSignal
+from skyrl_train.trainer.credit import CreditAssignment, LearningSignal
 from skyrl_train.trainer.from_config import max_lengths
 from skyrl_train.trainer.performance import training_performance
 from skyrl_train.trainer.publisher import Publisher
@@ -62,7 +65,7 @@ class TrainingStep:
         groups = self.groups = await self.source.next()
         with self.timers("convert_to_training_input"):
             batch = build_experience(groups, self.policy.policy_version)
-            shards = Shards(self._split(batch, len(groups)))
+            shards = Shards(self._split(batch, self._num_mini_batches(groups)))
             credit = self._credit(batch)  # without a KL penalty, to decide whether there is anything to learn
         if not self.learning_signal.is_in(credit.metrics):
             skipped = {"policy/num_optimizer_steps": 0.0}
@@ -72,31 +75,40 @@ class TrainingStep:
         with self.timers("fwd_logprobs_values_reward"):
             signals = await self.scorers.score(shards)
             await self.first_check.judge(scores, groups)
-            if signals.kl is not None:
-                credit = self._credit(batch, shards.merged(signals.kl, batch))
-        update = await self._update(groups, batch, shards, credit, signals)
+            fetched = {name: shards.merged(values, batch) for name, values in signals.fetched.items()}
+            if "kl" in fetched:
+                credit = self._credit(batch, fetched.pop("kl"))
+            chosen = selections_of(self.objective, batch, credit.advantages, fetched, self._num_mini_batches(groups))
+        update = await self._update(groups, batch, shards, {"advantages": credit.advantages, **chosen}, signals)
         published = await self.publisher.publish(groups)
         return self.source.metrics() | credit.metrics | update | published | self.residency.metrics()
 
-    def _split(self, batch: ExperienceBatch, num_groups: int) -> list[TrainBatch]:
-        config = self.config
+    def _num_mini_batches(self, groups: Sequence[Group]) -> int:
+        return mini_batches_of(len(groups), self.config.trainer.policy_mini_batch_size)
+
+    def _split(self, batch: ExperienceBatch, num_mini_batches: int) -> list[TrainBatch]:
         return split(
             batch,
             self.limits,
-            num_mini_batches=mini_batches_of(num_groups, config.trainer.policy_mini_batch_size),
+            num_mini_batches=num_mini_batches,
             reductions=self.objective.reductions,
-            max_lengths=max_lengths(config.generator),
+            max_lengths=max_lengths(self.config.generator),
             step_id=next(self._step_ids),
         )
 
     async def _update(
-        self, groups: Sequence[Group], batch: ExperienceBatch, shards: Shards, credit: Credit, signals: Signals
+        self,
+        groups: Sequence[Group],
+        batch: ExperienceBatch,
+        shards: Shards,
+        tokens: Mapping[str, Tensor],
+        signals: Signals,
     ) -> Metrics:
-        """Raises: LogprobsDiffer."""
+        """Args: tokens: name in TokenInputs -> [T], values that the driver computed. Raises: LogprobsDiffer."""
         version, epochs = self.policy.policy_version, self.config.trainer.update_epochs_per_batch
         with self.timers("policy_train"):
             values = {name: refs for name, refs in signals.refs.items() if name in self.objective.needs}
-            values["advantages"] = shards.put(credit.advantages, batch)
+            values |= {name: shards.put(computed, batch) for name, computed in tokens.items()}
             limit = LogprobLimit(
                 nats=self.logprob_bound.fail,
                 is_compared=is_compared(groups, version),

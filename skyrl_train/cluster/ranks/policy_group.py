@@ -90,15 +90,17 @@ class PolicyGroup(ModelGroup):
     def _of_rank(self, per_shard: Sequence[Any]) -> list[Any]:
         return [per_shard[place.dp_rank] for place in self.ranks]
 
-    async def keep_old_logprobs(self, shards: Shards, ref_logprobs: Sequence[Any] | None = None) -> list[Tensor] | None:
+    async def keep_old_logprobs(
+        self, shards: Shards, ref_logprobs: Sequence[Any] | None = None
+    ) -> dict[str, list[Tensor]]:
         """Compute the logprobs that the next update compares with, and keep them on the ranks.
 
-        Returns: with reference logprobs, the estimated KL divergence of every token, [T] of each shard.
+        Returns: name -> [T] of each shard, what `MegatronPolicy.keep_old_logprobs` reports.
         """
         refs = [None] * self.dp_size if ref_logprobs is None else ref_logprobs
         args = list(zip(self._of_rank(shards.refs), self._of_rank(refs), strict=True))
-        results = await self.group.each("keep_old_logprobs", args)
-        return None if ref_logprobs is None else self.reported(results)
+        reports = self.reported(await self.group.each("keep_old_logprobs", args))
+        return {name: [report[name] for report in reports] for name in reports[0]}
 
     async def prompt_logprobs(self, batch: TrainBatch) -> Tensor:
         """Logprobs [T] of one batch at temperature 1; all data-parallel ranks compute the same."""

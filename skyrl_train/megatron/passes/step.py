@@ -74,36 +74,48 @@ def batch_logprobs(model: Model, packer: Packer, batch: TrainBatch, temperature:
 
     A collective over the ranks that hold the model.
     """
+    return batch_logprobs_and_entropy(model, packer, batch, temperature, chunk, with_entropy=False)[0]
 
-    def logprobs(logits: Tensor, targets: Targets) -> Tensor:
-        return _logprobs(logits, targets, temperature, chunk, with_entropy=False, vocab_size=model.vocab_size)[0]
 
-    return _of_tokens(model, packer, batch, logprobs)
+def batch_logprobs_and_entropy(
+    model: Model, packer: Packer, batch: TrainBatch, temperature: float, chunk: int, *, with_entropy: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Like `batch_logprobs`, and the entropy of the distribution of every token, [T] each."""
+
+    def values(logits: Tensor, targets: Targets) -> tuple[Tensor, ...]:
+        both = _logprobs(logits, targets, temperature, chunk, with_entropy=with_entropy, vocab_size=model.vocab_size)
+        return both if with_entropy else both[:1]
+
+    found = _of_tokens(model, packer, batch, values)
+    return found[0] if found else None, found[1] if len(found) > 1 else None
 
 
 def batch_values(model: Model, packer: Packer, batch: TrainBatch) -> Tensor | None:
     """Value of the state before every token of the batch, like `batch_logprobs`."""
-    return _of_tokens(model, packer, batch, lambda values, targets: values[:, 0])
+    found = _of_tokens(model, packer, batch, lambda values, targets: (values[:, 0],))
+    return found[0] if found else None
 
 
 def _of_tokens(
-    model: Model, packer: Packer, batch: TrainBatch, at_positions: Callable[[Tensor, Targets], Tensor]
-) -> Tensor | None:
-    """[T] float32 from at_positions(output of the last stage, targets) -> [P / C]; None before the last stage."""
+    model: Model, packer: Packer, batch: TrainBatch, at_positions: Callable[[Tensor, Targets], tuple[Tensor, ...]]
+) -> list[Tensor]:
+    """[T] float32 for each tensor that at_positions(output of the last stage, targets) gives, [P / C]; [] before the
+    last stage."""
     micro_batches = [packer.pack(batch, samples) for mini_batch in batch.mini_batches for samples in mini_batch]
 
     def collect(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         values = at_positions(output, micro_batch.targets)
-        return output.new_zeros((), dtype=torch.float32), unpack(values, micro_batch)
+        nothing = output.new_zeros((), dtype=torch.float32)
+        return nothing, torch.stack([unpack(each, micro_batch) for each in values])
 
     with torch.no_grad():
         results = _run(model, micro_batches, collect, forward_only=True)
     if not results:
-        return None
-    tokens = torch.zeros(len(batch.token_ids), dtype=torch.float32)
+        return []
+    tokens = torch.zeros(len(results[0]), len(batch.token_ids), dtype=torch.float32)
     for micro_batch, values in zip(micro_batches, results, strict=True):
-        tokens[micro_batch.token_slice] = values.cpu()
-    return tokens
+        tokens[:, micro_batch.token_slice] = values.cpu()
+    return list(tokens)
 
 
 def forward_backward(

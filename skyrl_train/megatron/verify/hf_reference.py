@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
+from skyrl_train.algorithms.metrics import Reduce, Total, partial_sums
+from skyrl_train.algorithms.objective import Objective, objective_loss
 from skyrl_train.algorithms.reductions import loss_weights
+from skyrl_train.batching.select import selections_of
 from skyrl_train.device import device
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.verify.outcome import Outcome
@@ -43,6 +46,7 @@ def hugging_face(
     trial: Trial,
     aux_loss_coeff: float = 0.0,
     *,
+    every_metric: bool = False,
     model: Any = None,
     gradients_of: Callable[[Any], dict[str, Tensor]] | None = None,
     model_device: torch.device | None = None,
@@ -50,7 +54,7 @@ def hugging_face(
     """Loss and gradient by autograd through log_softmax, in the trial's dtype; the metrics that follow from them.
 
     Args: model, gradients_of: another model than the trial's, such as PEFT's, and its gradients by name; model_device:
-        the CPU by default.
+        the CPU by default; every_metric: also those of losses and corrections, which round at their bounds.
     """
     model = model or _load(trial)
     choices: dict[str, list[Tensor]] = {}
@@ -72,29 +76,37 @@ def hugging_face(
         for reduction in objective.reductions
     }
     losses: dict[str, list[Tensor]] = {term.name: [] for term in objective.terms}
-    all_logprobs = []
+    all_logprobs, entropies = [], []
+    totals: dict[str, Total] = {}
     for start, end in itertools.pairwise(bounds):
         tokens = experience.token_ids[start:end].to(model_device)
         logits = model(tokens[None]).logits[0].float() / objective.temperature
         distribution = logits.log_softmax(-1)[:-1]
         sampled = distribution.gather(1, tokens[1:, None])[:, 0].cpu()
-        logprobs = torch.cat([torch.zeros(1), sampled])
-        fixed, mask = logprobs.detach(), experience.loss_mask[start:end]
+        all_logprobs.append(torch.cat([torch.zeros(1), sampled]))
+        entropies.append(torch.cat([torch.zeros(1), -(distribution.exp() * distribution).sum(-1).cpu()]))
+    fixed = torch.cat(all_logprobs).detach()
+    old = {"old_logprobs": fixed + trial.old_offsets, "old_entropy": torch.cat(entropies).detach()}
+    chosen = selections_of(objective, experience, trial.advantages, old)
+    for index, (start, end) in enumerate(itertools.pairwise(bounds)):
+        logprobs, mask = all_logprobs[index], experience.loss_mask[start:end]
         signals = {name: values[start:end] for name, values in experience.signals.items()} | {
-            "old_logprobs": fixed + trial.old_offsets[start:end],
-            "ref_logprobs": fixed + trial.ref_offsets[start:end],
+            "old_logprobs": old["old_logprobs"][start:end],
+            "ref_logprobs": fixed[start:end] + trial.ref_offsets[start:end],
             "advantages": trial.advantages[start:end],
-            "entropy": torch.cat([torch.zeros(1), -(distribution.exp() * distribution).sum(-1).cpu()]),
+            "entropy": entropies[index],
+            **{name: values[start:end] for name, values in chosen.items()},
         }
         per_sample = PerSample(torch.zeros(end - start, dtype=torch.int64), 1, mask)
         inputs = TokenInputs(logprobs, mask, per_sample, signals)
+        if every_metric:
+            _add(totals, objective, inputs, {name: values[start:end] for name, values in weights.items()})
         factors = [correction(inputs).factor for correction in objective.corrections]
         for term in objective.terms:
             terms = term.loss(inputs).terms
             if term is objective.terms[0]:
                 terms = math.prod(factors, start=terms)
             losses[term.name].append((terms * weights[term.reduction][start:end]).sum())
-        all_logprobs.append(fixed)
     balance = aux_loss_coeff * torch.stack(_balance_terms(model, choices)).sum() if choices else torch.zeros(())
     sums = {name: torch.stack(parts).sum() for name, parts in losses.items()}
     loss = balance
@@ -103,11 +115,23 @@ def hugging_face(
     loss.backward()
     gradients = (gradients_of or named_gradients)(model)
     norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
-    metrics = {f"policy/{name}_loss": value.item() for name, value in sums.items()}
+    metrics = {name: total.value for name, total in totals.items()}
+    metrics |= {f"policy/{name}_loss": value.item() for name, value in sums.items()}
     metrics |= {"policy/final_loss": loss.item(), "policy/grad_norm": float(norm)}
     if choices:
         metrics["policy/moe_aux_loss"] = balance.item()
-    return Outcome(gradients, torch.cat(all_logprobs), metrics)
+    return Outcome(gradients, fixed, metrics)
+
+
+def _add(totals: dict[str, Total], objective: Objective, inputs: TokenInputs, weights: dict[str, Tensor]) -> None:
+    """Add the metrics of one sample."""
+    with torch.no_grad():
+        _, metrics = objective_loss(objective, inputs, weights)
+    num_tokens = inputs.loss_mask.sum().expand_as(inputs.loss_mask)
+    for name, metric in metrics.items():
+        if metric.reduce is not Reduce.STEP_MEAN:
+            part = Total(metric.reduce, tuple(partial_sums(metric, inputs.loss_mask, num_tokens).tolist()))
+            totals[name] = totals[name] + part if name in totals else part
 
 
 def comparable(outcome: Outcome, reference: Outcome) -> Outcome:

@@ -7,6 +7,7 @@ and `entrypoints/verify_layout.py` use it and compare the outcomes (outcome.py).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from torch import Tensor
 
 from skyrl_train.batching.limits import MicroBatchLimits
+from skyrl_train.batching.select import selections_of
 from skyrl_train.batching.split import split
 from skyrl_train.config.policy import MegatronConfig, OptimizerConfig
 from skyrl_train.megatron.model.model import Model, build_model, dtype_of
@@ -23,7 +25,7 @@ from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.optimizer.optimizer import build_optimizer
 from skyrl_train.megatron.passes.metrics import update_metrics
 from skyrl_train.megatron.passes.packing import Packer
-from skyrl_train.megatron.passes.step import batch_logprobs, forward_backward
+from skyrl_train.megatron.passes.step import batch_logprobs_and_entropy, forward_backward
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.verify.outcome import Outcome
 from skyrl_train.megatron.verify.trial import Trial
@@ -122,12 +124,22 @@ def _run_rank(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[s
     model = build_model(trial.model_path, layout.megatron, dtype_of(trial.bf16), trainable=True, lora=trial.lora)
     optimizer = build_optimizer(model, OPTIMIZER)
     packer = Packer.of_layout(sequence_parallel=model.bridge.config.sequence_parallel)
-    logprobs = batch_logprobs(model, packer, batch, objective.temperature, objective.logprobs_chunk_size)
+    logprobs, entropy = batch_logprobs_and_entropy(
+        model,
+        packer,
+        batch,
+        objective.temperature,
+        objective.logprobs_chunk_size,
+        with_entropy="old_entropy" in objective.selection_needs,
+    )
     tokens = _token_indices(trial.experience, batch.sample_ids)
     signals = {}
     if logprobs is not None:
         signals["old_logprobs"] = logprobs + trial.old_offsets[tokens]
         signals["ref_logprobs"] = logprobs + trial.ref_offsets[tokens]
+    if objective.selections:
+        old = {"old_logprobs": signals.get("old_logprobs"), "old_entropy": entropy}
+        signals |= {name: chosen[tokens] for name, chosen in _selections(trial, ranks, tokens, old).items()}
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -146,6 +158,20 @@ def _run_rank(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[s
         "sample_ids": batch.sample_ids,
         "metrics": update_metrics([one_pass], [float(norm)], lr=0.0),
     }
+
+
+def _selections(
+    trial: Trial, ranks: ParallelRanks, tokens: Tensor, signals: Mapping[str, Tensor | None]
+) -> dict[str, Tensor]:
+    """[T] bool of the whole mini-batch, as the driver computes them from the shards of all ranks."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    own = {name: values for name, values in signals.items() if values is not None}
+    dist.all_gather_object(parts, (tokens, own if ranks.reports else {}))
+    whole: dict[str, Tensor] = {}
+    for indices, values in parts:
+        for name, part in values.items():
+            whole.setdefault(name, torch.zeros(len(trial.advantages)))[indices] = part
+    return selections_of(trial.objective, trial.experience, trial.advantages, whole)
 
 
 def _gather_gradients(model: Model) -> None:

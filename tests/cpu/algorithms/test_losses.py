@@ -18,11 +18,18 @@ VALUES = {
     "cispo_eps_clip_low": 1.0,
     "cispo_eps_clip_high": 0.5,
     **{"tau_pos": 1.0, "tau_neg": 1.05, "dppo_type": "binary_tv", "delta_low": 0.2, "delta_high": 0.2},
+    **{"clip_ratio": 0.1, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_frac": 0.1, "ppo_kl_coef": 1.0},
+    "top_entropy_quantile": 0.2,
     **{"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
 }
+SELECTIONS = ("covariance_within", "highest_covariance", "highest_entropy")
 RATIOS = torch.tensor([0.5, 1.0, 1.25, 1.5, 0.5, 1.0, 1.5, 10.0], dtype=torch.float64)
 ADVANTAGES = torch.tensor([2.0, 2.0, 2.0, 2.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
 OLD = torch.full((8,), -1.0, dtype=torch.float64)
+
+
+def nothing_selected(mask):
+    return {f"selected_by_{name}": torch.zeros_like(mask) for name in SELECTIONS}
 
 
 def inputs(logprobs, old, advantages, *, samples=None, mask=None, **signals):
@@ -31,7 +38,10 @@ def inputs(logprobs, old, advantages, *, samples=None, mask=None, **signals):
     sample = torch.zeros(len(logprobs), dtype=torch.int64) if samples is None else torch.tensor(samples)
     per_sample = PerSample(sample, int(sample.max()) + 1, mask)
     return TokenInputs(
-        logprobs, mask, per_sample, {"old_logprobs": old, "advantages": advantages, "rollout_logprobs": old, **signals}
+        logprobs,
+        mask,
+        per_sample,
+        {"old_logprobs": old, "advantages": advantages, "rollout_logprobs": old, **nothing_selected(mask), **signals},
     )
 
 

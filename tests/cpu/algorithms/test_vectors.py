@@ -18,7 +18,9 @@ from skyrl_train.algorithms.build import bind
 from skyrl_train.algorithms.credit import CreditInputs, advantages, whitened
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
 from skyrl_train.algorithms.losses.value import clipped_value_loss
+from skyrl_train.algorithms.objective import Bound
 from skyrl_train.algorithms.reductions import MaxLengths, loss_weights
+from skyrl_train.algorithms.selection import MiniBatch, selected
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES
 
 DATA = json.loads(Path(__file__, "../../../data/algorithm_vectors.json").resolve().read_text())
@@ -56,6 +58,16 @@ def token_inputs(batch: dict[str, Tensor], *, one_sample_per_token: bool = False
     signals = {name: batch[name].double() for name in names}
     logprobs = batch["logprobs"].double().clone().requires_grad_()
     return TokenInputs(logprobs, mask, PerSample(sample, int(sample.max()) + 1, mask), signals)
+
+
+def with_selections(tokens: TokenInputs, batch: dict[str, Tensor], function: Bound) -> TokenInputs:
+    """Peers select by the current policy, which is the old one in the first update."""
+    if function.selection is None:
+        return tokens
+    ids = torch.arange(len(tokens.loss_mask))
+    old = {"old_logprobs": batch["logprobs"], "old_entropy": batch["entropies"]}
+    whole = MiniBatch(ids, batch["cu_seqlens"].int(), tokens.loss_mask, batch["advantages"], old)
+    return replace(tokens, signals={**tokens.signals, **selected([function.selection], whole)})
 
 
 def weights(batch: dict[str, Tensor], reduction: str, peer: str) -> Tensor:
@@ -101,6 +113,8 @@ LOSS: dict[str, tuple[str, dict[str, Any]]] = {
     "reinforce": ("reinforce", {}),
     "force_on_policy": ("reinforce", {}),
     "cross_entropy": ("cross_entropy", {}),
+    "clip_cov": ("clip_cov", CLIP | {"clip_ratio": 1.0, "clip_cov_lb": 0.02, "clip_cov_ub": 5.0}),
+    "kl_cov": ("kl_cov", {"kl_cov_frac": 0.2, "ppo_kl_coef": 1.0}),
 }
 REDUCTION = {
     "token_mean": "token_mean",
@@ -127,6 +141,7 @@ COMPOSED: dict[str, tuple[str, dict[str, Any], list[str], str | None]] = {
     "gspo_is_sequence": ("gspo", CLIP | ANY, ["sequence_tis"], None),
     "decoupled_ppo": ("regular", HIGHER | {"token_tis_ratio_clip_high": 5.0}, ["token_tis"], None),
     "decoupled_ppo_mask": ("regular", HIGHER | {"icepop_low": 0.7, "icepop_high": 1.4}, ["icepop"], None),
+    "top_entropy": ("regular", CLIP | {"top_entropy_quantile": 0.23}, ["top_entropy"], None),
     "mopd": ("reinforce", {"icepop_low": 0.5, "icepop_high": 2.0}, ["icepop"], None),
     "gspo_rollout": ("gspo", CLIP, [], None),
     "ppo_clip_kl_k2": ("regular", CLIP, [], "k2"),
@@ -140,12 +155,15 @@ DIFFERENT = {
     ("per_turn_reinforce++", "skyrl", "*"): "a reward does not reach the turns before it there, a known bug",
     ("per_turn_reinforce++", "skyrl_v04", "*"): "a reward does not reach the turns before it there, a known bug",
     ("reinforce++_baseline", "verl", "uneven"): "a group of one keeps its reward there, and shifts the mean of all",
+    ("clip_cov", "skyrl", "*"): "the reduction is in the advantages there, so other tokens lie between the bounds",
+    ("kl_cov", "skyrl", "*"): "the reduction is in the advantages there, so the penalty is larger by the tokens",
     ("correction_combined", "skyrl", "extreme"): "tokens that one mask drops are not seen by the next there",
     ("ppo_clip_kl_k3", "trl", "extreme"): "log-ratios of the KL term are not clamped there",
     ("ppo_clip_kl_unbiased", "trl", "extreme"): "log-ratios of the KL term are not clamped there",
     ("ppo_clip_kl_unbiased", "nemo_rl", "*"): "the ratio is to the engine there",
     ("ppo_clip_kl_k2", "nemo_rl", "*"): "the term has a score-function weight there: gradient k2 + d instead of d",
     ("ppo_clip_kl_k3", "nemo_rl", "extreme"): "the value of the KL term is clamped at 10 there",
+    ("kl_cov", "*", "extreme"): "log-ratios are clamped at +-20 here",
     ("importance_sampling", "*", "extreme"): "log-ratios are clamped at +-20 here",
     ("dppo_tv", "verl", "extreme"): "verl caps the ratio at clip_ratio_c, here the trust region alone bounds it",
     ("dppo_kl", "verl", "extreme"): "verl caps the ratio at clip_ratio_c, here the trust region alone bounds it",
@@ -175,7 +193,8 @@ def test_a_loss_has_the_gradient_of_its_peers(record: dict[str, Any], case: dict
         batch["rollout_logprobs"] = batch["old_logprobs"]
     # ROLL's ratio of TOPR is a token's, the paper's and ours a sample's.
     tokens = token_inputs(batch, one_sample_per_token=record["method"] == "topr")
-    terms = bind(LOSSES[name], parameters)(tokens).terms
+    loss = bind(LOSSES[name], parameters)
+    terms = loss(with_selections(tokens, batch, loss)).terms
     (terms * weights(batch, REDUCTION[record["reduction"]], peer_of(record))).sum().backward()
     expected = torch.tensor(case["outputs"]["grad_logprobs"], dtype=torch.float64)
     torch.testing.assert_close(tokens.logprobs.grad, expected, rtol=1e-5, atol=1e-7)
@@ -193,7 +212,8 @@ def test_a_loss_with_corrections_and_kl_has_the_gradient_of_its_peers(record: di
     tokens = token_inputs(batch)
     terms = bind(LOSSES[name], parameters)(tokens).terms
     for correction in corrections:
-        terms = terms * bind(CORRECTIONS[correction], parameters)(tokens).factor
+        bound = bind(CORRECTIONS[correction], parameters)
+        terms = terms * bound(with_selections(tokens, batch, bound)).factor
     if kl == "k3" and record["peer"] == "nemo_rl":
         kl = "k3+"  # its term has a score-function weight
     if kl is not None:
@@ -424,7 +444,6 @@ def test_normalised_advantages_are_those_of_the_peers(record: dict[str, Any], ca
 
 
 NOT_HERE = {
-    **dict.fromkeys(("clip_cov", "kl_cov", "top_entropy"), "needs a statistic of the whole mini-batch: not yet here"),
     **dict.fromkeys(
         ("dro", "kimi15", "ipo_tv", "dppo_tv_kl", "cispo_unified_mask", "vespo_is"), "a peer's own variant"
     ),

@@ -175,7 +175,7 @@ def _score(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str,
         "report": report,
         "plain": plain,
         "logprobs": logprobs,
-        "kl": kl,
+        "kl": kl["kl"],
         "expected_kl": terms,
     }
 

@@ -104,8 +104,9 @@ def test_old_logprobs_are_kept_where_dropout_makes_the_update_another_model(over
     """The update's own pass would be off by the dropout's noise, as no engine is."""
     kept: list[Any] = []
 
-    async def keep_old_logprobs(*args: Any) -> None:
+    async def keep_old_logprobs(*args: Any) -> dict[str, Any]:
         kept.append(args)
+        return {}
 
     async def for_training() -> None:
         """Nothing moves."""
@@ -116,6 +117,8 @@ def test_old_logprobs_are_kept_where_dropout_makes_the_update_another_model(over
     shards: Any = SimpleNamespace(batches=[SimpleNamespace(mini_batches=[None])])
     signals = asyncio.run(Scorers(trainer, policy, (), residency).score(shards))
     assert signals.has_old_logprobs is expected is bool(kept)
+    for_selections = asyncio.run(Scorers(trainer, policy, (), residency, has_selections=True).score(shards))
+    assert for_selections.has_old_logprobs
 
 
 def test_a_refused_update_leaves_the_driver_as_it_was(monkeypatch: pytest.MonkeyPatch):

@@ -54,8 +54,9 @@ class Policy:
         self.calls: list[str] = []
         self.policy_version = self.num_updates = self.num_steps = 0
 
-    async def keep_old_logprobs(self, shards: Any, ref: Any) -> None:
+    async def keep_old_logprobs(self, shards: Any, ref: Any) -> dict[str, Any]:
         self.calls.append("old logprobs")
+        return {}
 
     async def update(self, *args: Any, **kwargs: Any) -> tuple[Metrics, UpdateReports]:
         self.calls.append("update")

@@ -6,6 +6,7 @@ process, and its metrics with those of one Megatron process with one micro-batch
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -166,37 +167,54 @@ VALUES = {
     **{"token_mask_is_threshold_low": 0.8, "token_mask_is_threshold_high": 1.2, "opsm_delta": 0.01},
     **{"geo_mask_low": 0.97, "geo_mask_high": 1.03, "product_mask_low": 0.5, "product_mask_high": 2.0},
     **{"outlier_token_is_threshold_low": 0.6, "outlier_token_is_threshold_high": 1.6},
+    **{"clip_ratio": 0.1, "clip_cov_lb": 0.01, "clip_cov_ub": 5.0, "kl_cov_frac": 0.2, "ppo_kl_coef": 1.0},
+    "top_entropy_quantile": 0.2,
 }
-LAYOUTS = {"CP2": {"cp": 2}, "TP2 SP": {"tp": 2}, "PP2": {"pp": 2}}
+LAYOUTS = {"CP2": {"cp": 2}, "TP2 SP": {"tp": 2}, "PP2": {"pp": 2}, "DP2 EP2": {"ep": 2}}
+
+
+@functools.cache
+def reference_of(loss: Any, correction: str | None, family: str) -> tuple[Trial, Outcome]:
+    """The trial with the loss and the correction, and Hugging Face's gradient and metrics."""
+    trial, hf, _ = reference(family)
+    # Engines that were close to the trainer, so that weights lie on both sides of the bounds.
+    engine = trial.old_offsets + hf.logprobs
+    noise = 0.3 * torch.randn(engine.shape, generator=torch.Generator().manual_seed(5))
+    objective = trial.objective
+    if loss is not None:
+        bound = bind(LOSSES[loss] if isinstance(loss, str) else loss, VALUES)
+        objective = replace(objective, terms=(replace(objective.terms[0], loss=bound), *objective.terms[1:]))
+    if correction is not None:
+        objective = replace(objective, corrections=(bind(CORRECTIONS[correction], VALUES),))
+    experience = replace(trial.experience, rollout_logprobs=engine + noise)
+    trial = replace(trial, experience=experience, objective=objective)
+    return trial, hugging_face(trial, every_metric=True)
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("loss", [*LOSSES, geometric], ids=[*LOSSES, "a loss of the user"])
-def test_every_loss_has_hugging_faces_gradient(loss: str | Callable[..., Any], sizes: dict[str, int]):
-    trial = reference("qwen3_tied")[0]
-    function = LOSSES[loss] if isinstance(loss, str) else loss
-    policy, *others = trial.objective.terms
-    terms = (replace(policy, loss=bind(function, VALUES)), *others)
-    trial = replace(trial, objective=replace(trial.objective, terms=terms))
-    hf = hugging_face(trial)
-    outcome = run_layout(trial, layout(2, sizes))
-    assert_exact(compare(comparable(outcome, hf), hf))
+def test_every_loss_has_hugging_faces_gradient_and_metrics(loss: str | Callable[..., Any], sizes: dict[str, int]):
+    trial, hf = reference_of(loss, None, "qwen3_moe" if "ep" in sizes else "qwen3_tied")
+    assert_exact(compare(comparable(run_layout(trial, layout(2, sizes)), hf), hf))
 
 
+@pytest.mark.parametrize("sizes", [LAYOUTS["CP2"], LAYOUTS["DP2 EP2"]], ids=["CP2", "DP2 EP2"])
 @pytest.mark.parametrize("correction", CORRECTIONS)
-def test_every_correction_has_hugging_faces_gradient(correction: str):
-    trial = reference("qwen3_tied")[0]
-    # Engines that were close to the trainer, so that weights lie on both sides of the bounds.
-    experience = trial.experience
-    engine = trial.old_offsets + reference("qwen3_tied")[1].logprobs
-    noise = 0.3 * torch.randn(engine.shape, generator=torch.Generator().manual_seed(5))
-    objective = replace(trial.objective, corrections=(bind(CORRECTIONS[correction], VALUES),))
-    trial = replace(trial, experience=replace(experience, rollout_logprobs=engine + noise), objective=objective)
-    hf = hugging_face(trial)
-    outcome = run_layout(trial, layout(2, {"cp": 2}))
-    assert_exact(compare(comparable(outcome, hf), hf))
-    found = {name: value for name, value in outcome.metrics.items() if name.startswith("policy/correction/")}
+def test_every_correction_has_hugging_faces_gradient_and_metrics(correction: str, sizes: dict[str, int]):
+    trial, hf = reference_of(None, correction, "qwen3_moe" if "ep" in sizes else "qwen3_tied")
+    difference = compare(comparable(run_layout(trial, layout(2, sizes)), hf), hf)
+    assert not replace(FLOAT32, metrics=5e-6).exceeded(difference)  # a product of ratios adds up their rounding
+    found = {name: value for name, value in hf.metrics.items() if name.startswith("policy/correction/")}
     assert found and all(value > 0 for value in found.values()), "the bounds lie within the weights"
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_a_selection_is_that_of_the_mini_batch_for_every_token_limit(loss: str):
+    trial, hf = reference_of(loss, "top_entropy", "qwen3_tied")
+    assert 0 < hf.metrics[f"policy/loss_metrics/{loss}_ratio"] < 1
+    for max_tokens in (16, WHOLE):
+        outcome = run_layout(trial, layout(2, {}, max_tokens))
+        assert_exact(compare(comparable(outcome, hf), hf))
 
 
 UNEVEN = [257, 2, 1, 3, 130, 2, 5, 64, 2, 17]
