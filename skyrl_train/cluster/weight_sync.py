@@ -110,11 +110,8 @@ class WeightSync:
                     await self._send_to_all()
 
     async def restore(self) -> None:
-        """Send the same weights to a replacement that was started after all engines had died.
-
-        To be called while requests wait, in a phase in which the policy does not change.
-        """
-        async with self._lock:
+        """Send the weights to a replacement that was started after all engines had died, after an update that runs."""
+        async with self._policy.weights_lock, self._lock:
             if self._engines.router.is_holding:  # else a running sync has provided an engine
                 await self._repeat_until_sent()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from skyrl_train.rollout.seeds import seeded
@@ -17,7 +18,11 @@ if TYPE_CHECKING:
 
 
 class GenerationAborted(RuntimeError):
-    """An engine aborted a generation; its sample would be truncated at an arbitrary token."""
+    """An engine aborted a generation again and again without generating a token."""
+
+
+MAX_ABORTS = 8
+"""Aborts in a row without a token after which a generation is given up."""
 
 
 class Engines:
@@ -66,6 +71,9 @@ class Engines:
     ) -> Generation:
         """Sample a response. Requests with the same route key reach the same engine, which caches their prefix.
 
+        A response that a weight sync aborts (generator.pause_mode=abort) continues from its tokens with the new
+        weights; with stop strings, of which the cut could hide one, it starts again.
+
         Raises: ValueError for more tokens than `max_input_length`; GenerationAborted; errors of the engines.
         """
         if len(prompt_token_ids) > self.max_input_length:
@@ -75,13 +83,46 @@ class Engines:
             )
         number, self._num_requests = self._num_requests, self._num_requests + 1
         try:
-            generation = await self._generate(prompt_token_ids, seeded(sampling_params, number), route_key)
+            parts = await self._parts(prompt_token_ids, seeded(sampling_params, number), route_key)
         except Exception as error:
             self.error = error
             raise
-        if generation.stop_reason == "abort":
+        if parts[-1].stop_reason == "abort":
             raise GenerationAborted(f"the engine aborted turn {number + 1} of a sample of prompt {route_key}")
-        return generation
+        return parts[0] if len(parts) == 1 else self._joined(parts)
+
+    async def _parts(self, prompt_token_ids: list[int], params: SamplingParams, route_key: str) -> list[Generation]:
+        """The parts of one response; the last is aborted only if it was aborted MAX_ABORTS times without a token."""
+        parts: list[Generation] = []
+        token_ids: list[int] = []
+        aborts = 0
+        while True:
+            left = replace(params, max_generate_length=params.max_generate_length - len(token_ids))
+            rest = seeded(left, "continued", len(token_ids)) if token_ids else left
+            part = await self._generate(prompt_token_ids + token_ids, rest, route_key)
+            aborts = aborts + 1 if part.stop_reason == "abort" and not part.token_ids else 0
+            if part.token_ids or part.stop_reason != "abort" or aborts == MAX_ABORTS:
+                parts.append(part)
+            if part.stop_reason != "abort" or aborts == MAX_ABORTS:
+                return parts
+            token_ids = token_ids + part.token_ids
+            if params.stop:
+                parts, token_ids = [], []
+            elif len(token_ids) == params.max_generate_length:
+                parts[-1] = replace(part, stop_reason="length")
+                return parts
+
+    def _joined(self, parts: Sequence[Generation]) -> Generation:
+        token_ids = [token for part in parts for token in part.token_ids]
+        spans = [part.version_spans or ((part.policy_version, len(part.token_ids)),) for part in parts]
+        return Generation(
+            token_ids=token_ids,
+            logprobs=[logprob for part in parts for logprob in part.logprobs],
+            text=self.tokenizer.decode(token_ids, skip_special_tokens=True),
+            stop_reason=parts[-1].stop_reason,
+            policy_version=min(part.policy_version for part in parts if part.token_ids),
+            version_spans=tuple(span for of_part in spans for span in of_part),
+        )
 
 
 Rollout = Callable[[Prompt, SamplingParams, Engines], Awaitable[Sample | list[Sample]]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,8 @@ class PolicyGroup(ModelGroup):
     def __init__(self, group: WorkerGroup) -> None:
         super().__init__(group)
         self.versions = Versions()
+        self.weights_lock = asyncio.Lock()
+        """Held while the weights change, or while they must not."""
         self.num_updates = 0
         """Number of updates that were begun, including failed ones."""
 
@@ -126,18 +129,19 @@ class PolicyGroup(ModelGroup):
         """
         args = [(shard, epochs, objective, limit) for shard in self._of_rank(shards.refs)]
         own = [{name: refs[place.dp_rank] for name, refs in signals.items()} for place in self.ranks]
-        had_changed, self.has_changed = self.has_changed, True
-        self.num_updates += 1
-        reports: list[UpdateReport] = await self.group.each("update", args, own)
-        difference = reports[0].logprob_difference
-        if reports[0].is_refused:
-            assert difference is not None
-            self.has_changed = had_changed
-            self.num_updates -= 1
-            raise UpdateRefused(difference)
-        steps = epochs * len(shards.batches[0].mini_batches)
-        self.num_steps += steps
-        self.versions.advance(steps)
+        async with self.weights_lock:
+            had_changed, self.has_changed = self.has_changed, True
+            self.num_updates += 1
+            reports: list[UpdateReport] = await self.group.each("update", args, own)
+            difference = reports[0].logprob_difference
+            if reports[0].is_refused:
+                assert difference is not None
+                self.has_changed = had_changed
+                self.num_updates -= 1
+                raise UpdateRefused(difference)
+            steps = epochs * len(shards.batches[0].mini_batches)
+            self.num_steps += steps
+            self.versions.advance(steps)
         metrics = next(report.metrics for report in reports if report.metrics)
         flops = sum(report.train_flops for report in self.reported(reports))
         return metrics, UpdateReports(tuple(reports), flops)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from skyrl_train.engines.protocol import EngineDeadError
+from skyrl_train.rollout.contract import Engines
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.channels.broadcast import BroadcastSendChannel
 from skyrl_train.weight_sync.channels.shm import ShmSendChannel
@@ -250,6 +251,36 @@ def test_aborting_ends_running_requests_with_what_they_have(world: World):
     scores = run(world.engine.prompt_logprobs(whole))
     for one, score in zip(generations, scores, strict=True):
         assert one.logprobs == pytest.approx(score[len(PROMPTS[0]) :], abs=2e-5)
+
+
+@ON_ONE_WORLD
+def test_a_response_that_a_sync_aborts_continues_from_its_tokens_with_the_new_weights(world: World):
+    run(world.sync(world.weights(0)))
+    params, prompt, first = SamplingParams(max_generate_length=120, temperature=0.0), PROMPTS[0], world.version
+
+    async def generate(token_ids: list[int], params: SamplingParams, route_key: str) -> Generation:
+        return (await world.generate([token_ids], params))[0]
+
+    engines = Engines(generate, tiny_tokenizer(), None, max_input_length=len(prompt), max_turns=1)  # type: ignore[arg-type]
+
+    async def main() -> list[Generation]:
+        running = [asyncio.create_task(engines.generate(prompt, params, "a")) for _ in range(64)]
+        await until_tokens_came(world)
+        await world.engine.pause("abort")
+        await world.sync(world.weights(1))
+        return await asyncio.gather(*running)
+
+    generations = run(main())
+    cut = [one for one in generations if len(one.version_spans) > 1]
+    assert cut, "some had tokens when they were aborted"
+    for one in cut:
+        (before, count), (after, rest) = one.version_spans
+        assert (before, after) == (first, world.version) and count + rest == len(one.token_ids) == len(one.logprobs)
+    scores = run(world.engine.prompt_logprobs([prompt + one.token_ids for one in cut]))
+    for one, score in zip(cut, scores, strict=True):
+        count, start = one.version_spans[0][1], len(prompt)
+        assert one.logprobs[count:] == pytest.approx(score[start + count :], abs=2e-5), "read and written anew"
+        assert one.logprobs[:count] != pytest.approx(score[start : start + count], abs=2e-5), "of the old weights"
 
 
 async def until_tokens_came(world: World) -> Any:

@@ -20,13 +20,12 @@ PARAMS = SamplingParams(max_generate_length=4, seed=7)
 class Recorder:
     """Answers each request with its own number of tokens, and keeps what was asked."""
 
-    def __init__(self, stop_reason: str = "stop") -> None:
+    def __init__(self) -> None:
         self.asked: list[tuple[list[int], SamplingParams, str]] = []
-        self.stop_reason = stop_reason
 
     async def __call__(self, token_ids: list[int], params: SamplingParams, route_key: str) -> Generation:
         self.asked.append((token_ids, params, route_key))
-        return Generation([9] * len(token_ids), [-0.5] * len(token_ids), "9", self.stop_reason, 3)
+        return Generation([9] * len(token_ids), [-0.5] * len(token_ids), "9", "stop", 3)
 
 
 def collect(
@@ -143,7 +142,60 @@ def test_a_request_that_is_too_long_is_the_rollouts_own_failure():
         collect(rollout, "a")
 
 
-def test_an_aborted_generation_is_an_error_that_names_turn_and_prompt():
-    engines = engines_of(Recorder("abort"))
+class Aborts:
+    """Aborts each request after these numbers of tokens, which count on from the prompt, under a new version."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths, self.version = iter(lengths), 0
+        self.asked: list[tuple[list[int], SamplingParams]] = []
+
+    async def __call__(self, token_ids: list[int], params: SamplingParams, route_key: str) -> Generation:
+        self.asked.append((token_ids, params))
+        self.version += 1
+        length = next(self.lengths, None)
+        stop_reason = "stop" if length is None else "abort"
+        length = 2 if length is None else length
+        ids = [token_ids[-1] + 1 + n for n in range(length)]
+        logprobs = [-float(token) for token in ids]
+        return Generation(ids, logprobs, "", stop_reason, self.version, ((self.version, length),))
+
+
+class Spelled:
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def aborted(engine: Aborts, **params: Any) -> Generation:
+    engines = Engines(engine, Spelled(), None, max_input_length=1, max_turns=1)  # type: ignore[arg-type]
+    return asyncio.run(engines.generate([4], SamplingParams(max_generate_length=8, **params), "a"))
+
+
+def test_an_aborted_generation_continues_from_its_tokens_with_their_logprobs_and_versions():
+    engine = Aborts(2, 0, 3)
+    assert aborted(engine, seed=5) == Generation(
+        token_ids=[5, 6, 7, 8, 9, 10, 11],
+        logprobs=[-5.0, -6.0, -7.0, -8.0, -9.0, -10.0, -11.0],
+        text="5 6 7 8 9 10 11",
+        stop_reason="stop",
+        policy_version=1,
+        version_spans=((1, 2), (3, 3), (4, 2)),
+    )
+    assert [ids for ids, _ in engine.asked] == [[4], [4, 5, 6], [4, 5, 6], [4, 5, 6, 7, 8, 9]]
+    assert [params.max_generate_length for _, params in engine.asked] == [8, 6, 6, 3]
+    assert len({params.seed for _, params in engine.asked}) == 3, "a seed for each number of tokens"
+
+
+def test_an_aborted_generation_that_had_all_its_tokens_ends():
+    generation = aborted(Aborts(2, 6))
+    assert generation.stop_reason == "length" and len(generation.token_ids) == 8
+
+
+def test_an_aborted_generation_with_stop_strings_starts_again():
+    engine = Aborts(2)
+    assert aborted(engine, stop=("7",)).token_ids == [5, 6]
+    assert [ids for ids, _ in engine.asked] == [[4], [4]]
+
+
+def test_a_generation_that_is_aborted_again_and_again_is_an_error_that_names_turn_and_prompt():
     with pytest.raises(GenerationAborted, match="aborted turn 1 of a sample of prompt a"):
-        asyncio.run(engines.generate([1], PARAMS, "a"))
+        aborted(Aborts(*[0] * 100))

@@ -260,7 +260,7 @@ def test_aborted_generation_raises_and_closes_the_environment(register):
         pass
 
     register(Quiet)
-    script = Script(tiny_tokenizer(), "a")
+    script = Script(tiny_tokenizer(), "")
     script.stop_reason = "abort"
     with pytest.raises(GenerationAborted, match="aborted turn 1 of a sample of prompt 0"):
         play(script, prompt("probe"))

@@ -129,6 +129,21 @@ def test_requests_of_the_only_engine_are_answered_by_its_replacement(monkeypatch
     in_world(monkeypatch, main, num_engines=1)
 
 
+def test_a_replacement_during_an_update_waits_for_its_end(monkeypatch: pytest.MonkeyPatch):
+    """Rollouts of a streaming source run while the policy is updated; half-updated weights must not be sent."""
+
+    async def main(world: World) -> None:
+        world.actors[0].dies_after_answers = 0
+        async with world.policy.weights_lock:
+            waiting = asyncio.ensure_future(world.answers())
+            await asyncio.sleep(0.1)
+            assert not waiting.done() and world.rank.num_sends == 0
+            world.policy.versions.advance(1)
+        assert await waiting == [1] * 4 and world.rank.num_sends == 1
+
+    in_world(monkeypatch, main, num_engines=1)
+
+
 @pytest.mark.parametrize("call", ["begin_weight_update", "finish_weight_update"])
 @pytest.mark.parametrize("num_engines", [1, 2])
 def test_a_loss_that_a_request_notices_during_a_sync_is_no_reason_to_end_the_run(
