@@ -7,7 +7,7 @@ and `entrypoints/verify_layout.py` use it and compare the outcomes (outcome.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from torch import Tensor
 
+from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.batching.select import selections_of
 from skyrl_train.batching.split import split
@@ -59,11 +60,24 @@ class Layout:
 
 
 def run_layout(trial: Trial, layout: Layout, *, timeout_s: float = 120.0) -> Outcome:
-    """Run the trial in `layout.world_size` processes of this machine.
+    """Run the trial in `layout.world_size` processes of this machine. Raises: like `run_objectives`."""
+    return run_objectives(trial, layout, [trial.objective], timeout_s=timeout_s)[0]
+
+
+def run_objectives(
+    trial: Trial, layout: Layout, objectives: Sequence[Objective], *, timeout_s: float = 120.0
+) -> list[Outcome]:
+    """One pass per objective over the same batch and model; all have the trial's reductions and temperature.
 
     Raises: RuntimeError with the traceback of the first rank that failed.
     """
-    parts = run_on_ranks(_run_rank, (trial, layout), layout.world_size, timeout_s=timeout_s)
+    arguments = (trial, layout, tuple(objectives))
+    of_ranks = run_on_ranks(_run_rank, arguments, layout.world_size, timeout_s=timeout_s)
+    return [_joined(trial, parts) for parts in zip(*of_ranks, strict=True)]
+
+
+def _joined(trial: Trial, parts: Sequence[dict[str, Any]]) -> Outcome:
+    """Args: parts: of each rank."""
     gradients: dict[str, Tensor] = {}
     logprobs = torch.full(trial.experience.token_ids.shape, math.nan)
     metrics: Metrics = {}
@@ -116,9 +130,9 @@ def _token_indices(experience: ExperienceBatch, sample_ids: Tensor) -> Tensor:
     )
 
 
-def _run_rank(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str, Any]:
-    trial, layout = arguments
-    objective = trial.objective
+def _run_rank(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, tuple[Objective, ...]]) -> list[dict[str, Any]]:
+    """Returns: per objective, this rank's part of the outcome."""
+    trial, layout, objectives = arguments
     ranks = join(rendezvous, layout.megatron, seed=1)
     batch = share_of(trial, layout, ranks)
     model = build_model(trial.model_path, layout.megatron, dtype_of(trial.bf16), trainable=True, lora=trial.lora)
@@ -128,40 +142,48 @@ def _run_rank(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[s
         model,
         packer,
         batch,
-        objective.temperature,
-        objective.logprobs_chunk_size,
-        with_entropy="old_entropy" in objective.selection_needs,
+        trial.objective.temperature,
+        trial.objective.logprobs_chunk_size,
+        with_entropy=any("old_entropy" in objective.selection_needs for objective in objectives),
     )
     tokens = _token_indices(trial.experience, batch.sample_ids)
     signals = {}
     if logprobs is not None:
         signals["old_logprobs"] = logprobs + trial.old_offsets[tokens]
         signals["ref_logprobs"] = logprobs + trial.ref_offsets[tokens]
-    if objective.selections:
-        old = {"old_logprobs": signals.get("old_logprobs"), "old_entropy": entropy}
-        signals |= {name: chosen[tokens] for name, chosen in _selections(trial, ranks, tokens, old).items()}
-    for chunk in model.chunks:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-    micro_batches = [packer.pack(batch, samples, signals) for samples in batch.mini_batches[0]]
-    one_pass = forward_backward(model, micro_batches, objective, with_entropy=True)
+    old = {"old_logprobs": signals.get("old_logprobs"), "old_entropy": entropy}
+    results = []
+    for objective in objectives:
+        chosen = _selections(trial, objective, ranks, tokens, old) if objective.selections else {}
+        inputs = signals | {name: of_all[tokens] for name, of_all in chosen.items()}
+        for chunk in model.chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        micro_batches = [packer.pack(batch, samples, inputs) for samples in batch.mini_batches[0]]
+        one_pass = forward_backward(model, micro_batches, objective, with_entropy=True)
+        gradients = _gradients(model)
+        _, norm, _ = optimizer.step()
+        results.append(
+            {
+                "gradients": gradients if ranks.owns_stage else {},
+                "logprobs": logprobs if ranks.reports else None,
+                "sample_ids": batch.sample_ids,
+                "metrics": update_metrics([one_pass], [float(norm)], lr=0.0),
+            }
+        )
+    return results
+
+
+def _gradients(model: Model) -> dict[str, Tensor]:
+    """Gradient of every trained tensor of this rank's stage, under Hugging Face's names; a collective."""
     _gather_gradients(model)
-    gradients = {}
     trained = export(model, torch.float32, read=_gradient)
-    for name, gradient in trained if model.lora is None else export_adapter(model.lora, read=_gradient):
-        if ranks.owns_stage:
-            gradients[name] = gradient.to("cpu", copy=True)
-    _, norm, _ = optimizer.step()
-    return {
-        "gradients": gradients,
-        "logprobs": logprobs if ranks.reports else None,
-        "sample_ids": batch.sample_ids,
-        "metrics": update_metrics([one_pass], [float(norm)], lr=0.0),
-    }
+    named = trained if model.lora is None else export_adapter(model.lora, read=_gradient)
+    return {name: gradient.to("cpu", copy=True) for name, gradient in named}
 
 
 def _selections(
-    trial: Trial, ranks: ParallelRanks, tokens: Tensor, signals: Mapping[str, Tensor | None]
+    trial: Trial, objective: Objective, ranks: ParallelRanks, tokens: Tensor, signals: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor]:
     """[T] bool of the whole mini-batch, as the driver computes them from the shards of all ranks."""
     parts: list[Any] = [None] * dist.get_world_size()
@@ -171,7 +193,7 @@ def _selections(
     for indices, values in parts:
         for name, part in values.items():
             whole.setdefault(name, torch.zeros(len(trial.advantages)))[indices] = part
-    return selections_of(trial.objective, trial.experience, trial.advantages, whole)
+    return selections_of(objective, trial.experience, trial.advantages, whole)
 
 
 def _gather_gradients(model: Model) -> None:

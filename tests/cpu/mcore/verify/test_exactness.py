@@ -18,7 +18,7 @@ import torch
 from skyrl_train.algorithms.build import bind
 from skyrl_train.algorithms.tables import CORRECTIONS, LOSSES, REDUCTIONS
 from skyrl_train.megatron.verify.hf_reference import comparable, hugging_face
-from skyrl_train.megatron.verify.layout_check import run_layout
+from skyrl_train.megatron.verify.layout_check import run_layout, run_objectives
 from skyrl_train.megatron.verify.outcome import FLOAT32, Outcome, compare
 from skyrl_train.megatron.verify.trial import Trial
 from tests.support.families import FAMILIES, MOE, lengths, make_trial, write_family
@@ -171,38 +171,64 @@ VALUES = {
     "top_entropy_quantile": 0.2,
 }
 LAYOUTS = {"CP2": {"cp": 2}, "TP2 SP": {"tp": 2}, "PP2": {"pp": 2}, "DP2 EP2": {"ep": 2}}
+OWN = "a loss of the user"
+
+
+def near_engine(family: str) -> Trial:
+    """Engines that were close to the trainer, so that weights lie on both sides of the bounds."""
+    trial, hf, _ = reference(family)
+    engine = trial.old_offsets + hf.logprobs
+    noise = 0.3 * torch.randn(engine.shape, generator=torch.Generator().manual_seed(5))
+    return replace(trial, experience=replace(trial.experience, rollout_logprobs=engine + noise))
 
 
 @functools.cache
-def reference_of(loss: Any, correction: str | None, family: str) -> tuple[Trial, Outcome]:
-    """The trial with the loss and the correction, and Hugging Face's gradient and metrics."""
-    trial, hf, _ = reference(family)
-    # Engines that were close to the trainer, so that weights lie on both sides of the bounds.
-    engine = trial.old_offsets + hf.logprobs
-    noise = 0.3 * torch.randn(engine.shape, generator=torch.Generator().manual_seed(5))
-    objective = trial.objective
-    if loss is not None:
-        bound = bind(LOSSES[loss] if isinstance(loss, str) else loss, VALUES)
-        objective = replace(objective, terms=(replace(objective.terms[0], loss=bound), *objective.terms[1:]))
-    if correction is not None:
-        objective = replace(objective, corrections=(bind(CORRECTIONS[correction], VALUES),))
-    experience = replace(trial.experience, rollout_logprobs=engine + noise)
-    trial = replace(trial, experience=experience, objective=objective)
-    return trial, hugging_face(trial, every_metric=True)
+def with_losses(family: str) -> dict[str, Trial]:
+    trial = near_engine(family)
+    policy, *others = trial.objective.terms
+    functions = {**{name: LOSSES[name] for name in LOSSES}, OWN: geometric}
+    bound = {name: bind(function, VALUES) for name, function in functions.items()}
+    terms = {name: (replace(policy, loss=loss), *others) for name, loss in bound.items()}
+    return {name: replace(trial, objective=replace(trial.objective, terms=terms[name])) for name in bound}
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("loss", [*LOSSES, geometric], ids=[*LOSSES, "a loss of the user"])
-def test_every_loss_has_hugging_faces_gradient_and_metrics(loss: str | Callable[..., Any], sizes: dict[str, int]):
-    trial, hf = reference_of(loss, None, "qwen3_moe" if "ep" in sizes else "qwen3_tied")
-    assert_exact(compare(comparable(run_layout(trial, layout(2, sizes)), hf), hf))
+@functools.cache
+def with_corrections(family: str) -> dict[str, Trial]:
+    trial = near_engine(family)
+    bound = {name: (bind(CORRECTIONS[name], VALUES),) for name in CORRECTIONS}
+    return {name: replace(trial, objective=replace(trial.objective, corrections=bound[name])) for name in bound}
 
 
-@pytest.mark.parametrize("sizes", [LAYOUTS["CP2"], LAYOUTS["DP2 EP2"]], ids=["CP2", "DP2 EP2"])
+def family_of(layout_name: str) -> str:
+    return "qwen3_moe" if "EP" in layout_name else "qwen3_tied"
+
+
+@functools.cache
+def outcomes_of(trials: Callable[[str], dict[str, Trial]], layout_name: str) -> dict[str, Outcome]:
+    """All in one start of the layout's processes."""
+    family = family_of(layout_name)
+    objectives = [trial.objective for trial in trials(family).values()]
+    outcomes = run_objectives(near_engine(family), layout(2, LAYOUTS[layout_name]), objectives)
+    return dict(zip(trials(family), outcomes, strict=True))
+
+
+@functools.cache
+def hugging_face_of(trials: Callable[[str], dict[str, Trial]], family: str, name: str) -> Outcome:
+    return hugging_face(trials(family)[name], every_metric=True)
+
+
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize("loss", [*LOSSES, OWN])
+def test_every_loss_has_hugging_faces_gradient_and_metrics(loss: str, layout_name: str):
+    hf = hugging_face_of(with_losses, family_of(layout_name), loss)
+    assert_exact(compare(comparable(outcomes_of(with_losses, layout_name)[loss], hf), hf))
+
+
+@pytest.mark.parametrize("layout_name", ["CP2", "DP2 EP2"])
 @pytest.mark.parametrize("correction", CORRECTIONS)
-def test_every_correction_has_hugging_faces_gradient_and_metrics(correction: str, sizes: dict[str, int]):
-    trial, hf = reference_of(None, correction, "qwen3_moe" if "ep" in sizes else "qwen3_tied")
-    difference = compare(comparable(run_layout(trial, layout(2, sizes)), hf), hf)
+def test_every_correction_has_hugging_faces_gradient_and_metrics(correction: str, layout_name: str):
+    hf = hugging_face_of(with_corrections, family_of(layout_name), correction)
+    difference = compare(comparable(outcomes_of(with_corrections, layout_name)[correction], hf), hf)
     assert not replace(FLOAT32, metrics=5e-6).exceeded(difference)  # a product of ratios adds up their rounding
     found = {name: value for name, value in hf.metrics.items() if name.startswith("policy/correction/")}
     assert found and all(value > 0 for value in found.values()), "the bounds lie within the weights"
@@ -210,7 +236,10 @@ def test_every_correction_has_hugging_faces_gradient_and_metrics(correction: str
 
 @pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
 def test_a_selection_is_that_of_the_mini_batch_for_every_token_limit(loss: str):
-    trial, hf = reference_of(loss, "top_entropy", "qwen3_tied")
+    trial = with_losses("qwen3_tied")[loss]
+    corrections = (bind(CORRECTIONS["top_entropy"], VALUES),)
+    trial = replace(trial, objective=replace(trial.objective, corrections=corrections))
+    hf = hugging_face(trial, every_metric=True)
     assert 0 < hf.metrics[f"policy/loss_metrics/{loss}_ratio"] < 1
     for max_tokens in (16, WHOLE):
         outcome = run_layout(trial, layout(2, {}, max_tokens))
