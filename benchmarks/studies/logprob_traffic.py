@@ -1,11 +1,9 @@
-"""What an engine's two processes work per decoding step, with logprobs sent with each token and once per request; and
-what the front end works for logprobs where all requests end in the same step.
+"""Generation with logprobs sent with each token, as vLLM does, and once per request, in turns on one engine.
 
-    python -m benchmarks.studies.logprob_traffic [--requests 512] [--tokens 128]
+    python -m benchmarks.studies.logprob_traffic [--shape qwen3-0.6b] [--requests 512] [--tokens 512] [--rounds 5]
 
-A tiny model with random weights, so that the work around it shows: CPU time of vLLM's core (with the model, on a CPU)
-and of its front end, over the steps of `--requests` requests that run at once and end together; then the time in which
-the front end takes the logprobs of all of them out of their arrays, as vLLM does and at once. Run on a quiet machine.
+Random weights; all requests run at once, have a prompt of 128 tokens and end together. Prints for both the time of the
+clock and the CPU time of the process that owns the requests, the median of the rounds after one of warm-up.
 """
 
 from __future__ import annotations
@@ -22,100 +20,91 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
-import psutil
-from benchmarks.lib.random_model import model_config, write_checkpoint
+from benchmarks.lib.random_model import SHAPES, model_config, write_checkpoint
 from rich.console import Console
 from rich.table import Table
 
 from skyrl_train.config import load_config
-from skyrl_train.engines.settings import EngineSettings
+from skyrl_train.device import device_type
+from skyrl_train.engines import settings as engine_settings
 from skyrl_train.engines.vllm.engine import VllmEngine
 from skyrl_train.types import SamplingParams
 
-PROMPT_TOKENS, ROUNDS = 16, 3
-WAYS: dict[str, dict[str, object]] = {"with each token": {"scheduler_cls": None}, "once per request": {}}
+PROMPT_TOKENS = 128
+FLAG = "SKYRL_LOGPROBS_WITH_EACH_TOKEN"
+"""Environment variable: a file that exists while logprobs are to be sent with each token."""
+ARMS = ("with each token", "once per request")
 
 
-def cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
+def scheduler(vllm_config: Any, **arguments: Any) -> Any:
+    """The engine's scheduler, which keeps no logprobs while the file FLAG exists."""
+    from skyrl_train.engines.vllm import whole_logprobs
+
+    built: Any = whole_logprobs.scheduler(vllm_config, **arguments)
+    kind, flag = type(built), Path(os.environ[FLAG])
+
+    class Switched(kind):  # type: ignore[misc, valid-type]
+        sends_each = False
+
+        def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+            self.sends_each = flag.exists()
+            return super().update_from_output(*args, **kwargs)
+
+        def _may_wait(self, request_id: str) -> bool:
+            return not self.sends_each and super()._may_wait(request_id)
+
+    built.__class__ = Switched
+    return built
 
 
-async def measure(model: Path, kwargs: dict[str, object], num_requests: int, num_tokens: int) -> list[float]:
-    """Milliseconds a step, median of the rounds after one of warm-up: of the clock, of the core, of the front end."""
-    generator = replace(load_config([]).generator, model_dtype="float32", kv_cache_memory_gb=1)
-    settings = EngineSettings(
-        generator=replace(generator, engine_init_kwargs=dict(kwargs)),
+async def measure(args: argparse.Namespace, model: Path, flag: Path) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of the clock and of this process's CPU for each round of both arms."""
+    generator = load_config([]).generator
+    sizes: dict[str, Any] = {"kv_cache_memory_gb": 1.0} if device_type() == "cpu" else {"gpu_memory_utilization": 0.8}
+    settings = engine_settings.EngineSettings(
+        generator=replace(generator, model_dtype="bfloat16", max_num_seqs=args.requests, **sizes),
         index=0,
         model_path=str(model),
-        served_model_name="tiny",
-        max_model_len=PROMPT_TOKENS + num_tokens,
+        served_model_name="policy",
+        max_model_len=PROMPT_TOKENS + args.tokens,
         seed=0,
         rpc_timeout_s=600,
     )
-    before = set(psutil.Process().children(recursive=True))
     engine = VllmEngine(settings)
     await engine.start(waits_for_weights=False)
-    started = set(psutil.Process().children(recursive=True)) - before
-    (core,) = (process for process in started if "EngineCore" in " ".join([process.name(), *process.cmdline()]))
-    draw, params = random.Random(0), SamplingParams(max_generate_length=num_tokens)
-    vocabulary = model_config("tiny").vocab_size
-    rounds = []
-    for _ in range(1 + ROUNDS):
-        prompts = [[draw.randrange(vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(num_requests)]
-        at = (time.perf_counter(), cpu_s(core), cpu_s(psutil.Process()))
-        async for _ in engine.generate_batch([(index, ids, params) for index, ids in enumerate(prompts)]):
-            pass
-        then = (time.perf_counter(), cpu_s(core), cpu_s(psutil.Process()))
-        rounds.append([1e3 * (b - a) / num_tokens for a, b in zip(at, then, strict=True)])
+    rng, params = random.Random(0), SamplingParams(max_generate_length=args.tokens)
+    vocabulary = model_config(args.shape).vocab_size
+    found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
+    for number in range(1 + args.rounds):
+        for arm in ARMS if number % 2 else ARMS[::-1]:
+            flag.touch() if arm == ARMS[0] else flag.unlink(missing_ok=True)
+            prompts = [[rng.randrange(vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(args.requests)]
+            started = time.perf_counter(), time.process_time()
+            async for _ in engine.generate_batch([(index, ids, params) for index, ids in enumerate(prompts)]):
+                pass
+            found[arm].append((time.perf_counter() - started[0], time.process_time() - started[1]))
     await engine.shutdown()
-    return [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
-
-
-def unpacking_ms(num_requests: int, num_tokens: int) -> dict[str, float]:
-    """Of all requests' logprobs, medians of the rounds. To be called when an engine has been built."""
-    import numpy as np
-    from vllm.logprobs import create_sample_logprobs
-    from vllm.v1.engine.logprobs import LogprobsProcessor
-    from vllm.v1.outputs import LogprobsLists
-
-    ours: Any = LogprobsProcessor._update_sample_logprobs
-    draw = np.random.default_rng(0)
-    shape = num_tokens, 1
-    lists = LogprobsLists(
-        draw.integers(0, 1000, shape).astype(np.int32), -draw.random(shape, np.float32), np.ones(num_tokens, np.int32)
-    )
-    found = {}
-    for name, update in {"token by token": ours.__wrapped__, "at once": ours}.items():
-        rounds = []
-        for _ in range(ROUNDS):
-            processors = [
-                LogprobsProcessor(None, create_sample_logprobs(True), None, 0.0, 0, None) for _ in range(num_requests)
-            ]
-            started = time.perf_counter()
-            for processor in processors:
-                update(processor, lists)
-            rounds.append(1e3 * (time.perf_counter() - started))
-        found[name] = statistics.median(rounds)
-    return found
+    return {arm: rounds[1:] for arm, rounds in found.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--requests", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    table = Table("logprobs travel", "step ms", "core CPU ms", "front end CPU ms")
+    engine_settings.SCHEDULER = "benchmarks.studies.logprob_traffic.scheduler"
+    table = Table("logprobs travel", "generation s", "least", "front end CPU s")
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), "tiny")
-        for name, kwargs in WAYS.items():
-            found = asyncio.run(measure(Path(folder), kwargs, args.requests, args.tokens))
-            table.add_row(name, *(f"{value:.1f}" for value in found))
-    console = Console()
-    console.print(table)
-    took = ", ".join(f"{name} {ms:.1f} ms" for name, ms in unpacking_ms(args.requests, args.tokens).items())
-    console.print(f"{args.requests} requests of {args.tokens} tokens that end together, in the front end: {took}")
+        os.environ[FLAG] = str(Path(folder, "each"))
+        write_checkpoint(Path(folder, "model"), args.shape)
+        for arm, rounds in asyncio.run(measure(args, Path(folder, "model"), Path(folder, "each"))).items():
+            clock, cpu = zip(*rounds, strict=True)
+            table.add_row(arm, f"{statistics.median(clock):.2f}", f"{min(clock):.2f}", f"{statistics.median(cpu):.2f}")
+    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """The logprobs of a request travel once, when it ends.
 
-vLLM (0.26 to 0.33) sends the logprob of every token from its core to its front end as three arrays of one number. With
-512 requests the front end then works 17 ms a step on a slow core instead of 4 (benchmarks/studies/logprob_traffic.py);
-a step of a small model took an H200 as long. Here the scheduler, which vLLM lets one choose, keeps them until the
-request's last output.
+vLLM (0.26 to 0.33) sends the logprob of every token from its core to its front end as three arrays of one number. 512
+requests of a model of 0.6 billion then keep the front end busy all the time, and generation takes 12 to 40 % longer on
+an H200 (benchmarks/studies/logprob_traffic.py). Here a scheduler keeps them until the request's last output.
 
 Only for requests whose caller reads nothing before the end and whose end the core decides: those that are streamed, or
 may end at a stop string, which the front end looks for, get theirs with each token.
