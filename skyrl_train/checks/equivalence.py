@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 PROGRAM = """
 import sys
+sys.modules["transformer_engine"] = sys.modules["apex"] = None  # Megatron would call them, which need a GPU
 from skyrl_train.imports import quick_imports
 with quick_imports(without=("wandb",)):  # Megatron would import it
     from skyrl_train.megatron.verify.model_check import main
@@ -131,7 +133,10 @@ def _compare(config: PretrainedConfig, folder: str) -> list[str]:
         return [f"comparing it with Hugging Face took more than {TIMEOUT_S:.0f} s"]
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        return [f"it cannot be built: {lines[-1] if lines else f'exit code {done.returncode}'}"]
+        # An error's text may have more lines after the first.
+        errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+        cause = (errors or lines or [f"exit code {done.returncode}"])[-1]
+        return [f"it cannot be built: {cause}"]
     verdict = json.loads(done.stdout.splitlines()[-1])
     if verdict["problems"]:
         return [f"with random weights {problem}" for problem in verdict["problems"]]

@@ -170,9 +170,13 @@ def compared(folder: Path) -> PretrainedConfig:
 
 
 @pytest.mark.slow
-def test_a_configuration_is_compared_once_and_needs_no_weights(
+def test_a_configuration_is_compared_once_and_needs_neither_weights_nor_libraries_of_gpus(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    for name in ("transformer_engine", "apex"):  # as on a machine where they are installed
+        (tmp_path / "gpu" / name).mkdir(parents=True)
+        (tmp_path / "gpu" / name / "__init__.py").write_text("raise RuntimeError('no CUDA-capable device is detected')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "gpu"), prepend=":")
     folder = tmp_path / "model"
     config_of("qwen3_tied").save_pretrained(folder)
     assert compared(folder).model_type == "qwen3"
@@ -196,6 +200,12 @@ def test_a_configuration_is_compared_once_and_needs_no_weights(
         (
             subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback ...\nValueError: no such layer\n"),
             "it cannot be built: ValueError: no such layer",
+        ),
+        (
+            subprocess.CompletedProcess(
+                [], 1, stdout="", stderr="Traceback ...\ntorch.AcceleratorError: none\nFor debugging ...\n"
+            ),
+            "it cannot be built: torch.AcceleratorError: none",
         ),
     ],
 )
