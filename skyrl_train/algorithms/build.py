@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,6 +107,19 @@ def needs_advantages(objective: Objective) -> bool:
         if gradient is not None and bool(gradient.any()):
             return False
     return True
+
+
+def uses_rollout_logprobs(objective: Objective) -> bool:
+    """Whether the policy's gradient depends on how likely the engine found the tokens, tested on a sample of three."""
+    gradients = []
+    weights = {reduction: torch.full((3,), 1 / 3) for reduction in objective.reductions}
+    for log_ratio in (0.0, 12.0):
+        tokens = _sample_of_three(objective.needs, objective.selections)
+        rollout = tokens.old_logprobs + torch.tensor([log_ratio, 0.0, log_ratio])
+        tokens = replace(tokens, signals={**tokens.signals, "rollout_logprobs": rollout})
+        loss, _ = objective_loss(objective, tokens, weights)
+        gradients.append(torch.autograd.grad(loss, tokens.logprobs)[0])
+    return not torch.equal(*gradients)
 
 
 def _failures(objective: Objective, estimator: Bound) -> Iterator[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from skyrl_train.algorithms.build import algorithm_problems
+from skyrl_train.algorithms.build import algorithm_problems, build_objective, uses_rollout_logprobs
 from skyrl_train.algorithms.tables import compares_samples
 from skyrl_train.checks.custom import custom_problems
 from skyrl_train.checks.engines import (
@@ -28,11 +28,10 @@ from skyrl_train.checks.training import (
     training_problems,
 )
 from skyrl_train.config import Config, ConfigError
+from skyrl_train.config.compose import RELATIVE_TO_ENGINE
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.hf.adapter import slot_problem
 
-RELATIVE_TO_ENGINE = ("dppo", "rollout_is")
-"""Losses whose ratio is to the engine's policy."""
 WEIGHTS = ("token_tis", "sequence_tis", "icepop")
 """Corrections that multiply by the ratio to the engine's policy; the others are masks."""
 
@@ -125,6 +124,13 @@ def _algorithm(config: Config) -> Iterator[str]:
         )
     problems = list(algorithm_problems(algorithm.values, algorithm.parameters))
     yield from problems
+    is_stale = config.trainer.source == "streaming" and config.trainer.staleness > 0
+    if is_stale and not problems and not uses_rollout_logprobs(build_objective(algorithm.values, 1.0, 1)):
+        yield (
+            f"trainer.algorithm.corrections is {list(algorithm.corrections)}: with trainer.max_staleness "
+            f"{config.trainer.staleness} samples are of older weights, which neither {algorithm.policy_loss_type} nor "
+            "a correction accounts for. Remove the key (the default is [token_tis]), or set max_staleness=0"
+        )
     samples = config.generator.n_samples_per_prompt
     if not problems and compares_samples(algorithm.advantage_estimator) and samples < 2:
         yield (

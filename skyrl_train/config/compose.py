@@ -33,14 +33,14 @@ from skyrl_train.config.overrides import hydra_line, is_searchpath, parse, probl
 from skyrl_train.spelling import nearest
 
 OmegaConf.register_new_resolver("dtype_name", lambda bf16: "bfloat16" if bf16 else "float32", replace=True)
-RATIO_TO_ENGINE = ("dppo", "rollout_is")
-"""Losses with importance weights of their own to the engine's policy."""
+RELATIVE_TO_ENGINE = ("dppo", "rollout_is")
+"""Losses whose ratio is to the engine's policy."""
 
 
 def _corrections(source: str, max_staleness: int | None, loss: str) -> list[str]:
     """Truncated importance sampling where the samples are of older weights and the loss does not account for it."""
     is_stale = source == "streaming" and max_staleness != 0
-    return ["token_tis"] if is_stale and loss not in RATIO_TO_ENGINE else []
+    return ["token_tis"] if is_stale and loss not in RELATIVE_TO_ENGINE else []
 
 
 OmegaConf.register_new_resolver("corrections", _corrections, replace=True)

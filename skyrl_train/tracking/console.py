@@ -47,6 +47,7 @@ def step_block(
         title += f" · {seconds(metrics[STEP_TIME])}"
     rule = Rule(Text(title, style="bold"), align="left", style="dim")
     sections = [reward_cells(metrics), update_cells(metrics), time_cells(metrics) + speed_cells(metrics)]
+    sections.append(staleness_cells(metrics))
     return Group(rule, cell_table([cells for cells in sections if cells], cells_per_row))
 
 
@@ -93,6 +94,15 @@ def speed_cells(metrics: Mapping[str, float]) -> list[Cell]:
     ]
     cells = picked(metrics, throughputs, compact) + picked(metrics, [("sync GB/s", "perf/sync_gb_per_s")])
     return cells + picked(metrics, [("mfu", "perf/mfu"), *losses], percent)
+
+
+def staleness_cells(metrics: Mapping[str, float]) -> list[Cell]:
+    """Staleness of the tokens (mean/maximum), and who waits for whom, of a streaming source."""
+    if "async/staleness_mean" not in metrics:
+        return []
+    cells = [("staleness", f"{metrics['async/staleness_mean']:.2f}/{metrics['async/staleness_max']:.0f}")]
+    shares = [("train idle", "async/trainer_wait_share"), ("engine idle", "async/engine_idle_share")]
+    return cells + picked(metrics, shares, percent)
 
 
 def picked(

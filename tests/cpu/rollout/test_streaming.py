@@ -18,6 +18,7 @@ from skyrl_train.rollout.contract import Engines
 from skyrl_train.rollout.source import OnPolicySource, SourceParts
 from skyrl_train.rollout.streaming import NoProgress, StreamingSource
 from skyrl_train.rollout.trace import Trace
+from skyrl_train.tracking.console import staleness_cells
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.types import Generation, Group, Prompt, Sample, SamplingParams
 from tests.support.rollouts import Quiet, engines_of, prompt
@@ -206,15 +207,15 @@ def test_a_rollout_that_fails_once_is_repeated_with_its_seed():
 def test_groups_that_fail_are_replaced_one_for_one_and_the_next_steps_are_full():
     async def fails(world: World, prompt: Prompt, number: int) -> None:
         await slowly(world, prompt, number)
-        if int(prompt.uid) % 3 == 0:
+        if prompt.uid in ("3", "7"):
             raise KeyError("no sandbox")
 
     async def main() -> None:
         world = World("generator.max_failed_share=0.9", play=fails, num_rows=30)
         for step in await world.steps(20):
-            assert len(step) == 4 and not any(int(uid) % 3 == 0 for uid in step)
+            assert len(step) == 4 and not {"3", "7"} & set(step)
         ledger = world.source._admission.ledger
-        assert ledger.failed > 10 and ledger.trained == 80
+        assert ledger.failed >= 4 and ledger.trained == 80
         assert len(world.source._buffer.untrained) == 4
         await world.source.close()
 
@@ -321,6 +322,8 @@ def test_a_state_that_is_not_its_own_is_refused(state: dict[str, Any]):
         (["trainer.pipeline_depth=2"], "more batches ahead than trainer.max_staleness 1 allows"),
         (["trainer.source=on_policy", "trainer.max_staleness=2"], "with trainer.source=on_policy no sample is stale"),
         (["trainer.algorithm.dynamic_sampling.type=replace"], "no group needs a copy"),
+        (["trainer.algorithm.corrections=[]"], "older weights, which neither regular nor a correction accounts for"),
+        (["trainer.algorithm.corrections=[opsm]"], "accounts for"),
     ],
 )
 def test_a_configuration_that_cannot_stream_is_refused(overrides: list[str], problem: str):
@@ -336,3 +339,18 @@ def test_stale_samples_have_a_correction_by_default():
     assert corrections("trainer.max_staleness=0") == () == corrections("trainer.source=on_policy")
     assert corrections("trainer.algorithm.policy_loss_type=dppo") == (), "its ratio is to the engine"
     assert corrections("trainer.algorithm.corrections=[icepop]") == ("icepop",)
+
+
+def test_the_console_shows_staleness_and_who_waits():
+    async def main() -> dict[str, float]:
+        world = World()
+        for _ in range(3):
+            await world.step()
+        await world.source.close()
+        metrics: dict[str, float] = world.source.metrics()
+        return metrics
+
+    metrics = asyncio.run(main())
+    assert dict(staleness_cells(metrics))["staleness"] == "1.00/1"
+    assert [label for label, _ in staleness_cells(metrics)] == ["staleness", "train idle", "engine idle"]
+    assert staleness_cells({}) == []
