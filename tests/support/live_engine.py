@@ -25,7 +25,7 @@ from skyrl_train.weight_sync.send_report import SendReport
 from skyrl_train.weight_sync.transport import Sender
 from tests.support.sending import specs_of
 from tests.support.settings import MIB, engine_settings
-from tests.support.tiny import tiny_tokenizer, write_tiny_model
+from tests.support.tiny import write_tiny_model
 
 LOOP = asyncio.new_event_loop()
 GREEDY = SamplingParams(max_generate_length=8, temperature=0.0)
@@ -55,8 +55,8 @@ class Posted:
 class World:
     """One engine, and two checkpoints that it may serve."""
 
-    def __init__(self, folder: Path, kind: str, **settings: Any) -> None:
-        self.folders = [write_checkpoint(folder / str(seed), kind, seed) for seed in (1, 2)]
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.folders = [write_tiny_model(folder / str(seed), seed=seed) for seed in (1, 2)]
         for path in self.folders:
             add_sampling_defaults(path)
         self.models = [load_model(path) for path in self.folders]
@@ -74,9 +74,7 @@ class World:
 
     def weights(self, which: int) -> Named:
         """As a trainer exports them: tied weights once."""
-        tensors = self.models[which].state_dict().items()
-        tied = self.models[which].config.tie_word_embeddings
-        return [(name, tensor) for name, tensor in tensors if not (tied and name == "lm_head.weight")]
+        return [(name, tensor) for name, tensor in self.models[which].state_dict().items() if name != "lm_head.weight"]
 
     async def generate(self, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Generation]:
         found: dict[int, Generation] = {}
@@ -126,29 +124,6 @@ def add_sampling_defaults(folder: Path) -> None:
     path.write_text(json.dumps(values | {"do_sample": True, "top_k": 1, "repetition_penalty": 1.5, "temperature": 0.1}))
 
 
-def write_checkpoint(folder: Path, kind: str, seed: int) -> Path:
-    """A tied Qwen3, an untied Qwen2 (with biases) or a Qwen3 mixture of experts."""
-    if kind == "tied":
-        return write_tiny_model(folder, seed=seed)
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(seed)
-    shape = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
-    if kind == "untied":
-        model = Qwen2ForCausalLM(Qwen2Config(**shape, **heads, **ids))
-    else:
-        experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **heads, **ids, **experts))
-    with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms would all be equal
-            parameter.add_(torch.randn(parameter.shape) * 0.1)
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
 def load_model(folder: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
@@ -168,8 +143,8 @@ def greedy(model: torch.nn.Module, prompt: list[int], length: int = 8) -> tuple[
     return tokens[len(prompt) :], logprobs
 
 
-def live_world(folder: Path, kind: str, **settings: Any) -> Iterator[World]:
-    world = World(folder, kind, **settings)
+def live_world(folder: Path, **settings: Any) -> Iterator[World]:
+    world = World(folder, **settings)
     world.url = run(world.engine.start(waits_for_weights=False)).url
     children = psutil.Process().children(recursive=True)
     shared = {area.path for child in children for area in mapped(child) if area.path.startswith("/dev/shm/")}

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -34,13 +33,12 @@ from tests.support.sending import specs_of
 from tests.support.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.slow
-ON_ONE_WORLD = pytest.mark.parametrize("world", ["tied"], indirect=True, scope="module")
-"""For what does not depend on the model: tied and untied embeddings differ in the weights that are sent."""
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    yield from live_world(tmp_path_factory.mktemp(request.param), request.param)
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Other models, and tensors from a real trainer, are in tests/cpu/weight_sync/test_sync_proof.py."""
+    yield from live_world(tmp_path_factory.mktemp("engine"))
 
 
 @pytest.mark.parametrize("bucket_bytes", [1024, 70_000, 32 << 20])
@@ -59,32 +57,6 @@ def test_an_updated_engine_answers_as_the_new_checkpoint(world: World, bucket_by
     ]
 
 
-def test_unpacked_experts_are_updated_too(tmp_path: Path):
-    for world in live_world(tmp_path, "moe"):
-        for which in (1, 0, 1):
-            run(world.sync(unfused(world.weights(which))))
-            for prompt, generation in zip(PROMPTS, run(world.generate(PROMPTS)), strict=True):
-                tokens, logprobs = greedy(world.models[which], prompt)
-                assert generation.token_ids == tokens
-                assert generation.logprobs == pytest.approx(logprobs, abs=1e-5)
-
-
-def unfused(named_tensors: Named) -> Named:
-    """Experts under the names of a checkpoint; transformers 5 holds them fused in memory."""
-    found: Named = []
-    for name, tensor in named_tensors:
-        base = name.rsplit(".", 1)[0]
-        if name.endswith("experts.gate_up_proj"):
-            for number, expert in enumerate(tensor):
-                gate, up = expert.chunk(2)
-                found += [(f"{base}.{number}.gate_proj.weight", gate), (f"{base}.{number}.up_proj.weight", up)]
-        elif name.endswith("experts.down_proj"):
-            found += [(f"{base}.{number}.down_proj.weight", expert) for number, expert in enumerate(tensor)]
-        else:
-            found.append((name, tensor))
-    return found
-
-
 def test_a_broadcast_updates_the_engine_as_shared_memory_does(world: World):
     async def update() -> None:
         channel = BroadcastSendChannel(1, torch.device("cpu"), TIMEOUT_S)
@@ -97,7 +69,6 @@ def test_a_broadcast_updates_the_engine_as_shared_memory_does(world: World):
     assert run(world.answers()) == world.expected(1)
 
 
-@ON_ONE_WORLD
 def test_a_repeated_prompt_is_answered_anew_after_a_sync(world: World):
     long_prompt = [[4 + k % 50 for k in range(100)]]
     run(world.sync(world.weights(0)))
@@ -135,13 +106,11 @@ def test_a_parameter_that_was_not_sent_is_named(world: World, lost: str):
     broken_off(world, kept, f"did not get all their weights: .*{layer}")
 
 
-@ON_ONE_WORLD
 def test_a_tensor_that_the_engine_has_no_parameter_for_is_named(world: World):
     extra = ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(16))
     broken_off(world, [*world.weights(1), extra], "belong to no parameter of the engine: .*inv_freq")
 
 
-@ON_ONE_WORLD
 @pytest.mark.parametrize("position", [0, 2, 3, 6, 12])
 def test_an_unknown_name_fails_the_update_wherever_it_comes(world: World, position: int):
     named_tensors = world.weights(1)
@@ -149,7 +118,6 @@ def test_an_unknown_name_fails_the_update_wherever_it_comes(world: World, positi
     broken_off(world, named_tensors, "mystery")
 
 
-@ON_ONE_WORLD
 def test_an_update_that_fails_ends_the_connections_of_all_its_senders(world: World):
     """A broadcast that is under way holds its group, threads and buffers."""
 
@@ -175,7 +143,6 @@ def test_an_update_that_fails_ends_the_connections_of_all_its_senders(world: Wor
     assert run(world.answers()) == world.expected(1)
 
 
-@ON_ONE_WORLD
 def test_a_tensor_of_another_shape_fails_the_update(world: World):
     named_tensors = [(n, t[:-1] if n.endswith("1.mlp.down_proj.weight") else t) for n, t in world.weights(1)]
     broken_off(world, named_tensors, None)
@@ -193,7 +160,6 @@ def test_a_digest_that_differs_stops_the_sync(world: World, change: Callable[[di
     broken_off(world, world.weights(1), message, change)
 
 
-@ON_ONE_WORLD
 def test_a_name_that_arrives_twice_fails_the_update(world: World):
     async def twice() -> None:
         senders = [await world.connect(ShmSendChannel(1, TIMEOUT_S), 1 << 20, name) for name in ("one", "two")]
@@ -212,7 +178,6 @@ def test_a_name_that_arrives_twice_fails_the_update(world: World):
     assert run(world.answers()) == world.expected(1)
 
 
-@ON_ONE_WORLD
 def test_requests_wait_while_the_engine_is_paused_and_frozen_ones_go_on(world: World):
     async def main() -> None:
         long = SamplingParams(max_generate_length=100, temperature=1.0)
@@ -235,7 +200,6 @@ def test_requests_wait_while_the_engine_is_paused_and_frozen_ones_go_on(world: W
     run(main())
 
 
-@ON_ONE_WORLD
 def test_aborting_ends_running_requests_with_what_they_have(world: World):
     async def main() -> list[Generation]:
         long = SamplingParams(max_generate_length=120, temperature=1.0)
@@ -253,7 +217,6 @@ def test_aborting_ends_running_requests_with_what_they_have(world: World):
         assert one.logprobs == pytest.approx(score[len(PROMPTS[0]) :], abs=2e-5)
 
 
-@ON_ONE_WORLD
 def test_a_response_that_a_sync_aborts_continues_from_its_tokens_with_the_new_weights(world: World):
     run(world.sync(world.weights(0)))
     params, prompt, first = SamplingParams(max_generate_length=120, temperature=0.0), PROMPTS[0], world.version
@@ -291,7 +254,6 @@ async def until_tokens_came(world: World) -> Any:
     return states
 
 
-@ON_ONE_WORLD
 @pytest.mark.parametrize("stop", [(), ("<never>",)], ids=["ended by the core", "ended by the front end"])
 def test_logprobs_come_at_the_end_where_nobody_reads_them_before(world: World, stop: tuple[str, ...]):
     async def main() -> tuple[list[tuple[int, int]], list[Generation]]:
@@ -308,7 +270,6 @@ def test_logprobs_come_at_the_end_where_nobody_reads_them_before(world: World, s
     assert all(len(one.logprobs) == len(one.token_ids) for one in generations)
 
 
-@ON_ONE_WORLD
 def test_leaving_a_batch_frees_its_requests(world: World):
     async def main() -> None:
         task = asyncio.create_task(world.generate(PROMPTS * 16, SamplingParams(max_generate_length=120)))
@@ -336,7 +297,6 @@ def test_logprobs_are_of_the_drawn_token_under_the_distribution_it_was_drawn_fro
             assert logprob == pytest.approx(float(row.log_softmax(-1)[token]), abs=2e-5)
 
 
-@ON_ONE_WORLD
 def test_a_seed_decides_the_tokens_of_a_request_whatever_else_the_engine_samples(world: World):
     unseeded = SamplingParams(max_generate_length=20, temperature=1.0, stop=("zzz",))
     seeded = [replace(unseeded, seed=2**62 + n) for n in range(4)]
@@ -362,7 +322,6 @@ def test_prompt_logprobs_are_those_of_hugging_face(world: World):
         assert logprobs == pytest.approx(expected, abs=1e-5)
 
 
-@ON_ONE_WORLD
 def test_a_stop_string_ends_the_generation_and_stays_in_tokens_and_text(world: World):
     tokenizer = tiny_tokenizer()
     run(world.sync(world.weights(1)))
@@ -379,7 +338,6 @@ def test_a_stop_string_ends_the_generation_and_stays_in_tokens_and_text(world: W
     assert len(stopped.logprobs) == len(stopped.token_ids)
 
 
-@ON_ONE_WORLD
 def test_the_end_of_sequence_is_a_token_but_no_text(world: World):
     params = SamplingParams(max_generate_length=100, temperature=1.0)
     ended = [g for g in run(world.generate(PROMPTS * 16, params)) if g.stop_reason == "stop"]
@@ -388,7 +346,6 @@ def test_the_end_of_sequence_is_a_token_but_no_text(world: World):
         assert generation.token_ids[-1] == 1 and "<eos>" not in generation.text
 
 
-@ON_ONE_WORLD
 def test_the_engine_stops_at_its_longest_sequence(world: World):
     prompt = [5] * 120
     (generation,) = run(world.generate([prompt], SamplingParams(max_generate_length=100, temperature=0.0)))
@@ -397,7 +354,6 @@ def test_the_engine_stops_at_its_longest_sequence(world: World):
         run(world.generate([[5] * 128]))
 
 
-@ON_ONE_WORLD
 def test_many_requests_come_back_in_few_messages(world: World):
     async def main() -> int:
         requests = [(n, PROMPTS[n % 4], SamplingParams(max_generate_length=4)) for n in range(512)]

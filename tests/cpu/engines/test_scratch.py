@@ -28,21 +28,24 @@ print(scratch().path, flush=True)
 sys.stdin.read()
 """
 START_AND_END = """
-import asyncio, sys
+import asyncio, os, sys
+from pathlib import Path
 from skyrl_train.engines.vllm.engine import VllmEngine
-from skyrl_train.engines.settings import EngineSettings
 from tests.support.settings import MIB, engine_settings
 
-async def main():
-    settings = engine_settings(sys.argv[1], "tiny", "float32", 64, kv_cache_memory_gb=16 * MIB)
+async def start_and_end(model):
+    settings = engine_settings(model, "tiny", "float32", 64, kv_cache_memory_gb=16 * MIB)
     try:
         engine = VllmEngine(settings)
     except Exception:
-        print("failed", end="")
-        return
+        return "failed"
     await engine.start(waits_for_weights=False)
     await engine.shutdown()
-    print("ended", end="")
+    return "ended"
+
+async def main():
+    for model in sys.argv[1:]:
+        print("result:", await start_and_end(model), [path.name for path in Path(os.environ["TMPDIR"]).rglob("*")])
 
 if __name__ == "__main__":
     asyncio.run(main())
@@ -117,19 +120,19 @@ def test_the_last_engine_of_a_process_removes_the_folder_and_the_next_one_has_th
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["ended", "failed"])
-def test_an_engine_leaves_nothing_in_the_folder_for_temporary_files(folder: Path, tmp_path: Path, end: str):
-    model = write_tiny_model(tmp_path / "model", seed=1)
-    if end == "failed":
-        save_file({"unknown": torch.zeros(1)}, model / "model.safetensors", metadata={"format": "pt"})
+def test_an_engine_leaves_nothing_in_the_folder_for_temporary_files(folder: Path, tmp_path: Path):
+    """One that fails to start, and one that is shut down after it in the same process."""
+    model, damaged = (write_tiny_model(tmp_path / name, seed=1) for name in ("model", "damaged"))
+    save_file({"unknown": torch.zeros(1)}, damaged / "model.safetensors", metadata={"format": "pt"})
     program = tmp_path / "start_and_end.py"
     program.write_text(START_AND_END)
     done = subprocess.run(
-        [sys.executable, str(program), str(model)],
+        [sys.executable, str(program), str(damaged), str(model)],
         env=os.environ | {"TMPDIR": str(folder)},
         capture_output=True,
         text=True,
         timeout=200,
     )
-    assert done.stdout.endswith(end), done.stdout + done.stderr
+    results = [line for line in done.stdout.splitlines() if line.startswith("result:")]
+    assert results == ["result: failed []", "result: ended []"], done.stdout + done.stderr
     assert list(folder.rglob("*")) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import time
 from typing import Any
@@ -18,12 +17,11 @@ from skyrl_train.weight_sync.channels.broadcast import BroadcastReceiveChannel, 
 from skyrl_train.weight_sync.channels.broadcast_group import BroadcastGroup
 from skyrl_train.weight_sync.control import PeerLostError, WeightSyncError
 from skyrl_train.weight_sync.transport import Receiver, Sender
-from tests.support.lost_peers import Processes, lose_receiver, lose_sender
+from tests.support.lost_peers import CONTEXT, Processes, lose_receiver, lose_sender
 from tests.support.sending import InThread, specs_of
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
-CONTEXT = multiprocessing.get_context("spawn")
 
 
 def _worker(init_info, worker_rank, messages, answers, die_at):

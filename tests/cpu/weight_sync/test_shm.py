@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from skyrl_train.weight_sync.channels import signals
 from skyrl_train.weight_sync.channels.shm import ShmReceiveChannel, ShmSendChannel
 from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.transport import Receiver, Sender
+from tests.support.lost_peers import CONTEXT
 from tests.support.sending import InThread, Named, ReceivingEnd, specs_of, tensor_digest
 
 TIMEOUT_S = 5.0
@@ -123,9 +123,8 @@ class Process:
     """A receiver in another process."""
 
     def __init__(self, init_info) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.messages, self.answers = context.Queue(), context.Queue()
-        self.process = context.Process(target=_receive, args=(init_info, self.messages, self.answers), daemon=True)
+        self.messages, self.answers = CONTEXT.Queue(), CONTEXT.Queue()
+        self.process = CONTEXT.Process(target=_receive, args=(init_info, self.messages, self.answers), daemon=True)
         self.process.start()
         self.answer = None
 

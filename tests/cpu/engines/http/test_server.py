@@ -48,7 +48,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         patch.setenv("VLLM_API_KEY", "another-key")
         yield from live_world(
             tmp_path_factory.mktemp("served"),
-            "tied",
             enable_http_endpoint=True,
             http_endpoint_port=0,
             max_model_len=LONG + 50,
