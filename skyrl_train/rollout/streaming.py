@@ -267,10 +267,10 @@ class StreamingSource:
 
     def _note_error(self, task: asyncio.Task[None]) -> None:
         """Keep the first error for `next`, and end the other rollouts."""
-        error = asyncio.CancelledError("a rollout was cancelled") if task.cancelled() else task.exception()
-        if error is None or self._error is not None:
+        if self._error is not None or (not task.cancelled() and task.exception() is None):
             return
-        self._error = error
+        own = RuntimeError("a rollout was cancelled by its own code: catch asyncio.CancelledError there")
+        self._error = own if task.cancelled() else task.exception()
         self._changed.set()
         for group in self._groups.values():
             if group.task is not None:

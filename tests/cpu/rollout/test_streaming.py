@@ -265,6 +265,19 @@ def test_an_error_during_the_update_is_raised_by_the_next_step_and_ends_the_othe
     asyncio.run(main())
 
 
+def test_a_rollout_that_cancels_itself_ends_the_run_with_an_error():
+    async def play(world: World, prompt: Prompt, number: int) -> None:
+        raise asyncio.CancelledError
+
+    async def main() -> None:
+        world = World(play=play)
+        with pytest.raises(RuntimeError, match="cancelled by its own code"):
+            await asyncio.wait_for(world.source.next(), 1)
+        await world.source.close()
+
+    asyncio.run(main())
+
+
 def test_a_rollout_that_never_ends_is_named():
     async def main() -> None:
         async def play(world: World, prompt: Prompt, number: int) -> None:
