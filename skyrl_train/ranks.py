@@ -84,11 +84,14 @@ class UpdateReport:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A saved state from which the ranks of a policy start instead of from the initial model."""
+    """A saved state from which the ranks of a trained model start instead of from the initial model."""
 
     folder: str
     """Folder with one file per rank."""
-    policy_version: int
+    num_steps: int
+    """Optimizer steps in the weights."""
+    critic: SavedState | None = None
+    """In the state of a policy: that of its critic."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.credit import CreditInputs, advantages
+from skyrl_train.algorithms.credit import CreditInputs, advantages, reads_values
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
 from skyrl_train.algorithms.losses.value import clipped_value_loss
 from skyrl_train.algorithms.objective import Bound, Objective, Term, kl_to_reference, negative_entropy, objective_loss
@@ -76,7 +76,9 @@ def algorithm_problems(values: Mapping[str, Any], parameters: Mapping[str, Any])
     """
     try:
         objective, estimator = build_objective(values, 1.0, 1), build_estimator(values)
-        for name in {"loss_reduction", "kl_loss_reduction", "entropy_loss_reduction"}:
+        if reads_values(estimator.function):
+            build_critic_objective(values)
+        for name in {"loss_reduction", "kl_loss_reduction", "entropy_loss_reduction", "value_loss_reduction"}:
             if values[name] is not None:
                 REDUCTIONS.resolve(values[name])
     except ValueError as error:
@@ -95,6 +97,9 @@ def algorithm_problems(values: Mapping[str, Any], parameters: Mapping[str, Any])
             f"{_place(objective.terms[0].loss.function)} reads ref_logprobs: there is no reference model. Set "
             "trainer.algorithm.use_kl_loss=true and a kl_loss_coef above 0"
         )
+    if unknown := [name for name in estimator.needs if name != "values"]:
+        yield f"{_place(estimator.function)} needs {', '.join(unknown)}: estimators can only declare values. Remove it"
+        return
     yield from _failures(objective, estimator)
 
 
@@ -137,6 +142,7 @@ def _failures(objective: Objective, estimator: Bound) -> Iterator[str]:
         loss_mask=torch.tensor([False, True, False, True]),
         cu_seqlens=torch.tensor([0, 2, 4], dtype=torch.int32),
         group_ids=torch.tensor([0, 0]),
+        signals={"values": torch.tensor([0.5, 0.25, 0.0, 0.5])},
     )
     try:
         advantages(estimator.function, inputs, estimator.parameters)

@@ -81,6 +81,15 @@ def compares_samples(estimator: str) -> bool:
     return getattr(ADVANTAGES.resolve(estimator), "compares_samples", False)
 
 
+def reads_values(estimator: str) -> bool:
+    """Whether this estimator needs a critic; False for a name that cannot be resolved, which a check reports."""
+    try:
+        function = ADVANTAGES.resolve(estimator)
+    except ValueError:
+        return False
+    return "values" in getattr(function, "needs", ())
+
+
 def import_modules(names: Iterable[str]) -> None:
     """Import `trainer.custom_modules`. Raises: ValueError naming the module and the reason."""
     for name in names:
@@ -126,9 +135,11 @@ ADVANTAGES = Table(
         "pass@k": "advantages.groups:pass_at_k",
         "reinforce++": "advantages.reinforce:reinforce_plus_plus",
         "reinforce++_baseline": "advantages.reinforce:reinforce_plus_plus_baseline",
+        "gae": "advantages.gae:gae",
     },
 )
-"""f(CreditInputs, *, parameters) -> advantages [T] float32; or lifted by `per_sample` (credit.py)"""
+"""f(CreditInputs, *, parameters) -> advantages [T] float32, or AdvantagesAndReturns; or lifted by `per_sample`
+(credit.py)"""
 
 CORRECTIONS = Table(
     "trainer.algorithm.corrections",

@@ -67,15 +67,19 @@ def build_examples(examples: Sequence[Example]) -> TokenBatch:
     )
 
 
-def credit_inputs(experience: ExperienceBatch, kl: Tensor | None = None, kl_coef: float = 0.0) -> CreditInputs:
+def credit_inputs(
+    experience: ExperienceBatch, kl: Tensor | None = None, kl_coef: float = 0.0, values: Tensor | None = None
+) -> CreditInputs:
     """Inputs of the advantage estimator.
 
-    Args: kl [T]: KL divergence from the reference, subtracted from the rewards of the tokens that the policy wrote.
+    Args: kl [T]: KL divergence from the reference, subtracted from the rewards of the tokens that the policy wrote;
+            values [T]: those of the critic.
     """
     rewards = experience.rewards
     if kl is not None:
         rewards = rewards - kl_coef * kl.double().masked_fill(~experience.loss_mask, 0)
-    return CreditInputs(rewards, experience.loss_mask, experience.cu_seqlens, experience.group_ids)
+    signals = {} if values is None else {"values": values}
+    return CreditInputs(rewards, experience.loss_mask, experience.cu_seqlens, experience.group_ids, signals)
 
 
 def credit_metrics(inputs: CreditInputs, advantages: Tensor) -> Metrics:

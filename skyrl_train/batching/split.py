@@ -68,14 +68,14 @@ def split(
     return batches
 
 
-def mini_batches_of(num_groups: int, mini_batch_size: int) -> int:
+def mini_batches_of(num_groups: int, mini_batch_size: int, key: str = "trainer.policy_mini_batch_size") -> int:
     """Number of mini-batches of `mini_batch_size` groups; fewer groups are one smaller mini-batch.
 
     Raises: ValueError for a number of groups above that which is not a multiple of it.
     """
     if num_groups > mini_batch_size and num_groups % mini_batch_size:
         raise ValueError(
-            f"trainer.policy_mini_batch_size is {mini_batch_size}: {num_groups} groups cannot be split into "
+            f"{key} is {mini_batch_size}: {num_groups} groups cannot be split into "
             "mini-batches of this size. Use a multiple of it, or at most that many groups"
         )
     return max(1, num_groups // mini_batch_size)

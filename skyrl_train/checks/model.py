@@ -18,7 +18,7 @@ def model_problems(config: Config) -> Iterator[str]:
     if shape is not None:
         yield from _cut(shape, policy.megatron_config, "trainer.policy.megatron_config")
         yield from _engine(shape, config)
-    for model in config.trainer.frozen_models:
+    for model in config.trainer.scoring_models:
         own = shape
         if model.model_path != policy.model.path:
             own = yield from _shape(model.model_path, f"{model.key}.model.path")

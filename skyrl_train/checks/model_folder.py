@@ -26,9 +26,9 @@ def checked_folder(key: str, path: str) -> tuple[str, PretrainedConfig]:
     return folder, config
 
 
-def check_frozen_models(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises: ValueError for a frozen model, other than the policy's, that cannot score the policy's tokens."""
-    for model in trainer.frozen_models:
+def check_scoring_models(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises: ValueError for a reference or critic, other than the policy's model, that cannot score its tokens."""
+    for model in trainer.scoring_models:
         if model.model_path != trainer.policy.model.path:
             _, config = checked_folder(f"{model.key}.model.path", model.model_path)
             check_tokenizer(tokenizer, config.vocab_size, model.model_path)

@@ -49,6 +49,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         *_batches(config, num_train_prompts),
         *_algorithm(config),
         *_staleness(config),
+        *_critic(config),
         *training_sampling_problems(config.generator.sampling_params),
         *_limits(config),
         *transport_problems(config),
@@ -67,10 +68,10 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
 
 
 def _megatron_configs(config: Config) -> dict[str, MegatronConfig]:
-    """Key -> layout of each started model; a frozen model's only if it differs from the policy's."""
+    """Key -> layout of each started model; another model's only if it differs from the policy's."""
     policy = config.trainer.policy.megatron_config
-    frozen = {f"{model.key}.megatron_config": model.megatron_config for model in config.trainer.frozen_models}
-    return {POLICY: policy} | {key: layout for key, layout in frozen.items() if layout != policy}
+    others = {f"{model.key}.megatron_config": model.megatron_config for model in config.trainer.scoring_models}
+    return {POLICY: policy} | {key: layout for key, layout in others.items() if layout != policy}
 
 
 def _batches(config: Config, num_train_prompts: int | None) -> Iterator[str]:
@@ -155,6 +156,30 @@ def _staleness(config: Config) -> Iterator[str]:
         )
 
 
+def _critic(config: Config) -> Iterator[str]:
+    """A critic that would not be used, and mini-batches that do not fit."""
+    trainer = config.trainer
+    estimator, path = trainer.algorithm.advantage_estimator, trainer.critic.model.path
+    batch, mini = trainer.train_batch_size, trainer.critic_mini_batch_size
+    if not trainer.algorithm.needs_critic:
+        if path != trainer.policy.model.path:
+            yield (
+                f"trainer.critic.model.path is {path} and trainer.algorithm.advantage_estimator is {estimator}, which "
+                "uses no critic. Set advantage_estimator=gae, or remove the path"
+            )
+        return
+    if trainer.placement.release == "exit" and trainer.algorithm.use_kl_in_reward:
+        yield (
+            "trainer.placement.release is exit and trainer.algorithm.use_kl_in_reward is true: with a critic, logprobs "
+            "and values wait for each other in processes that would end. Set release=offload, or use_kl_loss"
+        )
+    if batch % mini:
+        yield (
+            f"trainer.train_batch_size is {batch}: not a multiple of trainer.critic_mini_batch_size {mini}. Set "
+            "critic_mini_batch_size to a divisor"
+        )
+
+
 def _limits(config: Config) -> Iterator[str]:
     """Bounds, lengths and timeouts that contradict each other."""
     generator, trainer = config.generator, config.trainer
@@ -213,7 +238,7 @@ def _colocation(config: Config) -> Iterator[str]:
             f"inference_engine_tensor_parallel_size {tp} = {engines * tp} engine ranks: every device hosts one policy "
             "rank and one engine rank. Make the numbers equal"
         )
-    for model in config.trainer.frozen_models:
+    for model in config.trainer.scoring_models:
         if model.num_ranks != ranks:
             yield (
                 f"{shared} with {ranks} policy ranks and {model.num_ranks} {model.name} ranks: the numbers must match. "
@@ -245,7 +270,7 @@ def _lora(config: Config) -> Iterator[str]:
 def _layouts(config: Config) -> Iterator[str]:
     policy, num_ranks = config.trainer.policy.megatron_config, config.trainer.placement.num_policy_ranks
     yield from layout_problems(policy, POLICY, num_ranks, POLICY_RANKS)
-    for model in config.trainer.frozen_models:
+    for model in config.trainer.scoring_models:
         # They follow the policy unless their keys are set: a problem of both is reported once.
         if (model.megatron_config, model.num_ranks) != (policy, num_ranks):
             key = f"{model.key}.megatron_config"

@@ -15,7 +15,7 @@ def require_gpus_for_snapshots(trainer: TrainingConfig, cluster: Cluster) -> Non
     """Raises: PlacementError if device memory is to be recorded and there are no GPUs."""
     models = {"trainer.policy": trainer.policy.megatron_config}
     if isinstance(trainer, TrainerConfig):
-        models |= {model.key: model.megatron_config for model in trainer.frozen_models}
+        models |= {model.key: model.megatron_config for model in trainer.scoring_models}
     asking = [key for key, megatron in models.items() if megatron.torch_profiler_config.record_memory]
     if asking and not cluster.has_gpus:
         raise PlacementError(

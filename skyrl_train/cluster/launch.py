@@ -12,9 +12,10 @@ from skyrl_train.cluster.devices import require_gpus_for_snapshots, require_kern
 from skyrl_train.cluster.placement import Demand, Placement
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.pool.settings import all_engine_settings
+from skyrl_train.cluster.ranks.critic_group import CriticGroup
 from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
-from skyrl_train.cluster.ranks.rank_arguments import frozen_arguments, policy_arguments
+from skyrl_train.cluster.ranks.rank_arguments import critic_arguments, frozen_arguments, policy_arguments
 from skyrl_train.cluster.ranks.scorer_group import FrozenGroup, ScorerGroup, base_model_scorer
 from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.cluster.session import Cluster
@@ -38,6 +39,7 @@ class Processes:
     policy: PolicyGroup
     scorers: tuple[ScorerGroup, ...]
     """Frozen models, such as the reference of a KL term."""
+    critic: CriticGroup | None
     engines: EnginePool
     weight_sync: WeightSync
     sharing: OwnDevices
@@ -60,9 +62,9 @@ async def launch(
     logs: str,
     saved: SavedState | None = None,
 ) -> Processes:
-    """Place and start policy, frozen models and engines, and connect the weight sync.
+    """Place and start policy, critic, frozen models and engines, and connect the weight sync.
 
-    Args: saved: state from which the policy resumes, and which the engines then serve.
+    Args: saved: state from which policy and critic resume, and which the engines then serve.
     Raises: PlacementError if the cluster has no room; RemoteFailed if a process cannot start.
     """
     backend = sync_backend(config, cluster)
@@ -71,7 +73,7 @@ async def launch(
     placement = await build_sharing(config).reserve(_demands(config), cluster.has_gpus)
     processes = None
     try:
-        version = 0 if saved is None else saved.policy_version
+        version = 0 if saved is None else saved.num_steps
         settings = all_engine_settings(config, max_model_len, backend, version)
         processes = await _spawn(config, cluster, placement, settings, logs)
         await _start(processes, config, objective, num_optimizer_steps, saved)
@@ -136,10 +138,14 @@ async def _spawn(
     modules = trainer.custom_modules
     groups = [WorkerGroup("policy", slots[POLICY], logs, trainer.timeout_s, custom_modules=modules)]
     scorers = []
-    for model in trainer.frozen_models:
+    critic = None
+    for model in trainer.scoring_models:
         devices = await sharing.visible_devices(groups[0], slots[_ranks(model)])
         groups.append(WorkerGroup(model.name, slots[_ranks(model)], logs, trainer.timeout_s, devices, modules))
-        scorers.append(ScorerGroup(model.name, model.signal, FrozenGroup(groups[-1]), "logprobs"))
+        if model.signal == "values":
+            critic = CriticGroup(groups[-1])
+        else:
+            scorers.append(ScorerGroup(model.name, model.signal, FrozenGroup(groups[-1]), "logprobs"))
     devices = await sharing.visible_devices(groups[0], slots[ENGINES])
     restarts = sharing.max_engine_restarts
     engines = EnginePool(slots[ENGINES], settings, logs, trainer.timeout_s, devices, max_restarts=restarts)
@@ -151,6 +157,7 @@ async def _spawn(
         placement=placement,
         policy=policy,
         scorers=tuple(scorers),
+        critic=critic,
         engines=engines,
         weight_sync=WeightSync(policy, engines, settings[0].generator),
         sharing=sharing,
@@ -169,6 +176,9 @@ async def _start(
     frozen = [scorer.model for scorer in processes.scorers if not scorer.is_policy]
     for group, model in zip(frozen, config.trainer.frozen_models, strict=True):
         trainers.append((group, partial(group.start, frozen_arguments(config, model))))
+    if (critic := processes.critic) is not None:
+        state = None if saved is None else saved.critic
+        trainers.append((critic, partial(critic.start, critic_arguments(config, num_optimizer_steps), state)))
     await processes.sharing.start(processes.engines, trainers)
 
 
@@ -180,7 +190,7 @@ def _demands(config: Config) -> list[Demand]:
     trainer, generator = config.trainer, config.generator
     place = trainer.placement
     demands = [Demand(POLICY, place.num_policy_ranks, 1)]
-    demands += [Demand(_ranks(model), model.num_ranks, 1) for model in trainer.frozen_models]
+    demands += [Demand(_ranks(model), model.num_ranks, 1) for model in trainer.scoring_models]
     if generator.run_engines_locally:
         width = generator.inference_engine_tensor_parallel_size
         return [*demands, Demand(ENGINES, generator.num_inference_engines, width)]

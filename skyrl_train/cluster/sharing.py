@@ -119,7 +119,7 @@ class SharedDevices(OwnDevices):
             return margin
         if trainer.placement.release == "none":
             return replace(margin, share=SHARE_OF_STAYING_TRAINERS)
-        return replace(margin, for_trainers=LEFT_BY_TRAINER * (1 + len(trainer.frozen_models)))
+        return replace(margin, for_trainers=LEFT_BY_TRAINER * (1 + len(trainer.scoring_models)))
 
     @property
     def cached_sequences(self) -> int | None:

@@ -121,4 +121,4 @@ def leave_out_foreign(config: DictConfig, schema: type, files: Sequence[ConfigFi
     for path in [path for file in files if file.is_lower_base for path in _foreign(file, schema)]:
         section, _, name = path.rpartition(".")
         node = OmegaConf.select(config, section) if section else config
-        node.pop(name)
+        del node[name]  # `pop` would resolve the value, whose target may be gone

@@ -128,9 +128,18 @@ class RefConfig:
     megatron_config: MegatronConfig
 
 
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The critic of estimators that read values; not started without one."""
+
+    model: ModelConfig
+    optimizer_config: OptimizerConfig
+    megatron_config: MegatronConfig
+
+
 @dataclass(frozen=True, slots=True)
 class FrozenModel:
-    """A model that is not trained, with ranks of its own that score every token of a step."""
+    """A model besides the policy, with ranks of its own that score every token of a step: frozen, or the critic."""
 
     name: str
     """In logs, metrics and messages, such as reference."""

@@ -10,9 +10,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
+from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS, reads_values
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.config.policy import FrozenModel, RefConfig, SyncedPolicyConfig
+from skyrl_train.config.policy import CriticConfig, FrozenModel, RefConfig, SyncedPolicyConfig
 from skyrl_train.config.program import Program
 from skyrl_train.config.training import PolicyPlacementConfig, RunConfig, TrainingConfig
 from skyrl_train.config.values import (
@@ -37,10 +37,16 @@ class PlacementConfig(PolicyPlacementConfig):
     state_path: Text
     ref_num_nodes: Count
     ref_num_gpus_per_node: Count
+    critic_num_nodes: Count
+    critic_num_gpus_per_node: Count
 
     @property
     def num_ref_ranks(self) -> int:
         return self.ref_num_nodes * self.ref_num_gpus_per_node
+
+    @property
+    def num_critic_ranks(self) -> int:
+        return self.critic_num_nodes * self.critic_num_gpus_per_node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +144,10 @@ class AlgorithmConfig:
     advantage_estimator: Annotated[str, ADVANTAGES]
     grpo_norm_by_std: bool
     gamma: Share
+    lambd: Share
+    value_clip: AboveZero | None
+    value_head_prefix: Text
+    value_loss_reduction: Annotated[str, REDUCTIONS] | None
     advantage_batch_normalize: bool
     policy_loss_type: Annotated[str, LOSSES]
     eps_clip_low: Share
@@ -177,6 +187,11 @@ class AlgorithmConfig:
         return values
 
     @property
+    def needs_critic(self) -> bool:
+        """Whether the estimator reads values."""
+        return reads_values(self.advantage_estimator)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a KL term with a weight reads reference logprobs."""
         return (self.use_kl_loss or self.use_kl_in_reward) and self.kl_loss_coef != 0
@@ -197,6 +212,7 @@ class TrainerConfig(TrainingConfig):
     placement: PlacementConfig
     policy: SyncedPolicyConfig
     policy_mini_batch_size: Count
+    critic_mini_batch_size: Count
     update_epochs_per_batch: Count
     max_prompt_length: Count
     log_samples_interval: CountOrNever
@@ -205,6 +221,7 @@ class TrainerConfig(TrainingConfig):
     logprob_difference: LogprobDifferenceConfig
     custom_modules: tuple[Text, ...]
     ref: RefConfig
+    critic: CriticConfig
     source: Text
     max_staleness: CountOrZero | None
     pipeline_depth: CountOrZero | None
@@ -237,6 +254,22 @@ class TrainerConfig(TrainingConfig):
                 ranks_key="trainer.placement.ref_num_nodes * ref_num_gpus_per_node",
             ),
         )
+
+    @property
+    def scoring_models(self) -> tuple[FrozenModel, ...]:
+        """Models with processes of their own besides the policy: frozen ones, and the critic as the last."""
+        if not self.algorithm.needs_critic:
+            return self.frozen_models
+        critic = FrozenModel(
+            name="critic",
+            signal="values",
+            key="trainer.critic",
+            model_path=self.critic.model.path,
+            megatron_config=self.critic.megatron_config,
+            num_ranks=self.placement.num_critic_ranks,
+            ranks_key="trainer.placement.critic_num_nodes * critic_num_gpus_per_node",
+        )
+        return (*self.frozen_models, critic)
 
 
 @dataclass(frozen=True, kw_only=True)

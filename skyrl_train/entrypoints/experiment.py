@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 from rich.console import Console
 
-from skyrl_train.checks.model_folder import check_frozen_models
+from skyrl_train.checks.model_folder import check_scoring_models
 from skyrl_train.cluster.launch import Processes
 from skyrl_train.cluster.pool.settings import served_model_name
 from skyrl_train.cluster.session import Cluster
@@ -46,7 +46,7 @@ class Experiment(Run[Config, Processes]):
     def __init__(self, config: Config, console: Console) -> None:
         """Raises: ValueError for a bad row, an unknown environment or a model that cannot be loaded."""
         super().__init__(config, console)
-        check_frozen_models(config.trainer, self.tokenizer)
+        check_scoring_models(config.trainer, self.tokenizer)
         self.train_prompts = self.get_train_prompts()
         self.val_prompts = self.get_val_prompts()
         for env_class in {prompt.env_class for prompt in (*self.train_prompts, *self.val_prompts)}:

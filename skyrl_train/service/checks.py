@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.algorithms.tables import ADVANTAGES, LOSSES
 from skyrl_train.checks.model import model_problems
-from skyrl_train.checks.model_folder import check_frozen_models, checked_folder
+from skyrl_train.checks.model_folder import check_scoring_models, checked_folder
 from skyrl_train.checks.rl import check
 from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
 from skyrl_train.checks.training import lora_problems
@@ -35,7 +35,7 @@ def checked_model(config: Config) -> tuple[PretrainedConfig, PreTrainedTokenizer
     adapter_file.check(folder, config.trainer.policy.model.lora)
     tokenizer = load_tokenizer(folder)
     check_tokenizer(tokenizer, model.vocab_size, path)
-    check_frozen_models(config.trainer, tokenizer)
+    check_scoring_models(config.trainer, tokenizer)
     return model, tokenizer
 
 
@@ -68,6 +68,11 @@ def _problems(config: Config) -> Iterator[str]:
                 f"{table.key} is {name}, which this program registered: a service is another process. Name it "
                 "module:attribute, or add the module that registers it to trainer.custom_modules"
             )
+    if config.trainer.algorithm.needs_critic:
+        yield (
+            f"trainer.algorithm.advantage_estimator is {config.trainer.algorithm.advantage_estimator}: a service has "
+            "no critic. Use grpo, rloo or reinforce++"
+        )
     scheduler = config.trainer.policy.optimizer_config.scheduler
     if scheduler != "constant_with_warmup":
         yield (

@@ -26,6 +26,7 @@ PHASES = (
     Phase("timing/wait_for_groups", "wait"),
     Phase("timing/convert_to_training_input", "prepare"),
     Phase("timing/fwd_logprobs_values_reward", "forward"),
+    Phase("timing/critic_train", "critic"),
     Phase("timing/policy_train", "train"),
     Phase("timing/save_state", "state"),
     Phase("timing/sync_weights", "sync"),

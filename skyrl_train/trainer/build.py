@@ -20,7 +20,7 @@ from skyrl_train.trainer.from_config import micro_batch_limits, objective
 from skyrl_train.trainer.performance import MemoryReport
 from skyrl_train.trainer.publisher import Publisher
 from skyrl_train.trainer.residency import Colocated, Residency
-from skyrl_train.trainer.scorers import Scorers
+from skyrl_train.trainer.scorers import Critic, Scorers, critic_scorer
 from skyrl_train.trainer.sft import FineTuning
 from skyrl_train.trainer.step import TrainingStep
 
@@ -83,6 +83,8 @@ class Assembly:
     def _residency(self) -> Residency:
         processes = self._processes
         policy, scorers, engines, sync = processes.policy, processes.scorers, processes.engines, processes.weight_sync
+        if processes.critic is not None:
+            scorers = (*scorers, critic_scorer(processes.critic))
         report = MemoryReport(policy, scorers, engines)
         if not processes.sharing.is_shared:
             return Residency(sync, scorers, report)
@@ -91,12 +93,13 @@ class Assembly:
     def step(self, source: GroupSource, publisher: Publisher, *, always_updates: bool = False) -> TrainingStep:
         """Args: always_updates: update also without a learning signal."""
         config, trainer, policy = self._config, self._config.trainer, self._processes.policy
-        own = _objective(config)
+        group, own = self._processes.critic, _objective(config)
         return TrainingStep(
             config=config,
             source=source,
             policy=policy,
             residency=self.residency,
+            critic=None if group is None else Critic(config, self._model, group, self.residency),
             scorers=Scorers(
                 trainer, policy, self._processes.scorers, self.residency, has_selections=bool(own.selections)
             ),
@@ -124,7 +127,8 @@ def learning_signal(config: Config, model: PretrainedConfig, *, always_updates: 
     algorithm = config.trainer.algorithm
     has_balancing = config.trainer.policy.megatron_config.moe_aux_loss_coeff > 0 and num_experts(model) > 0
     has_penalty = algorithm.use_kl_in_reward and algorithm.kl_loss_coef != 0
-    return LearningSignal(_objective(config), has_other_terms=always_updates or has_balancing or has_penalty)
+    is_always_there = always_updates or has_balancing or has_penalty or algorithm.needs_critic
+    return LearningSignal(_objective(config), has_other_terms=is_always_there)
 
 
 def _objective(config: Config) -> Objective:

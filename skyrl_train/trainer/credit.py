@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from skyrl_train.algorithms.build import build_estimator, needs_advantages
-from skyrl_train.algorithms.credit import advantages, whitened
+from skyrl_train.algorithms.credit import assign_credit, whitened
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.build import credit_inputs, credit_metrics
 from skyrl_train.config.rl import AlgorithmConfig
@@ -23,6 +23,8 @@ class Credit:
 
     advantages: Tensor
     """[T] float32"""
+    returns: Tensor | None
+    """[T] float32, with a critic."""
     metrics: Metrics
 
 
@@ -34,13 +36,26 @@ class CreditAssignment:
         self._kl_coef = algorithm.kl_loss_coef
         self._normalizes = algorithm.advantage_batch_normalize
 
-    def __call__(self, experience: ExperienceBatch, kl: Tensor | None = None) -> Credit:
-        """Args: kl [T]: estimated KL divergence from the reference, subtracted from the rewards."""
-        inputs = credit_inputs(experience, kl, self._kl_coef)
-        result = advantages(self._estimator.function, inputs, self._estimator.parameters)
+    def __call__(self, experience: ExperienceBatch, kl: Tensor | None = None, values: Tensor | None = None) -> Credit:
+        """Args: kl [T]: estimated KL divergence from the reference, subtracted from the rewards; values [T]: those of
+        the critic."""
+        inputs = credit_inputs(experience, kl, self._kl_coef, values)
+        result, returns = assign_credit(self._estimator.function, inputs, self._estimator.parameters)
         if self._normalizes:
             result = whitened(result.double(), inputs.loss_mask).float()
-        return Credit(result, credit_metrics(inputs, result))
+        metrics = credit_metrics(inputs, result)
+        if values is not None and returns is not None:
+            metrics["critic/explained_variance"] = explained_variance(values, returns, inputs.loss_mask)
+        return Credit(result, returns, metrics)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - var(returns - values) / var(returns) over the masked tokens; 0 where all returns are equal."""
+    if not mask.any():
+        return 0.0
+    returns, errors = returns[mask].double(), (returns - values)[mask].double()
+    variance = float(returns.var(correction=0))
+    return 1 - float(errors.var(correction=0)) / variance if variance else 0.0
 
 
 class LearningSignal:

@@ -12,6 +12,7 @@ from skyrl_train.algorithms.objective import Objective
 from skyrl_train.algorithms.reductions import MaxLengths
 from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.config.generator import GeneratorConfig, SamplingConfig
+from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.config.rl import AlgorithmConfig, TrainerConfig
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.hf.flops import model_cost
@@ -19,9 +20,11 @@ from skyrl_train.ranks import pad_multiple
 from skyrl_train.types import SamplingParams
 
 
-def micro_batch_limits(trainer: TrainingConfig, model: PretrainedConfig, dp_size: int) -> MicroBatchLimits:
-    """Limits of micro-batches in the policy's layout."""
-    layout = trainer.policy.megatron_config
+def micro_batch_limits(
+    trainer: TrainingConfig, model: PretrainedConfig, dp_size: int, layout: MegatronConfig | None = None
+) -> MicroBatchLimits:
+    """Limits of micro-batches in the layout, by default the policy's."""
+    layout = layout or trainer.policy.megatron_config
     pipeline = layout.pipeline_model_parallel_size
     tp = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
     return MicroBatchLimits(
@@ -61,11 +64,8 @@ def max_lengths(generator: GeneratorConfig) -> MaxLengths:
 def settings_of(trainer: TrainingConfig) -> dict[str, Any]:
     """Key -> value of everything that must not change on resume: the ranks' files depend on the layout, steps and
     learning rate on the batches, and adapters on their base model."""
-    megatron, model = trainer.policy.megatron_config, trainer.policy.model
-    sizes = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor")
-    keys = {f"{kind}_parallel_size": getattr(megatron, f"{kind}_parallel_size") for kind in sizes}
-    settings: dict[str, Any] = {f"trainer.policy.megatron_config.{key}": value for key, value in keys.items()}
-    settings |= {
+    model = trainer.policy.model
+    settings = _sizes("trainer.policy.megatron_config", trainer.policy.megatron_config) | {
         "trainer.placement.policy_num_nodes * policy_num_gpus_per_node": trainer.placement.num_policy_ranks,
         "trainer.bf16": trainer.bf16,
         "trainer.train_batch_size": trainer.train_batch_size,
@@ -76,9 +76,21 @@ def settings_of(trainer: TrainingConfig) -> dict[str, Any]:
             settings["trainer.source"] = trainer.source
         settings["trainer.policy_mini_batch_size"] = trainer.policy_mini_batch_size
         settings["trainer.update_epochs_per_batch"] = trainer.update_epochs_per_batch
+        if trainer.algorithm.needs_critic:
+            critic = trainer.scoring_models[-1]
+            settings |= _sizes(f"{critic.key}.megatron_config", critic.megatron_config) | {
+                "trainer.algorithm.advantage_estimator": trainer.algorithm.advantage_estimator,
+                "trainer.critic_mini_batch_size": trainer.critic_mini_batch_size,
+                critic.ranks_key: critic.num_ranks,
+            }
     if model.lora.rank:
         settings["trainer.policy.model.path"] = model.path
         for key in ("alpha", "target_modules", "exclude_modules"):
             settings[f"trainer.policy.model.lora.{key}"] = getattr(model.lora, key)
     as_read: dict[str, Any] = json.loads(json.dumps(settings))
     return as_read
+
+
+def _sizes(key: str, megatron: MegatronConfig) -> dict[str, Any]:
+    kinds = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor")
+    return {f"{key}.{kind}_parallel_size": getattr(megatron, f"{kind}_parallel_size") for kind in kinds}

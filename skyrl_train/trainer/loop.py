@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.cluster.ranks.critic_group import CriticGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.tracking.held_folder import HeldFolder
@@ -16,7 +17,7 @@ from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.from_config import settings_of
 from skyrl_train.trainer.problems import Problems, SkippedUpdates
-from skyrl_train.trainer.run_state import Checkpoints, RunState
+from skyrl_train.trainer.run_state import CRITIC, Checkpoints, RunState
 from skyrl_train.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Loop(ABC):
         self._trainer_config, self._source, self._policy = config, source, policy
         self._tracker, self._timers, self._num_steps = tracker, timers, num_steps
         self._checkpoints = Checkpoints(config.ckpt_path, config.max_ckpts_to_keep)
+        self._critic: CriticGroup | None = None
         self._stop_requested = False
         self.global_step = 0
         self.run_id = ""
@@ -77,6 +79,9 @@ class Loop(ABC):
 
     async def load_weights(self) -> None:  # noqa: B027  optional
         """Put the policy's weights on the device, for an export; overridden where they may be offloaded."""
+
+    async def load_critic(self) -> None:  # noqa: B027  optional
+        """Put the critic's weights and optimizer on its devices; like `load_policy`."""
 
     async def load_policy(self) -> None:  # noqa: B027  optional
         """Put the policy's weights and optimizer on the device, evicting whatever is there; like `load_weights`."""
@@ -190,11 +195,16 @@ class Loop(ABC):
                 num_ranks=config.placement.num_policy_ranks,
                 settings=settings_of(config),
                 run_id=self.run_id,
+                critic_steps=None if self._critic is None else self._critic.num_steps,
             )
             folder = self._checkpoints.folder(step)
             try:
                 self._checkpoints.begin(folder)
-                self._checkpoints.finish(folder, state, await self._policy.copy_state(str(folder)))
+                sums, critic_sums = await self._policy.copy_state(str(folder)), []
+                if self._critic is not None:
+                    await self.load_critic()
+                    critic_sums = await self._critic.copy_state(str(folder / CRITIC))
+                self._checkpoints.finish(folder, state, sums, critic_sums)
                 self._saved_step = step
             except (OSError, RemoteFailed) as error:
                 await self._require_idle(error)
@@ -203,8 +213,11 @@ class Loop(ABC):
 
     async def _require_idle(self, error: Exception) -> None:
         """Raises: the error, unless all ranks respond within the timeout; those that did not fail may still write."""
-        if isinstance(error, RemoteFailed) and not await self._policy.is_idle(self._trainer_config.timeout_s):
-            raise error
+        if not isinstance(error, RemoteFailed):
+            return
+        for group in (self._policy, self._critic):
+            if group is not None and group.is_running and not await group.is_idle(self._trainer_config.timeout_s):
+                raise error
 
     def _report_unwritten(self, what: str, error: Exception) -> None:
         """Log the failure; after the last step it makes the run incomplete."""

@@ -66,7 +66,7 @@ class Colocated(Residency):
     """Engines, scorers and policy use the same devices, one after the other:
 
     1. engines generate, then drop weights and KV cache;
-    2. each scorer computes and is offloaded;
+    2. each scorer computes and is offloaded; the critic, which is the last of them, also trains;
     3. the policy trains, and offloads its optimizer;
     4. engines allocate their weights and receive the policy's;
     5. the policy's weights stay for an export until the next rollout needs the memory for the KV cache.

@@ -1,6 +1,7 @@
 """State of a run between two steps, and the checkpoints from which another process resumes it.
 
-`CKPT_PATH/global_step_N` holds a file of each policy rank (residency/state.py) and checkpoint.json, written last, with
+`CKPT_PATH/global_step_N` holds a file of each policy rank (residency/state.py), those of critic ranks in a folder, and
+checkpoint.json, written last, with
 size and digest of those files and its own digest. Until then the record is a draft: a folder with neither is damaged,
 not unfinished. On several nodes CKPT_PATH must be a shared folder. The driver verifies every digest before it starts a
 process.
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 RECORD = "checkpoint.json"
 DRAFT = f".{RECORD}.draft"
 """Name of the record while a checkpoint is written or removed."""
+CRITIC = "critic"
+"""Folder of the files of critic ranks."""
 FORMAT = 2
 """2 added digests; without them nothing can be verified, so format 1 is refused."""
 
@@ -46,6 +49,8 @@ class RunState:
     """Policy ranks; each has a file."""
     settings: dict[str, Any]
     run_id: str
+    critic_steps: int | None = None
+    """Optimizer steps in the weights of the critic; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,9 @@ class Checkpoint:
 
     @property
     def saved(self) -> SavedState:
-        return SavedState(str(self.folder), self.state.policy_version)
+        steps = self.state.critic_steps
+        critic = None if steps is None else SavedState(str(self.folder / CRITIC), steps)
+        return SavedState(str(self.folder), self.state.policy_version, critic)
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
@@ -175,13 +182,16 @@ class Checkpoints:
             self._held = HeldFolder(self.path, "trainer.ckpt_path")
         (folder / DRAFT).touch()
 
-    def finish(self, folder: Path, state: RunState, sums: Sequence[FileSum]) -> None:
+    def finish(
+        self, folder: Path, state: RunState, sums: Sequence[FileSum], critic_sums: Sequence[FileSum] = ()
+    ) -> None:
         """Write the record, read the checkpoint again, and only then remove the oldest beyond the number to keep.
 
-        Args: sums: of each rank's file.
+        Args: sums: of each policy rank's file; critic_sums: of each critic rank's.
         Raises: OSError, also if a rank wrote its file to a folder that this process does not see.
         """
         files = {f"rank_{rank}.pt": file for rank, file in enumerate(sums)}
+        files |= {f"{CRITIC}/rank_{rank}.pt": file for rank, file in enumerate(critic_sums)}
         if problems := size_problems(folder, files):
             raise OSError(f"{folder}: {'; '.join(problems)}. trainer.ckpt_path must be one folder for all nodes")
         others = self.all()
@@ -253,7 +263,10 @@ def _remove(folder: Path) -> None:
         return
     if (folder / RECORD).exists():
         (folder / RECORD).replace(folder / DRAFT)
-    for file in (*folder.glob("rank_*.pt"), *folder.glob("rank_*.tmp"), folder / DRAFT):
-        file.unlink(missing_ok=True)
+    for states in (folder, folder / CRITIC):
+        for file in (*states.glob("rank_*.pt"), *states.glob("rank_*.tmp"), states / DRAFT):
+            file.unlink(missing_ok=True)
+    if (folder / CRITIC).is_dir() and not any((folder / CRITIC).iterdir()):
+        (folder / CRITIC).rmdir()
     if not any(folder.iterdir()):
         folder.rmdir()

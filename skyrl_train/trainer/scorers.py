@@ -7,12 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from transformers import PretrainedConfig
 
+from skyrl_train.algorithms.build import build_critic_objective
+from skyrl_train.batching.split import mini_batches_of, split
+from skyrl_train.cluster.ranks.critic_group import CriticGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.ranks.scorer_group import ScorerGroup
 from skyrl_train.cluster.ranks.shards import Shards
+from skyrl_train.config import Config
 from skyrl_train.config.rl import TrainerConfig
+from skyrl_train.trainer.from_config import max_lengths, micro_batch_limits
 from skyrl_train.trainer.residency import Residency
+from skyrl_train.types import ExperienceBatch, Metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +51,16 @@ class Scorers:
         self._trainer, self._policy, self._scorers, self._residency = trainer, policy, scorers, residency
         self._has_selections = has_selections
 
-    async def score(self, shards: Shards) -> Signals:
-        """Returns with the policy on its devices."""
-        refs = {}
+    async def score(self, shards: Shards) -> dict[str, Sequence[Any]]:
+        """`Signals.refs` of all scorers."""
+        refs: dict[str, Sequence[Any]] = {}
         for scorer in self._scorers:
             await self._residency.for_scoring(scorer)
             refs[scorer.signal] = await scorer.score(shards)
+        return refs
+
+    async def score_with_policy(self, shards: Shards, refs: Mapping[str, Sequence[Any]]) -> Signals:
+        """Add what the policy computes. Args: refs: those of `score`. Returns with the policy on its devices."""
         await self._residency.for_training()
         ref_logprobs = refs.get("ref_logprobs") if self._trainer.algorithm.use_kl_in_reward else None
         if ref_logprobs is None and not self._has_selections and not self._needs_old_logprobs(shards):
@@ -63,3 +74,46 @@ class Scorers:
         one_step = self._trainer.update_epochs_per_batch == 1 and len(shards.batches[0].mini_batches) == 1
         lora = self._trainer.policy.model.lora
         return not one_step or (lora.rank > 0 and lora.dropout > 0)
+
+
+class Critic:
+    """The critic with its own split of each step, because its layout and mini-batches may differ from the policy's."""
+
+    def __init__(self, config: Config, model: PretrainedConfig, group: CriticGroup, residency: Residency) -> None:
+        """Args: model: the policy's."""
+        trainer = config.trainer
+        self.group, self._residency, self._max_lengths = group, residency, max_lengths(config.generator)
+        self._epochs, self._mini_batch_size = trainer.update_epochs_per_batch, trainer.critic_mini_batch_size
+        self._reductions = build_critic_objective(trainer.algorithm.values).reductions
+        self._limits = micro_batch_limits(trainer, model, group.dp_size, trainer.critic.megatron_config)
+        self._shards: Shards | None = None
+
+    async def values(self, batch: ExperienceBatch, num_groups: int, step_id: int) -> Tensor:
+        """Value of the state before every token, [T]; the ranks keep them too."""
+        shards = self._shards = Shards(
+            split(
+                batch,
+                self._limits,
+                num_mini_batches=mini_batches_of(num_groups, self._mini_batch_size, "trainer.critic_mini_batch_size"),
+                reductions=self._reductions,
+                max_lengths=self._max_lengths,
+                step_id=step_id,
+            )
+        )
+        await self.load()
+        return shards.merged(await self.group.values(shards), batch)
+
+    async def update(self, batch: ExperienceBatch, returns: Tensor) -> Metrics:
+        """Train on the samples of the last `values`. Args: returns [T]."""
+        assert self._shards is not None
+        await self.load()
+        return await self.group.update(self._shards, self._shards.put(returns, batch), self._epochs)
+
+    async def load(self) -> None:
+        """Put the critic on its devices."""
+        await self._residency.for_scoring(critic_scorer(self.group))
+
+
+def critic_scorer(group: CriticGroup) -> ScorerGroup:
+    """The critic as residency and memory report see it."""
+    return ScorerGroup("critic", "values", group, "values")

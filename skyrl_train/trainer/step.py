@@ -21,12 +21,12 @@ from skyrl_train.rollout.source import GroupSource
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.agreement.logprob_bound import LogprobBound, compared_share, is_compared
 from skyrl_train.trainer.agreement.sync_check import FirstCheck
-from skyrl_train.trainer.credit import CreditAssignment, LearningSignal
+from skyrl_train.trainer.credit import Credit, CreditAssignment, LearningSignal
 from skyrl_train.trainer.from_config import max_lengths
 from skyrl_train.trainer.performance import training_performance
 from skyrl_train.trainer.publisher import Publisher
 from skyrl_train.trainer.residency import Residency
-from skyrl_train.trainer.scorers import Scorers, Signals
+from skyrl_train.trainer.scorers import Critic, Scorers, Signals
 from skyrl_train.types import ExperienceBatch, Group, Metrics, TrainBatch
 
 
@@ -46,6 +46,7 @@ class TrainingStep:
     objective: Objective
     limits: MicroBatchLimits
     timers: Timers
+    critic: Critic | None = None
     groups: Sequence[Group] = ()
     """Groups of the last step."""
     # Identifies the old logprobs that ranks keep; it is not the global step.
@@ -66,22 +67,41 @@ class TrainingStep:
         with self.timers("convert_to_training_input"):
             batch = build_experience(groups, self.policy.policy_version)
             shards = Shards(self._split(batch, self._num_mini_batches(groups)))
-            credit = self._credit(batch)  # without a KL penalty, to decide whether there is anything to learn
-        if not self.learning_signal.is_in(credit.metrics):
+            # Without a KL penalty, to decide whether there is anything to learn; values always have something.
+            credit = None if self.critic is not None else self._credit(batch)
+        if credit is not None and not self.learning_signal.is_in(credit.metrics):
             skipped = {"policy/num_optimizer_steps": 0.0}
             return self.source.metrics() | credit.metrics | skipped | self.residency.metrics()
         with self.timers("sync_weights"):  # engines are still awake here; scoring gives their devices to the trainer
             scores = await self.first_check.scores(groups)
+        values, metrics = None, Metrics()
         with self.timers("fwd_logprobs_values_reward"):
-            signals = await self.scorers.score(shards)
+            scored = await self.scorers.score(shards)
+            if self.critic is not None:
+                values = await self.critic.values(batch, len(groups), shards.step_id)
+        if credit is None and not self.config.trainer.algorithm.use_kl_in_reward:
+            credit = self._credit(batch, values=values)
+            metrics = await self._update_critic(batch, credit)  # now, while it has the devices that it may share
+        with self.timers("fwd_logprobs_values_reward"):
+            signals = await self.scorers.score_with_policy(shards, scored)
             await self.first_check.judge(scores, groups)
-            fetched = {name: shards.merged(values, batch) for name, values in signals.fetched.items()}
-            if "kl" in fetched:
-                credit = self._credit(batch, fetched.pop("kl"))
-            chosen = selections_of(self.objective, batch, credit.advantages, fetched, self._num_mini_batches(groups))
-        update = await self._update(groups, batch, shards, {"advantages": credit.advantages, **chosen}, signals)
-        published = await self.publisher.publish(groups)
-        return self.source.metrics() | credit.metrics | update | published | self.residency.metrics()
+            fetched = {name: shards.merged(each, batch) for name, each in signals.fetched.items()}
+        if "kl" in fetched:
+            credit = self._credit(batch, fetched.pop("kl"), values)
+            if self.critic is not None:
+                metrics = await self._update_critic(batch, credit)
+                await self.residency.for_training()
+        assert credit is not None
+        chosen = selections_of(self.objective, batch, credit.advantages, fetched, self._num_mini_batches(groups))
+        metrics |= await self._update(groups, batch, shards, {"advantages": credit.advantages, **chosen}, signals)
+        metrics |= await self.publisher.publish(groups)
+        return self.source.metrics() | credit.metrics | metrics | self.residency.metrics()
+
+    async def _update_critic(self, batch: ExperienceBatch, credit: Credit) -> Metrics:
+        if self.critic is None or credit.returns is None:
+            return {}
+        with self.timers("critic_train"):
+            return await self.critic.update(batch, credit.returns)
 
     def _num_mini_batches(self, groups: Sequence[Group]) -> int:
         return mini_batches_of(len(groups), self.config.trainer.policy_mini_batch_size)

@@ -34,6 +34,7 @@ class Trainer(Loop):
         step = parts.step
         super().__init__(config.trainer, step.source, step.policy, parts.tracker, step.timers, num_steps)
         self._config, self._parts = config, parts
+        self._critic = None if step.critic is None else step.critic.group
 
     @property
     def can_evaluate(self) -> bool:
@@ -56,6 +57,10 @@ class Trainer(Loop):
 
     async def load_policy(self) -> None:
         await self._parts.step.residency.for_training()
+
+    async def load_critic(self) -> None:
+        if (critic := self._parts.step.critic) is not None:
+            await critic.load()
 
     async def step(self) -> Metrics:
         metrics, groups = await self._parts.step.step(), self._parts.step.groups

@@ -7,7 +7,7 @@ from typing import Any
 
 from skyrl_train.cluster.ranks.worker_group import IDLE_S, WorkerGroup
 from skyrl_train.file_sum import FileSum
-from skyrl_train.ranks import Moved, ParallelRanks
+from skyrl_train.ranks import Moved, ParallelRanks, SavedState
 
 
 class ModelGroup:
@@ -15,6 +15,8 @@ class ModelGroup:
 
     entry_point: str
     """`module:Class` of each rank's worker."""
+    state_folder = ""
+    """Folder of its files below that of the policy's."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
@@ -30,7 +32,9 @@ class ModelGroup:
         self.has_changed = False
         """Whether there were updates since the last `save_state`."""
 
-    async def start(self, kwargs: dict[str, Any]) -> None:
+    async def start(self, kwargs: dict[str, Any], saved: SavedState | None = None) -> None:
+        if saved is not None:
+            self._state_folder, self.num_steps = saved.folder, saved.num_steps
         self._kwargs = kwargs
         await self._build()
 
@@ -45,6 +49,14 @@ class ModelGroup:
         """The results of those ranks that report, one per data-parallel shard, of the results of all ranks."""
         of_shard = {place.dp_rank: result for place, result in zip(self.ranks, results, strict=True) if place.reports}
         return [of_shard[shard] for shard in sorted(of_shard)]
+
+    @property
+    def dp_size(self) -> int:
+        return self.ranks[0].dp_size
+
+    def of_rank(self, per_shard: Sequence[Any]) -> list[Any]:
+        """The element of each rank's data-parallel shard."""
+        return [per_shard[place.dp_rank] for place in self.ranks]
 
     @property
     def is_running(self) -> bool:

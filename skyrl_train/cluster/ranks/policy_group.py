@@ -71,9 +71,8 @@ class PolicyGroup(ModelGroup):
 
     async def start(self, kwargs: dict[str, Any], saved: SavedState | None = None) -> None:
         if saved is not None:
-            self._state_folder = saved.folder
-            self.versions.current = self.num_steps = saved.policy_version
-        await super().start(kwargs)
+            self.versions.current = saved.num_steps
+        await super().start(kwargs, saved)
 
     async def restart_from(self, folder: str | None, policy_version: int, num_steps: int) -> None:
         """Like `restart`, from the state of this version in `folder`, or from the initial model if None."""
@@ -86,13 +85,6 @@ class PolicyGroup(ModelGroup):
         """Version under which engines serve the weights."""
         return self.versions.current
 
-    @property
-    def dp_size(self) -> int:
-        return self.ranks[0].dp_size
-
-    def _of_rank(self, per_shard: Sequence[Any]) -> list[Any]:
-        return [per_shard[place.dp_rank] for place in self.ranks]
-
     async def keep_old_logprobs(
         self, shards: Shards, ref_logprobs: Sequence[Any] | None = None
     ) -> dict[str, list[Tensor]]:
@@ -101,7 +93,7 @@ class PolicyGroup(ModelGroup):
         Returns: name -> [T] of each shard, what `MegatronPolicy.keep_old_logprobs` reports.
         """
         refs = [None] * self.dp_size if ref_logprobs is None else ref_logprobs
-        args = list(zip(self._of_rank(shards.refs), self._of_rank(refs), strict=True))
+        args = list(zip(self.of_rank(shards.refs), self.of_rank(refs), strict=True))
         reports = self.reported(await self.group.each("keep_old_logprobs", args))
         return {name: [report[name] for report in reports] for name in reports[0]}
 
@@ -111,7 +103,7 @@ class PolicyGroup(ModelGroup):
 
     async def evaluate(self, shards: Shards) -> float:
         """The objective over all shards, under the current weights."""
-        args = [(ref,) for ref in self._of_rank(shards.refs)]
+        args = [(ref,) for ref in self.of_rank(shards.refs)]
         return sum(self.reported(await self.group.each("evaluate", args)))
 
     async def update(
@@ -127,7 +119,7 @@ class PolicyGroup(ModelGroup):
         Args: signals: name in TokenInputs -> a reference to the values [T] of each shard.
         Raises: UpdateRefused beyond the limit; the ranks are then as before.
         """
-        args = [(shard, epochs, objective, limit) for shard in self._of_rank(shards.refs)]
+        args = [(shard, epochs, objective, limit) for shard in self.of_rank(shards.refs)]
         own = [{name: refs[place.dp_rank] for name, refs in signals.items()} for place in self.ranks]
         async with self.weights_lock:
             had_changed, self.has_changed = self.has_changed, True

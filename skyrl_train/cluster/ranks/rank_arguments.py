@@ -1,4 +1,4 @@
-"""Configuration -> arguments of the ranks of the policy and of frozen models."""
+"""Configuration -> arguments of the ranks of the policy, the critic and frozen models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from skyrl_train.algorithms.build import build_critic_objective
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.cluster.pool.settings import lora_arguments
 from skyrl_train.config import Config
@@ -25,6 +26,21 @@ def policy_arguments(trainer: TrainingConfig, objective: Objective, num_optimize
         "seed": trainer.seed,
         "num_optimizer_steps": num_optimizer_steps,
         "lora": lora_arguments(trainer.policy.model.lora),
+    }
+
+
+def critic_arguments(config: Config, policy_steps: int) -> dict[str, Any]:
+    """Keyword arguments of `MegatronCritic`, apart from the rendezvous. Args: policy_steps: of the policy."""
+    trainer, critic = config.trainer, config.trainer.critic
+    return {
+        "model_path": seen_from_anywhere(critic.model.path),
+        "config": _traced_absolutely(critic.megatron_config),
+        "optimizer_config": critic.optimizer_config,
+        "objective": build_critic_objective(trainer.algorithm.values),
+        "bf16": trainer.bf16,
+        "seed": trainer.seed,
+        "num_optimizer_steps": policy_steps * trainer.policy_mini_batch_size // trainer.critic_mini_batch_size,
+        "value_head": trainer.algorithm.value_head_prefix,
     }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from skyrl_train.cluster.process import alive_nodes, on_node
+from skyrl_train.cluster.ranks.critic_group import CriticGroup
 from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.ranks import OPTIMIZER, Moved
@@ -17,10 +18,11 @@ REMOVE_S = 60
 """Timeout for nodes that remove a run's states."""
 STATE_FOLDERS = ("a", "b")
 """Subfolders of a service's states: it writes into one while the other is complete."""
+SUBFOLDERS = (*STATE_FOLDERS, CriticGroup.state_folder)
 
 
 class Release:
-    """Moves `parts` of the policy ("weights", "optimizer", or both), or the whole reference, off the devices and back.
+    """Moves `parts` of the policy ("weights", "optimizer", or both), or another whole model, off the devices and back.
 
     A call returns when the memory is free or taken, with the bytes of all ranks and its wall-clock seconds. This base
     keeps everything resident: the engines' fraction of the memory must leave room for it.
@@ -66,7 +68,7 @@ class Exit(Release):
         if not group.is_running:
             return Moved(0, 0.0)
         if group.has_changed:
-            moved = await group.save_state(self._folder)
+            moved = await group.save_state(str(Path(self._folder, group.state_folder)))
         if parts == (OPTIMIZER,):
             await group.drop(OPTIMIZER)
             self._without_optimizer.add(group)
@@ -115,10 +117,10 @@ async def remove_states(config: TrainerConfig) -> None:
 def _remove(folder: str, kept: str) -> None:
     """Remove the files of ranks and nothing else, then empty folders from `folder` up to `kept`."""
     with contextlib.suppress(OSError):
-        for states in (Path(folder), *(Path(folder, name) for name in STATE_FOLDERS)):
+        for states in (Path(folder), *(Path(folder, name) for name in SUBFOLDERS)):
             for file in (*states.glob("rank_*.pt"), *states.glob("rank_*.tmp")):
                 file.unlink(missing_ok=True)
-        for name in STATE_FOLDERS:
+        for name in SUBFOLDERS:
             with contextlib.suppress(OSError):
                 Path(folder, name).rmdir()
         for empty in (Path(folder), *Path(folder).parents):

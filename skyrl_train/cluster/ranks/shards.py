@@ -19,6 +19,10 @@ class Shards:
         self.batches = batches
         self.refs = [ray.put(batch) for batch in batches]
 
+    @property
+    def step_id(self) -> int:
+        return self.batches[0].step_id
+
     def put(self, values: Tensor, batch: TokenBatch) -> list[Any]:
         """References to each shard's part of values [T] of the batch."""
         parts = torch.split(values, batch.lengths.tolist())

@@ -115,9 +115,11 @@ def test_old_logprobs_are_kept_where_dropout_makes_the_update_another_model(over
     policy: Any = SimpleNamespace(keep_old_logprobs=keep_old_logprobs)
     residency: Any = SimpleNamespace(for_training=for_training)
     shards: Any = SimpleNamespace(batches=[SimpleNamespace(mini_batches=[None])])
-    signals = asyncio.run(Scorers(trainer, policy, (), residency).score(shards))
+    signals = asyncio.run(Scorers(trainer, policy, (), residency).score_with_policy(shards, {}))
     assert signals.has_old_logprobs is expected is bool(kept)
-    for_selections = asyncio.run(Scorers(trainer, policy, (), residency, has_selections=True).score(shards))
+    for_selections = asyncio.run(
+        Scorers(trainer, policy, (), residency, has_selections=True).score_with_policy(shards, {})
+    )
     assert for_selections.has_old_logprobs
 
 

@@ -18,12 +18,12 @@ from skyrl_train.ranks import UpdateReport
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer import step as step_module
 from skyrl_train.trainer.build import learning_signal
-from skyrl_train.trainer.credit import CreditAssignment, LearningSignal
+from skyrl_train.trainer.credit import CreditAssignment, LearningSignal, explained_variance
 from skyrl_train.trainer.from_config import objective
 from skyrl_train.trainer.publisher import Publisher
 from skyrl_train.trainer.scorers import Scorers
 from skyrl_train.trainer.step import TrainingStep
-from skyrl_train.types import Group, Metrics, Prompt, Sample, final_reward
+from skyrl_train.types import ExperienceBatch, Group, Metrics, Prompt, Sample, final_reward
 
 EQUAL, DIFFERENT = (1.0, 1.0), (0.0, 1.0)
 WITHOUT_KL = "trainer.algorithm.use_kl_loss=false"
@@ -64,12 +64,27 @@ class Policy:
         return {"policy/num_optimizer_steps": 2.0}, UpdateReports((UpdateReport({}, 1.0, 0.0, 0.0, 0.0, None),), 0.0)
 
 
+class Critic:
+    """Values of 0.25."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    async def values(self, batch: ExperienceBatch, num_groups: int, step_id: int) -> torch.Tensor:
+        self.calls.append(f"values of step {step_id}")
+        return torch.full((len(batch.rewards),), 0.25)
+
+    async def update(self, batch: ExperienceBatch, returns: torch.Tensor) -> Metrics:
+        self.calls.append(f"critic learns {returns[batch.loss_mask].tolist()}")
+        return {"critic/value_loss": 0.5}
+
+
 class World:
     """A step whose devices and first comparison only record that they were used."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, always_updates: bool = False) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *overrides: str, always_updates: bool = False) -> None:
         self.policy = Policy()
-        calls, config, policy = self.policy.calls, load_config([WITHOUT_KL]), cast("Any", self.policy)
+        calls, config, policy = self.policy.calls, load_config([WITHOUT_KL, *overrides]), cast("Any", self.policy)
 
         def noting(name: str, result: Any = None) -> Any:
             async def call(*args: Any) -> Any:
@@ -100,8 +115,12 @@ class World:
             objective=objective_of(),
             limits=SimpleNamespace(),  # type: ignore[arg-type]
             timers=timers,
+            critic=Critic(calls) if config.trainer.algorithm.needs_critic else None,  # type: ignore[arg-type]
         )
-        shards = SimpleNamespace(batches=[SimpleNamespace(mini_batches=[None, None])], put=lambda *args: [])
+        batches = [SimpleNamespace(mini_batches=[None, None])]
+        shards = SimpleNamespace(
+            batches=batches, step_id=7, put=lambda *args: [], merged=lambda kl, batch: torch.zeros(len(batch.rewards))
+        )
         monkeypatch.setattr(step_module, "split", lambda *args, **kwargs: [])
         monkeypatch.setattr(step_module, "Shards", lambda batches: shards)
         monkeypatch.setattr(step_module, "balance_metrics", lambda *args: {})
@@ -195,3 +214,49 @@ def test_a_step_that_always_updates_trains_without_signal(monkeypatch: pytest.Mo
         assert world.policy.calls[-2:] == ["update", "sync"] and world.policy.policy_version == 1
 
     asyncio.run(main())
+
+
+GAE = "trainer.algorithm.advantage_estimator=gae"
+
+
+def test_the_critic_learns_before_the_policy_also_where_all_rewards_are_equal(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        world = World(monkeypatch, GAE, always_updates=True)
+        metrics = await world.learn(EQUAL)
+        assert world.policy.calls == [
+            *("scores", "values of step 7", "critic learns [1.0, 1.0]"),
+            *("for_training", "old logprobs", "judge", "update", "sync"),
+        ]
+        assert metrics["critic/value_loss"] == 0.5 and metrics["critic/explained_variance"] == 0
+
+    asyncio.run(main())
+
+
+def test_with_a_penalty_in_the_reward_the_critic_learns_after_the_policys_logprobs(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        world = World(monkeypatch, GAE, "trainer.algorithm.use_kl_in_reward=true", always_updates=True)
+
+        async def score(shards: Any) -> Any:
+            return {"ref_logprobs": [None]}
+
+        async def keep_old_logprobs(shards: Any, ref: Any) -> Any:
+            world.policy.calls.append("old logprobs")
+            return {"kl": [torch.zeros(1)]}
+
+        monkeypatch.setattr(world.step.scorers, "score", score)
+        monkeypatch.setattr(world.policy, "keep_old_logprobs", keep_old_logprobs)
+        await world.learn(DIFFERENT)
+        assert world.policy.calls == [
+            *("scores", "values of step 7", "for_training", "old logprobs", "judge"),
+            *("critic learns [0.0, 1.0]", "for_training", "update", "sync"),
+        ]
+
+    asyncio.run(main())
+
+
+def test_explained_variance_is_one_for_the_returns_and_zero_for_their_mean():
+    returns, mask = torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])
+    assert explained_variance(returns, returns, mask) == 1
+    assert explained_variance(torch.full((3,), 2.0), returns, mask) == 0
+    assert explained_variance(torch.tensor([1.0, 2.0, 0.0]), returns, mask) == 0.75
+    assert explained_variance(returns, returns, ~mask) == 0
