@@ -19,7 +19,6 @@ Without a GPU the numbers are those of resident memory, and nothing is pinned: o
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from dataclasses import asdict
@@ -31,6 +30,7 @@ from rich.table import Table
 
 from benchmarks.lib import memory_stages, offload_turns
 from benchmarks.lib.policy_job import add_batch, add_model, make_model, title, update_job
+from benchmarks.lib.results import write_json
 
 
 def arguments() -> argparse.Namespace:
@@ -76,9 +76,7 @@ def main() -> int:
         make_model(folder, args)
         measure = measure_stages if args.command == "stages" else measure_offload
         result = measure(folder, args, console)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(args.json, result)
     return 0
 
 

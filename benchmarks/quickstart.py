@@ -14,7 +14,6 @@ things the times are those of that machine: the load is in the result.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lib.main_job import WALL_TIME, environment, machine, run_main_job
+from benchmarks.lib.results import write_json
 from skyrl_train.device import device_type
 
 PREPARE = (
@@ -157,10 +157,9 @@ def main() -> int:
     failures = [line for result in results for line in missed(result, measures)]
     for line in failures:
         console.print(f"[red]missed[/] {line}", highlight=False)
-    if arguments.json:
-        seeds = [asdict(result) for result in results]
-        document = {"experiment": experiment, "machine": before, "seeds": seeds, "missed": failures}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    seeds = [asdict(result) for result in results]
+    document = {"experiment": experiment, "machine": before, "seeds": seeds, "missed": failures}
+    write_json(arguments.json, document)
     return 1 if failures else 0
 
 

@@ -22,7 +22,6 @@ and the device's dense bfloat16 peak.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from rich.table import Table
 from benchmarks.lib.main_job import run_main_job
 from benchmarks.lib.policy_job import GIB, add_batch, add_model, make_model, title, update_job
 from benchmarks.lib.random_model import DIGIT_SHARE, model_config, write_prompts
+from benchmarks.lib.results import write_json
 
 WARM_UP = 2
 
@@ -181,9 +181,7 @@ def main() -> int:
     what = "update" if args.update_only else "GRPO step, colocated" if args.colocate else "GRPO step"
     result = {"title": title(args, what)} | measured
     show(result, console)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"arguments": given} | result, indent=1) + "\n")
+    write_json(args.json, {"arguments": given} | result)
     return 0
 
 

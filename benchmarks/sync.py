@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import statistics
@@ -32,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lib.random_model import SHAPES, write_checkpoint
+from benchmarks.lib.results import write_json
 from benchmarks.lib.sync_limits import limit, load_alone, shm_transfer
 from skyrl_train.cluster.launch import Processes, launch
 from skyrl_train.cluster.session import connect
@@ -76,8 +76,7 @@ def main() -> int:
         summary(syncs, load_s, limit_s) | {"transfer_alone_s": transfer_s} | {"device": device_name(), **vars(args)}
     )
     show(report)
-    if args.json:
-        args.json.write_text(json.dumps(report, default=str, indent=1))
+    write_json(args.json, report)
     return 0
 
 

@@ -36,6 +36,7 @@ from benchmarks.lib import trl_cpu
 from benchmarks.lib.main_job import REPOSITORY
 from benchmarks.lib.policy_job import make_model, title
 from benchmarks.lib.random_model import model_config, write_prompts
+from benchmarks.lib.results import write_json
 from benchmarks.lib.trl_environment import DEFAULT_FOLDER
 
 
@@ -142,9 +143,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             result = trl_cpu.measure(Path(folder), args.env, args.steps, console)
         trl_cpu.print_result(result, console)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(args.json, result)
     return 0
 
 
