@@ -20,7 +20,7 @@ import pytest
 # 22 s.
 gc.disable()
 
-LONGEST = ("jobs", "test_service.py", "test_main_sft.py")
+LONGEST = ("jobs", "test_service.py", "test_main_sft.py", "test_sync_end_to_end.py")
 """Folders and files of few tests that each take minutes."""
 
 # A shell starts what ends with `&` with Ctrl-C ignored, and so would be all that the tests interrupt.
