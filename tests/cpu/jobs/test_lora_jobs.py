@@ -146,8 +146,8 @@ def alone(world: Path, tuned: Job) -> Run:
 
 @pytest.fixture(scope="module")
 def merged(world: Path, tuned: Job) -> Run:
-    """Merged weights go to an engine for whose turn the trainers end."""
-    settings = ["trainer.placement.colocate_all=true", "trainer.placement.release=exit", "trainer.verify_sync_every=0"]
+    """Merged weights go to an engine on the trainer's device."""
+    settings = ["trainer.placement.colocate_all=true", "trainer.verify_sync_every=0"]
     return train(world, "merged", *settings)
 
 
@@ -234,11 +234,9 @@ def test_the_kl_term_is_of_the_base_model(world: Path, tuned: Job, merged: Run):
     assert merged.metrics[1]["policy/policy_kl"] == pytest.approx(total / count, rel=1e-4)
 
 
-def test_no_process_holds_the_reference_and_none_of_the_trainer_lives_while_the_engine_generates(
-    alone: Run, merged: Run
-):
-    assert {tuple(note["trainers"]) for note in alone.notes} == {("policy-0",)}
-    assert {tuple(note["trainers"]) for note in merged.notes} == {()}
+def test_no_process_holds_the_reference(alone: Run, merged: Run):
+    """Processes that end between phases, with LoRA too, are in tests/cpu/mcore/residency/test_state.py."""
+    assert {tuple(note["trainers"]) for note in alone.notes + merged.notes} == {("policy-0",)}
 
 
 def test_both_ways_and_placements_end_at_the_same_adapter_bit_for_bit(tuned: Job, alone: Run, merged: Run):

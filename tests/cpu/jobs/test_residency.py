@@ -116,7 +116,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_at_the_same_weights(world: Pa
 
 
 def test_taking_turns_ends_at_the_same_weights(world: Path, dedicated: Job, offloaded: Job):
-    """By offloading; processes that end between turns are above, in test_lora_jobs.py and test_service.py."""
+    """By offloading; processes that end between phases are above and in test_service.py."""
     job = offloaded
     for step in (1, 2):
         assert_same_weights(job, dedicated, step)
