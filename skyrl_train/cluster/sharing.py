@@ -123,12 +123,12 @@ class SharedDevices(OwnDevices):
 
     @property
     def cached_sequences(self) -> int | None:
-        """An engine's part of a step's samples, and those of one more prompt, since whole prompts are assigned. The
+        """An engine's part of the samples in flight, and those of one more prompt, since whole prompts are assigned. The
         number of clients over HTTP is unknown."""
         generator, trainer = self._config.generator, self._config.trainer
         if generator.enable_http_endpoint:
             return None
-        samples = trainer.train_batch_size * generator.n_samples_per_prompt
+        samples = trainer.groups_in_flight * generator.n_samples_per_prompt
         each = -(-samples // generator.num_inference_engines) + generator.n_samples_per_prompt
         # A sample that waits for its environment keeps its cache; one of a single turn that is not computed has none.
         return min(each, generator.max_num_seqs) if generator.max_turns == 1 else each

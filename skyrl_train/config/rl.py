@@ -238,6 +238,11 @@ class TrainerConfig(TrainingConfig):
         return min(1, self.staleness) if self.pipeline_depth is None else self.pipeline_depth
 
     @property
+    def groups_in_flight(self) -> int:
+        """Groups that engines may generate at a time."""
+        return self.train_batch_size * (self.depth + 1 if self.source == "streaming" else 1)
+
+    @property
     def frozen_models(self) -> tuple[FrozenModel, ...]:
         """Models with processes of their own that score each step; with LoRA the reference is the policy without
         adapters."""

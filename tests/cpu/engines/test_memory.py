@@ -218,9 +218,10 @@ def test_a_cache_of_unknown_size_is_left_to_vllm(settings: EngineSettings, monke
         (["trainer.train_batch_size=512", "generator.num_inference_engines=4"], 128 * 5 + 5),
         (["trainer.train_batch_size=512"], 1024),
         (["trainer.train_batch_size=512", "generator.max_turns=2"], 512 * 5 + 5),
+        (["trainer.train_batch_size=64", "trainer.source=streaming"], 2 * 64 * 5 + 5),
         (["generator.enable_http_endpoint=true"], None),
     ],
-    ids=["devices of its own", "a part of a step", "as many as it computes", "some wait", "clients"],
+    ids=["devices of its own", "a part of a step", "as many as it computes", "some wait", "two steps", "clients"],
 )
 def test_engines_on_shared_devices_are_told_how_many_sequences_there_will_be(
     overrides: list[str], sequences: int | None
