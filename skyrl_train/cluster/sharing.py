@@ -123,8 +123,8 @@ class SharedDevices(OwnDevices):
 
     @property
     def cached_sequences(self) -> int | None:
-        """An engine's part of the samples in flight, and those of one more prompt, since whole prompts are assigned. The
-        number of clients over HTTP is unknown."""
+        """An engine's part of the samples in flight, and those of one more prompt, since whole prompts are assigned.
+        The number of clients over HTTP is unknown."""
         generator, trainer = self._config.generator, self._config.trainer
         if generator.enable_http_endpoint:
             return None
