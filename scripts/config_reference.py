@@ -78,7 +78,7 @@ def lines(text: str) -> dict[str, tuple[str, str]]:
 def table(section: type, path: str, written: dict[str, tuple[str, str]]) -> list[str]:
     """Markdown of a section and its subsections."""
     out = [f"## {path}", "", inspect.getdoc(section) or "", ""]
-    if path in ("trainer.ref.megatron_config", "trainer.critic.megatron_config"):
+    if path in [f"trainer.{name}.megatron_config" for name in ("ref", "critic", "teacher")]:
         return [*out, "Keys as in `trainer.policy.megatron_config`, whose values are the defaults.", ""]
     inner: list[str] = []
     rows = []

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.credit import CreditInputs, advantages, reads_values
+from skyrl_train.algorithms.distillation import kl_to_teacher, teacher_advantages, topk_forward, topk_reverse
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
 from skyrl_train.algorithms.losses.value import clipped_value_loss
 from skyrl_train.algorithms.objective import Bound, Objective, Term, kl_to_reference, negative_entropy, objective_loss
@@ -47,10 +48,15 @@ def build_objective(values: Mapping[str, Any], temperature: float, logprobs_chun
     if values["use_kl_loss"] and values["kl_loss_coef"]:
         kl = bind(kl_to_reference, {**values, "estimator": estimator})
         terms.append(Term("kl", kl, values["kl_loss_coef"], values["kl_loss_reduction"] or reduction))
+    if (distillation := _distillation_term(values)) is not None:
+        own = values["distillation_reduction"] or reduction
+        terms.append(Term("distillation", distillation, values["distillation_coef"], own))
+    has_shaping = values["distillation_type"] == "advantage"
     return Objective(
         terms=tuple(terms),
         temperature=temperature,
         logprobs_chunk_size=logprobs_chunk_size,
+        shaping=bind(teacher_advantages, values) if has_shaping else None,
         corrections=tuple(bind(CORRECTIONS.resolve(name), values) for name in values["corrections"]),
         kl_estimator=estimator,
     )
@@ -64,21 +70,35 @@ def build_critic_objective(values: Mapping[str, Any]) -> Objective:
     )
 
 
+def _distillation_term(values: Mapping[str, Any]) -> Bound | None:
+    """The term of the objective of values["distillation_type"]; None if it has none."""
+    kind = values["distillation_type"]
+    if kind == "loss":
+        return Bound(kl_to_teacher, {"estimator": KL_ESTIMATORS.resolve(values["distillation_kl_estimator"])})
+    topk = {"topk_forward": topk_forward, "topk_reverse": topk_reverse}
+    return Bound(topk[kind]) if kind in topk else None
+
+
 def build_estimator(values: Mapping[str, Any]) -> Bound:
     """The configured advantage estimator. Args, Raises: like `build_objective`."""
     return bind(ADVANTAGES.resolve(values["advantage_estimator"]), values)
 
 
-def algorithm_problems(values: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iterator[str]:
+def algorithm_problems(
+    values: Mapping[str, Any], parameters: Mapping[str, Any], *, has_teacher: bool = False
+) -> Iterator[str]:
     """Problems found by calling every function on a sample of three tokens.
 
-    Args: values: as in `build_objective`; parameters: those of the user's own functions, also in values.
+    Args: values: as in `build_objective`; parameters: those of the user's own functions, also in values; has_teacher:
+        whether a teacher scores the samples.
     """
     try:
         objective, estimator = build_objective(values, 1.0, 1), build_estimator(values)
         if reads_values(estimator.function):
             build_critic_objective(values)
-        for name in {"loss_reduction", "kl_loss_reduction", "entropy_loss_reduction", "value_loss_reduction"}:
+        for name in {term + "loss_reduction" for term in ("", "kl_", "entropy_", "value_")} | {
+            "distillation_reduction"
+        }:
             if values[name] is not None:
                 REDUCTIONS.resolve(values[name])
     except ValueError as error:
@@ -100,13 +120,41 @@ def algorithm_problems(values: Mapping[str, Any], parameters: Mapping[str, Any])
     if unknown := [name for name in estimator.needs if name != "values"]:
         yield f"{_place(estimator.function)} needs {', '.join(unknown)}: estimators can only declare values. Remove it"
         return
+    yield from _distillation_problems(values, objective, has_teacher=has_teacher)
     yield from _failures(objective, estimator)
+
+
+def _distillation_problems(values: Mapping[str, Any], objective: Objective, *, has_teacher: bool) -> Iterator[str]:
+    key = "trainer.algorithm.distillation"
+    kind, needed = values["distillation_type"], {"teacher_logprobs", "topk_logprobs"} & set(objective.needs)
+    if needed and not has_teacher:
+        source = f"{key}.distillation_type is {kind}" if kind else f"a function reads {min(needed)}"
+        yield f"{source}: there is no teacher. Set trainer.teacher.model.path"
+    if has_teacher and not needed:
+        yield (
+            "trainer.teacher is set: nothing in the objective reads it. Set "
+            f"{key}.distillation_type=advantage, or remove trainer.teacher"
+        )
+    if kind == "loss" and values["distillation_kl_estimator"] == "k1":
+        yield f"{key}.distillation_kl_estimator is k1: the expected gradient of this term is 0. Use k2 or k1+"
+    if objective.shaping is not None and objective.terms[0].loss.selection is not None:
+        yield (
+            f"{key}.distillation_type is advantage: {objective.terms[0].loss.name} selects tokens by the advantages of "
+            "the rewards alone. Use distillation_type=loss, or another policy_loss_type"
+        )
+    if kind is not None and values["distillation_coef"] == 0:
+        yield f"{key}.distillation_coef is 0: the teacher would change nothing. Set distillation_type=null"
+    if values["advantage_estimator"] == "zero" and needs_advantages(objective):
+        yield (
+            "trainer.algorithm.advantage_estimator is zero: without distillation or another term there is no gradient. "
+            f"Set {key}.distillation_type=advantage, or choose another estimator"
+        )
 
 
 def needs_advantages(objective: Objective) -> bool:
     """Whether the gradient is 0 if all advantages are 0, tested with every term on a sample of three tokens."""
     for term in objective.terms:
-        tokens = _sample_of_three(("entropy", "ref_logprobs"), objective.selections, has_advantages=False)
+        tokens = objective.shaped(_sample_of_three(objective.needs, objective.selections, has_advantages=False))
         terms = term.loss(tokens).terms
         (gradient,) = torch.autograd.grad(terms.sum(), tokens.logprobs, allow_unused=True)
         if gradient is not None and bool(gradient.any()):
@@ -161,8 +209,19 @@ def _sample_of_three(
         "advantages": torch.tensor([1.0, 1.0, -1.0]) if has_advantages else torch.zeros(3),
         "staleness": torch.zeros(3, dtype=torch.int32),
     }
-    declared: dict[str, Tensor] = {"ref_logprobs": torch.tensor([-0.7, -1.0, -1.3]), "entropy": logprobs.exp()}
-    signals = always | {name: declared[name] for name in needs if name in declared}
+    others = torch.tensor([-0.7, -1.0, -1.3])
+    declared = {
+        "ref_logprobs": {"ref_logprobs": others},
+        "entropy": {"entropy": logprobs.exp()},
+        "teacher_logprobs": {"teacher_logprobs": others},
+        "topk_logprobs": {
+            "topk_logprobs": torch.stack([logprobs, logprobs - 1], 1),
+            "teacher_topk_logprobs": torch.stack([others, others - 1], 1),
+        },
+    }
+    signals: dict[str, Tensor] = dict(always)
+    for name in needs:
+        signals |= declared.get(name, {})
     old = {"old_logprobs": always["old_logprobs"], "old_entropy": logprobs.detach().exp()}
     batch = MiniBatch(torch.arange(3), torch.tensor([0, 3], dtype=torch.int32), mask, always["advantages"], old)
     signals |= selected(selections, batch)

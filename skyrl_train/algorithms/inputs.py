@@ -121,6 +121,21 @@ class TokenInputs:
         return self._signal("ref_logprobs")
 
     @property
+    def teacher_logprobs(self) -> Tensor:
+        """float32, of the teacher, at the sampling temperature."""
+        return self._signal("teacher_logprobs")
+
+    @property
+    def topk_logprobs(self) -> Tensor:
+        """[P, k] float32, of the policy, with gradient: at the teacher's k likeliest tokens."""
+        return self._signal("topk_logprobs")
+
+    @property
+    def teacher_topk_logprobs(self) -> Tensor:
+        """[P, k] float32, of the teacher, at its k likeliest tokens."""
+        return self._signal("teacher_topk_logprobs")
+
+    @property
     def entropy(self) -> Tensor:
         """float32, of the policy's distribution, with gradient."""
         return self._signal("entropy")
@@ -154,7 +169,8 @@ class TokenInputs:
 
 
 def needs(*signals: str) -> Callable[[F], F]:
-    """Declare optional signals that a function reads: `entropy`, `ref_logprobs`; a selection: `old_entropy`, ..."""
+    """Declare optional signals that a function reads: entropy, ref_logprobs, teacher_logprobs, topk_logprobs; a
+    selection: `old_entropy`, ..."""
 
     def declare(function: F) -> F:
         function.needs = signals  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,8 @@ class Objective:
     """Divides the logits, as the engines' sampling does. Truncation (top-p, top-k, min-p) is refused in training."""
     logprobs_chunk_size: int
     """Positions whose float32 logits are in memory at a time."""
+    shaping: Bound | None = None
+    """f(TokenInputs) -> [P]: the advantages that the policy term and the corrections read instead of the given ones."""
     corrections: tuple[Bound, ...] = ()
     """f(TokenInputs) -> Correction; their product multiplies the policy term."""
     kl_estimator: Callable[[Tensor, Tensor], Tensor] = k3
@@ -81,6 +83,7 @@ class Objective:
     def needs(self) -> tuple[str, ...]:
         """Signals that any function declared."""
         functions = [term.loss for term in self.terms] + list(self.corrections)
+        functions += [] if self.shaping is None else [self.shaping]
         return tuple(dict.fromkeys(name for function in functions for name in function.needs))
 
     @property
@@ -94,6 +97,12 @@ class Objective:
     def selection_needs(self) -> tuple[str, ...]:
         """Signals that the selections read."""
         return tuple(dict.fromkeys(name for selection in self.selections for name in selection.needs))
+
+    def shaped(self, tokens: TokenInputs) -> TokenInputs:
+        """The inputs with the advantages that `shaping` makes of them."""
+        if self.shaping is None:
+            return tokens
+        return replace(tokens, signals={**tokens.signals, "advantages": self.shaping(tokens).detach()})
 
 
 def cross_entropy_objective(logprobs_chunk_size: int) -> Objective:
@@ -132,6 +141,7 @@ def objective_loss(
 
     Args: weights: name of each reduction -> [P] float32, each token's weight in the whole mini-batch.
     """
+    tokens = objective.shaped(tokens)
     metrics: dict[str, Metric] = {}
     factor = None
     for correction in objective.corrections:
@@ -160,6 +170,10 @@ def _differences(tokens: TokenInputs) -> dict[str, Metric]:
     if "old_logprobs" in signals:
         moved = signals["old_logprobs"] - tokens.logprobs.detach()
         metrics["policy/approx_kl"] = Metric(moved, Reduce.TOKEN_MEAN)
+    if "old_logprobs" in signals and "teacher_logprobs" in signals:
+        difference = signals["old_logprobs"] - signals["teacher_logprobs"]
+        metrics["policy/teacher_kl"] = Metric(difference, Reduce.TOKEN_MEAN)
+        metrics["policy/teacher_kl_max"] = Metric(difference, Reduce.MAX)
     if "old_logprobs" in signals and "rollout_logprobs" in signals:
         log_weight = signals["old_logprobs"] - signals["rollout_logprobs"]
         for reduce, name in ((Reduce.TOKEN_MEAN, "mean"), (Reduce.TOKEN_STD, "std"), (Reduce.MAX, "max")):

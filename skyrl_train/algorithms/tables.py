@@ -133,6 +133,7 @@ ADVANTAGES = Table(
         "opo": "advantages.groups:opo",
         "gpg": "advantages.groups:gpg",
         "pass@k": "advantages.groups:pass_at_k",
+        "zero": "advantages.groups:zero",
         "reinforce++": "advantages.reinforce:reinforce_plus_plus",
         "reinforce++_baseline": "advantages.reinforce:reinforce_plus_plus_baseline",
         "gae": "advantages.gae:gae",

@@ -21,7 +21,7 @@ def model_problems(config: Config) -> Iterator[str]:
     for model in config.trainer.scoring_models:
         own = shape
         if model.model_path != policy.model.path:
-            own = yield from _shape(model.model_path, f"{model.key}.model.path")
+            own = yield from _shape(model.model_path, model.path_key)
         is_same = (model.model_path, model.megatron_config) == (policy.model.path, policy.megatron_config)
         if own is not None and not is_same:
             yield from _cut(own, model.megatron_config, f"{model.key}.megatron_config")

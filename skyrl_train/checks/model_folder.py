@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skyrl_train.checks.equivalence import compare_with_hugging_face, known_config
-from skyrl_train.checks.tokenizer import check_tokenizer
+from skyrl_train.checks.tokenizer import check_same_tokens, check_tokenizer, load_tokenizer
 from skyrl_train.checks.weights import check_weights
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.hf.hub import local_folder
@@ -30,5 +30,7 @@ def check_scoring_models(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerB
     """Raises: ValueError for a reference or critic, other than the policy's model, that cannot score its tokens."""
     for model in trainer.scoring_models:
         if model.model_path != trainer.policy.model.path:
-            _, config = checked_folder(f"{model.key}.model.path", model.model_path)
+            folder, config = checked_folder(model.path_key, model.model_path)
             check_tokenizer(tokenizer, config.vocab_size, model.model_path)
+            if model.is_teacher:
+                check_same_tokens(tokenizer, load_tokenizer(folder), model.path_key, model.model_path)

@@ -123,7 +123,12 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"trainer.algorithm.dynamic_sampling.type is {algorithm.dynamic_sampling.type}: only the sources "
             f"on_policy and streaming apply it, and trainer.source is {config.trainer.source}. Set it to null"
         )
-    problems = list(algorithm_problems(algorithm.values, algorithm.parameters))
+    teacher = config.trainer.teacher.model
+    has_teacher = teacher.path is not None or bool(teacher.path_of_data_source)
+    problems = list(algorithm_problems(algorithm.values, algorithm.parameters, has_teacher=has_teacher))
+    for source, path in teacher.path_of_data_source.items():
+        if not isinstance(path, str) or not path:
+            yield f"trainer.teacher.model.path_of_data_source.{source} is {path}: it must be the path of a model"
     yield from problems
     is_stale = config.trainer.source == "streaming" and config.trainer.staleness > 0
     if is_stale and not problems and not uses_rollout_logprobs(build_objective(algorithm.values, 1.0, 1)):

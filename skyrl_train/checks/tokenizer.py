@@ -51,3 +51,22 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model: 
             f"vocabulary of {vocab_size} of {model}: the last is {last!r} with id {token_id}. {REMEDY}, or enlarge the "
             "model's embedding"
         )
+
+
+def check_same_tokens(
+    tokenizer: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, key: str, path: str
+) -> None:
+    """Raises: ValueError if a token of the policy has another id, or none, in the teacher's tokenizer.
+
+    Further tokens of the teacher do no harm: it scores the policy's.
+    """
+    ids = teacher.get_vocab()
+    other = {token: number for token, number in tokenizer.get_vocab().items() if ids.get(token) != number}
+    if other:
+        token, number = min(other.items(), key=lambda item: item[1])
+        found = f"id {ids[token]}" if token in ids else "missing"
+        raise ValueError(
+            f"{key} is {path}: its tokenizer differs from the policy's in {len(other)} tokens, so that it would score "
+            f"other text. The first is {token!r}: id {number} in the policy's, {found} in the teacher's. Use a teacher "
+            "with the tokenizer of the policy"
+        )

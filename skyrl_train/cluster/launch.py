@@ -145,7 +145,9 @@ async def _spawn(
         if model.signal == "values":
             critic = CriticGroup(groups[-1])
         else:
-            scorers.append(ScorerGroup(model.name, model.signal, FrozenGroup(groups[-1]), "logprobs"))
+            method = "teacher_logprobs" if model.is_teacher else "logprobs"
+            group = FrozenGroup(groups[-1])
+            scorers.append(ScorerGroup(model.name, model.signal, group, method, model.data_sources))
     devices = await sharing.visible_devices(groups[0], slots[ENGINES])
     restarts = sharing.max_engine_restarts
     engines = EnginePool(slots[ENGINES], settings, logs, trainer.timeout_s, devices, max_restarts=restarts)
@@ -175,7 +177,7 @@ async def _start(
     ]
     frozen = [scorer.model for scorer in processes.scorers if not scorer.is_policy]
     for group, model in zip(frozen, config.trainer.frozen_models, strict=True):
-        trainers.append((group, partial(group.start, frozen_arguments(config, model))))
+        trainers.append((group, partial(group.start, frozen_arguments(config, model, objective))))
     if (critic := processes.critic) is not None:
         state = None if saved is None else saved.critic
         trainers.append((critic, partial(critic.start, critic_arguments(config, num_optimizer_steps), state)))

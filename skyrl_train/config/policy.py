@@ -121,14 +121,6 @@ class SyncedPolicyConfig(PolicyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RefConfig:
-    """The frozen reference model of the KL term; not started without one."""
-
-    model: ModelConfig
-    megatron_config: MegatronConfig
-
-
-@dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     """The critic of estimators that read values; not started without one."""
 
@@ -144,11 +136,75 @@ class FrozenModel:
     name: str
     """In logs, metrics and messages, such as reference."""
     signal: str
-    """Field of TokenInputs that its logprobs become."""
+    """Field of TokenInputs that its logprobs become; for a teacher its name, since it gives several fields."""
     key: str
     """Its keys are below this one."""
+    path_key: str
     model_path: str
     megatron_config: MegatronConfig
     num_ranks: int
     ranks_key: str
     """Keys whose product is num_ranks."""
+    data_sources: tuple[str, ...] | None = None
+    """Data sources of the prompts whose samples it scores; None for all."""
+    is_teacher: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefConfig:
+    """The frozen reference model of the KL term; not started without one."""
+
+    model: ModelConfig
+    megatron_config: MegatronConfig
+
+    def frozen_model(self, num_ranks: int) -> FrozenModel:
+        return FrozenModel(
+            name="reference",
+            signal="ref_logprobs",
+            key="trainer.ref",
+            path_key="trainer.ref.model.path",
+            model_path=self.model.path,
+            megatron_config=self.megatron_config,
+            num_ranks=num_ranks,
+            ranks_key="trainer.placement.ref_num_nodes * ref_num_gpus_per_node",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherModelConfig:
+    """One model, or one for each data source."""
+
+    path: Text | None
+    path_of_data_source: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """Frozen model that the policy learns from (algorithm.distillation); not started without a path."""
+
+    model: TeacherModelConfig
+    megatron_config: MegatronConfig
+
+    def frozen_models(self, num_ranks: int) -> tuple[FrozenModel, ...]:
+        """One for each distinct path."""
+        default, key = self.model.path, "trainer.teacher.model"
+        sources: dict[str, tuple[str, ...] | None] = {} if default is None else {default: None}
+        for source, path in self.model.path_of_data_source.items():
+            if path != default:
+                sources[path] = (*(sources.get(path) or ()), source)
+        names = ["teacher"] if len(sources) == 1 else [f"teacher_{number}" for number in range(len(sources))]
+        return tuple(
+            FrozenModel(
+                name=name,
+                signal=name,
+                key="trainer.teacher",
+                path_key=f"{key}.path" if own is None else f"{key}.path_of_data_source.{own[0]}",
+                model_path=path,
+                megatron_config=self.megatron_config,
+                num_ranks=num_ranks,
+                ranks_key="trainer.placement.teacher_num_nodes * teacher_num_gpus_per_node",
+                data_sources=own,
+                is_teacher=True,
+            )
+            for name, (path, own) in zip(names, sources.items(), strict=True)
+        )

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS, reads_values
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.config.policy import CriticConfig, FrozenModel, RefConfig, SyncedPolicyConfig
+from skyrl_train.config.policy import CriticConfig, FrozenModel, RefConfig, SyncedPolicyConfig, TeacherConfig
 from skyrl_train.config.program import Program
 from skyrl_train.config.training import PolicyPlacementConfig, RunConfig, TrainingConfig
 from skyrl_train.config.values import (
@@ -39,6 +39,8 @@ class PlacementConfig(PolicyPlacementConfig):
     ref_num_gpus_per_node: Count
     critic_num_nodes: Count
     critic_num_gpus_per_node: Count
+    teacher_num_nodes: Count
+    teacher_num_gpus_per_node: Count
 
     @property
     def num_ref_ranks(self) -> int:
@@ -47,6 +49,10 @@ class PlacementConfig(PolicyPlacementConfig):
     @property
     def num_critic_ranks(self) -> int:
         return self.critic_num_nodes * self.critic_num_gpus_per_node
+
+    @property
+    def num_teacher_ranks(self) -> int:
+        return self.teacher_num_nodes * self.teacher_num_gpus_per_node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +144,17 @@ class DynamicSamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillationConfig:
+    """How the policy learns from trainer.teacher."""
+
+    distillation_type: Annotated[str, OneOf(("advantage", "loss", "topk_forward", "topk_reverse"))] | None
+    distillation_coef: NotNegative
+    distillation_kl_estimator: Annotated[str, KL_ESTIMATORS]
+    distillation_topk: Count
+    distillation_reduction: Annotated[str, REDUCTIONS] | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Settings of the RL algorithm."""
 
@@ -175,6 +192,7 @@ class AlgorithmConfig:
     use_entropy_loss: bool
     entropy_loss_coef: NotNegative
     entropy_loss_reduction: Annotated[str, REDUCTIONS] | None
+    distillation: DistillationConfig
     parameters: dict[str, Any]
 
     @property
@@ -222,6 +240,7 @@ class TrainerConfig(TrainingConfig):
     custom_modules: tuple[Text, ...]
     ref: RefConfig
     critic: CriticConfig
+    teacher: TeacherConfig
     source: Text
     max_staleness: CountOrZero | None
     pipeline_depth: CountOrZero | None
@@ -246,19 +265,9 @@ class TrainerConfig(TrainingConfig):
     def frozen_models(self) -> tuple[FrozenModel, ...]:
         """Models with processes of their own that score each step; with LoRA the reference is the policy without
         adapters."""
-        if not self.algorithm.needs_reference or self.policy.model.lora.rank > 0:
-            return ()
-        return (
-            FrozenModel(
-                name="reference",
-                signal="ref_logprobs",
-                key="trainer.ref",
-                model_path=self.ref.model.path,
-                megatron_config=self.ref.megatron_config,
-                num_ranks=self.placement.num_ref_ranks,
-                ranks_key="trainer.placement.ref_num_nodes * ref_num_gpus_per_node",
-            ),
-        )
+        has_reference = self.algorithm.needs_reference and self.policy.model.lora.rank == 0
+        reference = [self.ref.frozen_model(self.placement.num_ref_ranks)] if has_reference else []
+        return (*reference, *self.teacher.frozen_models(self.placement.num_teacher_ranks))
 
     @property
     def scoring_models(self) -> tuple[FrozenModel, ...]:
@@ -269,6 +278,7 @@ class TrainerConfig(TrainingConfig):
             name="critic",
             signal="values",
             key="trainer.critic",
+            path_key="trainer.critic.model.path",
             model_path=self.critic.model.path,
             megatron_config=self.critic.megatron_config,
             num_ranks=self.placement.num_critic_ranks,

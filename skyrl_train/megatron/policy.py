@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -100,20 +100,21 @@ class MegatronPolicy(TrainedModel):
         epochs: int = 1,
         objective: Objective | None = None,
         limit: LogprobLimit | None = None,
-        **signals: Tensor,
+        **signals: Tensor | Mapping[str, Tensor],
     ) -> UpdateReport:
         """Take one optimizer step per mini-batch and epoch, on the given objective or by default the policy's.
 
         The old logprobs of a single step come from its own forward pass; otherwise `keep_old_logprobs` must have
         computed them. An update that the limit refuses changes nothing.
 
-        Args: signals: [T] each, by their names in TokenInputs: advantages, and ref_logprobs if a term reads them.
+        Args: signals: [T] each, by their names in TokenInputs: advantages, and ref_logprobs if a term reads them; or a
+            teacher's, by these names: those of several teachers are added, each 0 where another one scores.
         Raises: RuntimeError if old logprobs are missing, or belong to another step or other weights.
         """
         self._memory.require("update", WEIGHTS, OPTIMIZER)
         check = LogprobCheck(limit, batch, self.ranks)
         with self._tracer("update"):
-            report = self._update(batch, epochs, objective or self._objective, check, signals)
+            report = self._update(batch, epochs, objective or self._objective, check, _by_field(signals))
         self._tracer.step += 1
         return report
 
@@ -174,6 +175,14 @@ class MegatronPolicy(TrainedModel):
             sums |= save_hf(self.model, self._model_path, unfinished, merged(lora))
             if lora is not None:
                 save_adapter(lora, f"{unfinished}/adapter", local_folder(self._model_path), self._model_path)
+
+
+def _by_field(signals: Mapping[str, Tensor | Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    fields: dict[str, Tensor] = {}
+    for name, value in signals.items():
+        for field, tensor in value.items() if isinstance(value, Mapping) else ((name, value),):
+            fields[field] = fields[field] + tensor if field in fields else tensor
+    return fields
 
 
 def _refused(check: LogprobCheck) -> UpdateReport:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from torch import Tensor
+from transformers import AutoConfig
 
 from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.hf.hub import local_folder
 from skyrl_train.megatron.model.model import build_model, dtype_of
 from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.passes.packing import Packer
 from skyrl_train.megatron.passes.profiling import Tracer
-from skyrl_train.megatron.passes.step import batch_logprobs
+from skyrl_train.megatron.passes.step import batch_logprobs, batch_topk
 from skyrl_train.megatron.residency.memory import DeviceMemory
 from skyrl_train.ranks import WEIGHTS, Moved, Rendezvous
 from skyrl_train.types import TrainBatch
@@ -28,12 +30,19 @@ class MegatronScorer:
         seed: int,
         temperature: float,
         name: str = "reference",
+        topk: int = 0,
+        policy_path: str | None = None,
     ) -> None:
-        """Args: name: of its traces."""
+        """Args: name: of its traces; topk: number of likeliest tokens of a teacher; policy_path: the model that
+        learns from these, which must have them in its vocabulary."""
         self.ranks = join(rendezvous, config, seed)
         self._tracer = Tracer(config.torch_profiler_config, name, rendezvous.rank)
         self._chunk, self._temperature = config.logprobs_chunk_size, temperature
         self._model = build_model(model_path, config, dtype_of(bf16), trainable=False)
+        self._topk, self._num_candidates = topk, self._model.vocab_size
+        if policy_path is not None:
+            policy = AutoConfig.from_pretrained(local_folder(policy_path), trust_remote_code=False)
+            self._num_candidates = min(self._num_candidates, policy.get_text_config().vocab_size)
         self._memory = DeviceMemory(self._model.modules)
         self._packer = Packer.of_layout(sequence_parallel=self._model.bridge.config.sequence_parallel)
 
@@ -44,6 +53,21 @@ class MegatronScorer:
             logprobs = batch_logprobs(self._model, self._packer, batch, self._temperature, self._chunk)
         self._tracer.step += 1
         return logprobs if self.ranks.reports else None
+
+    def teacher_logprobs(self, batch: TrainBatch) -> dict[str, Tensor] | None:
+        """Fields of a teacher, on the reporting rank of the data-parallel shard. A collective.
+
+        Returns: teacher_logprobs [T] float32 and, with `topk`, teacher_topk_ids [T, k] int32 and
+        teacher_topk_logprobs [T, k] float32 of the likeliest tokens; all are 0 where the batch's micro-batches have no
+        sample.
+        """
+        self._memory.require("teacher_logprobs", WEIGHTS)
+        with self._tracer("teacher_logprobs"):
+            fields = batch_topk(
+                self._model, self._packer, batch, self._temperature, self._chunk, self._topk, self._num_candidates
+            )
+        self._tracer.step += 1
+        return fields if self.ranks.reports else None
 
     def offload(self) -> Moved:
         """Free the weights on the device; they are copied to the host the first time only."""

@@ -27,7 +27,7 @@ class Signals:
     """Results of all scorers; the driver holds references, and tensors only where credit assignment reads them."""
 
     refs: Mapping[str, Sequence[Any]]
-    """Field of TokenInputs -> a reference to the values [T] of each shard."""
+    """Signal of each scorer -> a reference to the values [T] of each shard, or of a teacher to several by field."""
     has_old_logprobs: bool
     """Whether the policy's ranks keep logprobs of the weights before the update."""
     fetched: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
@@ -51,12 +51,15 @@ class Scorers:
         self._trainer, self._policy, self._scorers, self._residency = trainer, policy, scorers, residency
         self._has_selections = has_selections
 
-    async def score(self, shards: Shards) -> dict[str, Sequence[Any]]:
-        """`Signals.refs` of all scorers."""
+    async def score(self, shards: Shards, data_sources: Sequence[str]) -> dict[str, Sequence[Any]]:
+        """`Signals.refs` of all scorers.
+
+        Args: data_sources: of each sample's prompt. Raises: ValueError for a sample that no teacher is for.
+        """
         refs: dict[str, Sequence[Any]] = {}
-        for scorer in self._scorers:
+        for scorer, own in self._assigned(shards, data_sources):
             await self._residency.for_scoring(scorer)
-            refs[scorer.signal] = await scorer.score(shards)
+            refs[scorer.signal] = await scorer.score(own)
         return refs
 
     async def score_with_policy(self, shards: Shards, refs: Mapping[str, Sequence[Any]]) -> Signals:
@@ -67,6 +70,32 @@ class Scorers:
             return Signals(refs, has_old_logprobs=False)
         fetched = await self._policy.keep_old_logprobs(shards, ref_logprobs)
         return Signals(refs, has_old_logprobs=True, fetched=fetched)
+
+    def _assigned(self, shards: Shards, data_sources: Sequence[str]) -> list[tuple[ScorerGroup, Shards]]:
+        """Scorers with the shards that each scores, without those that have no sample in this step."""
+        of_source = {source: scorer for scorer in self._scorers for source in scorer.data_sources or ()}
+        if not of_source:
+            return [(scorer, shards) for scorer in self._scorers]
+        teacher = self._trainer.teacher.model
+        missing = set(data_sources) - of_source.keys() - teacher.path_of_data_source.keys()
+        if missing and teacher.path is None:
+            raise ValueError(
+                f"the data source {min(missing)} has no teacher. Add it to trainer.teacher.model.path_of_data_source, "
+                "or set trainer.teacher.model.path, the teacher of all others"
+            )
+        default = next(
+            (scorer for scorer in self._scorers if scorer.signal.startswith("teacher") and scorer.data_sources is None),
+            None,
+        )
+        assigned = []
+        for scorer in self._scorers:
+            if scorer.data_sources is None and scorer is not default:
+                assigned.append((scorer, shards))
+                continue
+            is_chosen = [of_source.get(source, default) is scorer for source in data_sources]
+            if any(is_chosen):
+                assigned.append((scorer, shards.only(is_chosen)))
+        return assigned
 
     def _needs_old_logprobs(self, shards: Shards) -> bool:
         """With one mini-batch and one epoch the update's own forward pass gives them, unless dropout makes it another

@@ -76,7 +76,8 @@ class TrainingStep:
             scores = await self.first_check.scores(groups)
         values, metrics = None, Metrics()
         with self.timers("fwd_logprobs_values_reward"):
-            scored = await self.scorers.score(shards)
+            sources = [group.prompt.data_source for group in groups for _ in group.samples]
+            scored = await self.scorers.score(shards, sources)
             if self.critic is not None:
                 values = await self.critic.values(batch, len(groups), shards.step_id)
         if credit is None and not self.config.trainer.algorithm.use_kl_in_reward:
@@ -127,7 +128,8 @@ class TrainingStep:
         """Args: tokens: name in TokenInputs -> [T], values that the driver computed. Raises: LogprobsDiffer."""
         version, epochs = self.policy.policy_version, self.config.trainer.update_epochs_per_batch
         with self.timers("policy_train"):
-            values = {name: refs for name, refs in signals.refs.items() if name in self.objective.needs}
+            unused = {"ref_logprobs"} - set(self.objective.needs)  # with a KL penalty in the reward alone
+            values = {name: refs for name, refs in signals.refs.items() if name not in unused}
             values |= {name: shards.put(computed, batch) for name, computed in tokens.items()}
             limit = LogprobLimit(
                 nats=self.logprob_bound.fail,

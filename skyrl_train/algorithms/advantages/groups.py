@@ -88,6 +88,12 @@ def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (scale * (r - (group_sum(r, group, len(size)) / size)[group])).to(torch.float32)
 
 
+@per_sample
+def zero(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """0 for every sample: rewards are logged and not trained, for distillation alone."""
+    return torch.zeros_like(rewards)
+
+
 @compares_samples
 @per_sample
 def pass_at_k(rewards: Tensor, group_ids: Tensor, *, grpo_norm_by_std: bool) -> Tensor:

@@ -44,11 +44,14 @@ def critic_arguments(config: Config, policy_steps: int) -> dict[str, Any]:
     }
 
 
-def frozen_arguments(config: Config, model: FrozenModel) -> dict[str, Any]:
+def frozen_arguments(config: Config, model: FrozenModel, objective: Objective) -> dict[str, Any]:
     """Keyword arguments of `MegatronScorer`, apart from the rendezvous."""
     trainer = config.trainer
+    topk = trainer.algorithm.distillation.distillation_topk if "topk_logprobs" in objective.needs else 0
     return {
         "name": model.name,
+        "topk": topk if model.is_teacher else 0,
+        "policy_path": seen_from_anywhere(trainer.policy.model.path),
         "model_path": seen_from_anywhere(model.model_path),
         "config": _traced_absolutely(model.megatron_config),
         "bf16": trainer.bf16,

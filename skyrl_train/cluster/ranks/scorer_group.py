@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from skyrl_train.cluster.ranks.model_group import ModelGroup
@@ -18,9 +19,13 @@ class FrozenGroup(ModelGroup):
 class ScorerGroup:
     """Computes one signal for every token of a step's shards; the results stay on the ranks."""
 
-    def __init__(self, name: str, signal: str, model: ModelGroup, method: str) -> None:
-        """Args: name: in metrics and logs; signal: its field in TokenInputs; method: of the ranks' worker."""
-        self.name, self.signal, self.model = name, signal, model
+    def __init__(
+        self, name: str, signal: str, model: ModelGroup, method: str, data_sources: Sequence[str] | None = None
+    ) -> None:
+        """Args: name: in metrics and logs; signal: its field in TokenInputs; method: of the ranks' worker;
+        data_sources: of the prompts whose samples it scores, None for all that no other scorer of its method names.
+        """
+        self.name, self.signal, self.model, self.data_sources = name, signal, model, data_sources
         self._method = method
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -22,6 +23,24 @@ class Shards:
     @property
     def step_id(self) -> int:
         return self.batches[0].step_id
+
+    def only(self, is_chosen: Sequence[bool]) -> Shards:
+        """Shards whose micro-batches have the chosen samples alone. Args: is_chosen: [B] of the batch."""
+
+        def chosen(batch: TrainBatch, samples: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(sample for sample in samples if is_chosen[int(batch.sample_ids[sample])])
+
+        return Shards(
+            [
+                replace(
+                    batch,
+                    mini_batches=tuple(
+                        tuple(chosen(batch, samples) for samples in mini_batch) for mini_batch in batch.mini_batches
+                    ),
+                )
+                for batch in self.batches
+            ]
+        )
 
     def put(self, values: Tensor, batch: TokenBatch) -> list[Any]:
         """References to each shard's part of values [T] of the batch."""

@@ -16,12 +16,12 @@ from torch import Tensor
 from skyrl_train import kernels
 
 
-def _reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
+def reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
     if group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)
 
 
-def _float32(logits: Tensor) -> Tensor:
+def float32_copy(logits: Tensor) -> Tensor:
     """A copy, of float32 logits too: it is modified in place, and the logits are saved for backward."""
     return logits.to(torch.float32, copy=True)
 
@@ -39,7 +39,7 @@ class _VocabParallel(torch.autograd.Function):
         vocab_size: int,
     ) -> tuple[Tensor, Tensor]:
         num = len(logits)
-        first, width = _columns(logits, group, vocab_size)
+        first, width = columns(logits, group, vocab_size)
         local = labels - first
         here = (local >= 0) & (local < width)
         local = local.clamp(0, width - 1)
@@ -47,9 +47,9 @@ class _VocabParallel(torch.autograd.Function):
         entropy = torch.zeros(num, dtype=torch.float32, device=logits.device)
         for start in range(0, num, chunk):
             span = slice(start, start + chunk)
-            shifted = _float32(logits[span, :width]).div_(temperature)
+            shifted = float32_copy(logits[span, :width]).div_(temperature)
             m = shifted.amax(-1)
-            _reduce(m, dist.ReduceOp.MAX, group)
+            reduce(m, dist.ReduceOp.MAX, group)
             shifted.sub_(m[:, None])
             target = shifted.gather(1, local[span, None])[:, 0] * here[span]
             exp = shifted.exp()
@@ -58,7 +58,7 @@ class _VocabParallel(torch.autograd.Function):
             if with_entropy:
                 parts.append(shifted.mul_(exp).sum(-1))
             sums = torch.stack(parts)
-            _reduce(sums, dist.ReduceOp.SUM, group)
+            reduce(sums, dist.ReduceOp.SUM, group)
             log_sum = sums[0].log()
             logprobs[span] = sums[1] - log_sum
             log_z[span] = log_sum + m
@@ -77,7 +77,7 @@ class _VocabParallel(torch.autograd.Function):
         rows = torch.arange(len(logits), device=logits.device)
         for start in range(0, len(logits), ctx.chunk):
             span = slice(start, start + ctx.chunk)
-            log_p = _float32(logits[span, : ctx.width]).div_(ctx.temperature).sub_(log_z[span, None])
+            log_p = float32_copy(logits[span, : ctx.width]).div_(ctx.temperature).sub_(log_z[span, None])
             grad = log_p.exp()
             if ctx.with_entropy:
                 # dH/dx_j = -p_j (log p_j + H)
@@ -105,7 +105,7 @@ class _FusedVocabParallel(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         from skyrl_train.kernels.vocabulary import statistics
 
-        first, width = _columns(logits, group, vocab_size)
+        first, width = columns(logits, group, vocab_size)
         local = labels - first
         m, l, s, target = statistics(logits, local, width, temperature, with_entropy=with_entropy)
         if group.size() > 1:
@@ -136,7 +136,7 @@ class _FusedVocabParallel(torch.autograd.Function):
         return out, None, None, None, None, None
 
 
-def _columns(logits: Tensor, group: dist.ProcessGroup, vocab_size: int) -> tuple[int, int]:
+def columns(logits: Tensor, group: dist.ProcessGroup, vocab_size: int) -> tuple[int, int]:
     """First vocabulary id of this shard, and how many of its columns are not padding."""
     shard = logits.shape[1]
     first = group.rank() * shard

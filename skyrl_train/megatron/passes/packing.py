@@ -89,7 +89,7 @@ class Packer:
     ) -> MicroBatch:
         """Pack `samples` of the batch; without samples, one sample of padding.
 
-        Args: signals [T] of the whole batch, besides its own.
+        Args: signals [T] or [T, k] of the whole batch, besides its own.
         """
         chosen = torch.tensor(samples, dtype=torch.int64)
         starts = batch.cu_seqlens[:-1].long()[chosen]
@@ -109,8 +109,8 @@ class Packer:
             return (whole if local is None else whole[local]).to(self.device, non_blocking=True)
 
         def at_predictor(values: Tensor) -> Tensor:
-            """[T] -> [P / C]"""
-            return to_device(values.new_zeros(size + 1).scatter_(0, source, values)[:size])
+            """[T, ...] -> [P / C, ...]"""
+            return to_device(values.new_zeros((size + 1, *values.shape[1:])).index_copy_(0, source, values)[:size])
 
         def aligned(values: Tensor) -> Tensor:
             return at_predictor(values[token_slice])
@@ -147,14 +147,15 @@ def _ranges(lengths: Tensor) -> Tensor:
 
 
 def unpack(values: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """Values at the local predicting positions [P / C] -> values of the tokens [T], 0 for each sample's first token.
+    """Values at the local predicting positions [P / C, ...] -> of the tokens [T, ...], 0 for each sample's first token.
 
     A collective over the context-parallel group.
     """
     if micro_batch.local is not None:
-        whole = values.new_zeros(len(micro_batch.local) * parallel_state.get_context_parallel_world_size())
+        size = len(micro_batch.local) * parallel_state.get_context_parallel_world_size()
+        whole = values.new_zeros((size, *values.shape[1:]))
         whole[micro_batch.local.to(values.device)] = values
         dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
         values = whole
-    padded = torch.cat([values, values.new_zeros(1)])
+    padded = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])
     return padded[micro_batch.source]

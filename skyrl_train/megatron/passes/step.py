@@ -26,6 +26,7 @@ from skyrl_train.megatron.passes.logprobs import vocab_parallel_logprobs
 from skyrl_train.megatron.passes.metrics import LOGPROB_DIFFERENCE, MicroBatchSums, PassMetrics
 from skyrl_train.megatron.passes.packing import MicroBatch, Packer, Targets, unpack
 from skyrl_train.megatron.passes.pipeline import between_stages, forget_messages
+from skyrl_train.megatron.passes.topk import vocab_parallel_logprobs_at, vocab_parallel_topk
 from skyrl_train.types import TrainBatch
 
 
@@ -82,40 +83,64 @@ def batch_logprobs_and_entropy(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Like `batch_logprobs`, and the entropy of the distribution of every token, [T] each."""
 
-    def values(logits: Tensor, targets: Targets) -> tuple[Tensor, ...]:
+    def values(logits: Tensor, targets: Targets) -> dict[str, Tensor]:
         both = _logprobs(logits, targets, temperature, chunk, with_entropy=with_entropy, vocab_size=model.vocab_size)
-        return both if with_entropy else both[:1]
+        return dict(zip(("logprobs", "entropy"), both if with_entropy else both[:1], strict=False))
 
     found = _of_tokens(model, packer, batch, values)
-    return found[0] if found else None, found[1] if len(found) > 1 else None
+    return found.get("logprobs"), found.get("entropy")
 
 
 def batch_values(model: Model, packer: Packer, batch: TrainBatch) -> Tensor | None:
     """Value of the state before every token of the batch, like `batch_logprobs`."""
-    found = _of_tokens(model, packer, batch, lambda values, targets: (values[:, 0],))
-    return found[0] if found else None
+    return _of_tokens(model, packer, batch, lambda values, targets: {"values": values[:, 0]}).get("values")
+
+
+def batch_topk(
+    model: Model, packer: Packer, batch: TrainBatch, temperature: float, chunk: int, k: int, num_candidates: int
+) -> dict[str, Tensor]:
+    """Fields of a teacher: `batch_logprobs` as teacher_logprobs and, with k > 0, its k likeliest tokens.
+
+    Args: num_candidates: vocabulary of the model that learns. Returns: see `MegatronScorer.teacher_logprobs`; {} before
+    the last stage.
+    """
+    group, vocab_size = parallel_state.get_tensor_model_parallel_group(), model.vocab_size
+
+    def values(logits: Tensor, targets: Targets) -> dict[str, Tensor]:
+        logprobs, _ = _logprobs(logits, targets, temperature, chunk, with_entropy=False, vocab_size=vocab_size)
+        if k == 0:
+            return {"teacher_logprobs": logprobs}
+        sizes = {"vocab_size": vocab_size, "num_candidates": num_candidates}
+        ids, best = vocab_parallel_topk(logits, k, group, temperature=temperature, chunk=chunk, **sizes)
+        return {"teacher_logprobs": logprobs, "teacher_topk_ids": ids, "teacher_topk_logprobs": best}
+
+    return _of_tokens(model, packer, batch, values)
 
 
 def _of_tokens(
-    model: Model, packer: Packer, batch: TrainBatch, at_positions: Callable[[Tensor, Targets], tuple[Tensor, ...]]
-) -> list[Tensor]:
-    """[T] float32 for each tensor that at_positions(output of the last stage, targets) gives, [P / C]; [] before the
-    last stage."""
+    model: Model, packer: Packer, batch: TrainBatch, at_positions: Callable[[Tensor, Targets], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """[T, ...] on the CPU for each tensor [P / C, ...] of at_positions(output of the last stage, targets); 0 for tokens
+    of no micro-batch; {} before the last stage."""
     micro_batches = [packer.pack(batch, samples) for mini_batch in batch.mini_batches for samples in mini_batch]
 
-    def collect(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def collect(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         values = at_positions(output, micro_batch.targets)
         nothing = output.new_zeros((), dtype=torch.float32)
-        return nothing, torch.stack([unpack(each, micro_batch) for each in values])
+        return nothing, {name: unpack(each, micro_batch) for name, each in values.items()}
 
     with torch.no_grad():
         results = _run(model, micro_batches, collect, forward_only=True)
     if not results:
-        return []
-    tokens = torch.zeros(len(results[0]), len(batch.token_ids), dtype=torch.float32)
-    for micro_batch, values in zip(micro_batches, results, strict=True):
-        tokens[:, micro_batch.token_slice] = values.cpu()
-    return list(tokens)
+        return {}
+    tokens = {
+        name: torch.zeros((len(batch.token_ids), *values.shape[1:]), dtype=values.dtype)
+        for name, values in results[0].items()
+    }
+    for micro_batch, fields in zip(micro_batches, results, strict=True):
+        for name, values in fields.items():
+            tokens[name][micro_batch.token_slice] = values.cpu()
+    return tokens
 
 
 def forward_backward(
@@ -257,6 +282,15 @@ def _loss(
         signals.setdefault("old_logprobs", predicted.detach())
         if "entropy" in objective.needs:
             signals["entropy"] = entropy
+    if "topk_logprobs" in objective.needs:
+        signals["topk_logprobs"] = vocab_parallel_logprobs_at(
+            output,
+            signals.pop("teacher_topk_ids"),
+            parallel_state.get_tensor_model_parallel_group(),
+            temperature=objective.temperature,
+            chunk=objective.logprobs_chunk_size,
+            vocab_size=vocab_size,
+        )
     context_parallel = parallel_state.get_context_parallel_world_size() > 1
     group = parallel_state.get_context_parallel_group() if context_parallel else None
     per_sample = PerSample(targets.sample, targets.num_samples, targets.loss_mask, group)

@@ -76,7 +76,7 @@ def hugging_face(
         for reduction in objective.reductions
     }
     losses: dict[str, list[Tensor]] = {term.name: [] for term in objective.terms}
-    all_logprobs, entropies = [], []
+    all_logprobs, entropies, likeliest = [], [], []
     totals: dict[str, Total] = {}
     for start, end in itertools.pairwise(bounds):
         tokens = experience.token_ids[start:end].to(model_device)
@@ -84,6 +84,9 @@ def hugging_face(
         distribution = logits.log_softmax(-1)[:-1]
         sampled = distribution.gather(1, tokens[1:, None])[:, 0].cpu()
         all_logprobs.append(torch.cat([torch.zeros(1), sampled]))
+        if trial.teacher_topk is not None:
+            ids = trial.teacher_topk[0][start:end].long()
+            likeliest.append(torch.cat([torch.zeros(1, ids.shape[1]), distribution.cpu().gather(1, ids[1:])]))
         entropies.append(torch.cat([torch.zeros(1), -(distribution.exp() * distribution).sum(-1).cpu()]))
     fixed = torch.cat(all_logprobs).detach()
     old = {"old_logprobs": fixed + trial.old_offsets, "old_entropy": torch.cat(entropies).detach()}
@@ -93,14 +96,19 @@ def hugging_face(
         signals = {name: values[start:end] for name, values in experience.signals.items()} | {
             "old_logprobs": old["old_logprobs"][start:end],
             "ref_logprobs": fixed[start:end] + trial.ref_offsets[start:end],
+            "teacher_logprobs": fixed[start:end] + trial.ref_offsets[start:end],
             "advantages": trial.advantages[start:end],
             "entropy": entropies[index],
             **{name: values[start:end] for name, values in chosen.items()},
         }
+        signals |= {name: values[start:end] for name, values in trial.teacher_signals.items()}
+        if trial.teacher_topk is not None:
+            signals["topk_logprobs"] = likeliest[index]
         per_sample = PerSample(torch.zeros(end - start, dtype=torch.int64), 1, mask)
-        inputs = TokenInputs(logprobs, mask, per_sample, signals)
+        given = TokenInputs(logprobs, mask, per_sample, signals)
         if every_metric:
-            _add(totals, objective, inputs, {name: values[start:end] for name, values in weights.items()})
+            _add(totals, objective, given, {name: values[start:end] for name, values in weights.items()})
+        inputs = objective.shaped(given)
         factors = [correction(inputs).factor for correction in objective.corrections]
         for term in objective.terms:
             terms = term.loss(inputs).terms

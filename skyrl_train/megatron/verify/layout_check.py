@@ -150,7 +150,8 @@ def _run_rank(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, tuple[Obje
     signals = {}
     if logprobs is not None:
         signals["old_logprobs"] = logprobs + trial.old_offsets[tokens]
-        signals["ref_logprobs"] = logprobs + trial.ref_offsets[tokens]
+        signals["ref_logprobs"] = signals["teacher_logprobs"] = logprobs + trial.ref_offsets[tokens]
+        signals |= {name: values[tokens] for name, values in trial.teacher_signals.items()}
     old = {"old_logprobs": signals.get("old_logprobs"), "old_entropy": entropy}
     results = []
     for objective in objectives:

@@ -27,12 +27,21 @@ class Trial:
     old_offsets: Tensor
     """[T] float32: old logprobs = logprobs of this forward pass + these, as if the policy had been updated."""
     ref_offsets: Tensor
-    """[T] float32: the same for the reference's logprobs."""
+    """[T] float32: the same for the logprobs of the reference and of a teacher."""
     objective: Objective
     max_lengths: MaxLengths
+    teacher_topk: tuple[Tensor, Tensor] | None = None
+    """Ids [T, k] int32 and logprobs [T, k] float32 of a teacher's likeliest tokens."""
     bf16: bool = False
     lora: LoraConfig | None = None
     """Adapters to train; the outcome then has their gradients."""
+
+    @property
+    def teacher_signals(self) -> dict[str, Tensor]:
+        """Signals of `teacher_topk`."""
+        if self.teacher_topk is None:
+            return {}
+        return dict(zip(("teacher_topk_ids", "teacher_topk_logprobs"), self.teacher_topk, strict=True))
 
 
 def random_trial(

@@ -16,6 +16,7 @@ from torch import Tensor
 from skyrl_train.algorithms.advantages.gae import gae
 from skyrl_train.algorithms.build import bind
 from skyrl_train.algorithms.credit import CreditInputs, advantages, whitened
+from skyrl_train.algorithms.distillation import kl_to_teacher, teacher_advantages, topk_forward, topk_reverse
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
 from skyrl_train.algorithms.losses.value import clipped_value_loss
 from skyrl_train.algorithms.objective import Bound
@@ -48,14 +49,14 @@ def token_batch(case: dict[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def token_inputs(batch: dict[str, Tensor], *, one_sample_per_token: bool = False) -> TokenInputs:
+def token_inputs(batch: dict[str, Tensor], *, one_sample_per_token: bool = False, **others: Tensor) -> TokenInputs:
     mask = batch["loss_mask"].bool()
     lengths = batch["cu_seqlens"].diff()
     sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     if one_sample_per_token:
         sample = torch.arange(len(mask))
     names = ("old_logprobs", "rollout_logprobs", "advantages", "ref_logprobs")
-    signals = {name: batch[name].double() for name in names}
+    signals = {name: batch[name].double() for name in names} | others
     logprobs = batch["logprobs"].double().clone().requires_grad_()
     return TokenInputs(logprobs, mask, PerSample(sample, int(sample.max()) + 1, mask), signals)
 
@@ -443,6 +444,68 @@ def test_normalised_advantages_are_those_of_the_peers(record: dict[str, Any], ca
     )
 
 
+TEACHER = {"opd_advantage": True, "opd_advantage_pure": False, "mopd_advantage": False}
+"""Method -> whether the rewards' advantages are added to those of the teacher."""
+
+
+@pytest.mark.parametrize(("record", "case"), records("distillation", TEACHER))
+def test_advantages_of_a_teacher_are_those_of_the_peers(record: dict[str, Any], case: dict[str, Any]):
+    batch = token_batch(case)
+    if not TEACHER[record["method"]]:
+        batch["advantages"] = torch.zeros_like(batch["advantages"])
+    tokens = token_inputs(batch, teacher_logprobs=batch["teacher_logprobs"])
+    result = teacher_advantages(tokens, distillation_coef=1.0)
+    expected = torch.tensor(case["outputs"]["token_advantages"], dtype=torch.float64)
+    torch.testing.assert_close(result[tokens.loss_mask], expected[tokens.loss_mask], rtol=1e-6, atol=5e-7)
+
+
+@pytest.mark.parametrize(("record", "case"), records("distillation", ("opd_reverse_kl_estimator",)))
+def test_the_reverse_kl_of_a_teacher_is_that_of_the_peers(record: dict[str, Any], case: dict[str, Any]):
+    batch = token_batch(case)
+    tokens = token_inputs(batch, teacher_logprobs=batch["teacher_logprobs"])
+    estimator = KL_ESTIMATORS[record["parameters"]["loss_mode"]]
+    terms = kl_to_teacher(tokens, estimator=estimator).terms.detach()
+    expected = torch.tensor(case["outputs"]["values"], dtype=torch.float64)
+    mask = tokens.loss_mask & (expected.abs() < 10)  # verl clamps there
+    torch.testing.assert_close(terms[mask], expected[mask], rtol=1e-6, atol=1e-7)
+
+
+FORWARD, REVERSE = {topk_forward: 1.0}, {topk_reverse: 1.0}
+TOPK = {
+    **{"topk_forward_kl": FORWARD, "topk_kl_forward": FORWARD, "topk_kl_reverse": REVERSE},
+    "topk_kl_mixed": {topk_forward: 0.5, topk_reverse: 0.5},
+    **{"topk_jsd_beta0": FORWARD, "topk_jsd_beta1": REVERSE},
+    **{"gkd_forward_kl": FORWARD, "gkd_reverse_kl": REVERSE, "kd_forward_kl": FORWARD, "kd_reverse_kl": REVERSE},
+}
+"""Method -> share of each term; gkd and kd are over the whole vocabulary."""
+
+
+@pytest.mark.parametrize(("record", "case"), records("distillation", TOPK))
+def test_a_kl_over_the_teachers_likeliest_tokens_is_that_of_the_peers(record: dict[str, Any], case: dict[str, Any]):
+    kind, name = case["batch"].split("/")
+    batch, outputs = DATA["batches"][kind][name], case["outputs"]
+    logits = torch.tensor(batch["student_logits"], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor(batch["teacher_logits"], dtype=torch.float64).log_softmax(-1)
+    mask = torch.tensor(batch["loss_mask"], dtype=torch.bool)
+    k = teacher.shape[1] if record["method"].startswith(("gkd", "kd")) else batch["k"]
+    best, ids = teacher.topk(k)
+    signals = {"topk_logprobs": logits.log_softmax(-1).gather(1, ids), "teacher_topk_logprobs": best}
+    per_sample = PerSample(torch.zeros(len(mask), dtype=torch.int64), 1, mask)
+    tokens = TokenInputs(logits[:, 0], mask, per_sample, signals)
+    values = torch.stack([share * term(tokens).terms for term, share in TOPK[record["method"]].items()]).sum(0)
+    is_mean = "loss" in outputs
+    loss = values[mask].mean() if is_mean else values[mask].sum()
+    loss.backward()
+    if is_mean:
+        assert float(loss) == pytest.approx(outputs["loss"], rel=1e-5)
+    else:
+        expected = torch.tensor(outputs["values"], dtype=torch.float64)
+        torch.testing.assert_close(values.detach()[mask], expected[mask], rtol=2e-5, atol=1e-6)
+    gradient = torch.tensor(outputs["grad_logits"], dtype=torch.float64)
+    torch.testing.assert_close(logits.grad, gradient, rtol=2e-5, atol=1e-6)
+
+
+DISTILLATION = {*TEACHER, *TOPK, "opd_reverse_kl_estimator"}
 NOT_HERE = {
     **dict.fromkeys(
         ("dro", "kimi15", "ipo_tv", "dppo_tv_kl", "cispo_unified_mask", "vespo_is"), "a peer's own variant"
@@ -452,6 +515,10 @@ NOT_HERE = {
     ),
     "opsm_loss": "TRL measures the distance to the engine, the paper and this package to the policy before the step",
     "opd_ref_kl": "a peer's own variant of distillation",
+    "opd_advantage_discounted": "the KL of later tokens is in their own advantages",
+    **dict.fromkeys(("topk_kl_reverse_zero_outside", "gkd_jsd", "topk_jsd_beta0.5"), "a peer's own divergence"),
+    **dict.fromkeys(("kd_js_divergence", "kd_skewed_forward_kl", "kd_skewed_reverse_kl"), "a peer's own divergence"),
+    "kd_adaptive_kl": "a peer's own divergence",
     **dict.fromkeys(("gae_vapo", "gae_turn_level"), "a peer's own variant"),
     **dict.fromkeys(("gdpo",), "samples have one reward yet"),
     "remax": "needs a greedy response per prompt: not yet here",
@@ -484,8 +551,6 @@ NOT_HERE = {
     **dict.fromkeys(("stop_properly_penalty", "zero_advantage_filter"), "a peer's own variant"),
     **dict.fromkeys(("proximal_linear", "proximal_loglinear"), "old logprobs are computed here, not approximated"),
 }
-NOT_YET = {"distillation": "there is no teacher yet"}
-"""Kinds of records without a function here."""
 
 
 def test_each_record_is_compared_or_has_a_reason_not_to_be():
@@ -496,10 +561,11 @@ def test_each_record_is_compared_or_has_a_reason_not_to_be():
         *CORRECTION,
         *KL,
         *ADVANTAGE,
+        *DISTILLATION,
         *REDUCTIONS,
         *GAE,
         "value_loss",
     }
-    methods = {record["method"] for record in DATA["vectors"] if record["kind"] not in NOT_YET}
+    methods = {record["method"] for record in DATA["vectors"]}
     assert not methods - compared - NOT_HERE.keys()
     assert not compared & NOT_HERE.keys()

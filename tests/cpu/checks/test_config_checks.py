@@ -59,6 +59,12 @@ def test_an_endpoint_with_a_key_may_listen_anywhere_and_one_that_is_off_need_not
     assert problems(anywhere) == ()
 
 
+DISTILLATION = "trainer.algorithm.distillation.distillation"
+TYPE, TEACHER = f"{DISTILLATION}_type=", "trainer.teacher.model.path=model"
+LOSS, ENGINES = "trainer.algorithm.policy_loss_type", "generator.num_inference_engines=4"
+SOURCES, NO_KL = "trainer.teacher.model.path_of_data_source=", "trainer.algorithm.use_kl_loss=false"
+
+
 def test_the_base_and_the_quickstart_pass():
     assert problems() == ()
     assert problems("+experiment=quickstart", "trainer.train_batch_size=128", num_train_prompts=128) == ()
@@ -72,6 +78,25 @@ def test_the_base_and_the_quickstart_pass():
             ["trainer.train_batch_size=104"],
             "is 104: more than the 100 prompts of data.train_data. Set it to at most 100",
         ),
+        *[
+            (overrides, expected)
+            for overrides, expected in (
+                ([TYPE + "advantage"], "distillation_type is advantage: there is no teacher. Set trainer.teacher"),
+                (["trainer.teacher.model.path=model"], "nothing in the objective reads it. Set .*=advantage, or"),
+                ([TEACHER, TYPE + "loss", f"{DISTILLATION}_kl_estimator=k1"], "is k1: the expected gradient .* is 0"),
+                ([TEACHER, TYPE + "loss", f"{DISTILLATION}_coef=0"], "coef is 0: .* Set distillation_type=null"),
+                (
+                    [TEACHER, TYPE + "advantage", f"{LOSS}=clip_cov"],
+                    "clip_cov selects tokens by the .* rewards alone. Use",
+                ),
+                (["trainer.algorithm.advantage_estimator=zero", NO_KL], "is zero: without distillation .* no gradient"),
+                ([TYPE + "loss", SOURCES + "{math: 3}"], "path_of_data_source.math is 3: it must be the path"),
+                (
+                    [TEACHER, TYPE + "loss", "trainer.teacher.megatron_config.context_parallel_size=2"],
+                    "trainer.placement.teacher_num_nodes .* is 1 ranks",
+                ),
+            )
+        ],
         (["trainer.algorithm.use_kl_in_reward=true"], "both true: the KL term .* Set one of them to false"),
         (
             ["trainer.algorithm.use_unbiased_kl=true", "trainer.algorithm.use_kl_loss=false"],
@@ -401,6 +426,10 @@ COLOCATED = ["trainer.placement.colocate_all=true", "trainer.placement.policy_nu
             "4 policy ranks and 2 reference ranks",
         ),
         (["trainer.placement.release=exit"], "Set colocate_all=true"),
+        (
+            [*COLOCATED, ENGINES, TEACHER, TYPE + "loss", "trainer.placement.teacher_num_gpus_per_node=2"],
+            "4 policy ranks and 2 teacher ranks: .* Remove trainer.placement.teacher_num_nodes and teacher_num",
+        ),
         ([*COLOCATED, "generator.run_engines_locally=false"], "cannot share devices with the trainer"),
     ],
 )

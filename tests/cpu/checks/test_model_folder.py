@@ -12,11 +12,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
+from skyrl_train.checks.model_folder import check_frozen_models
+from skyrl_train.checks.tokenizer import check_same_tokens, check_tokenizer, load_tokenizer
 from skyrl_train.checks.weights import check_weights, shapes_of
+from skyrl_train.config import load_config
 from tests.support.families import FAMILIES, write_family
-from tests.support.tiny import tiny_tokenizer, write_tiny_model
+from tests.support.tiny import chatml_tokenizer, tiny_tokenizer, write_tiny_model
 
 KEY = "trainer.policy.model.path"
 
@@ -183,3 +186,33 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_and_one_with_few
     tokenizer.add_tokens(["<new>", "<newer>"])
     with pytest.raises(ValueError, match="2 tokens beyond the vocabulary of 64 of a: the last is '<newer>' with id 65"):
         check_tokenizer(tokenizer, 64, "a")
+
+
+def test_a_teacher_must_have_every_token_of_the_policy_under_its_id():
+    policy, larger, other = tiny_tokenizer(), chatml_tokenizer(), tiny_tokenizer()
+    check_same_tokens(policy, larger, "trainer.teacher.model.path", "larger")  # its own tokens are further ones
+    missing = (
+        r"path is other: its tokenizer differs .* in 2 tokens, .* '<\|im_end\|>': id 64 .*, missing in the teacher's"
+    )
+    with pytest.raises(ValueError, match=missing):
+        check_same_tokens(larger, other, "trainer.teacher.model.path", "other")
+    other.add_tokens(["<|im_start|>", "<|im_end|>"])
+    assert other.convert_tokens_to_ids("<|im_start|>") != larger.convert_tokens_to_ids("<|im_start|>")
+    with pytest.raises(ValueError, match=r"differs from the policy's in 2 tokens, .* id 65 in the teacher's"):
+        check_same_tokens(larger, other, "trainer.teacher.model.path", "other")
+
+
+def test_the_tokenizer_of_every_teacher_is_checked(tmp_path: Path):
+    policy, teacher = write_tiny_model(tmp_path / "policy"), write_tiny_model(tmp_path / "teacher", vocab_size=80)
+    chatml_tokenizer().save_pretrained(teacher)
+    sources = f"trainer.teacher.model.path_of_data_source={{math: {teacher}}}"
+    trainer = load_config([f"trainer.policy.model.path={policy}", sources]).trainer
+    check_frozen_models(trainer, tiny_tokenizer())
+    with pytest.raises(ValueError, match=r"path_of_data_source.math is .*teacher: its tokenizer differs"):
+        check_frozen_models(trainer, other_tokenizer())
+
+
+def other_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["new"])
+    return tokenizer

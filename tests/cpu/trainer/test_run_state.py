@@ -345,6 +345,8 @@ def test_what_a_checkpoint_does_not_depend_on_may_change(tmp_path: Path):
 
 def test_steps_and_learning_rate_of_reinforcement_learning_depend_on_its_batches():
     settings = settings_of(load_config([]).trainer)
+    teacher = ["trainer.teacher.model.path=a", "trainer.algorithm.distillation.distillation_type=loss"]
+    assert settings_of(load_config(teacher).trainer) == settings, "a checkpoint is resumed with or without a teacher"
     assert {"trainer.policy_mini_batch_size", "trainer.update_epochs_per_batch"} <= settings.keys()
 
 

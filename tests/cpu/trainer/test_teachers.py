@@ -1,0 +1,95 @@
+"""Which teacher scores which samples."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.cluster.ranks import shards as shards_module
+from skyrl_train.cluster.ranks.scorer_group import ScorerGroup
+from skyrl_train.cluster.ranks.shards import Shards
+from skyrl_train.config import load_config
+from skyrl_train.megatron.policy import _by_field
+from skyrl_train.trainer.scorers import Scorers
+from skyrl_train.types import TrainBatch
+
+SOURCES = ["math", "code", "math", "poems"]
+"""Of samples 0 to 3."""
+
+
+def shard(samples: list[int], mini_batches: Any) -> TrainBatch:
+    nothing = torch.zeros(0)
+    return TrainBatch(nothing, nothing, nothing, {}, {}, torch.tensor(samples), mini_batches)
+
+
+class Recorded(ScorerGroup):
+    """Records the micro-batches that it scores."""
+
+    scored: list[Any]
+
+    async def score(self, shards: Shards) -> list[Any]:
+        self.scored = [batch.mini_batches for batch in shards.batches]
+        return self.scored
+
+
+class NoResidency:
+    async def for_scoring(self, scorer: ScorerGroup) -> None: ...
+
+    async def for_training(self) -> None: ...
+
+
+def scored(monkeypatch: pytest.MonkeyPatch, *overrides: str, sources: list[str] = SOURCES) -> dict[str, Any]:
+    """Name of each scorer -> micro-batches of both shards: samples 2, 0 in one each, 1 and 3 together."""
+    monkeypatch.setattr(shards_module, "ray", SimpleNamespace(put=lambda batch: batch))
+    trainer = load_config(["trainer.policy_mini_batch_size=1024", *overrides]).trainer
+    model: Any = SimpleNamespace()
+    scorers = [Recorded(m.name, m.signal, model, "logprobs", m.data_sources) for m in trainer.frozen_models]
+    shards = Shards([shard([2, 0], (((0,), (1,)),)), shard([1, 3], (((0, 1), ()),))])
+    residency: Any = NoResidency()
+    refs = asyncio.run(Scorers(trainer, model, scorers, residency).score(shards, sources))
+    assert refs == {scorer.signal: scorer.scored for scorer in scorers if hasattr(scorer, "scored")}
+    return {scorer.name: getattr(scorer, "scored", None) for scorer in scorers}
+
+
+ALL = [(((0,), (1,)),), (((0, 1), ()),)]
+
+
+def test_one_teacher_scores_all_samples_beside_the_reference(monkeypatch: pytest.MonkeyPatch):
+    assert scored(monkeypatch, "trainer.teacher.model.path=a") == {"reference": ALL, "teacher": ALL}
+
+
+def test_every_teacher_scores_the_samples_of_its_data_sources_in_micro_batches_of_equal_number(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    sources = "trainer.teacher.model.path_of_data_source={math: m, code: a, prose: p}"
+    found = scored(monkeypatch, "trainer.teacher.model.path=a", sources)
+    assert found == {
+        "reference": ALL,
+        "teacher_0": [(((), ()),), (((0, 1), ()),)],
+        "teacher_1": [(((0,), (1,)),), (((), ()),)],
+        "teacher_2": None,
+    }
+
+
+def test_teachers_of_one_path_are_one_model(monkeypatch: pytest.MonkeyPatch):
+    one = "trainer.teacher.model.path_of_data_source={math: m, code: m, poems: m}"
+    assert scored(monkeypatch, one) == {"reference": ALL, "teacher": ALL}
+
+
+def test_a_data_source_without_a_teacher_ends_the_run(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match=r"data source poems has no teacher. Add it to .*path_of_data_source, or set"):
+        scored(monkeypatch, "trainer.teacher.model.path_of_data_source={math: m, code: c}")
+
+
+def test_the_signals_of_several_teachers_are_added_by_field():
+    first = {"teacher_logprobs": torch.tensor([-1.0, 0.0])}
+    second = {"teacher_logprobs": torch.tensor([0.0, -2.0])}
+    fields = _by_field({"advantages": torch.ones(2), "teacher_0": first, "teacher_1": second})
+    assert {name: values.tolist() for name, values in fields.items()} == {
+        "advantages": [1, 1],
+        "teacher_logprobs": [-1, -2],
+    }
