@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.checks.model_folder import check_frozen_models
+from skyrl_train.checks.model_folder import check_scoring_models
 from skyrl_train.checks.tokenizer import check_same_tokens, check_tokenizer, load_tokenizer
 from skyrl_train.checks.weights import check_weights, shapes_of
 from skyrl_train.config import load_config
@@ -207,9 +207,9 @@ def test_the_tokenizer_of_every_teacher_is_checked(tmp_path: Path):
     chatml_tokenizer().save_pretrained(teacher)
     sources = f"trainer.teacher.model.path_of_data_source={{math: {teacher}}}"
     trainer = load_config([f"trainer.policy.model.path={policy}", sources]).trainer
-    check_frozen_models(trainer, tiny_tokenizer())
+    check_scoring_models(trainer, tiny_tokenizer())
     with pytest.raises(ValueError, match=r"path_of_data_source.math is .*teacher: its tokenizer differs"):
-        check_frozen_models(trainer, other_tokenizer())
+        check_scoring_models(trainer, other_tokenizer())
 
 
 def other_tokenizer() -> PreTrainedTokenizerFast:
