@@ -162,10 +162,12 @@ class Experiment(Run[Config, Processes]):
         engines = f"{generator.num_inference_engines} engine(s)"
         if not generator.run_engines_locally:
             engines = f"{len(servers)} running vLLM server(s)"
+        streaming = f", streaming: {trainer.depth} batch(es) ahead, at most {trainer.staleness} step(s) stale"
         return {
             "model": f"{trainer.policy.model.path}, {layout}, {engines}",
             "data": f"{len(self.train_prompts)} prompts, {len(self.val_prompts)} held out",
             "steps": f"{self.num_steps} of {trainer.train_batch_size} prompts x "
             f"{generator.n_samples_per_prompt} samples, "
-            f"{trainer.train_batch_size // trainer.policy_mini_batch_size} mini-batch(es) each",
+            f"{trainer.train_batch_size // trainer.policy_mini_batch_size} mini-batch(es) each"
+            f"{streaming if trainer.source == 'streaming' else ''}",
         }

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from skyrl_train.data.order import Order
 from skyrl_train.rollout.admission import Admission
@@ -56,14 +57,11 @@ class _Meter:
 
     clock: Callable[[], float] = time.perf_counter
     metrics: Metrics = field(default_factory=dict)
-    _steps: dict[int, int] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
     """Policy version -> the last step that began with it."""
     _taken_s: float | None = None
     _idle_since_s: float | None = None
     _idle_s: float = 0.0
-
-    def begin_step(self, step: int, policy_version: int) -> None:
-        self._steps[policy_version] = step
 
     def note_running(self, number: int) -> None:
         """Count time without a running group as idle."""
@@ -76,18 +74,18 @@ class _Meter:
         self.note_running(len(buffer.running))
         step, now = buffer.step, self.clock()
         tokens = [
-            (step - self._steps[version], count)
+            (step - self.steps[version], count)
             for finished in batch
             for sample in finished.item.samples
             for version, count in sample.version_spans
-            if version in self._steps and count
+            if version in self.steps and count
         ]
         total = sum(count for _, count in tokens)
         self.metrics = {
             "async/staleness_mean": sum(behind * count for behind, count in tokens) / max(1, total),
             "async/staleness_max": float(max((behind for behind, _ in tokens), default=0)),
-            "async/staleness_in_flight": _mean([each.step - each.ticket.step for each in batch]),
-            "async/staleness_in_queue": _mean([step - each.step for each in batch]),
+            "async/staleness_in_flight": fmean([each.step - each.ticket.step for each in batch]),
+            "async/staleness_in_queue": fmean([step - each.step for each in batch]),
             "async/running": float(len(buffer.running)),
             "async/ready": float(len(buffer.ready)),
         }
@@ -127,6 +125,7 @@ class StreamingSource:
         self._error: BaseException | None = None
         self._meter = _Meter()
         self._deadline_s = _deadline_s(parts)
+        self._warn_of_queues()
 
     async def next(self) -> list[Group]:
         """The oldest groups, as soon as the others can still be trained in time; failed and filtered ones are replaced.
@@ -135,7 +134,7 @@ class StreamingSource:
         """
         self._raise_error()
         self._buffer.end_step()
-        self._meter.begin_step(self._buffer.step, self._parts.policy_version())
+        self._meter.steps[self._parts.policy_version()] = self._buffer.step
         with self._parts.timers("sync_weights"):
             await self._parts.wake_engines()
         started_s = self._meter.clock()
@@ -181,6 +180,19 @@ class StreamingSource:
 
     def _new_buffer(self, step: int) -> Buffer[Group]:
         return Buffer(self._size, self._bound, self._depth, step=step, num_steps=self._parts.num_steps)
+
+    def _warn_of_queues(self) -> None:
+        generator = self._parts.config.generator
+        samples = self._parts.config.trainer.groups_in_flight * self._n_samples
+        room = generator.num_inference_engines * generator.max_num_seqs
+        if samples > 2 * room:
+            log.warning(
+                "%d samples may be in flight, and the engines generate %d at a time (generator.num_inference_engines * "
+                "max_num_seqs): the others become stale while they wait. Lower trainer.pipeline_depth or "
+                "trainer.train_batch_size, or add engines",
+                samples,
+                room,
+            )
 
     def _fill(self) -> None:
         """Start as many groups as may run."""
@@ -286,7 +298,3 @@ def _deadline_s(parts: SourceParts) -> float:
     trainer, generator = parts.config.trainer, parts.config.generator
     turn_s = trainer.timeout_s + parts.config.environment.step_timeout_s
     return NUM_ATTEMPTS * generator.max_turns * turn_s + generator.weight_sync_timeout_s
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

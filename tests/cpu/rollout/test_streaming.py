@@ -367,3 +367,10 @@ def test_the_console_shows_staleness_and_who_waits():
     assert dict(staleness_cells(metrics))["staleness"] == "1.00/1"
     assert [label for label, _ in staleness_cells(metrics)] == ["staleness", "train idle", "engine idle"]
     assert staleness_cells({}) == []
+
+
+def test_more_samples_than_engines_can_generate_are_warned_of(caplog: pytest.LogCaptureFixture):
+    World("generator.max_num_seqs=8")
+    assert not caplog.records
+    World("generator.max_num_seqs=7")
+    assert "16 samples may be in flight, and the engines generate 7 at a time" in caplog.text
