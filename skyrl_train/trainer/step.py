@@ -80,7 +80,7 @@ class TrainingStep:
             scored = await self.scorers.score(shards, sources)
             if self.critic is not None:
                 values = await self.critic.values(batch, len(groups), shards.step_id)
-        if credit is None and not self.config.trainer.algorithm.use_kl_in_reward:
+        if credit is None and not (self.config.trainer.algorithm.use_kl_in_reward and "ref_logprobs" in scored):
             credit = self._credit(batch, values=values)
             metrics = await self._update_critic(batch, credit)  # now, while it has the devices that it may share
         with self.timers("fwd_logprobs_values_reward"):

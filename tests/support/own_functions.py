@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
+from skyrl_train.algorithms.credit import CreditInputs
 from skyrl_train.algorithms.inputs import LossTerms, TokenInputs, needs
 from skyrl_train.algorithms.metrics import Metric, Reduce
 
@@ -12,3 +15,9 @@ def geometric(tokens: TokenInputs, *, strength: float) -> LossTerms:
     ratio = tokens.per_sample.mean(tokens.logprobs - tokens.old_logprobs).exp()
     spread = tokens.per_sample.sum(tokens.entropy)
     return LossTerms(-ratio * tokens.advantages + strength * spread, {"ratio": Metric(ratio, Reduce.SAMPLE_MEAN)})
+
+
+@needs("entropy")
+def of_entropy(inputs: CreditInputs) -> Tensor:
+    """An estimator of a signal that estimators do not get."""
+    return inputs.signals["entropy"]

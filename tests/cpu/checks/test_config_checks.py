@@ -484,3 +484,57 @@ def test_snapshots_of_processes_that_end_with_each_step_are_refused():
     assert problems(*shared) == ()
     (found,) = problems(*shared, f"{PROFILER}.record_memory=true", *WITHOUT_REFERENCE)
     assert "torch_profiler_config.record_memory is true and trainer.placement.release is exit" in found
+
+
+GAE = "trainer.algorithm.advantage_estimator=gae"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([GAE], None),
+        ([GAE, "generator.n_samples_per_prompt=1"], None),
+        (
+            ["trainer.critic.model.path=other/model"],
+            "trainer.critic.model.path is other/model and trainer.algorithm.advantage_estimator is grpo, which uses no "
+            "critic. Set advantage_estimator=gae, or remove the path",
+        ),
+        (
+            [GAE, "trainer.critic_mini_batch_size=3"],
+            "trainer.train_batch_size is 8: not a multiple of trainer.critic_mini_batch_size 3. Set "
+            "critic_mini_batch_size to a divisor",
+        ),
+        (
+            [GAE, "trainer.critic.megatron_config.tensor_model_parallel_size=3"],
+            "trainer.placement.critic_num_nodes * critic_num_gpus_per_node is 1 ranks: not a multiple of "
+            "trainer.critic.megatron_config's tensor 3 x pipeline 1 x context 1 = 3. Add ranks or lower the sizes",
+        ),
+        (
+            [GAE, "trainer.placement.colocate_all=true", "trainer.placement.critic_num_nodes=2"],
+            "trainer.placement.colocate_all is true with 1 policy ranks and 2 critic ranks: the numbers must match. "
+            "Remove trainer.placement.critic_num_nodes and critic_num_gpus_per_node from the configuration",
+        ),
+        (
+            [
+                *(GAE, "trainer.placement.colocate_all=true", "trainer.placement.release=exit"),
+                *("trainer.algorithm.use_kl_loss=false", "trainer.algorithm.use_kl_in_reward=true"),
+            ],
+            "trainer.placement.release is exit and trainer.algorithm.use_kl_in_reward is true: with a critic, logprobs "
+            "and values wait for each other in processes that would end. Set release=offload, or use_kl_loss",
+        ),
+        (
+            ["trainer.algorithm.advantage_estimator=tests.support.own_functions:of_entropy"],
+            "tests.support.own_functions:of_entropy needs entropy: estimators can only declare values. Remove it",
+        ),
+    ],
+)
+def test_a_critic_is_checked_where_the_estimator_reads_values(overrides: list[str], expected: str | None):
+    assert problems(*overrides) == (() if expected is None else (expected,))
+
+
+def test_the_folder_of_a_critic_is_checked(folder: Path):
+    policy = model("policy")
+    assert any(
+        problem.startswith("trainer.critic.model.path is ./critic: there is no such folder")
+        for problem in problems(GAE, policy, "trainer.critic.model.path=./critic", files=True)
+    )
