@@ -236,7 +236,7 @@ def test_with_a_penalty_in_the_reward_the_critic_learns_after_the_policys_logpro
     async def main() -> None:
         world = World(monkeypatch, GAE, "trainer.algorithm.use_kl_in_reward=true", always_updates=True)
 
-        async def score(shards: Any) -> Any:
+        async def score(*args: Any) -> Any:
             return {"ref_logprobs": [None]}
 
         async def keep_old_logprobs(shards: Any, ref: Any) -> Any:
