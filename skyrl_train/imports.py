@@ -30,12 +30,6 @@ def imported(key: str, name: str) -> Any:
     return getattr(found, wanted)
 
 
-def attribute(path: str) -> Any:
-    """Import a `module:attribute` of the package itself."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 @contextlib.contextmanager
 def quick_imports(*, without: tuple[str, ...] = ()) -> Iterator[None]:
     """Disable garbage collection during imports in the body, and hide optional libraries.

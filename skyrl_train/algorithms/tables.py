@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pkgutil import resolve_name
 from typing import Any
 
-from skyrl_train.imports import attribute, imported
+from skyrl_train.imports import imported
 from skyrl_train.spelling import nearest
 
 Function = Callable[..., Any]
@@ -27,7 +28,7 @@ class Table(Mapping[str, Function]):
 
     def __getitem__(self, name: str) -> Function:
         entry = self._entries[name]
-        return attribute(entry) if isinstance(entry, str) else entry
+        return resolve_name(entry) if isinstance(entry, str) else entry
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

@@ -12,7 +12,6 @@ from skyrl_train.spelling import nearest
 
 SOURCES = ("on_policy", "streaming")
 METHODS = ("next", "metrics", "state", "resume")
-"""Methods of a source."""
 
 
 def custom_problems(config: Config) -> Iterator[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from pkgutil import resolve_name
 from typing import Any
 
 from skyrl_train.config import Config
 from skyrl_train.config.generator import GeneratorConfig, SamplingConfig
 from skyrl_train.config.values import is_loopback
 from skyrl_train.engines.protocol import engine_kind
-from skyrl_train.imports import attribute
 from skyrl_train.weight_sync.channels.table import transport
 
 SERVER_URL = re.compile(r"^https?://[^/\s]+/?$")
@@ -81,11 +81,10 @@ def engine_problems(config: Config) -> Iterator[str]:
         yield str(error)
         return
     if problems is not None:
-        yield from attribute(problems)(config)
+        yield from resolve_name(problems)(config)
 
 
 def local_engine_problems(config: Config) -> Iterator[str]:
-    """Locally started vLLM engines."""
     urls = config.generator.remote_inference_engine_urls
     if urls:
         yield (
@@ -157,7 +156,6 @@ def transport_problems(config: Config) -> Iterator[str]:
 
 
 def remote_engine_problems(config: Config) -> Iterator[str]:
-    """Running vLLM servers."""
     generator = config.generator
     urls, key = generator.remote_inference_engine_urls, "generator.remote_inference_engine_urls"
     if not urls:
@@ -177,7 +175,6 @@ def remote_engine_problems(config: Config) -> Iterator[str]:
 
 
 def endpoint_problems(config: Config) -> Iterator[str]:
-    """HTTP endpoints of the engines."""
     generator = config.generator
     if not generator.enable_http_endpoint:
         return

@@ -76,23 +76,12 @@ def config_and_problems(folder: str, key: str) -> tuple[PretrainedConfig, list[s
 
     Raises: ValueError for an unreadable file or a family that cannot be trained.
     """
-    given = _given(folder, key)
-    config = _read(folder, key, given)
-    return config, config_problems(config, given)
-
-
-def _given(folder: str, key: str) -> dict[str, Any]:
-    file = Path(folder, "config.json")
     try:
-        given = json.loads(file.read_text())
+        given = json.loads(Path(folder, "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{key} is {folder}: its config.json cannot be read ({error})") from None
     if not isinstance(given, dict):
         raise ValueError(f"{key} is {folder}: its config.json is not an object")
-    return given
-
-
-def _read(folder: str, key: str, given: Mapping[str, Any]) -> PretrainedConfig:
     kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in LEDGERS:
         near = nearest(str(kind), LEDGERS)
@@ -106,7 +95,7 @@ def _read(folder: str, key: str, given: Mapping[str, Any]) -> PretrainedConfig:
         raise ValueError(f"{key} is {folder}: transformers does not accept its config.json: {error}") from error
     if config.model_type != kind:  # a Mistral with windows in some layers becomes another family
         raise ValueError(f"{key} is {folder}: transformers reads it as {config.model_type!r}, which is not built")
-    return config
+    return config, config_problems(config, given)
 
 
 def _compare(config: PretrainedConfig, folder: str) -> list[str]:

@@ -186,7 +186,6 @@ def _critic(config: Config) -> Iterator[str]:
 
 
 def _limits(config: Config) -> Iterator[str]:
-    """Bounds, lengths and timeouts that contradict each other."""
     generator, trainer = config.generator, config.trainer
     bounds, key = trainer.logprob_difference, "trainer.logprob_difference"
     if bounds.warn is not None and bounds.fail is not None and bounds.fail < bounds.warn:
@@ -252,7 +251,6 @@ def _colocation(config: Config) -> Iterator[str]:
 
 
 def _lora(config: Config) -> Iterator[str]:
-    """Adapters that engines cannot serve, or a reference other than the policy's base model."""
     lora, base, ref = config.trainer.policy.model.lora, config.trainer.policy.model.path, config.trainer.ref.model.path
     if lora.rank == 0:
         return

@@ -37,7 +37,8 @@ def check_weights(config: PretrainedConfig, key: str, path: str, folder: str) ->
         expected = shapes_of(config)
     except Exception as error:  # sizes that do not divide
         raise ValueError(
-            f"{key} is {path}: transformers cannot build the model of its config.json: {_line(error)}. {REMEDY}"
+            f"{key} is {path}: transformers cannot build the model of its config.json: {type(error).__name__}: "
+            f"{' '.join(str(error).split()).rstrip('.')}. {REMEDY}"
         ) from error
     problems = [*weight_problems(config, expected, found)]
     if problems := problems or tied_head_problems(config, folder):
@@ -93,20 +94,11 @@ def _is_needless(name: str, config: PretrainedConfig) -> bool:
     """Whether a tensor is a quantisation scale, a rotary table or of a layer for multi-token prediction."""
     first = config.num_hidden_layers
     layer = re.match(r"model\.layers\.(\d+)\.", name)
-    predicts = layer is not None and first <= int(layer.group(1)) < first + num_prediction_layers(config)
+    num_predicting = int(getattr(config, "num_nextn_predict_layers", None) or 0)  # after the model's own
+    predicts = layer is not None and first <= int(layer.group(1)) < first + num_predicting
     return predicts or name.endswith(("_scale_inv", "inv_freq"))
-
-
-def num_prediction_layers(config: PretrainedConfig) -> int:
-    """Layers for multi-token prediction, after the model's own."""
-    return int(getattr(config, "num_nextn_predict_layers", None) or 0)
 
 
 def _and_more(names: list[str], num: int) -> str:
     more = f" and {num - NUM_SHOWN} more" if num > NUM_SHOWN else ""
     return ", ".join(names[:NUM_SHOWN]) + more
-
-
-def _line(error: Exception) -> str:
-    """The error in one line, without a period."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 from skyrl_train.cluster.process import log_to, talk_through_node_address
 from skyrl_train.device.memory import memory_in_use
 from skyrl_train.device.nvml import DeviceUse, devices_in_use, gib
-from skyrl_train.imports import attribute
 
 FIXES = (
     "Lower trainer.max_tokens_per_microbatch or logprobs_chunk_size of the model's megatron_config, recompute "
@@ -34,7 +34,7 @@ class Host:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
         log_to(log_path)
         talk_through_node_address()
-        self._object: Any = attribute(entry_point)(*args)
+        self._object: Any = resolve_name(entry_point)(*args)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         try:

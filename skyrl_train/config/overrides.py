@@ -48,7 +48,6 @@ def _below_free_form(path: str, kinds: Mapping[str, Any]) -> bool:
 
 
 def problem(override: Override, schema: type, folders: Sequence[Path]) -> str | None:
-    """The error of an override, or None."""
     key, text = override.key_or_group, BY_NAME.argument(str(override.input_line))
     kinds = key_types(schema)
     if override.is_sweep_override():

@@ -119,5 +119,4 @@ def to_yaml(config: Any) -> str:
 
 
 def secrets_in(config: Any) -> Secrets:
-    """Secrets of a configuration and of the environment."""
     return secrets_of(dataclasses.asdict(config))

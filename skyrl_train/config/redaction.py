@@ -62,10 +62,9 @@ _SCHEME = re.compile(r"(?i)(bearer|basic) +(\S+)")
 
 def is_secret_name(name: str) -> bool:
     """Whether a key or an environment variable of this name holds a secret. Args: name: dotted or not."""
-    before, last = _end_of(name)
+    before, last, singular = _end_of(name)
     if last == "tokens":
         return before in STRONG
-    singular = _singular(last)
     if singular == "key":
         return before not in COUNTED_KEYS
     if singular == "token":
@@ -73,20 +72,17 @@ def is_secret_name(name: str) -> bool:
     return singular in SECRET_WORDS or (last == "pwd" and before not in ("", "old"))
 
 
-def _end_of(name: str) -> tuple[str, str]:
-    """The last two words of a name, in lower case."""
+def _end_of(name: str) -> tuple[str, str, str]:
+    """The last two words of a name in lower case, and the singular of the last."""
     words = ["", "", *(word.lower() for word in _WORDS.findall(name.rpartition(".")[2]))]
-    return words[-2], words[-1]
-
-
-def _singular(word: str) -> str:
-    return word.removesuffix("s") if word not in ("pass", "credentials") else word
+    last = words[-1]
+    return words[-2], last, last if last in ("pass", "credentials") else last.removesuffix("s")
 
 
 def _is_told_apart(name: str, value: str) -> bool:
     """Whether the value of a secret's key may be masked in other text too: a doubtful key may hold a common word."""
-    before, last = _end_of(name)
-    if _singular(last) not in ("key", "token") or before in STRONG:
+    before, _, singular = _end_of(name)
+    if singular not in ("key", "token") or before in STRONG:
         return True
     return len(value) >= 2 * LONG or (len(value) >= LONG and any(map(str.isdigit, value)))
 
@@ -126,15 +122,12 @@ class Secrets:
         if separator and is_secret_name(key):
             return self.text(key) + "=" + (value if _REFERENCE.fullmatch(value) else MASK)
         if separator and value.lstrip()[:1] in ("{", "[") and any(map(is_secret_name, _NAMES.findall(value))):
-            return f"{self.text(key)}={self._nested(argument)}"
+            try:
+                nested = OverridesParser.create().parse_override(argument).value()
+            except HydraException:
+                return f"{self.text(key)}={MASK}"
+            return f"{self.text(key)}={_line(self.plain(nested))}"
         return self.text(argument)
-
-    def _nested(self, argument: str) -> str:
-        try:
-            value = OverridesParser.create().parse_override(argument).value()
-        except HydraException:
-            return MASK
-        return _line(self.plain(value))
 
 
 BY_NAME = Secrets()
@@ -180,8 +173,16 @@ def _line(value: Any) -> str:
 @contextlib.contextmanager
 def hidden_in_logs(secrets: Secrets) -> Iterator[None]:
     """Mask secrets in every line that this process logs inside the block."""
+
+    def hide(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if (masked := secrets.text(message)) != message:
+            record.msg, record.args = masked, ()
+        if record.exc_info:
+            record.exc_text = secrets.text(logging.Formatter().formatException(record.exc_info))
+        return True
+
     handlers = list(logging.getLogger().handlers)
-    hide = _Hide(secrets)
     for handler in handlers:
         handler.addFilter(hide)
     try:
@@ -189,19 +190,3 @@ def hidden_in_logs(secrets: Secrets) -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.removeFilter(hide)
-
-
-class _Hide(logging.Filter):
-    """Replaces a record's message by its masked text."""
-
-    def __init__(self, secrets: Secrets) -> None:
-        super().__init__()
-        self._secrets = secrets
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        if (masked := self._secrets.text(message)) != message:
-            record.msg, record.args = masked, ()
-        if record.exc_info:
-            record.exc_text = self._secrets.text(logging.Formatter().formatException(record.exc_info))
-        return True

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from skyrl_train.data.encoded_text import EncodedText
 from skyrl_train.data.text import TextLimit, TooLong, check_text, shortened
 from skyrl_train.types import Message
 
@@ -62,7 +62,7 @@ class ChatTemplate:
                 f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template. "
                 "Put a chat_template.jinja into the model folder, or use an instruction-tuned model"
             )
-        self._tokenizer, self._limit = tokenizer, limit
+        self.tokenizer, self._limit = tokenizer, limit
         self._kwargs = dict(kwargs)
         self._cached_prompt = lru_cache(_CACHED_RENDERINGS)(self._render_prompt)
         self._cached_reply = lru_cache(_CACHED_RENDERINGS)(self._render_reply)
@@ -73,7 +73,7 @@ class ChatTemplate:
 
     def num_tokens(self, texts: Sequence[str]) -> list[int]:
         """Number of tokens of each rendered text, tokenised together (faster, not cached)."""
-        return [len(ids) for ids in self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+        return [len(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
 
     def reply_ids(self, written: Sequence[int], observations: Sequence[Message]) -> list[int]:
         """[L] token ids between the policy's turn `written` and its next one: the end of an assistant's turn, the
@@ -93,7 +93,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """The text of a conversation. Raises: ValueError if the template rejects the messages."""
         try:
-            return self._tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._kwargs
             )
         except Exception as error:  # errors of Jinja and of the template's expressions
@@ -102,7 +102,7 @@ class ChatTemplate:
     @property
     def marks_assistant(self) -> bool:
         """Whether the template marks the assistant's text (`{% generation %}`)."""
-        return re.search(r"\{%-?\s*generation\s*-?%\}", str(self._tokenizer.chat_template)) is not None
+        return re.search(r"\{%-?\s*generation\s*-?%\}", str(self.tokenizer.chat_template)) is not None
 
     def marked_tokens(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """[L] token ids of a conversation, and whether each is marked as the assistant's.
@@ -112,13 +112,12 @@ class ChatTemplate:
         try:
             (text,), (spans,) = render_jinja_template(
                 [list(messages)],
-                chat_template=self._tokenizer.chat_template,
+                chat_template=self.tokenizer.chat_template,
                 return_assistant_tokens_mask=True,
-                **self._tokenizer.special_tokens_map,
+                **self.tokenizer.special_tokens_map,
                 **self._kwargs,
             )
-            self._check_length(text)
-            encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            encoded = self.tokenizer(self.checked(text), add_special_tokens=False, return_offsets_mapping=True)
         except TooLong:
             raise
         except Exception as error:  # as in `render`; a tokenizer without offsets raises NotImplementedError
@@ -128,21 +127,13 @@ class ChatTemplate:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """[L] token ids of a rendered text."""
-        self._check_length(text)
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self.tokenizer.encode(self.checked(text), add_special_tokens=False))
 
-    def encode_once(self, text: str) -> EncodedText:
-        """Tokens of a rendered text, with the token counts of its prefixes."""
-        self._check_length(text)
-        return EncodedText(self._tokenizer, text)
-
-    def is_white_space(self, token_id: int) -> bool:
-        """Whether a token is only white space."""
-        return not str(self._tokenizer.decode([token_id])).strip()
-
-    def _check_length(self, text: str) -> None:
+    def checked(self, text: str) -> str:
+        """Return `text`. Raises: TooLong."""
         if self._limit is not None:
             self._limit.check(text)
+        return text
 
     def _render_prompt(self, key: _Key) -> tuple[int, ...]:
         return self.encode(self.render([dict(items) for items in key]))
@@ -158,7 +149,8 @@ class ChatTemplate:
             closed = self.encode(anchor + _after(anchor, self.render(stand_in, add_generation_prompt=False)))
             if full[: len(head)] == head and closed[: len(head)] == head:
                 reply, closing = full[len(head) :], closed[len(head) :]
-                return reply, _common_prefix(reply, closing)
+                common = takewhile(lambda pair: pair[0] == pair[1], zip(reply, closing, strict=False))
+                return reply, len(list(common))
         raise ValueError(
             f"the tokenizer merges each of {', '.join(_ANCHORS)} with the text after it in the chat template, so "
             "the tokens of turns cannot be separated. Use a template with an end-of-turn token"
@@ -170,13 +162,6 @@ def _after(anchor: str, text: str) -> str:
     if position < 0:
         raise ValueError("the chat template changes the assistant's text. Use another template for several turns")
     return text[position + len(anchor) :]
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    length = 0
-    while length < min(len(a), len(b)) and a[length] == b[length]:
-        length += 1
-    return length
 
 
 def _key(messages: Sequence[Message]) -> _Key:

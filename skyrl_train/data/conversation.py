@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 from skyrl_train.data.chat import ChatTemplate
-from skyrl_train.data.encoded_text import EncodedText
 from skyrl_train.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 REMEDY = "Set data.assistant_turns=last, use prompt and response columns, or mark the turns with {% generation %}"
 
@@ -41,7 +46,7 @@ class Conversations:
 
     def _between_prefixes(self, messages: Sequence[Message], turns: Sequence[int]) -> tuple[list[int], list[bool]]:
         text = self._chat.render(messages, add_generation_prompt=False)
-        encoded = self._chat.encode_once(text)
+        encoded = EncodedText(self._chat.tokenizer, self._chat.checked(text))
         mask = [False] * len(encoded.ids)
         for turn in turns:
             before = self._chat.render(messages[:turn])
@@ -57,7 +62,7 @@ class Conversations:
         for last in range(end - 1, start - 1, -1):
             if ids[last] == self._eos_token_id:
                 return last + 1
-            if not self._chat.is_white_space(ids[last]):
+            if str(self._chat.tokenizer.decode([ids[last]])).strip():  # not only white space
                 break
         return end
 
@@ -80,10 +85,40 @@ def _length_of_prefix(prefix: str, text: str, encoded: EncodedText, which: str) 
 
 def _last_run(mask: list[bool]) -> list[bool]:
     """Only the last contiguous run of true values."""
-    end = len(mask)
-    while end and not mask[end - 1]:
-        end -= 1
-    start = end
-    while start and mask[start - 1]:
-        start -= 1
-    return [start <= index < end for index in range(len(mask))]
+    runs = [(value, len(list(run))) for value, run in groupby(mask)]
+    last = max((index for index, (value, _) in enumerate(runs) if value), default=None)
+    return [index == last for index, (_, length) in enumerate(runs) for _ in range(length)]
+
+
+class EncodedText:
+    """The tokens of a text, without added special tokens.
+
+    A prefix is encoded only from its last splitting token on (`<|im_end|>` and the like, at which a tokenizer first
+    splits any text): before it, prefix and text have the same tokens. Without such a token or without offsets, the
+    complete prefix is encoded.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+        self._tokenizer, self._text = tokenizer, text
+        self._splits: list[tuple[int, int, int]] = []
+        """End, start (characters) and index of each splitting token."""
+        if not tokenizer.is_fast:
+            self.ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+            return
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        self.ids = list(encoded["input_ids"])
+        # A token that is matched in the normalised text does not split: normalisation depends on the complete text.
+        marks = {token_id: mark for token_id, mark in tokenizer.added_tokens_decoder.items() if not mark.normalized}
+        for index, (token_id, (begin, end)) in enumerate(zip(self.ids, encoded["offset_mapping"], strict=True)):
+            # "<unk>" also replaces other text. A mark may include the white space beside it.
+            if token_id in marks and text[begin:end].strip() == marks[token_id].content.strip():
+                self._splits.append((end, begin, index))
+
+    def num_tokens(self, num_chars: int) -> int | None:
+        """Number of tokens of the first `num_chars` characters; None if the tokenizer merges their end with what
+        follows."""
+        last = bisect_right(self._splits, num_chars, key=lambda split: split[0]) - 1
+        _, begin, first = self._splits[last] if last >= 0 else (0, 0, 0)
+        alone = self._tokenizer.encode(self._text[begin:num_chars], add_special_tokens=False)
+        end = first + len(alone)
+        return end if self.ids[first:end] == alone else None

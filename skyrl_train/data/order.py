@@ -13,11 +13,10 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True)
 class OrderState:
-    """Position in the shuffled data, for resuming."""
+    """Position in the shuffled data (rows of the epoch already used), for resuming."""
 
     epoch: int
     position: int
-    """Rows of the epoch already used."""
     num_rows: int
     seed: int
 
@@ -82,7 +81,6 @@ class Order(Generic[Row]):
 
     @property
     def state(self) -> dict[str, Any]:
-        """The fields of an OrderState."""
         return asdict(OrderState(self._epoch, self._position, len(self._rows), self._seed))
 
     def resume(self, saved: Mapping[str, Any]) -> None:

@@ -26,13 +26,9 @@ Tokens = tuple[list[int], list[bool]]
 
 @dataclass(frozen=True, slots=True)
 class LoadedExamples:
-    """The rows of a data set that are trained."""
-
     examples: list[Example]
     num_dropped: int
-    """Rows dropped for their length."""
     num_truncated: int
-    """Truncated rows."""
     num_ended: int
     """Rows with a trained end-of-sequence token, from which the model learns where to stop."""
 
@@ -62,7 +58,8 @@ def load_examples(
     num_truncated = num_ended = 0
     for where, row in read_rows(sources):
         try:
-            ids, mask = reader.checked_tokens(row, vocab_size)
+            ids, mask = reader.tokens(row)
+            check_tokens(ids, mask, vocab_size)
         except TooLong as error:  # also with truncation: its beginning is not known without tokenising the rest
             lengths.append(error.num_tokens)
             continue
@@ -79,19 +76,16 @@ def load_examples(
         num_ended += any(trained and token == tokenizer.eos_token_id for token, trained in zip(ids, mask, strict=True))
         examples.append(Example(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask)))
     if not examples:
-        raise ValueError(f"{', '.join(sources)}: {_why_none_is_left(lengths, max_length, truncate)}")
+        why = f"data.max_length is {max_length}: no row has a trained token among its first tokens. Raise it"
+        if not lengths:
+            why = "there are no rows"
+        elif not truncate:
+            why = (
+                f"data.max_length is {max_length}: the shortest row has {min(lengths)} tokens. Raise it, or set "
+                "data.too_long=truncate"
+            )
+        raise ValueError(f"{', '.join(sources)}: {why}")
     return LoadedExamples(examples, len(lengths) - len(examples), num_truncated, num_ended)
-
-
-def _why_none_is_left(lengths: list[int], max_length: int, truncate: bool) -> str:
-    if not lengths:
-        return "there are no rows"
-    if truncate:
-        return f"data.max_length is {max_length}: no row has a trained token among its first tokens. Raise it"
-    return (
-        f"data.max_length is {max_length}: the shortest row has {min(lengths)} tokens. Raise it, or set "
-        "data.too_long=truncate"
-    )
 
 
 class ExampleReader:
@@ -104,12 +98,6 @@ class ExampleReader:
         self._tokenizer, self._turns, self._kwargs = tokenizer, turns, chat_template_kwargs
         self._limit = TextLimit.of(tokenizer, max_tokens)
         self._conversations: dict[str, Conversations] = {}
-
-    def checked_tokens(self, row: dict[str, Any], vocab_size: int) -> Tokens:
-        """Tokens for a model with this vocabulary. Raises: ValueError without the row's location."""
-        ids, mask = self.tokens(row)
-        check_tokens(ids, mask, vocab_size)
-        return ids, mask
 
     def tokens(self, row: dict[str, Any]) -> Tokens:
         """Raises: ValueError without the row's location."""

@@ -36,7 +36,6 @@ class TextLimit:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> TextLimit:
-        """The limit for a tokenizer."""
         return cls(max_tokens, max(map(len, tokenizer.get_vocab())))
 
     def check(self, text: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 from rich.console import Console
@@ -24,7 +25,7 @@ from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.program import Program, secrets_in, to_yaml
 from skyrl_train.config.redaction import BY_NAME, Secrets, hidden_in_logs, secrets_of
 from skyrl_train.config.training import RunConfig
-from skyrl_train.imports import attribute, imported, quick_imports
+from skyrl_train.imports import imported, quick_imports
 
 if TYPE_CHECKING:
     from skyrl_train.entrypoints.run import Run
@@ -48,8 +49,6 @@ class Command(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Exit code of a run, and its error if it failed."""
-
     code: int
     error: Exception | None = None
 
@@ -139,7 +138,7 @@ def _run(command: Command[T], config: T, console: Console, secrets: Secrets, int
     failure: Exception | None = None
     try:
         with quick_imports():
-            kind = attribute(command.run) if isinstance(command.run, str) else command.run
+            kind = resolve_name(command.run) if isinstance(command.run, str) else command.run
         with _config_errors():
             training: Run = kind(config, console)
         command.check(config, training.num_train_rows, True)
@@ -169,7 +168,6 @@ def _run(command: Command[T], config: T, console: Console, secrets: Secrets, int
 
 @contextlib.contextmanager
 def _config_errors() -> Iterator[None]:
-    """Raise a ValueError about the input as a ConfigError."""
     try:
         yield
     except ValueError as error:
@@ -178,11 +176,10 @@ def _config_errors() -> Iterator[None]:
 
 def _run_dir(command: Command[T], config: T, secrets: Secrets, *, resumes: bool) -> RunDir:
     from skyrl_train.tracking.changes import changed_values
-    from skyrl_train.tracking.run_dir import create_run_dir, reopen_run_dir
+    from skyrl_train.tracking.run_dir import create_run_dir
 
-    make = reopen_run_dir if resumes else create_run_dir
-    changes = changed_values(to_yaml(config), command.program.base_yaml())
-    return make(Path(config.trainer.run_dir), config.trainer.run_name, to_yaml(config), changes, secrets)
+    path, changes = Path(config.trainer.run_dir), changed_values(to_yaml(config), command.program.base_yaml())
+    return create_run_dir(path, config.trainer.run_name, to_yaml(config), changes, secrets, resumes=resumes)
 
 
 async def _until_signal(

@@ -101,7 +101,6 @@ class Experiment(Run[Config, Processes]):
         return Sampler(env_pool, self.config.environment.skyrl_gym.env_kwargs, self.config.extra).sample
 
     def get_source(self, parts: SourceParts) -> GroupSource:
-        """The source of `trainer.source`."""
         name = self.config.trainer.source
         build: Callable[[SourceParts], GroupSource] = imported("trainer.source", SOURCES.get(name, name))
         return build(parts)

@@ -1,12 +1,9 @@
-"""Train by reinforcement learning: `python -m skyrl_train.entrypoints.main_base +experiment=NAME [key=value ...]`.
-
-Exit codes: 0 finished, 1 the run failed, 2 invalid configuration, 130 ended by SIGINT, 143 by SIGTERM.
-"""
+"""Train by reinforcement learning: `python -m skyrl_train.entrypoints.main_base +experiment=NAME [key=value ...]`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 
 from skyrl_train.checks.rl import check
 from skyrl_train.config import config_dir
@@ -16,11 +13,7 @@ from skyrl_train.entrypoints.command import Command, execute
 __all__ = ["COMMAND", "config_dir", "main"]
 
 COMMAND = Command(program=RL, check=check, run="skyrl_train.entrypoints.experiment:Experiment")
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run a command line and return the exit code."""
-    return execute(COMMAND, argv)
+main = partial(execute, COMMAND)
 
 
 if __name__ == "__main__":

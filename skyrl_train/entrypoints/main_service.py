@@ -40,7 +40,6 @@ COMMAND = Command(program=PROGRAM, check=lambda config, rows, files: check_servi
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command line and return the exit code."""
     console = Console()
     return guarded(lambda: _serve(argv, console), console)
 

@@ -8,7 +8,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
-from typing import Any, Generic, Protocol, TextIO, TypeVar
+from typing import Any, Generic, TextIO, TypeVar
 
 import yaml
 from rich.console import Console
@@ -16,14 +16,14 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.checks.model_folder import checked_folder
 from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
+from skyrl_train.cluster.launch import PolicyProcesses, Processes
 from skyrl_train.cluster.session import Cluster, connect
 from skyrl_train.config.program import to_yaml
 from skyrl_train.config.training import RunConfig
 from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_folder, lock_checkpoints
 from skyrl_train.hf import adapter_file
 from skyrl_train.ranks import SavedState
-from skyrl_train.tracking.held_folder import HeldFolder
-from skyrl_train.tracking.run_dir import RECORD, RunDir
+from skyrl_train.tracking.run_dir import RECORD, HeldFolder, RunDir
 from skyrl_train.tracking.sinks import Tracker, build_tracker
 from skyrl_train.trainer.loop import Loop
 from skyrl_train.trainer.run_state import Checkpoint
@@ -33,14 +33,8 @@ WORKING_COPIES = "working_dir_files"
 """Folder in which Ray unpacks the working folders of submitted jobs."""
 
 
-class Started(Protocol):
-    """The processes of a run."""
-
-    async def stop(self) -> None: ...
-
-
 C = TypeVar("C", bound=RunConfig)
-P = TypeVar("P", bound=Started)
+P = TypeVar("P", Processes, PolicyProcesses)
 
 
 class Run(ABC, Generic[C, P]):

@@ -24,34 +24,16 @@ from skyrl_train.hf.adapter import (
     tensor_names,
 )
 from skyrl_train.hf.checkpoint import fingerprint
+from skyrl_train.hf.ledger import names
 
 log = logging.getLogger(__name__)
-NO_EFFECT = {
-    "peft_type",
-    "task_type",
-    "auto_mapping",
-    "peft_version",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    # Which modules: known from their tensors.
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    # Initialisation; init_lora_weights says whether it changed the base model.
-    "init_lora_weights",
-    "eva_config",
-    "corda_config",
-    "loftq_config",
-    "lora_ga_config",
-    # Read by PEFT only together with keys that are refused.
-    "qalora_group_size",
-    "megatron_core",
-}
+# Which modules: known from their tensors. Initialisation: init_lora_weights says whether it changed the base model. The
+# last two are read by PEFT only together with keys that are refused.
+NO_EFFECT = names(
+    "peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode r lora_alpha "
+    "lora_dropout target_modules exclude_modules layers_to_transform layers_pattern init_lora_weights eva_config "
+    "corda_config loftq_config lora_ga_config qalora_group_size megatron_core"
+)
 """Keys of adapter_config.json (PEFT 0.21) without effect on what the adapter computes, after the checks below."""
 UNCHANGED_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 """Values of init_lora_weights that leave the base weights unchanged."""

@@ -35,9 +35,9 @@ class Ledger:
     """Fields of `rope_parameters`, in addition to those of all families."""
 
 
-def _names(text: str | Sequence[Any]) -> frozenset[str]:
+def names(text: str | Sequence[Any]) -> frozenset[str]:
     """The words of a text, or of nested lists of texts."""
-    return frozenset(text.split() if isinstance(text, str) else (name for part in text for name in _names(part)))
+    return frozenset(text.split() if isinstance(text, str) else (name for part in text for name in names(part)))
 
 
 def _only(fields: Mapping[str, Any]) -> dict[str, Only]:
@@ -45,14 +45,14 @@ def _only(fields: Mapping[str, Any]) -> dict[str, Only]:
 
 
 _FILE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-USED, NO_EFFECT, ONLY = _names(_FILE["used"]), _names(_FILE["no_effect"]), _only(_FILE["only"])
-ROPE_FIELDS = {kind: _names(fields) for kind, fields in _FILE["rope_fields"].items()}
+USED, NO_EFFECT, ONLY = names(_FILE["used"]), names(_FILE["no_effect"]), _only(_FILE["only"])
+ROPE_FIELDS = {kind: names(fields) for kind, fields in _FILE["rope_fields"].items()}
 LEDGERS = {
     family: Ledger(
-        _names(fields.get("used", "")),
+        names(fields.get("used", "")),
         _only(fields["only"]),
         frozenset(fields.get("rope_types", ROPE_FIELDS)),
-        _names(fields.get("rope_fields", "")),
+        names(fields.get("rope_fields", "")),
     )
     for family, fields in _FILE["families"].items()
 }

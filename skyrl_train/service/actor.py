@@ -48,8 +48,6 @@ UNKNOWN_END = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """State of a service."""
-
     model_name: str
     """Name over HTTP, also as `NAME@policy_version`."""
     urls: tuple[str, ...]
@@ -140,7 +138,6 @@ class ServiceActor:
             raise
 
     def _build(self, model: PretrainedConfig) -> None:
-        """Build the parts that use the started processes."""
         config, trainer, processes, timers = self._config, self._config.trainer, self._processes, self._timers
         assembly = Assembly(config, model, processes, timers)
         version = SavedVersion(processes.policy, timers, states_folder(trainer) if self._keep_state else None)

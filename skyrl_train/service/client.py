@@ -162,7 +162,6 @@ class TrainingService:
 
     @property
     def policy_version(self) -> int:
-        """Version that the engines serve now."""
         self._refresh()
         return self._state.policy_version
 
@@ -266,7 +265,6 @@ def _named_variables(config: Config) -> dict[str, str]:
 
 
 def _joined() -> Cluster:
-    """The cluster that this program has joined."""
     return Cluster(
         address=str(ray.get_runtime_context().gcs_address),
         is_local=False,

@@ -11,8 +11,6 @@ from skyrl_train.types import Example, Group, Message
 
 @dataclass(frozen=True, kw_only=True)
 class SubmittedSample:
-    """Fields of both kinds of samples."""
-
     reward: float
     sampling_params: dict[str, Any] | None = None
     """Copy of the engine's answer; if given, a sample of another distribution than the trained one is rejected."""
@@ -41,8 +39,6 @@ class TokenSample(SubmittedSample):
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """Reinforcement learning on groups."""
-
     groups: tuple[Group, ...]
     has_logprobs: bool
     """Whether every sample came with the engine's logprobs."""
@@ -52,15 +48,11 @@ class TrainJob:
 
 @dataclass(frozen=True, slots=True)
 class SftJob:
-    """One step of supervised fine-tuning."""
-
     examples: tuple[Example, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Write a Hugging Face checkpoint."""
-
     folder: str
 
 

@@ -15,7 +15,6 @@ from skyrl_train.data.chat import ChatTemplate, check_messages
 from skyrl_train.data.conversation import Conversations
 from skyrl_train.data.sft import ExampleReader, check_tokens
 from skyrl_train.data.text import TextLimit, shortened
-from skyrl_train.service.distribution import check_sampling
 from skyrl_train.service.job import ChatSample, SaveJob, SftJob, TokenSample, TrainJob
 from skyrl_train.spelling import nearest
 from skyrl_train.types import UNKNOWN_VERSION, Example, Group, Prompt, Sample, VersionSpans, final_reward
@@ -24,6 +23,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LARGEST = torch.finfo(torch.float32).max
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Values that leave the model's distribution unchanged."""
 
 
 class JobReader:
@@ -128,6 +136,30 @@ class JobReader:
         check_tokens(ids, mask, self._vocab_size)
         if len(ids) > self._max_tokens:
             raise ValueError(f"it has {len(ids)} tokens, and the model takes {self._max_tokens}. Shorten it")
+
+
+def check_sampling(given: object, temperature: float) -> None:
+    """Args: given: `sampling_params` of an engine's answer, or None; temperature: the trained one.
+
+    Raises: ValueError for the first parameter that changes the distribution.
+    """
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        raise ValueError(f"sampling_params must be a dict, as in the engine's answer, got {given!r:.60}")
+    for name, value in given.items():
+        if name == "temperature":
+            if value != temperature:
+                raise ValueError(
+                    f"sampling_params.temperature is {value!r}: the service trains at {temperature:g} "
+                    "(generator.sampling_params.temperature). Sample at this temperature"
+                )
+        elif value and value != NEUTRAL.get(name):  # 0, false and null disable a parameter
+            neutral = f"Set it to {NEUTRAL[name]:g}" if name in NEUTRAL else "Remove it from the request"
+            raise ValueError(
+                f"sampling_params.{name} is {value!r}: the sample is not from the distribution that is trained, over "
+                f"all tokens. {neutral}"
+            )
 
 
 def typed_sample(given: object) -> ChatSample | TokenSample:

@@ -37,14 +37,15 @@ class JobQueue:
         returns a report for the error. If it raises, no job can run any more."""
         self._run, self._recover = run, recover
         self._waiting: asyncio.Queue[tuple[Job, asyncio.Future[Metrics]]] = asyncio.Queue()
-        self._broken: str | None = None
+        self.broken: str | None = None
+        """Reason why no job can run any more."""
         self._is_running = False
         self._task: asyncio.Task[None] | None = None
 
     def submit(self, job: Job) -> asyncio.Future[Metrics]:
         """Returns: the job's result once it is done, or JobFailed, ServiceBroken. Raises: ServiceBroken."""
-        if self._broken is not None:
-            raise ServiceBroken(f"the service can no longer train: {self._broken}")
+        if self.broken is not None:
+            raise ServiceBroken(f"the service can no longer train: {self.broken}")
         if self._task is None:
             self._task = asyncio.create_task(self._work())
         answer: asyncio.Future[Metrics] = asyncio.get_running_loop().create_future()
@@ -53,18 +54,12 @@ class JobQueue:
         return asyncio.shield(answer)
 
     @property
-    def broken(self) -> str | None:
-        """Why no job can run any more; None while one can."""
-        return self._broken
-
-    @property
     def is_idle(self) -> bool:
-        """No job runs or waits."""
         return not self._is_running and self._waiting.empty()
 
     async def close(self, why: str = "the service was stopped") -> None:
         """Abort the current job and reject those that wait."""
-        self._broken = self._broken or why
+        self.broken = self.broken or why
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -85,7 +80,7 @@ class JobQueue:
                     answer.set_result(result)
             finally:
                 if not answer.done():  # cancelled in the job or its recovery
-                    _fail(answer, ServiceBroken(self._broken or "the service was stopped"))
+                    _fail(answer, ServiceBroken(self.broken or "the service was stopped"))
 
     async def _after(self, error: Exception) -> Exception:
         """Recover, and return the error for the client."""
@@ -94,9 +89,9 @@ class JobQueue:
             report = await self._recover(error)
         except Exception as second:
             log.exception("the service could not recover")
-            self._broken = f"it could not recover from a failed job ({reason}): {second or type(second).__name__}"
+            self.broken = f"it could not recover from a failed job ({reason}): {second or type(second).__name__}"
             self._reject_waiting()
-            return ServiceBroken(self._broken)
+            return ServiceBroken(self.broken)
         kind = type(error) if isinstance(error, JobFailed) else JobFailed
         failed = kind(f"{reason}; {report}")
         failed.__cause__ = error
@@ -105,7 +100,7 @@ class JobQueue:
     def _reject_waiting(self) -> None:
         while not self._waiting.empty():
             _, answer = self._waiting.get_nowait()
-            _fail(answer, ServiceBroken(str(self._broken)))
+            _fail(answer, ServiceBroken(str(self.broken)))
 
 
 def _fail(answer: asyncio.Future, error: Exception) -> None:

@@ -25,7 +25,6 @@ LEARNING_RATE = 1e-3
 
 
 def prepare(config: Config) -> None:
-    """Create the experiment's data and model in the current folder if they do not exist."""
     train, validation = long_addition_rows(seed=0)
     write_missing(config, {TRAIN_DATA: train, VALIDATION_DATA: validation})
     if is_missing(config, MODEL):

@@ -13,7 +13,6 @@ TRAIN_DATA, VALIDATION_DATA = Path("quickstart/train.jsonl"), Path("quickstart/v
 
 
 def prepare(config: Config) -> None:
-    """Create the data and the warm-started model in the current folder if they do not exist."""
     train, validation = task.addition_rows(seed=0)
     write_missing(config, {TRAIN_DATA: train, VALIDATION_DATA: validation})
     if is_missing(config, MODEL):

@@ -19,7 +19,6 @@ CHAT_TEMPLATE = (
 
 
 def prepare(config: SftConfig) -> None:
-    """Create the data and model that `config` names in the current folder if they do not exist."""
     train, validation = task.addition_rows(seed=0)
     rows = {TRAIN_DATA: train, VALIDATION_DATA: validation}
     write_missing(config, {path: [conversation(row) for row in found] for path, found in rows.items()})

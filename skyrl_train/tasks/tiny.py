@@ -76,7 +76,6 @@ def model_config(
 
 
 def untrained(seed: int, model: Qwen3Config) -> PreTrainedModel:
-    """A model of random parameters."""
     import torch
     from transformers import Qwen3ForCausalLM
     from transformers.utils import logging

@@ -21,7 +21,6 @@ TARGET_SHARE = 0.97
 
 
 def prepare(config: Config) -> None:
-    """Create the experiment's data and model in the current folder if they do not exist."""
     train, validation = question_rows()
     write_missing(config, {TRAIN_DATA: train, VALIDATION_DATA: validation})
     if is_missing(config, MODEL):

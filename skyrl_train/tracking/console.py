@@ -85,15 +85,10 @@ def time_cells(metrics: Mapping[str, float]) -> list[Cell]:
 
 
 def speed_cells(metrics: Mapping[str, float]) -> list[Cell]:
-    """Throughput and losses."""
     throughputs = [("gen tok/s", "perf/generate_tokens_per_s"), ("train tok/s", "perf/train_tokens_per_s")]
-    losses = [
-        ("bubble", "perf/pipeline_bubble"),
-        ("imbalance", "balance/dp_imbalance"),
-        ("driver", "perf/driver_share"),
-    ]
+    shares = [("mfu", "perf/mfu"), ("bubble", "perf/pipeline_bubble"), ("imbalance", "balance/dp_imbalance")]
     cells = picked(metrics, throughputs, compact) + picked(metrics, [("sync GB/s", "perf/sync_gb_per_s")])
-    return cells + picked(metrics, [("mfu", "perf/mfu"), *losses], percent)
+    return cells + picked(metrics, [*shares, ("driver", "perf/driver_share")], percent)
 
 
 def staleness_cells(metrics: Mapping[str, float]) -> list[Cell]:

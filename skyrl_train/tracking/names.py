@@ -11,8 +11,6 @@ TABLE = Path(__file__).with_name("metrics.md")
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A timed part of the loop."""
-
     name: str
     """Name of its metric, `timing/{phase}`."""
     label: str

@@ -24,9 +24,7 @@ class ConsoleProgress:
         label: str = "generate",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._console = console or Console()
-        self._label = label
-        self._clock = clock
+        self._console, self._label, self._clock = console or Console(), label, clock
         self._bar: Progress | None = None
 
     def start(self, total: int) -> None:

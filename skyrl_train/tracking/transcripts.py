@@ -26,8 +26,6 @@ MAX_SHOWN_CHARS = 600
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """One sample as text."""
-
     step: int
     prompt: str
     response: str

@@ -12,7 +12,7 @@ from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.ranks.critic_group import CriticGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.config.training import TrainingConfig
-from skyrl_train.tracking.held_folder import HeldFolder
+from skyrl_train.tracking.run_dir import HeldFolder
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.from_config import settings_of

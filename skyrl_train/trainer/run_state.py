@@ -21,7 +21,7 @@ from typing import Any
 
 from skyrl_train.file_sum import FileSum, problems_of, size_problems, sum_of
 from skyrl_train.ranks import SavedState
-from skyrl_train.tracking.held_folder import HeldFolder
+from skyrl_train.tracking.run_dir import HeldFolder
 
 log = logging.getLogger(__name__)
 

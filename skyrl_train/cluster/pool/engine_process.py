@@ -6,6 +6,7 @@ import contextlib
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import psutil
@@ -16,7 +17,6 @@ from skyrl_train.cluster.process import host, on_node
 from skyrl_train.engines.protocol import EngineFacts, engine_kind
 from skyrl_train.engines.settings import EngineSettings
 from skyrl_train.hf.hub import local_folder
-from skyrl_train.imports import attribute
 
 GONE_S = 10.0
 """Seconds for killed processes to disappear."""
@@ -48,7 +48,7 @@ class EngineProcess:
         """The part of `start` that needs no device: downloads a hub model to this node, imports libraries."""
         settings = _on_this_node(settings)
         import_modules(settings.custom_modules)
-        prepare = getattr(attribute(engine_kind(settings.generator).engine), "prepare", None)
+        prepare = getattr(resolve_name(engine_kind(settings.generator).engine), "prepare", None)
         if prepare is not None:
             prepare(settings)
 
@@ -59,7 +59,7 @@ class EngineProcess:
         Raises: RuntimeError with the error of the engine's process that failed first; ValueError for invalid settings.
         """
         import_modules(settings.custom_modules)
-        engine = attribute(engine_kind(settings.generator).engine)
+        engine = resolve_name(engine_kind(settings.generator).engine)
         log_start = self._log.stat().st_size
         try:
             self._engine = engine(_on_this_node(settings))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -14,7 +15,7 @@ from skyrl_train.algorithms.tables import import_modules
 from skyrl_train.cluster.process import host
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.device.memory import memory_in_use
-from skyrl_train.imports import attribute, quick_imports
+from skyrl_train.imports import quick_imports
 from skyrl_train.ranks import Rendezvous, free_port
 from skyrl_train.stores import LOOPBACK
 from skyrl_train.weight_sync.channels.table import open_sender, transport
@@ -55,7 +56,7 @@ class Rank:
     def build(self, entry_point: str, rendezvous: Rendezvous, kwargs: dict[str, Any]) -> Any:
         """Make the worker `module:Class`. Returns: its position in the layout."""
         with quick_imports(without=("wandb",)):  # Megatron would import it; no rank logs to it
-            worker = attribute(entry_point)
+            worker = resolve_name(entry_point)
         self._worker = worker(rendezvous, **kwargs)
         return self._worker.ranks
 

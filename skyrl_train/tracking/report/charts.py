@@ -35,8 +35,6 @@ SMALL_PHASE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A metric as a line."""
-
     metric: str
     """A name that ends with `_` stands for the first metric that begins with it; `{}` in the label for the rest."""
     color: str
@@ -121,7 +119,6 @@ def charts_for(history: History) -> list[Chart]:
 
 
 def _curves(chart: Chart, history: History) -> list[tuple[Curve, str, Series]]:
-    """The curves of a chart with their labels and values."""
     found = []
     for curve in chart.curves:
         name = curve.metric

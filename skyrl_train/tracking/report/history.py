@@ -14,8 +14,6 @@ STEP = "trainer/global_step"
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric over the steps that have it."""
-
     steps: tuple[int, ...]
     values: tuple[float, ...]
 
@@ -31,23 +29,9 @@ class Series:
     def points(self) -> list[tuple[int, float]]:
         return list(zip(self.steps, self.values, strict=True))
 
-    @property
-    def first(self) -> float:
-        return self.values[0]
-
-    @property
-    def last(self) -> float:
-        return self.values[-1]
-
-    @property
-    def mean(self) -> float:
-        return sum(self.values) / len(self.values)
-
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All metrics of a run by step."""
-
     rows: Mapping[int, Mapping[str, float]]
     """step -> metrics without nulls (NaN), in ascending order."""
 
@@ -55,18 +39,9 @@ class History:
         """The finite values of `name`; may be empty."""
         return Series.of((step, row[name]) for step, row in self.rows.items() if name in row)
 
-    def first_of(self, names: Sequence[str]) -> str | None:
-        """The first of `names` that any step has, or None."""
-        return next((name for name in names if any(name in row for row in self.rows.values())), None)
-
     def names(self) -> list[str]:
         """Every metric of any step, sorted."""
         return sorted({name for row in self.rows.values() for name in row})
-
-    @property
-    def num_steps(self) -> int:
-        """Training steps finished: the last step's number."""
-        return max(self.rows, default=0)
 
 
 def load_history(path: Path) -> History:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
@@ -38,19 +39,20 @@ def page(
         "shortened": lambda text: shortened(str(text)),
     }
     units = metric_units()
-    means = [(label, formatted, history.series(name)) for label, name, formatted in TILES]
-    series = {name: history.series(name) for name in history.names() if name not in (STEP, "trainer/unix_time_s")}
+    means = [(label, formatted, history.series(name).values) for label, name, formatted in TILES]
+    values_of = {name: history.series(name).values for name in history.names()}
     return environment.get_template("page.html").render(
         summary=summary,
         svgs=svgs,
         samples=samples,
         tiles=[
             (summary.score_name, summary.score_text()),
-            *((label, formatted(values.mean)) for label, formatted, values in means if len(values)),
+            *((label, formatted(fmean(values))) for label, formatted, values in means if values),
         ],
         metrics=[
-            (name, units.get(name, ""), (values.first, values.last, min(values.values), max(values.values)))
-            for name, values in series.items()
+            (name, units.get(name, ""), (values[0], values[-1], min(values), max(values)))
+            for name, values in values_of.items()
+            if name not in (STEP, "trainer/unix_time_s")
         ],
         versions=" · ".join(f"{package} {version}" for package, version in summary.versions.items()),
     )

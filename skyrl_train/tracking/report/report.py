@@ -50,7 +50,6 @@ def chosen_samples(path: Path) -> Sequence[Mapping[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line; returns the exit code."""
     if len(arguments) != 1:
         print("usage: python -m skyrl_train.tracking.report.report RUN_DIR", file=sys.stderr)
         return 2

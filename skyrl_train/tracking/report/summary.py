@@ -22,8 +22,6 @@ SCORES = {
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Name, duration, score and configuration of a run."""
-
     run_name: str
     status: str
     """"finished", "interrupted", "failed", or "unfinished" if the run did not write its end."""
@@ -42,28 +40,26 @@ class Summary:
         """`0.41 → 0.94`, one number for a single evaluation, `none` without any."""
         if not len(self.score):
             return "none"
-        first, last = number(self.score.first), number(self.score.last)
+        first, last = number(self.score.values[0]), number(self.score.values[-1])
         return first if len(self.score) == 1 else f"{first} → {last}"
 
     def line(self) -> str:
-        """The summary in one line."""
         status = "" if self.status == "finished" else f" · {self.status}"
         steps = f"{self.num_steps} step{'' if self.num_steps == 1 else 's'}"
         return f"{self.score_name} {self.score_text()} · {steps} · {duration(self.wall_s)}{status}"
 
 
 def summarize(run_dir: Path, history: History) -> Summary:
-    """The summary of the run in `run_dir`, whose metrics are `history`."""
     record = read_record(run_dir)
     times = history.series("trainer/unix_time_s").values or (0.0,)
     end = record.get("ended_unix_s", max(times))
     first = record["earlier"][0] if record.get("earlier") else record
-    score = history.first_of(list(SCORES)) or "reward/avg_raw_reward"
+    score = next((name for name in SCORES if name in history.names()), "reward/avg_raw_reward")
     status = record.get("status", "running")
     return Summary(
         run_name=record.get("run_name", run_dir.name),
         status="unfinished" if status == "running" else status,
-        num_steps=history.num_steps,
+        num_steps=max(history.rows),
         wall_s=max(0.0, end - first.get("started_unix_s", min(times))),
         score_name=SCORES[score],
         score=history.series(score),

@@ -7,9 +7,10 @@ Imports no torch: what a transport needs is checked before anything heavy starts
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Literal, get_args
 
-from skyrl_train.imports import attribute, imported
+from skyrl_train.imports import imported
 
 if TYPE_CHECKING:
     from skyrl_train.weight_sync.channels.channel import ReceiveChannel, ReceivingEnd, SendingEnd, WeightSender
@@ -75,11 +76,11 @@ def transport(name: str) -> Transport:
 
 
 def open_sender(name: str, end: SendingEnd) -> WeightSender:
-    return attribute(transport(name).send)(end)
+    return resolve_name(transport(name).send)(end)
 
 
 def open_receiver(end: ReceivingEnd) -> ReceiveChannel:
     """One worker's end; `end.info` names the transport. Blocks until the sender has answered."""
     receive = transport(end.info["transport"]).receive
     assert receive is not None, "servers of stock vLLM receive by themselves"
-    return attribute(receive)(end)
+    return resolve_name(receive)(end)

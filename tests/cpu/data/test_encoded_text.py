@@ -11,8 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.data.chat import ChatTemplate
-from skyrl_train.data.conversation import Conversations
-from skyrl_train.data.encoded_text import EncodedText
+from skyrl_train.data.conversation import Conversations, EncodedText
 
 CORPUS = [
     "what is 12 + 7? it is 19, isn't it?",

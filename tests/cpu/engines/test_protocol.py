@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from skyrl_train.cluster.host import AsyncHost
 from skyrl_train.cluster.pool.engine_process import EngineProcess
 from skyrl_train.config import load_config
 from skyrl_train.engines.protocol import ENGINES, Engine, engine_kind
-from skyrl_train.imports import attribute
 from skyrl_train.types import Generation, SamplingParams
 from tests.support.settings import changed, engine_settings
 
@@ -74,7 +74,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_built_in_engines_have_the_whole_protocol(name: str):
-    engine = attribute(ENGINES[name].engine)
+    engine = resolve_name(ENGINES[name].engine)
     for method in METHODS:
         wanted = list(inspect.signature(getattr(Engine, method)).parameters)
         assert list(inspect.signature(getattr(engine, method)).parameters) == wanted, method
@@ -94,7 +94,7 @@ def test_an_engine_from_outside_the_package_is_built_asked_and_updated(own: Path
     async def main() -> list[Any]:
         await host.call("prepare", settings)
         started = await host.call("start", settings)
-        assert started.facts.num_workers == 3 and attribute("my_engines:Parrot").prepared == [str(own)]
+        assert started.facts.num_workers == 3 and resolve_name("my_engines:Parrot").prepared == [str(own)]
         await host.call("finish_weight_update", 7, {})
         requests = [(5, [1, 2, 3], SamplingParams(max_generate_length=2))]
         return [item async for item in host.stream("generate_batch", requests)]

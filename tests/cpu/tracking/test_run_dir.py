@@ -12,7 +12,7 @@ import yaml
 from skyrl_train.config import load_config, to_yaml
 from skyrl_train.config.rl import RL
 from skyrl_train.tracking.changes import changed_values
-from skyrl_train.tracking.run_dir import RunDir, create_run_dir, read_record, reopen_run_dir, versions
+from skyrl_train.tracking.run_dir import RunDir, create_run_dir, read_record, versions
 
 BASE_YAML = """
 trainer:
@@ -84,10 +84,10 @@ def test_a_run_that_goes_on_adds_to_its_folder_and_to_the_list_of_its_starts(tmp
     first = finished_run(tmp_path / "q", "first", "interrupted")
     (first.path / "metrics.jsonl").write_text("{}\n")
     for note in ("second", "third"):
-        run_dir = reopen_run_dir(tmp_path / "q", "q", f"note: {note}\n", {"a": 1})
+        run_dir = create_run_dir(tmp_path / "q", "q", f"note: {note}\n", {"a": 1}, resumes=True)
         assert run_dir.path == first.path and (first.path / "metrics.jsonl").read_text() == "{}\n"
         with pytest.raises(ValueError, match="used by a run in progress"):
-            reopen_run_dir(tmp_path / "q", "q", "note: beside\n", {})
+            create_run_dir(tmp_path / "q", "q", "note: beside\n", {}, resumes=True)
         run_dir.lock.close()  # as when it is killed
     assert notes(tmp_path) == {"q": "third"}
     record = read_record(tmp_path / "q")
@@ -96,11 +96,11 @@ def test_a_run_that_goes_on_adds_to_its_folder_and_to_the_list_of_its_starts(tmp
 
 
 def test_a_run_that_goes_on_elsewhere_makes_its_folder_and_takes_none_that_is_no_runs(tmp_path: Path):
-    assert reopen_run_dir(tmp_path / "new", "q", "", {}).logs.is_dir()
+    assert create_run_dir(tmp_path / "new", "q", "", {}, resumes=True).logs.is_dir()
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis/thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match="not the folder of a run"):
-        reopen_run_dir(tmp_path / "thesis", "q", "", {})
+        create_run_dir(tmp_path / "thesis", "q", "", {}, resumes=True)
 
 
 def test_folder_of_a_run_that_is_going_on_is_refused(tmp_path: Path):

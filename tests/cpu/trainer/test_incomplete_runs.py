@@ -14,9 +14,8 @@ import pytest
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.config.sft import load_sft_config
 from skyrl_train.entrypoints.run import Run
-from skyrl_train.tracking.held_folder import HeldFolder
 from skyrl_train.tracking.jsonl import JsonLinesWriter
-from skyrl_train.tracking.run_dir import create_run_dir
+from skyrl_train.tracking.run_dir import HeldFolder, create_run_dir
 from skyrl_train.trainer.problems import END_AFTER, RunIncomplete, SkippedUpdates
 from skyrl_train.trainer.run_state import Checkpoints, load_checkpoint
 from skyrl_train.types import Metrics
