@@ -50,20 +50,19 @@ def run(config: Config, *, experiment: type[Experiment] = Experiment) -> Path:
     Args: experiment: subclass with your own parts (`get_rollout`, `get_source`, `get_trainer`, ...).
     Raises: ConfigError for an invalid configuration; KeyboardInterrupt if interrupted; the error of a failed run.
     """
-    interrupts = command.Interrupts()
-    ended = _beside_a_running_loop(lambda: _run(config, experiment, interrupts), interrupts)
+    interrupts, training = command.Interrupts(), dataclasses.replace(COMMAND, run=experiment)
+
+    def work() -> command.Ended:
+        command.prepare(training, config)
+        training.check(config, None, True)
+        return command.run(training, config, Console(), interrupts)
+
+    ended = _beside_a_running_loop(work, interrupts)
     if ended.error is not None:
         raise ended.error
     if ended.code:
         raise KeyboardInterrupt
     return Path(config.trainer.run_dir).expanduser().resolve()
-
-
-def _run(config: Config, experiment: type[Experiment], interrupts: command.Interrupts) -> command.Ended:
-    training = dataclasses.replace(COMMAND, run=experiment)
-    command.prepare(training, config)
-    training.check(config, None, True)
-    return command.run(training, config, Console(), interrupts)
 
 
 def _beside_a_running_loop(work: Callable[[], T], interrupts: command.Interrupts) -> T:

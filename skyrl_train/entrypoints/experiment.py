@@ -68,13 +68,11 @@ class Experiment(Run[Config, Processes]):
             chat_template_kwargs=self.config.generator.chat_template_kwargs,
         )
         if loaded.num_dropped:
+            num_rows, longest = loaded.num_dropped + len(loaded.prompts), self.config.trainer.max_prompt_length
             log.warning(
                 "%s: dropped %d of %d prompts with more than trainer.max_prompt_length=%d tokens",
-                ", ".join(sources),
-                loaded.num_dropped,
-                loaded.num_dropped + len(loaded.prompts),
-                self.config.trainer.max_prompt_length,
-            )
+                ", ".join(sources), loaded.num_dropped, num_rows, longest,
+            )  # fmt: skip
         return loaded.prompts
 
     @property

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -56,7 +56,7 @@ def _serve(argv: Sequence[str], console: Console) -> int:
         report_failure(error, None, console, secrets_in(config))
         return 2 if isinstance(error, ValueError) else 1
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
+        signal.signal(number, signal.default_int_handler)  # also interrupts the wait for a service that hangs
     try:
         _introduce(service, config, console)
         why = _wait_until_broken(service, config.trainer.timeout_s)
@@ -76,11 +76,6 @@ def _serve(argv: Sequence[str], console: Console) -> int:
         with contextlib.suppress(ServiceBroken):
             service.stop()
     return 0
-
-
-def _interrupt(number: int, frame: object) -> NoReturn:
-    """Also interrupts the wait for a service that does not answer."""
-    raise KeyboardInterrupt
 
 
 def _wait_until_broken(service: TrainingService, silence_s: float) -> str:

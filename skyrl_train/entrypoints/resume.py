@@ -50,8 +50,13 @@ def chosen_checkpoint(trainer: TrainingConfig, num_rows: int) -> Checkpoint | No
         assert trainer.resume_path is not None, "checks/training.py asks for it"
         chosen = load_checkpoint(Path(trainer.resume_path).expanduser().resolve())
         chosen.verify()
-    if chosen is None or not chosen.folder.is_relative_to(checkpoints.path):
-        _require_free(checkpoints, trainer)
+    is_resumed = chosen is not None and chosen.folder.is_relative_to(checkpoints.path)
+    is_own = checkpoints.path.is_relative_to(_run_dir(trainer))  # whose earlier run is renamed
+    if trainer.ckpt_interval > 0 and not is_resumed and not is_own and (names := checkpoints.names()):
+        raise ValueError(
+            f"trainer.ckpt_path is {checkpoints.path}: it already contains checkpoints ({', '.join(names)}). Resume "
+            "with trainer.resume_mode=latest, or choose another folder"
+        )
     if chosen is not None:
         _require_settings(chosen, trainer)
         if not isinstance(trainer, TrainerConfig) or trainer.source in SOURCES:
@@ -66,17 +71,6 @@ def goes_on_in_its_folder(trainer: TrainingConfig, chosen: Checkpoint | None) ->
         return False
     path = _run_dir(trainer)
     return chosen.folder.is_relative_to(path) or read_record(path).get("run_id") == chosen.state.run_id
-
-
-def _require_free(checkpoints: Checkpoints, trainer: TrainingConfig) -> None:
-    """Raises: ValueError for checkpoints of another run, except in the run's own folder, which is renamed."""
-    if trainer.ckpt_interval < 0 or checkpoints.path.is_relative_to(_run_dir(trainer)):
-        return
-    if names := checkpoints.names():
-        raise ValueError(
-            f"trainer.ckpt_path is {checkpoints.path}: it already contains checkpoints ({', '.join(names)}). Resume "
-            "with trainer.resume_mode=latest, or choose another folder"
-        )
 
 
 def _require_settings(chosen: Checkpoint, trainer: TrainingConfig) -> None:

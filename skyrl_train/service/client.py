@@ -61,13 +61,20 @@ class TrainingService:
             checked_model(config)  # the service downloads and checks a hub name on its own node
         at_end = ExitStack()
         try:
-            cluster = _joined() if ray.is_initialized() else at_end.enter_context(connect())
+            if ray.is_initialized():
+                has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+                address = str(ray.get_runtime_context().gcs_address)
+                cluster = Cluster(address=address, is_local=False, has_gpus=has_gpus)
+            else:
+                cluster = at_end.enter_context(connect())
             if _find(name) is not None:
                 raise ValueError(
                     f"name is {name}: a service with this name runs in the cluster. Use "
                     f"TrainingService.connect({name!r}), or another name"
                 )
-            actor = _place(name).remote(os.getcwd(), config, cluster, keep_state, _named_variables(config))
+            key = config.generator.remote_api_key_env  # the service may run on another node
+            environment = {} if key is None else {key: os.environ[key]}
+            actor = _place(name).remote(os.getcwd(), config, cluster, keep_state, environment)
             try:
                 state = _answer(actor.state.remote())
             except BaseException:
@@ -255,18 +262,4 @@ def _place(name: str) -> Any:
         max_concurrency=MAX_CONCURRENCY,
         runtime_env={"env_vars": worker_environment()},
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
-    )
-
-
-def _named_variables(config: Config) -> dict[str, str]:
-    """Environment variables that the service reads, which may run on another node."""
-    name = config.generator.remote_api_key_env
-    return {} if name is None else {name: os.environ[name]}
-
-
-def _joined() -> Cluster:
-    return Cluster(
-        address=str(ray.get_runtime_context().gcs_address),
-        is_local=False,
-        has_gpus=ray.cluster_resources().get("GPU", 0) > 0,
     )

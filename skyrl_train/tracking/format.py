@@ -21,10 +21,8 @@ def compact(value: float) -> str:
     """With a unit prefix from 10,000 on: `8,123`, `12.3k`, `4.56M`."""
     if not math.isfinite(value) or abs(value) < 10_000:
         return number(value) if abs(value) < 100 else f"{value:,.0f}"
-    for size, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.1f}{prefix}" if abs(value) >= 10 * size else f"{value / size:.2f}{prefix}"
-    raise AssertionError(value)
+    size, prefix = next(unit for unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(value) >= unit[0])
+    return f"{value / size:.{1 if abs(value) >= 10 * size else 2}f}{prefix}"
 
 
 def percent(share: float) -> str:
