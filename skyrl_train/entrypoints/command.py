@@ -243,9 +243,8 @@ def print_error(message: str, console: Console, secrets: Secrets | None = None) 
 
 
 def _write_report(run_dir: RunDir, console: Console) -> None:
-    from skyrl_train.tracking.report.history import load_history
+    from skyrl_train.tracking.report.history import load_history, summarize
     from skyrl_train.tracking.report.report import write_report
-    from skyrl_train.tracking.report.summary import summarize
 
     try:
         html, png = write_report(run_dir.path)

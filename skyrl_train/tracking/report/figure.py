@@ -10,8 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from skyrl_train.tracking.report.charts import Chart, charts_for, draw
-from skyrl_train.tracking.report.history import History
-from skyrl_train.tracking.report.summary import Summary
+from skyrl_train.tracking.report.history import History, Summary
 
 STYLE = Path(__file__).with_name("style.mplstyle")
 COLUMNS = 3

@@ -11,8 +11,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from skyrl_train.tracking.format import compact, number, percent, seconds
 from skyrl_train.tracking.names import STEP_TIME, metric_units
-from skyrl_train.tracking.report.history import STEP, History
-from skyrl_train.tracking.report.summary import Summary
+from skyrl_train.tracking.report.history import STEP, History, Summary
 from skyrl_train.tracking.transcripts import shortened
 
 TILES = (

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.tracking.jsonl import read_json_lines
-from skyrl_train.tracking.report.history import load_history, without_passed_steps
+from skyrl_train.tracking.report.history import load_history, summarize, without_passed_steps
 from skyrl_train.tracking.report.page import page
-from skyrl_train.tracking.report.summary import summarize
 
 NUM_SAMPLES = 6
 """Transcripts in the report, spread from the first to the last."""

@@ -16,9 +16,8 @@ import torch
 from skyrl_train.tracking.names import TABLE, metric_units
 from skyrl_train.tracking.report.charts import charts_for, moving_mean
 from skyrl_train.tracking.report.figure import COLUMNS, grid_places
-from skyrl_train.tracking.report.history import Series, load_history
+from skyrl_train.tracking.report.history import Series, load_history, summarize
 from skyrl_train.tracking.report.report import NUM_SAMPLES, chosen_samples, main, write_report
-from skyrl_train.tracking.report.summary import summarize
 from skyrl_train.tracking.run_dir import create_run_dir, read_record, write_record
 from skyrl_train.tracking.transcripts import transcript_of
 from skyrl_train.types import Sample
