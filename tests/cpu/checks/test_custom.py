@@ -86,7 +86,7 @@ def test_what_can_be_called_as_it_will_be_is_accepted(override: str):
             "takes (prompt, sampling_params). It must take (prompt, sampling_params, e",
         ),
         ("generator.rollout=own_things:NUMBER", "it is a int. Define `async def rollout(prompt"),
-        ("trainer.source=on_polic", "trainer.source is 'on_polic': did you mean on_policy? It must be on_policy, or"),
+        ("trainer.source=on_polic", "did you mean on_policy? It must be on_policy or streaming, or your own"),
         ("trainer.source=own_things:NUMBER", "it is a int. Name a class or function that returns a source"),
         ("trainer.source=own_things:NoNext", "it has no next, resume. A source has next, metrics, state, resume"),
         ("trainer.source=own_things:Heir", "it has no metrics, state, resume. A source has next, metrics, state, res"),
