@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from skyrl_train.spelling import nearest
+
 
 def imported(key: str, name: str) -> Any:
     """Import the `module:attribute` in `name`. Args: key: its key in the configuration, for the error.
@@ -26,7 +28,9 @@ def imported(key: str, name: str) -> Any:
             "installed, in the working directory or on PYTHONPATH"
         ) from error
     if not hasattr(found, wanted):
-        raise ValueError(f"{key} is {name!r}, and {module} ({found.__file__}) has no {wanted}")
+        close = nearest(wanted, vars(found))
+        meant = f": did you mean {close}?" if close else ""
+        raise ValueError(f"{key} is {name!r}, and {module} ({found.__file__}) has no {wanted}{meant}")
     return getattr(found, wanted)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.envs.registration import load_env_creator
 from skyrl_gym.metrics import default_aggregate_metrics
+
+from skyrl_train.imports import imported
 
 BUILT_IN = {
     "addition": "skyrl_train.envs.addition:AdditionEnv",
@@ -46,9 +46,14 @@ def env_creator(env_class: str) -> Callable[..., BaseTextEnv]:
     if spec is not None:
         return spec.entry_point if callable(spec.entry_point) else load_env_creator(spec.entry_point)
     if ":" in env_class:
-        return _import_env(env_class)
+        env = imported("the environment", env_class)
+        if not (isinstance(env, type) and issubclass(env, BaseTextEnv)):
+            raise ValueError(f"the environment is {env_class!r}: it is not a subclass of skyrl_gym's BaseTextEnv")
+        return env
+    close = difflib.get_close_matches(env_class, list(skyrl_gym.registry), n=3, cutoff=0.5)
+    meant = f" (did you mean {' or '.join(close)}?)" if close else ""
     raise ValueError(
-        f"unknown environment {env_class!r}{_nearest(env_class, skyrl_gym.registry)}. Use one of "
+        f"unknown environment {env_class!r}{meant}. Use one of "
         f"{', '.join(sorted(skyrl_gym.registry))}, or your own `module:Class`"
     )
 
@@ -57,26 +62,3 @@ def aggregate_env_metrics(env_class: str, metrics: Sequence[Mapping[str, Any]]) 
     """Metrics of many samples, aggregated by the environment's `aggregate_metrics`."""
     aggregate = getattr(env_creator(env_class), "aggregate_metrics", default_aggregate_metrics)
     return aggregate([dict(m) for m in metrics])
-
-
-@lru_cache
-def _import_env(env_class: str) -> Callable[..., BaseTextEnv]:
-    module_name, _, class_name = env_class.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"environment {env_class!r}: module {module_name!r} cannot be imported ({error}). Put its folder on "
-            "PYTHONPATH"
-        ) from error
-    env = getattr(module, class_name, None)
-    if not (isinstance(env, type) and issubclass(env, BaseTextEnv)):
-        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
-        what = "no class" if env is None else "not a subclass of skyrl_gym's BaseTextEnv:"
-        raise ValueError(f"environment {env_class!r}: {what} {class_name!r}{_nearest(class_name, classes)}")
-    return env
-
-
-def _nearest(name: str, names: Sequence[str] | Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
-    return f" (did you mean {' or '.join(near)}?)" if near else ""

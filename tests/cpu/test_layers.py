@@ -15,7 +15,7 @@ MAY_IMPORT = {
     # nouns and the machine
     "types": "",
     "spelling": "",
-    "imports": "",
+    "imports": "spelling",
     "algorithms": "imports spelling",
     "config": "algorithms spelling",
     "device": "",
@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "stores": "ranks",
     # what can be known without a process of Megatron or Ray; of engines, what checks read imports no vLLM
     "kernels": "",
-    "envs": "",
+    "envs": "imports",
     "weight_sync": "device imports stores kernels",
     "hf": "config",
     "tracking": "types config",

@@ -86,10 +86,13 @@ def test_registering_the_built_in_environments_again_changes_nothing():
     [
         ("gms8k", r"unknown environment 'gms8k' \(did you mean gsm8k.*Use one of addition, aime"),
         ("zzz", r"unknown environment 'zzz'. Use one of"),
-        ("no_such_module:Env", r"module 'no_such_module' cannot be imported .*PYTHONPATH"),
-        ("mymodule:MyEmv", r"no class 'MyEmv' \(did you mean MyEnv"),
-        ("mymodule:Other", r"not a subclass of skyrl_gym's BaseTextEnv: 'Other'"),
-        ("broken:Env", r"module 'broken' cannot be imported \(No module named 'missing_dependency'\)"),
+        (
+            "no_such_module:Env",
+            r"the environment is 'no_such_module:Env', and no_such_module cannot be imported .*PYTHONPATH",
+        ),
+        ("mymodule:MyEmv", r"mymodule \(.*\) has no MyEmv: did you mean MyEnv\?"),
+        ("mymodule:Other", r"the environment is 'mymodule:Other': it is not a subclass of skyrl_gym's BaseTextEnv"),
+        ("broken:Env", r"broken cannot be imported \(ModuleNotFoundError: No module named 'missing_dependency'\)"),
     ],
 )
 def test_unknown_environment_is_an_error_that_names_the_nearest(tmp_path, monkeypatch, name, problem):
