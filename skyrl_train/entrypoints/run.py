@@ -8,9 +8,8 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
-from typing import Any, Generic, TextIO, TypeVar
+from typing import Generic, TextIO, TypeVar
 
-import yaml
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +17,6 @@ from skyrl_train.checks.model_folder import checked_folder
 from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
 from skyrl_train.cluster.launch import PolicyProcesses, Processes
 from skyrl_train.cluster.session import Cluster, connect
-from skyrl_train.config.program import to_yaml
 from skyrl_train.config.training import RunConfig
 from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_folder, lock_checkpoints
 from skyrl_train.hf import adapter_file
@@ -80,17 +78,8 @@ class Run(ABC, Generic[C, P]):
         return load_tokenizer(self.model_folder)
 
     def get_tracker(self, run_dir: RunDir, num_steps: int) -> Tracker:
-        trainer = self.config.trainer
-        values: dict[str, Any] = yaml.safe_load(to_yaml(self.config))
-        return build_tracker(
-            trainer.logger,
-            run_dir.path,
-            trainer.project_name,
-            trainer.run_name,
-            values,
-            total_steps=num_steps,
-            steps_done=0 if self.checkpoint is None else self.checkpoint.state.global_step,
-        )
+        steps_done = 0 if self.checkpoint is None else self.checkpoint.state.global_step
+        return build_tracker(self.config, run_dir.path, total_steps=num_steps, steps_done=steps_done)
 
     def find_checkpoint(self) -> bool:
         """Find the checkpoint of `trainer.resume_mode`; return whether the run resumes in its folder.

@@ -8,10 +8,8 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
-import yaml
 from transformers import PretrainedConfig
 
 from skyrl_train.algorithms.tables import import_modules
@@ -146,10 +144,7 @@ class ServiceActor:
         # Clients count versions: each job makes at least one, also without a learning signal.
         step, tuning = assembly.step(source, publisher, always_updates=True), assembly.fine_tuning()
         self._runner = JobRunner(processes, assembly.residency, version, source, step, tuning, publisher, timers)
-        values: dict[str, Any] = yaml.safe_load(to_yaml(config))
-        self._tracker = build_tracker(
-            trainer.logger, self._run_dir.path, trainer.project_name, trainer.run_name, values
-        )
+        self._tracker = build_tracker(config, self._run_dir.path)
         self._queue = JobQueue(self._run_and_log, self._runner.recover)
         self._health_checks = asyncio.create_task(check_health(self._queue, HEALTH_CHECK_S))
 

@@ -11,9 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import urlparse
 
+import yaml
+
+from skyrl_train.config.program import to_yaml
+from skyrl_train.config.training import RunConfig
 from skyrl_train.tracking.console import ConsoleSink
 from skyrl_train.tracking.jsonl import JsonLinesWriter
 
@@ -76,9 +80,7 @@ class WandbSink:
     Raises: ValueError if wandb is not installed; RuntimeError if it cannot start.
     """
 
-    def __init__(
-        self, run_dir: Path, project_name: str, run_name: str, config: Mapping[str, Any], steps_done: int
-    ) -> None:
+    def __init__(self, run_dir: Path, config: RunConfig, steps_done: int) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -94,10 +96,10 @@ class WandbSink:
         try:
             with _no_arguments():
                 self._run = wandb.init(
-                    project=project_name,
-                    name=run_name,
+                    project=config.trainer.project_name,
+                    name=config.trainer.run_name,
                     dir=run_dir,
-                    config=dict(config),
+                    config=yaml.safe_load(to_yaml(config)),  # secrets masked
                     mode="offline" if offline else None,
                     id=known,
                     resume="allow" if known else None,
@@ -171,27 +173,16 @@ class Tracker:
             self._failing.add(index)
 
 
-def build_tracker(
-    names: Sequence[str],
-    run_dir: Path,
-    project_name: str,
-    run_name: str,
-    config: Mapping[str, Any],
-    total_steps: int | None = None,
-    steps_done: int = 0,
-) -> Tracker:
-    """The tracker for `trainer.logger = names`; each sink writes below `run_dir`.
+def build_tracker(config: RunConfig, run_dir: Path, total_steps: int | None = None, steps_done: int = 0) -> Tracker:
+    """The tracker for `trainer.logger`; each sink writes below `run_dir`.
 
-    Args:
-        config: for Weights & Biases, secrets masked (`to_yaml`).
-        total_steps: for the console, None if unknown.
-        steps_done: steps of a resumed run before the first call of `log`.
+    Args: total_steps: None if unknown; steps_done: steps of a resumed run before the first call of `log`.
     Raises: ValueError for a library that is not installed.
     """
     builders: dict[str, Callable[[], Sink]] = {
         "console": lambda: ConsoleSink(total_steps=total_steps),
         "jsonl": lambda: JsonLinesSink(run_dir / "metrics.jsonl"),
         "tensorboard": lambda: TensorBoardSink(run_dir / "tensorboard", steps_done),
-        "wandb": lambda: WandbSink(run_dir, project_name, run_name, config, steps_done),
+        "wandb": lambda: WandbSink(run_dir, config, steps_done),
     }
-    return Tracker([builders[name]() for name in dict.fromkeys(names)])
+    return Tracker([builders[name]() for name in dict.fromkeys(config.trainer.logger)])

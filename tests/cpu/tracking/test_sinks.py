@@ -16,12 +16,19 @@ from rich.console import Console
 from rich.progress import Progress
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from skyrl_train.config import load_config
 from skyrl_train.tracking import format as fmt
 from skyrl_train.tracking.console import ConsoleSink
 from skyrl_train.tracking.jsonl import JsonLinesWriter, read_json_lines
 from skyrl_train.tracking.progress import ConsoleProgress
 from skyrl_train.tracking.sinks import JsonLinesSink, TensorBoardSink, Tracker, build_tracker, has_wandb_key
 from skyrl_train.tracking.transcripts import Transcript, TranscriptLog, conversation, shortened
+
+
+def tracker_of(names: list[str], folder: Path, **options: int) -> Tracker:
+    names = ",".join(names)
+    return build_tracker(load_config([f"trainer.logger=[{names}]", "trainer.run_name=run"]), folder, **options)
+
 
 STEP_METRICS = {
     "reward/avg_raw_reward": 0.625,
@@ -159,7 +166,7 @@ def test_tensorboard_files_hold_every_metric_before_close(tmp_path: Path):
 
 
 def test_tracker_writes_every_named_sink_below_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    tracker = build_tracker(["console", "jsonl", "tensorboard"], tmp_path, "project", "run", {}, total_steps=7)
+    tracker = tracker_of(["console", "jsonl", "tensorboard"], tmp_path, total_steps=7)
     tracker.log(1, STEP_METRICS)
     tracker.close()
     assert "step 1/7" in capsys.readouterr().out
@@ -169,7 +176,7 @@ def test_tracker_writes_every_named_sink_below_the_run_folder(tmp_path: Path, ca
 
 def test_tensorboard_forgets_the_steps_that_a_run_goes_back_behind(tmp_path: Path):
     for steps_done, value in ((0, 1.0), (2, 2.0)):
-        tracker = build_tracker(["tensorboard"], tmp_path, "project", "run", {}, steps_done=steps_done)
+        tracker = tracker_of(["tensorboard"], tmp_path, steps_done=steps_done)
         for step in range(steps_done + 1, 5 - steps_done // 2):
             tracker.log(step, {"reward/avg_raw_reward": value})
         tracker.close()
@@ -180,13 +187,13 @@ def test_tensorboard_forgets_the_steps_that_a_run_goes_back_behind(tmp_path: Pat
 
 def test_every_sink_name_can_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("skyrl_train.tracking.sinks.WandbSink", lambda *args: ListSink())
-    build_tracker(["console", "jsonl", "tensorboard", "wandb"], tmp_path, "project", "run", {}).close()
+    tracker_of(["console", "jsonl", "tensorboard", "wandb"], tmp_path).close()
 
 
 def test_wandb_that_is_not_installed_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb"):
-        build_tracker(["wandb"], tmp_path, "project", "run", {})
+        tracker_of(["wandb"], tmp_path)
 
 
 def test_wandb_key_is_found_in_the_environment_and_in_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -208,7 +215,7 @@ def test_wandb_without_a_key_writes_an_offline_run(tmp_path: Path, monkeypatch: 
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    tracker = build_tracker(["wandb"], tmp_path, "project", "run", {"trainer": {"seed": 1}})
+    tracker = tracker_of(["wandb"], tmp_path)
     tracker.log(1, {"reward/avg_raw_reward": 0.5})
     tracker.close()
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
@@ -219,7 +226,7 @@ def test_a_run_that_goes_on_is_the_same_run_at_wandb(tmp_path: Path, monkeypatch
     monkeypatch.setenv("WANDB_MODE", "offline")
     ids = []
     for steps_done in (0, 3, 0):
-        tracker = build_tracker(["wandb"], tmp_path, "project", "run", {}, steps_done=steps_done)
+        tracker = tracker_of(["wandb"], tmp_path, steps_done=steps_done)
         ids.append((tmp_path / "wandb_run_id").read_text())
         tracker.close()
     assert ids[0] == ids[1] != ids[2]
@@ -352,7 +359,7 @@ def test_wandb_is_not_given_the_command_line(tmp_path: Path, monkeypatch: pytest
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(sys, "argv", ["program", "generator.http_api_key=the-secret"])
-    build_tracker(["wandb"], tmp_path, "project", "run", {}).close()
+    tracker_of(["wandb"], tmp_path).close()
     assert sys.argv[1:] == ["generator.http_api_key=the-secret"]
     written = [file for file in (tmp_path / "wandb").rglob("*") if file.is_file()]
     assert written and not any(b"the-secret" in file.read_bytes() for file in written)
