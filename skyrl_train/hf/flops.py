@@ -34,8 +34,7 @@ def model_cost(config: PretrainedConfig) -> ModelCost:
     layers, output = matrix_weights(config)
     score_dim = _attention(config)[1]
     return ModelCost(
-        matrix_weights=sum(layers) + output,
-        attention_width=len(layers) * config.num_attention_heads * score_dim,
+        matrix_weights=sum(layers) + output, attention_width=len(layers) * config.num_attention_heads * score_dim
     )
 
 

@@ -19,10 +19,7 @@ class ConsoleProgress:
     """Shows the bar during generation and removes it afterwards; silent without a terminal."""
 
     def __init__(
-        self,
-        console: Console | None = None,
-        label: str = "generate",
-        clock: Callable[[], float] = time.perf_counter,
+        self, console: Console | None = None, label: str = "generate", clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._console, self._label, self._clock = console or Console(), label, clock
         self._bar: Progress | None = None

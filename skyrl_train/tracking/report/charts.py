@@ -76,10 +76,7 @@ CHARTS = (
     ),
     Chart(
         "Loss (nats per token)",
-        (
-            Curve("sft/loss", BLUE, "training rows"),
-            Curve("sft/eval_loss", ORANGE, "held-out rows", is_held_out=True),
-        ),
+        (Curve("sft/loss", BLUE, "training rows"), Curve("sft/eval_loss", ORANGE, "held-out rows", is_held_out=True)),
         legend="upper right",
         axis="free",
         wide=True,
