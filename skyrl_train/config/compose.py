@@ -73,11 +73,7 @@ def compose(schema: type, base: Path, overrides: Sequence[str], folders: Sequenc
             raise ConfigError(f"invalid YAML: {error}") from None
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(str(error)) from None
-    check_files(schema, files)
-    OmegaConf.set_struct(config, False)
-    config.pop("hydra")
-    leave_out_foreign(config, schema, files)
-    return resolved(config), _origins(schema, parsed, files)
+    return _finished(schema, config, parsed, files)
 
 
 def base_yaml(schema: type, base: Path) -> str:
@@ -108,11 +104,15 @@ def of_hydra(schema: type, config: DictConfig) -> Composed:
     hydra = HydraConfig.get()
     lines = list(hydra.overrides.task)
     files = chosen_files(cast(DictConfig, hydra), hydra.job.config_name, [*hydra.overrides.hydra, *lines])
+    return _finished(schema, config.copy(), [parse(line) for line in lines], files)
+
+
+def _finished(schema: type, config: DictConfig, overrides: Sequence[Override], files: Sequence[ConfigFile]) -> Composed:
     check_files(schema, files)
-    config = config.copy()
     OmegaConf.set_struct(config, False)
+    config.pop("hydra", None)
     leave_out_foreign(config, schema, files)
-    return resolved(config), _origins(schema, [parse(line) for line in lines], files)
+    return resolved(config), _origins(schema, overrides, files)
 
 
 def _origins(schema: type, overrides: Sequence[Override], files: Sequence[ConfigFile]) -> Callable[[str], str]:
