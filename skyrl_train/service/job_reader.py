@@ -11,10 +11,9 @@ import torch
 from skyrl_train.algorithms.tables import compares_samples
 from skyrl_train.batching.split import mini_batches_of
 from skyrl_train.config import Config
-from skyrl_train.data.chat import ChatTemplate, check_messages
-from skyrl_train.data.conversation import Conversations
+from skyrl_train.data.chat import check_messages
 from skyrl_train.data.sft import ExampleReader, check_tokens
-from skyrl_train.data.text import TextLimit, shortened
+from skyrl_train.data.text import shortened
 from skyrl_train.service.job import ChatSample, SaveJob, SftJob, TokenSample, TrainJob
 from skyrl_train.spelling import nearest
 from skyrl_train.types import UNKNOWN_VERSION, Example, Group, Prompt, Sample, VersionSpans, final_reward
@@ -39,63 +38,66 @@ class JobReader:
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, max_tokens: int) -> None:
         """Args: max_tokens: of one sample."""
-        self._tokenizer, self._kwargs = tokenizer, config.generator.chat_template_kwargs
+        self._reader = ExampleReader(tokenizer, "all", config.generator.chat_template_kwargs, max_tokens)
         self._vocab_size, self._max_tokens = vocab_size, max_tokens
         self._mini_batch_size = config.trainer.policy_mini_batch_size
         self._estimator = config.trainer.algorithm.advantage_estimator
         self._temperature = config.generator.sampling_params.temperature
-        self._conversations: Conversations | None = None
 
     def train(self, groups: object) -> TrainJob:
         """Groups of one prompt's samples each: ChatSample, TokenSample, or dicts with their fields."""
-        read = tuple(self._group(number, group) for number, group in enumerate(_filled(groups, "groups", "group")))
-        mini_batches_of(len(read), self._mini_batch_size)
+        read: list[Group] = []
         sampled_by: dict[int, str] = {}
-        for _, _, versions in reversed(read):
-            sampled_by |= versions
-        has_logprobs = all(has_logprobs for _, has_logprobs, _ in read)
-        return TrainJob(tuple(group for group, _, _ in read), has_logprobs, sampled_by)
+        has_logprobs = True
+        for number, group in enumerate(_filled(groups, "groups", "group")):
+            where = f"group {number}"
+            group = _filled(group, where, "sample")
+            if len(group) == 1 and compares_samples(self._estimator):
+                raise ValueError(
+                    f"{where} has one sample, to which trainer.algorithm.advantage_estimator={self._estimator} gives "
+                    "no advantage. Submit several samples of each prompt, or use reinforce++"
+                )
+            samples = []
+            for index, given in enumerate(group):
+                try:
+                    typed = typed_sample(given)
+                    samples.append(self._sample(typed))
+                    versions = _versions(typed)
+                except ValueError as error:
+                    raise ValueError(f"{where}, sample {index}: {error}") from error
+                sampled_by |= {version: f"{where}, sample {index}" for version in versions if version not in sampled_by}
+                has_logprobs &= isinstance(typed, TokenSample) and typed.logprobs is not None
+            prompt = Prompt(uid=str(number), messages=[], env_class="", extras={}, data_source="service")
+            read.append(Group(prompt, tuple(samples)))
+        mini_batches_of(len(read), self._mini_batch_size)
+        return TrainJob(tuple(read), has_logprobs, sampled_by)
 
     def sft(self, rows: object) -> SftJob:
         """Rows as in docs/sft.md."""
-        reader = ExampleReader(self._tokenizer, "all", self._kwargs, self._max_tokens)
-        return SftJob(
-            tuple(self._example(reader, number, row) for number, row in enumerate(_filled(rows, "rows", "row")))
-        )
+        examples = []
+        for number, row in enumerate(_filled(rows, "rows", "row")):
+            if not isinstance(row, Mapping):
+                raise ValueError(f"row {number} must be a dict, got {_short(row)}")
+            try:
+                ids, mask = self._reader.tokens(dict(row))
+                self._check(ids, mask)
+            except ValueError as error:
+                raise ValueError(f"row {number}: {error}") from error
+            mask[0] = False
+            examples.append(Example(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask)))
+        return SftJob(tuple(examples))
 
     def save(self, folder: object) -> SaveJob:
         if not isinstance(folder, str) or not folder.startswith("/"):
             raise ValueError(f"folder is {_short(folder)}: it must be an absolute path on the service's node")
         return SaveJob(folder)
 
-    def _group(self, number: int, group: Any) -> tuple[Group, bool, dict[int, str]]:
-        where = f"group {number}"
-        group = _filled(group, where, "sample")
-        if len(group) == 1 and compares_samples(self._estimator):
-            raise ValueError(
-                f"{where} has one sample, to which trainer.algorithm.advantage_estimator={self._estimator} gives no "
-                "advantage. Submit several samples of each prompt, or use reinforce++"
-            )
-        samples, has_logprobs = [], True
-        sampled_by: dict[int, str] = {}
-        for index, given in enumerate(group):
-            try:
-                typed = typed_sample(given)
-                samples.append(self._sample(typed))
-                for version in _versions(typed):
-                    sampled_by.setdefault(version, f"{where}, sample {index}")
-            except ValueError as error:
-                raise ValueError(f"{where}, sample {index}: {error}") from error
-            has_logprobs &= isinstance(typed, TokenSample) and typed.logprobs is not None
-        prompt = Prompt(uid=str(number), messages=[], env_class="", extras={}, data_source="service")
-        return Group(prompt, tuple(samples)), has_logprobs, sampled_by
-
     def _sample(self, given: ChatSample | TokenSample) -> Sample:
         reward = _number(given.reward, "reward")
         check_sampling(given.sampling_params, self._temperature)
         logprobs: list[float] | None = None
         if isinstance(given, ChatSample):
-            ids, mask = self._of_chat(given.messages)
+            ids, mask = self._reader.tokens({"messages": check_messages(given.messages)})
         else:
             ids, mask, logprobs = _of_tokens(given)
         self._check(ids, mask)
@@ -114,23 +116,6 @@ class JobReader:
             policy_version=UNKNOWN_VERSION if logprobs is None else min(_versions(given), default=UNKNOWN_VERSION),
             version_spans=_spans(given, num_written=sum(mask)),
         )
-
-    def _of_chat(self, messages: object) -> tuple[list[int], list[bool]]:
-        if self._conversations is None:
-            chat = ChatTemplate(self._tokenizer, self._kwargs, TextLimit.of(self._tokenizer, self._max_tokens))
-            self._conversations = Conversations(chat, self._tokenizer.eos_token_id, "all")
-        return self._conversations.tokens(check_messages(messages))
-
-    def _example(self, reader: ExampleReader, number: int, row: Any) -> Example:
-        if not isinstance(row, Mapping):
-            raise ValueError(f"row {number} must be a dict, got {_short(row)}")
-        try:
-            ids, mask = reader.tokens(dict(row))
-            self._check(ids, mask)
-        except ValueError as error:
-            raise ValueError(f"row {number}: {error}") from error
-        mask[0] = False
-        return Example(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask))
 
     def _check(self, ids: list[int], mask: list[bool]) -> None:
         check_tokens(ids, mask, self._vocab_size)
