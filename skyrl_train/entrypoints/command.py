@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
@@ -22,14 +21,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from skyrl_train.config.errors import ConfigError
-from skyrl_train.config.program import Program, secrets_in, to_yaml
+from skyrl_train.config.program import Program, secrets_in
 from skyrl_train.config.redaction import BY_NAME, Secrets, hidden_in_logs, secrets_of
 from skyrl_train.config.training import RunConfig
 from skyrl_train.imports import imported, quick_imports
+from skyrl_train.tracking.run_dir import RunDir, run_dir_for
 
 if TYPE_CHECKING:
     from skyrl_train.entrypoints.run import Run
-    from skyrl_train.tracking.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +147,7 @@ def _run(command: Command[T], config: T, console: Console, secrets: Secrets, int
             console.print("all steps are done. For more, raise trainer.epochs or trainer.max_training_steps")
             return Ended(0)
         with _config_errors():
-            run_dir = _run_dir(command, config, secrets, resumes=resumes)
+            run_dir = run_dir_for(config, command.program.base_yaml(), resumes=resumes)
         ended_by = asyncio.run(_until_signal(training, run_dir, console, secrets, interrupts))
         status, code = ("finished", 0) if ended_by is None else ("interrupted", 128 + ended_by)
     except ConfigError as error:
@@ -172,14 +171,6 @@ def _config_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ConfigError([str(error)]) from error
-
-
-def _run_dir(command: Command[T], config: T, secrets: Secrets, *, resumes: bool) -> RunDir:
-    from skyrl_train.tracking.changes import changed_values
-    from skyrl_train.tracking.run_dir import create_run_dir
-
-    path, changes = Path(config.trainer.run_dir), changed_values(to_yaml(config), command.program.base_yaml())
-    return create_run_dir(path, config.trainer.run_name, to_yaml(config), changes, secrets, resumes=resumes)
 
 
 async def _until_signal(

@@ -17,8 +17,7 @@ from skyrl_train.cluster.pool.settings import served_model_name
 from skyrl_train.cluster.process import log_to
 from skyrl_train.cluster.ranks.release import remove_states, states_folder
 from skyrl_train.cluster.session import Cluster
-from skyrl_train.config import Config, to_yaml
-from skyrl_train.config.program import secrets_in
+from skyrl_train.config import Config
 from skyrl_train.config.rl import RL
 from skyrl_train.service.checks import checked_model
 from skyrl_train.service.job import Job, SftJob, TrainJob
@@ -26,8 +25,7 @@ from skyrl_train.service.job_reader import JobReader
 from skyrl_train.service.queue import Feed, JobQueue, ServiceBroken
 from skyrl_train.service.runner import JobRunner, SavedVersion, check_health
 from skyrl_train.service.source import JobSource
-from skyrl_train.tracking.changes import changed_values
-from skyrl_train.tracking.run_dir import create_run_dir
+from skyrl_train.tracking.run_dir import run_dir_for
 from skyrl_train.tracking.sinks import build_tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.build import Assembly, launch_training
@@ -107,15 +105,7 @@ class ServiceActor:
         os.environ.update(self._environment)
         if Path(self._folder).is_dir():
             os.chdir(self._folder)
-        config = self._config
-        config_yaml = to_yaml(config)
-        self._run_dir = create_run_dir(
-            Path(config.trainer.run_dir),
-            config.trainer.run_name,
-            config_yaml,
-            changed_values(config_yaml, RL.base_yaml()),
-            secrets_in(config),
-        )
+        self._run_dir = run_dir_for(self._config, RL.base_yaml())
         log_to(str(self._run_dir.logs / "service.log"))
         try:
             await self._start()

@@ -24,7 +24,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
+from skyrl_train.config.program import secrets_in, to_yaml
 from skyrl_train.config.redaction import BY_NAME, Secrets
+from skyrl_train.config.training import RunConfig
+from skyrl_train.tracking.changes import changed_values
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +74,13 @@ class RunDir:
         except OSError as error:
             log.warning("%s: cannot write the status %s: %s", self.path / RECORD, status, error)
         self.lock.close()
+
+
+def run_dir_for(config: RunConfig, base_yaml: str, *, resumes: bool = False) -> RunDir:
+    """The folder of a run with this configuration. Args: base_yaml: of its program. Otherwise like `create_run_dir`."""
+    path, config_yaml = Path(config.trainer.run_dir), to_yaml(config)
+    changes = changed_values(config_yaml, base_yaml)
+    return create_run_dir(path, config.trainer.run_name, config_yaml, changes, secrets_in(config), resumes=resumes)
 
 
 def create_run_dir(
