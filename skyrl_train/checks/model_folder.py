@@ -27,7 +27,7 @@ def checked_folder(key: str, path: str) -> tuple[str, PretrainedConfig]:
 
 
 def check_scoring_models(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises: ValueError for a reference or critic, other than the policy's model, that cannot score its tokens."""
+    """Raises: ValueError for a reference, critic or teacher that cannot score the policy's tokens."""
     for model in trainer.scoring_models:
         if model.model_path != trainer.policy.model.path:
             folder, config = checked_folder(model.path_key, model.model_path)
