@@ -161,15 +161,21 @@ def test_at_staleness_0_it_gives_what_the_synchronous_source_gives(overrides: li
 
 def test_generation_goes_on_during_the_update_and_the_update_waits_for_its_batch():
     async def main() -> None:
+        update = asyncio.Event()
+
         async def play(world: World, prompt: Prompt, number: int) -> None:
-            await asyncio.sleep(0.02)
+            if len(world.seeds) > 8:
+                await update.wait()
 
         world = World(play=play)
-        await world.step(update_s=0.05)
-        assert world.source.metrics()["async/running"] == 0 and world.source.metrics()["async/ready"] == 4
-        started = asyncio.get_running_loop().time()
-        await world.source.next()
-        assert asyncio.get_running_loop().time() - started < 0.015, "the batch was generated during the update"
+        groups = await world.source.next()
+        assert [len(group.samples) for group in groups] == [2] * 4
+        assert world.source.metrics()["async/running"] == 4
+        update.set()
+        while len(world.source._buffer.ready) < 4:
+            await asyncio.sleep(0)
+        update.clear()
+        assert len(await world.source.next()) == 4, "generated during the update; the others wait for the next"
         await world.source.close()
 
     asyncio.run(main())
@@ -257,7 +263,7 @@ def test_an_error_during_the_update_is_raised_by_the_next_step_and_ends_the_othe
         world = World(play=play)
         await world.step(update_s=0.01)
         with pytest.raises(KeyError, match="the pump died"):
-            await asyncio.wait_for(world.source.next(), 1)
+            await asyncio.wait_for(world.source.next(), 30)
         assert len(cancelled) == 6
         with pytest.raises(KeyError, match="the pump died"):
             await world.source.next()
@@ -272,7 +278,7 @@ def test_a_rollout_that_cancels_itself_ends_the_run_with_an_error():
     async def main() -> None:
         world = World(play=play)
         with pytest.raises(RuntimeError, match="cancelled by its own code"):
-            await asyncio.wait_for(world.source.next(), 1)
+            await asyncio.wait_for(world.source.next(), 30)
         await world.source.close()
 
     asyncio.run(main())
