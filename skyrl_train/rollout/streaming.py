@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import fmean
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from skyrl_train.data.order import Order
 from skyrl_train.rollout.admission import Admission
 from skyrl_train.rollout.buffer import Buffer, Finished, Ticket
+from skyrl_train.rollout.metrics import StreamMetrics
 from skyrl_train.rollout.seeds import seed
 from skyrl_train.rollout.shaping import Shaping, has_signal
 from skyrl_train.rollout.source import SourceParts, SourceState
@@ -51,52 +50,6 @@ class _Running:
         """Like `start`."""
 
 
-@dataclass(slots=True)
-class _Meter:
-    """Metrics of the last batch."""
-
-    clock: Callable[[], float] = time.perf_counter
-    metrics: Metrics = field(default_factory=dict)
-    steps: dict[int, int] = field(default_factory=dict)
-    """Policy version -> the last step that began with it."""
-    _taken_s: float | None = None
-    _idle_since_s: float | None = None
-    _idle_s: float = 0.0
-
-    def note_running(self, number: int) -> None:
-        """Count time without a running group as idle."""
-        now = self.clock()
-        if self._idle_since_s is not None:
-            self._idle_s += now - self._idle_since_s
-        self._idle_since_s = None if number else now
-
-    def take(self, batch: Sequence[Finished[Group]], buffer: Buffer[Group], waited_s: float) -> None:
-        self.note_running(len(buffer.running))
-        step, now = buffer.step, self.clock()
-        tokens = [
-            (step - self.steps[version], count)
-            for finished in batch
-            for sample in finished.item.samples
-            for version, count in sample.version_spans
-            if version in self.steps and count
-        ]
-        total = sum(count for _, count in tokens)
-        self.metrics = {
-            "async/staleness_mean": sum(behind * count for behind, count in tokens) / max(1, total),
-            "async/staleness_max": float(max((behind for behind, _ in tokens), default=0)),
-            "async/staleness_in_flight": fmean([each.step - each.ticket.step for each in batch]),
-            "async/staleness_in_queue": fmean([step - each.step for each in batch]),
-            "async/running": float(len(buffer.running)),
-            "async/ready": float(len(buffer.ready)),
-        }
-        if self._taken_s is not None:
-            elapsed_s = max(now - self._taken_s, 1e-9)
-            self.metrics["async/trainer_wait_share"] = waited_s / elapsed_s
-            self.metrics["async/engine_idle_share"] = min(1.0, self._idle_s / elapsed_s)
-            self.metrics["perf/generate_tokens_per_s"] = total / elapsed_s
-        self._taken_s, self._idle_s = now, 0.0
-
-
 class StreamingSource:
     """Groups of which no token is more than `trainer.max_staleness` steps old when it is trained.
 
@@ -123,7 +76,7 @@ class StreamingSource:
         self._changed = asyncio.Event()
         """A rollout or a group has ended since it was cleared."""
         self._error: BaseException | None = None
-        self._meter = _Meter()
+        self._metrics = StreamMetrics()
         self._deadline_s = _deadline_s(parts)
         self._warn_of_queues()
 
@@ -134,23 +87,23 @@ class StreamingSource:
         """
         self._raise_error()
         self._buffer.end_step()
-        self._meter.steps[self._parts.policy_version()] = self._buffer.step
+        self._metrics.steps[self._parts.policy_version()] = self._buffer.step
         with self._parts.timers("sync_weights"):
             await self._parts.wake_engines()
-        started_s = self._meter.clock()
+        started_s = self._metrics.clock()
         with self._parts.timers("wait_for_groups"):
             self._fill()
             batch = await self._batch()
-        self._meter.take(batch, self._buffer, self._meter.clock() - started_s)
+        self._metrics.take(batch, self._buffer, self._metrics.clock() - started_s)
         epoch = max(self._groups.pop(finished.ticket.number).epoch for finished in batch)
         self._admission.ledger.train(len(batch))
-        self._meter.metrics |= {"trainer/epoch": float(epoch)} | self._admission.metrics()
+        self._metrics.values |= {"trainer/epoch": float(epoch)} | self._admission.metrics()
         self._admission.begin(self._size * self._n_samples)
         self._num_filtered = 0
         return [finished.item for finished in batch]
 
     def metrics(self) -> Metrics:
-        return self._meter.metrics
+        return self._metrics.values
 
     @property
     def state(self) -> SourceState:
@@ -204,7 +157,7 @@ class StreamingSource:
             group = self._groups[ticket.number] = _Running(*self._drawn.popleft(), self._note_end)
             group.task = asyncio.get_running_loop().create_task(self._generate(ticket, group))
             group.task.add_done_callback(self._note_error)
-        self._meter.note_running(len(self._buffer.running))
+        self._metrics.note_running(len(self._buffer.running))
 
     async def _generate(self, ticket: Ticket, group: _Running) -> None:
         # The seed depends on epoch, row and sample, not on the step (an epoch contains each row once).

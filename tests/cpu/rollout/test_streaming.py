@@ -136,6 +136,8 @@ def test_the_staleness_in_the_log_is_what_the_engine_saw_and_within_the_bound(bo
             assert metrics["async/staleness_max"] == max(behind for behind, _ in saw) <= bound
             total = sum(count for _, count in saw)
             assert metrics["async/staleness_mean"] == sum(behind * count for behind, count in saw) / total
+            shares = [sum(count for each, count in saw if each == behind) / total for behind in range(bound + 1)]
+            assert shares == [metrics[f"async/share_{behind}_behind"] for behind in range(bound + 1)]
             await asyncio.sleep(0.003)
             world.version += 2
         await world.source.close()
