@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,6 +106,8 @@ if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 """
 GREEDILY = ("generator.sampling_params.top_k=1", "trainer.logprob_difference={warn: 1e9, fail: 1e9}")
+WITHOUT_VLLM = "generator.backend=own_engine:ENGINE"
+"""For jobs in which nothing depends on the engine: examples/custom's needs half the CPU seconds of vLLM to start."""
 
 
 def write_world(folder: Path, num_rows: int = 32) -> Path:
@@ -116,6 +119,7 @@ def write_world(folder: Path, num_rows: int = 32) -> Path:
     (folder / "configs/experiment").mkdir(parents=True)
     (folder / "configs/experiment/tiny.yaml").write_text(EXPERIMENT)
     (folder / "rewards.py").write_text(REWARDS)
+    shutil.copy(ROOT / "examples/custom/own_engine.py", folder)
     (folder / f"{GREEDY_MAIN}.py").write_text(GREEDY)
     return folder
 

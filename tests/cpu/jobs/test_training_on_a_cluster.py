@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,8 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
-from tests.support.jobs import MARK, ROOT, Job, assert_whole_steps, running, start_command, write_world
+from skyrl_train.ranks import free_port
+from tests.support.jobs import MARK, ROOT, WITHOUT_VLLM, Job, assert_whole_steps, running, start_command, write_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 # One rank on each node, two pipeline stages, so weights have two senders on two nodes.
@@ -58,12 +58,6 @@ def cluster() -> Iterator[Any]:
 def node_arguments() -> dict[str, Any]:
     """The agent that jobs are submitted through listens on one port of the machine, unless told otherwise."""
     return {"num_cpus": 2, "dashboard_agent_listen_port": free_port()}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def nodes_of(job: Job, kind: str) -> set[str]:
@@ -123,7 +117,7 @@ def test_a_submitted_job_trains_on_both_nodes(world: Path, cluster: Any):
 
 def test_plain_python_beside_a_cluster_joins_it_and_leaves_it_clean(world: Path, cluster: Any):
     overrides = ["trainer.run_name=joined", *ON_TWO_NODES, "trainer.max_training_steps=1000", "trainer.epochs=1000"]
-    overrides += ["generator.num_inference_engines=1"]
+    overrides += ["generator.num_inference_engines=1", WITHOUT_VLLM]
     with running(world, *overrides, environment={"RAY_ADDRESS": cluster.address}) as job:
         job.wait_for_step(1)
         job.process.send_signal(signal.SIGTERM)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import START_S, assert_interrupted, assert_whole_steps, running, write_world
+from tests.support.jobs import START_S, WITHOUT_VLLM, assert_interrupted, assert_whole_steps, running, write_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PATIENCE_S = 120
@@ -49,7 +49,7 @@ def test_ctrl_c_finishes_the_step_in_flight_and_a_killed_driver_takes_its_proces
 
 
 def test_a_second_ctrl_c_ends_at_once(world: Path):
-    with running(world, "trainer.run_name=twice", "environment.env_class=rewards:Hangs") as job:
+    with running(world, "trainer.run_name=twice", WITHOUT_VLLM, "environment.env_class=rewards:Hangs") as job:
         job.wait_until((world / "hanging").exists, "begin a step", START_S)
         job.interrupt()
         job.wait_for("stopping after this step")

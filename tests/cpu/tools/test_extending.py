@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from skyrl_train.checks.engines import engine_problems
 from skyrl_train.config import load_config
 from tests.support.scripted import PARAMS, Script, prompt, sampler
 from tests.support.tiny import tiny_tokenizer
@@ -58,3 +59,10 @@ def test_the_example_experiment_is_a_configuration_that_loads():
     assert config.extra == {"wanted_digits": 4, "max_batches": 2}
     assert config.trainer.source == "own_source:GroupsThatTeach"
     assert hasattr(module("own_rollout"), config.generator.rollout.partition(":")[2])
+
+
+def test_the_example_engine_says_what_it_cannot_do_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples/custom"))
+    wanted = ["generator.eval_sampling_params.stop=[a]", "trainer.placement.colocate_all=true"]
+    sampling, sharing = engine_problems(load_config(["generator.backend=own_engine:ENGINE", *wanted]))
+    assert "generator.eval_sampling_params has stop" in sampling and "own_engine does not sleep" in sharing
