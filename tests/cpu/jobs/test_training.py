@@ -14,7 +14,7 @@ from tests.support.jobs import ROOT, Job, assert_interrupted, assert_whole_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LAYOUT = "trainer.policy.megatron_config"
-# A conversation of several turns, two ranks that share each layer, two engines, and KL in the reward.
+# A conversation of several turns, two ranks that share each layer, and KL in the reward.
 GUESS = [
     "environment.env_class=guess_number",
     "data.train_data=[guesses.jsonl]",
@@ -29,7 +29,6 @@ GUESS = [
     "trainer.update_epochs_per_batch=2",
     "trainer.placement.policy_num_gpus_per_node=2",
     f"{LAYOUT}.tensor_model_parallel_size=2",
-    "generator.num_inference_engines=2",
 ]
 
 
@@ -45,12 +44,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(world: Path) -> Job:
-    """The run with everything: pipeline, reference, an engine of two processes, mini-batches, evaluation, exports."""
+    """The run with everything: pipeline, a reference of another layout, an engine of two processes, mini-batches,
+    evaluation, exports."""
     code, job = run_to_end(
         world,
         "trainer.run_name=whole",
         "trainer.placement.policy_num_gpus_per_node=2",
         f"{LAYOUT}.pipeline_model_parallel_size=2",
+        "trainer.placement.ref_num_gpus_per_node=1",
+        "trainer.ref.megatron_config.pipeline_model_parallel_size=1",
         "generator.inference_engine_tensor_parallel_size=2",
         "trainer.algorithm.use_kl_loss=true",
         "trainer.max_training_steps=3",
@@ -86,7 +88,7 @@ def test_a_run_folder_holds_all_that_is_promised(whole: Job):
         "tensorboard",
     } <= names
     logs = {path.name for path in (whole.run_dir / "logs").iterdir()}
-    assert {"policy-0.log", "policy-1.log", "reference-0.log", "reference-1.log", "engine-0.log"} <= logs
+    assert {"policy-0.log", "policy-1.log", "reference-0.log", "engine-0.log"} <= logs
     assert (whole.run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((whole.run_dir / "run.json").read_text())["status"] == "finished"
 
@@ -184,4 +186,3 @@ def test_conversations_train_and_sigterm_to_the_whole_process_group_finishes_the
     first, second = job.metrics[:2]
     assert first["loss/avg_final_rewards"] == pytest.approx(first["reward/avg_raw_reward"], abs=1e-6)
     assert abs(second["loss/avg_final_rewards"] - second["reward/avg_raw_reward"]) > 1e-7
-    assert (job.run_dir / "logs/engine-1.log").exists()
