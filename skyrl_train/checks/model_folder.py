@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
-def checked_folder(key: str, path: str) -> tuple[str, PretrainedConfig]:
+def checked_folder(key: str, path: str, value_head: str | None = None) -> tuple[str, PretrainedConfig]:
     """Folder and configuration of a model; a hub name is downloaded.
 
-    Args: key and its value, path, for errors. Raises: ValueError.
+    Args: key and its value, path, for errors; value_head: name of the head of a critic. Raises: ValueError.
     """
     folder = local_folder(path)
     config = known_config(folder, key)
-    check_weights(config, key, path, folder)
+    check_weights(config, key, path, folder, value_head)
     compare_with_hugging_face(config, folder, key)
     return folder, config
 
@@ -30,7 +30,8 @@ def check_scoring_models(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerB
     """Raises: ValueError for a reference, critic or teacher that cannot score the policy's tokens."""
     for model in trainer.scoring_models:
         if model.model_path != trainer.policy.model.path:
-            folder, config = checked_folder(model.path_key, model.model_path)
+            head = trainer.algorithm.value_head_prefix if model.signal == "values" else None
+            folder, config = checked_folder(model.path_key, model.model_path, head)
             check_tokenizer(tokenizer, config.vocab_size, model.model_path)
             if model.is_teacher:
                 check_same_tokens(tokenizer, load_tokenizer(folder), model.path_key, model.model_path)

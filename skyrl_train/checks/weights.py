@@ -24,10 +24,11 @@ NUM_SHOWN = 3
 REMEDY = "Download or copy the checkpoint again, with the config.json that it was saved with"
 
 
-def check_weights(config: PretrainedConfig, key: str, path: str, folder: str) -> None:
+def check_weights(config: PretrainedConfig, key: str, path: str, folder: str, value_head: str | None = None) -> None:
     """Compare names and shapes of the tensors in `folder` with those of the configuration.
 
-    Args: key and its value, path, for errors. Raises: ValueError.
+    Args: key and its value, path, for errors; value_head: name of the head of a critic, which may have no other.
+    Raises: ValueError.
     """
     try:
         found = tensor_shapes(folder)
@@ -40,6 +41,9 @@ def check_weights(config: PretrainedConfig, key: str, path: str, folder: str) ->
             f"{key} is {path}: transformers cannot build the model of its config.json: {type(error).__name__}: "
             f"{' '.join(str(error).split()).rstrip('.')}. {REMEDY}"
         ) from error
+    if value_head is not None:
+        expected = {name: shape for name, shape in expected.items() if name != HEAD}
+        found = {name: shape for name, shape in found.items() if name not in (HEAD, f"{value_head}.weight")}
     problems = [*weight_problems(config, expected, found)]
     if problems := problems or tied_head_problems(config, folder):
         raise ValueError(f"{key} is {path}: {'; '.join(problems)}. {REMEDY}")

@@ -216,3 +216,18 @@ def other_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["new"])
     return tokenizer
+
+
+def test_a_critic_may_have_a_value_head_and_no_head_of_a_language_model(model: Path):
+    def to_critic(tensors: dict[str, torch.Tensor]) -> None:
+        size = tensors.pop("lm_head.weight").shape[1]
+        tensors["value_head.weight"] = torch.zeros(1, size)
+
+    change_weights(model, to_critic)
+    config = transformers.AutoConfig.from_pretrained(model)
+    check_weights(config, "trainer.critic.model.path", str(model), str(model), "value_head")
+    with pytest.raises(
+        ValueError, match="1 tensors are not part of the .* model of its config.json: value_head.weight"
+    ):
+        check_weights(config, "trainer.critic.model.path", str(model), str(model), "score")
+    assert "1 tensors of its config.json are missing: lm_head.weight" in refusal(model)

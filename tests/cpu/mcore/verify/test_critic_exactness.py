@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +23,8 @@ from skyrl_train.megatron.verify.outcome import Outcome, compare
 from skyrl_train.megatron.verify.trial import Trial
 from skyrl_train.megatron.weights.export import export
 from skyrl_train.ranks import Rendezvous
-from tests.support.families import make_trial
+from skyrl_train.types import TrainBatch
+from tests.support.families import make_trial, write_family
 from tests.support.layouts import DENSE, EXPERT, FOUR, WHOLE, assert_exact, cases, layout, model
 
 CLIP, HEAD = 0.1, "value_head.weight"
@@ -49,8 +51,7 @@ def run_critic(trial: Trial, one: Layout) -> Outcome:
     return Outcome(gradients, torch.cat(values), metrics[0])
 
 
-def _run_rank(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str, Any]:
-    trial, one = arguments
+def build_critic(rendezvous: Rendezvous, trial: Trial, one: Layout) -> tuple[MegatronCritic, TrainBatch]:
     critic = MegatronCritic(
         rendezvous,
         trial.model_path,
@@ -62,7 +63,12 @@ def _run_rank(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[s
         num_optimizer_steps=1,
         value_head="value_head",
     )
-    batch = share_of(trial, one, critic.ranks)
+    return critic, share_of(trial, one, critic.ranks)
+
+
+def _run_rank(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str, Any]:
+    trial, one = arguments
+    critic, batch = build_critic(rendezvous, trial, one)
     values = critic.values(batch)
     bounds = trial.experience.cu_seqlens.tolist()
     nothing = torch.zeros(0)
@@ -162,3 +168,44 @@ def test_any_reduction(reduction: str):
 
 def test_a_rank_without_a_sample_takes_part():
     check(critic_trial(model("qwen3_tied"), lengths=[40]), layout(2, {}))
+
+
+def with_head(folder: Path, head: Tensor) -> Path:
+    """A checkpoint that contains the head of a critic."""
+    file = write_family("qwen3_tied", folder) / "model.safetensors"
+    save_file(load_file(file) | {HEAD: head}, file, metadata={"format": "pt"})
+    return folder
+
+
+def test_a_head_of_the_checkpoint_is_loaded_and_one_of_another_shape_is_refused(tmp_path: Path):
+    head = torch.randn(1, 64, generator=torch.Generator().manual_seed(1))
+    trial = critic_trial(with_head(tmp_path / "one", head))
+    values = run_critic(trial, layout(2, {"pp": 2})).logprobs
+    causal = AutoModelForCausalLM.from_pretrained(model("qwen3_tied"), dtype=torch.float32)
+    first = trial.experience.token_ids[None, : int(trial.experience.cu_seqlens[1])]
+    with torch.no_grad():
+        expected = causal.model(first).last_hidden_state[0, :-1] @ head[0]
+    torch.testing.assert_close(values[1 : len(first[0])], expected, rtol=1e-4, atol=1e-4)
+    refused = critic_trial(with_head(tmp_path / "two", torch.zeros(2, 64)))
+    with pytest.raises(RuntimeError, match=r"shape \[2, 64\], a critic's head has \[1, 64\]. Name a head"):
+        run_critic(refused, layout(1, {}))
+
+
+def _updates_twice(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> str:
+    critic, batch = build_critic(rendezvous, *arguments)
+    critic.values(batch)
+    critic.update(batch, 1, batch.signals["advantages"])
+    try:
+        critic.update(batch, 1, batch.signals["advantages"])
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_update_without_the_values_of_its_step_is_refused():
+    arguments = critic_trial(model("qwen3_tied")), layout(1, {})
+    (message,) = run_on_ranks(_updates_twice, arguments, 1, timeout_s=120)
+    assert message == (
+        "an update of the critic needs its values of step 0 after 1 optimizer steps, which are not kept. Compute them "
+        "with values(batch) right before update(batch)"
+    )
