@@ -18,6 +18,8 @@ from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.redaction import BY_NAME, MASK
 
 T = TypeVar("T")
+REFUSED = {"trainer.critic.model.lora": "a critic has no adapters, all its weights are trained. Remove the key"}
+"""Sections of skyrl_train 0.4 that do not exist, and why."""
 
 
 @functools.cache  # evaluating annotations took a fifth of the time of reading a configuration
@@ -79,6 +81,9 @@ def unknown_key(path: str, schema: type) -> str:
 
     The last name counts twice, the path once, so a right name in a wrong or misspelt section is found.
     """
+    for section, reason in REFUSED.items():
+        if f"{path}.".startswith(f"{section}."):
+            return f"unknown key {path}: {reason}"
     kinds = key_types(schema)
     leaf = path.rpartition(".")[2]
 

@@ -405,3 +405,12 @@ def test_the_base_of_verify_layout_has_the_keys_of_its_dataclasses_and_takes_exp
     config = VERIFY.load(["+experiment=quickstart", "verify.num_ranks=4"])
     assert config.trainer.policy.megatron_config.pipeline_model_parallel_size == 2 and config.verify.num_ranks == 4
     assert unread_keys(VerifyLayoutConfig) == []
+
+
+def test_adapters_of_a_critic_are_refused_with_the_reason():
+    with pytest.raises(ConfigError) as caught:
+        load_config(["trainer.critic.model.lora.rank=8"])
+    assert caught.value.problems == (
+        "unknown key trainer.critic.model.lora.rank: a critic has no adapters, all its weights are trained. Remove the "
+        "key (on the command line)",
+    )
