@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from skyrl_train.service import JobFailed, TrainingService
+from tests.support.checkpoints import tensors_of
 from tests.support.jobs import actor_of
 
 PROMPT = "yes, no or maybe?"
@@ -159,14 +159,9 @@ async def crashed_while_idle(service: TrainingService, folder: Path) -> None:
     assert same(folder / "before", folder / "restarted") and served(service, version)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    assert found, folder
-    return found
-
-
 def same(one: Path, other: Path) -> bool:
-    mine, theirs = weights(one), weights(other)
+    mine, theirs = tensors_of(one), tensors_of(other)
+    assert mine, one
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 

@@ -22,6 +22,7 @@ from skyrl_train.file_sum import sum_of
 from skyrl_train.tasks.sft_quickstart import MODEL, write_untrained
 from skyrl_train.trainer.from_config import settings_of
 from skyrl_train.trainer.run_state import Checkpoints, RunState
+from tests.support.checkpoints import tensors_of
 from tests.support.jobs import Job, assert_interrupted, start_command
 
 ROWS = [
@@ -177,7 +178,7 @@ def test_a_run_on_two_ranks_trains_evaluates_exports_and_reports(made_world: Pat
     assert {"sft/loss", "policy/grad_norm", "policy/policy_lr", "perf/train_tokens_per_s"} <= metrics[1].keys()
     assert not [name for name in metrics[1] if "rollout" in name or "clip" in name or name.startswith("reward")]
     assert sorted(path.name for path in (job.run_dir / "exports").iterdir()) == ["global_step_12", "global_step_8"]
-    exported, before = weights(job.run_dir / "exports/global_step_12"), weights(made_world / MODEL)
+    exported, before = tensors_of(job.run_dir / "exports/global_step_12"), tensors_of(made_world / MODEL)
     assert exported.keys() == before.keys() and all(not torch.equal(exported[k], before[k]) for k in before)
     html = (job.run_dir / "report.html").read_text()
     assert "held-out loss" in html and "tokens/s trained, mean" in html
@@ -201,13 +202,8 @@ def assert_goes_on_bit_for_bit(world: Path, whole: Job, overrides: list[str]) ->
     for mine, theirs in zip(job.metrics, whole.metrics[11:], strict=True):
         same = [name for name in theirs if name.split("/")[0] in ("sft", "policy")]
         assert [(name, mine[name]) for name in same] == [(name, theirs[name]) for name in same]
-    mine, theirs = (weights(one.run_dir / "exports/global_step_12") for one in (job, whole))
+    mine, theirs = (tensors_of(one.run_dir / "exports/global_step_12") for one in (job, whole))
     assert mine.keys() == theirs.keys() and not [name for name in mine if not torch.equal(mine[name], theirs[name])]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint."""
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def exported_loss(folder: Path, job: Job) -> float:

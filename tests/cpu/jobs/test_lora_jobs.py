@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import uuid
 from dataclasses import dataclass
@@ -13,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor
 
+from skyrl_train.ranks import free_port
 from tests.support.adapters import peft_model, read_adapter
+from tests.support.checkpoints import tensors_of
 from tests.support.jobs import GREEDILY, GREEDY_MAIN, Job, run_to_end, start_command, write_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -128,9 +128,7 @@ def tuned(world: Path) -> Job:
 
 
 def train(world: Path, name: str, *overrides: str) -> Run:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = free_port()
     environment = {"RUN_DIR": str(world / "runs" / name), "PORT": str(port)}
     settings = [f"trainer.run_name={name}", f"generator.http_endpoint_port={port}", *TRAINING, *overrides]
     code, job = run_to_end(world, *settings, environment=environment, main=GREEDY_MAIN)
@@ -254,8 +252,7 @@ def test_both_ways_and_placements_end_at_the_same_adapter_bit_for_bit(tuned: Job
 def test_an_export_is_what_peft_merges_and_the_base_is_as_it_was(world: Path, merged: Run):
     model = peft_model(world / "model", merged.export(2) / "adapter")
     expected = dict(model.merge_and_unload().named_parameters())
-    exported = {k: v for file in merged.export(2).glob("*.safetensors") for k, v in load_file(file).items()}
-    base = load_file(world / "model/model.safetensors")
+    exported, base = tensors_of(merged.export(2)), tensors_of(world / "model")
     assert exported.keys() == base.keys()
     for name, tensor in exported.items():
         torch.testing.assert_close(tensor, expected[name].data, rtol=1e-5, atol=1e-6)
