@@ -23,11 +23,13 @@ from ray.util import placement_group_table
 
 from skyrl_train.cluster.calls import Calls, RemoteFailed
 from skyrl_train.cluster.host import Host
+from skyrl_train.cluster.launch import launch
 from skyrl_train.cluster.placement import Demand, Placement, PlacementError
 from skyrl_train.cluster.pool.replica import EngineReplica
 from skyrl_train.cluster.ranks.worker_group import RANK, WorkerGroup
 from skyrl_train.cluster.session import CPU_ENVIRONMENT, Cluster, connect, cpu_environment, worker_environment
 from skyrl_train.config import load_config
+from skyrl_train.trainer.from_config import objective
 from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.settings import engine_settings
 
@@ -119,6 +121,15 @@ def test_an_impossible_placement_fails_at_once_and_says_what_was_asked_and_what_
     message = str(caught.value)
     assert "3 policy ranks, 1 engines: together 400 CPUs" in message and "has 2 CPUs and 0 GPUs in all" in message
     assert "trainer.placement.cpus_per_worker" in message
+
+
+def test_a_run_without_room_starts_no_process(cluster: Cluster, tmp_path: Path):
+    config = load_config(["trainer.placement.cpus_per_worker=100", "trainer.algorithm.use_kl_loss=false"])
+    goal = objective(config.trainer.algorithm, config.generator.sampling_params, 1024)
+    started = launch(config, cluster, max_model_len=64, objective=goal, num_optimizer_steps=1, logs=str(tmp_path))
+    with pytest.raises(PlacementError, match="1 policy ranks, 1 engines: together 200 CPUs.* the cluster has"):
+        asyncio.run(started)
+    assert groups_held() == 0 and not list(tmp_path.iterdir())
 
 
 def test_a_process_wider_than_every_node_cannot_be_placed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
