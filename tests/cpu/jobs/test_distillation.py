@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import running, write_world
+from tests.support.jobs import WITHOUT_VLLM, running, write_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 OVERRIDES = [
+    WITHOUT_VLLM,
     *("trainer.prepare=null", "trainer.run_name=tiny", "trainer.logger=[console,jsonl]", "data.val_data=[]"),
     *("data.train_data=[rows.jsonl]", "environment.env_class=rewards:Digits", "trainer.max_training_steps=2"),
     *("trainer.train_batch_size=8", "trainer.policy_mini_batch_size=8", "trainer.policy.model.path=model"),
