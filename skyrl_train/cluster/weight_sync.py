@@ -60,7 +60,7 @@ class WeightSync:
         self._num_syncs = 0
         self._check_is_due = False
         self._lock = asyncio.Lock()
-        engines.on_all_dead(self.restore)
+        engines.restore = self.restore
 
     def verify_with(self, check: Check) -> None:
         self._check = check

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,6 +111,17 @@ def compare(sent: Mapping[str, int], received: Mapping[str, int]) -> None:
         raise WeightSyncError(f"weights differ from what was sent ({len(sent)} tensors): " + "; ".join(found))
 
 
-def name_list(names: list[str], limit: int = 3) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+def check_reports(reports: Sequence[Mapping[str, Any]], sent: Mapping[str, int], receiver: str) -> None:
+    """Check that the workers of an engine received and loaded what was sent.
+
+    Args: reports: digests and faults of every worker; receiver: its name in errors.
+    Raises: WeightSyncError naming tensors that differ, are missing or unknown to the engine, or incomplete layers.
+    """
+    for report in reports:
+        compare(sent, report["digests"])
+        if report["faults"]:
+            raise WeightSyncError(f"the {receiver} could not load all weights: " + "; ".join(report["faults"]))
+
+
+def name_list(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -58,13 +58,11 @@ class EnginePool:
         self.router = Router(
             [partial(replica.generate, mark_dead=self.mark_dead) for replica in self.replicas], self._begin_rescue
         )
-        self._restore: Callable[[], Awaitable[None]] | None = None
-        self._rescue_task: asyncio.Task[None] | None = None
-
-    @property
-    def generate(self) -> Generate:
+        self.generate: Generate = self.router.generate
         """A request to an engine that dies is sent to another; it waits while none is up."""
-        return self.router.generate
+        self.restore: Callable[[], Awaitable[None]] | None = None
+        """Called when a request finds no engine: `admit_replacements`, a weight update, `resume`."""
+        self._rescue_task: asyncio.Task[None] | None = None
 
     @property
     def up(self) -> list[EngineReplica]:
@@ -120,10 +118,8 @@ class EnginePool:
         answers = await asyncio.gather(*(replica.is_alive() for replica in checked))
         dead = [replica for replica, is_alive in zip(checked, answers, strict=True) if replica.is_up and not is_alive]
         for replica in dead:
-            self.mark_dead(
-                replica,
-                f"{replica.name} is not responding: its process crashed, was killed or hangs (log: {replica.log_path})",
-            )
+            cause = "its process crashed, was killed or hangs"
+            self.mark_dead(replica, f"{replica.name} is not responding: {cause} (log: {replica.log_path})")
         return [replica.name for replica in dead]
 
     async def drop_failed(self, error: RemoteFailed, before: int) -> str:
@@ -160,10 +156,6 @@ class EnginePool:
         limit = f"generator.max_engine_restarts={self.replicas[0].max_restarts}"
         return RemoteFailed(f"no engine is left ({limit}): {reasons}")
 
-    def on_all_dead(self, restore: Callable[[], Awaitable[None]]) -> None:
-        """Set what to call when a request finds no engine: `admit_replacements`, a weight update, `resume`."""
-        self._restore = restore
-
     def _begin_rescue(self) -> None:
         if self._rescue_task is None or self._rescue_task.done():
             self._rescue_task = self._background.begin(self._rescue())
@@ -172,9 +164,9 @@ class EnginePool:
         """No engine is up: restore one, or fail the waiting requests."""
         try:
             while self.router.is_holding:
-                if self._restore is None:
+                if self.restore is None:
                     raise self._no_engine_left()
-                await self._restore()
+                await self.restore()
         except Exception as error:
             self.router.fail(error)
 
@@ -226,7 +218,7 @@ class EnginePool:
             self.router.add(replica.index)
 
     async def pause(self) -> None:
-        """Stop serving: running requests are frozen and new ones wait, until `resume`."""
+        """Freeze running requests until `resume`; new ones wait."""
         await self._each("pause", "pause", "keep", timeout_s=self._sync_timeout_s)
 
     async def sleep(self, *, keep_weights: bool = False) -> None:
@@ -238,7 +230,6 @@ class EnginePool:
         await self._each("wake its weights", "wake_weights")
 
     async def wake_kv_cache(self) -> None:
-        """Generation continues."""
         await self._each("wake its KV cache", "wake_kv_cache")
 
     async def memory(self) -> list[dict[str, float]]:

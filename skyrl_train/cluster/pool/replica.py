@@ -13,9 +13,9 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from skyrl_train.cluster.calls import Calls, RemoteFailed
-from skyrl_train.cluster.host import AsyncHost
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.pool.engine_process import GONE_S, StartedEngine, kill_on_node
+from skyrl_train.cluster.process import AsyncHost
 from skyrl_train.engines.protocol import EngineDeadError
 from skyrl_train.engines.settings import EngineSettings
 from skyrl_train.rollout.router import EngineLostError, Request
@@ -73,13 +73,10 @@ class EngineReplica:
 
     def new_actor(self) -> None:
         """Request a process from Ray and return at once."""
-        self.actor = (
-            ray.remote(AsyncHost)
-            .options(  # type: ignore[attr-defined]
-                **self.slot.options(),
-                max_concurrency=MAX_CONCURRENCY,
-            )
-            .remote(ENGINE_PROCESS, self.log_path, self.visible_devices, self.log_path)
+        actor: Any = ray.remote(AsyncHost)
+        options = self.slot.options() | {"max_concurrency": MAX_CONCURRENCY}
+        self.actor = actor.options(**options).remote(
+            ENGINE_PROCESS, self.log_path, self.visible_devices, self.log_path
         )
 
     async def call(self, what: str, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
@@ -105,7 +102,9 @@ class EngineReplica:
             return
         except RayError as error:  # first, because an engine's own error may be a TimeoutError too
             message = self.calls.describe(self.name, "generate", error)
-            if not _is_death(error) and self.actor is actor and await self.is_alive():
+            own = error.cause if isinstance(error, RayTaskError) else error
+            is_death = isinstance(own, RayActorError | EngineDeadError)
+            if not is_death and self.actor is actor and await self.is_alive():
                 raise RemoteFailed(message) from error
             reason, cause = message, error
         except TimeoutError as error:
@@ -174,7 +173,3 @@ class EngineReplica:
                 await asyncio.wait_for(kill_on_node(started), 2 * GONE_S)
 
 
-def _is_death(error: RayError) -> bool:
-    """Whether the error alone shows it; for other errors the health check decides."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    return isinstance(cause, (RayActorError, EngineDeadError))

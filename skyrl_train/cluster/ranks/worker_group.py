@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import ray
 
 from skyrl_train.cluster.calls import Calls, RemoteFailed
-from skyrl_train.cluster.host import Host
 from skyrl_train.cluster.placement import Slot
-from skyrl_train.cluster.process import wait_ended_on_nodes
+from skyrl_train.cluster.process import Host, wait_ended_on_nodes
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.stores import LOOPBACK
 

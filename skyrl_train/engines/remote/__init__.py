@@ -1,4 +1,4 @@
 """Running vLLM servers as engines.
 
-Read `engine`, then `client` and `lifecycle`.
+Read `engine`, then `facts` and `client`.
 """

@@ -1,7 +1,14 @@
 """A running vLLM server as an `Engine`.
 
 The server's weights are unknown when a run connects (those of an earlier run, half an update), so the run sends a
-complete update before the first request.
+complete update before the first request. Servers of 0.26 to 0.33 differ:
+
+    0.26  the oldest supported version
+    0.27  /update_weight_version
+    0.28  the backend `nccl` receives the packing of tensors once, at init; before, in each update
+    0.32  /shutdown_weight_transfer_engine
+
+All routes but /v1, /health and /version need VLLM_SERVER_DEV_MODE=1.
 """
 
 from __future__ import annotations
@@ -12,23 +19,23 @@ from typing import Any
 
 from skyrl_train.engines.protocol import EngineDeadError, EngineFacts
 from skyrl_train.engines.remote.client import ServerClient, ServerError, ServerUnreachableError
-from skyrl_train.engines.remote.facts import ServerUnsuitableError, check_server, probe
-from skyrl_train.engines.remote.lifecycle import HttpLifecycle
+from skyrl_train.engines.remote.facts import ServerFacts, check_server, check_tokenizer, probe
 from skyrl_train.engines.settings import EngineSettings, PauseMode, room_to_answer, still_running
-from skyrl_train.engines.sync_report import check_reports
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.control import ControlMessage, WeightSyncError
+from skyrl_train.weight_sync.digest import check_reports
 
 MAX_CONNECTIONS = 512
 """Concurrent requests to the server; others wait here. Each is an open socket, of which a process may have 1024."""
-PROBE_S = 30.0
-PROBE_TEXT = "The answer to 12 + 34 is 46; naïve café, 北京.\n\tx = [1, 2]\n"
+PACKED_AT_INIT_SINCE = (0, 28)
+PACKED_BUFFERS = 2
+"""Receive buffers of the server; vLLM's default."""
 
 
 class RemoteEngine:
     """Contacts the server in `start` first. The server's device is not shared, so it never sleeps."""
 
-    _lifecycle: HttpLifecycle
+    _facts: ServerFacts
     """Set by `start`."""
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -38,6 +45,9 @@ class RemoteEngine:
         self._generation = ServerClient(settings.url, settings.api_key, MAX_CONNECTIONS)
         self._policy_version = 0
         self._needs_weights = True
+        self._has_released = False
+        self._packing: dict[str, Any] = {}
+        """What each update must say about the packing of tensors."""
         self._running = asyncio.Event()
         self._running.set()
         self._update_lock = asyncio.Lock()
@@ -47,17 +57,20 @@ class RemoteEngine:
 
         Raises: ServerUnreachableError; ServerUnsuitableError naming the difference and what to do about it.
         """
-        facts = await probe(self._control, min(PROBE_S, self._settings.rpc_timeout_s))
-        check_server(facts, self._settings)
-        await self._check_tokenizer()
-        self._lifecycle = HttpLifecycle(self._control, facts, self._settings.rpc_timeout_s)
-        return EngineFacts(facts.num_workers)
+        self._facts = await probe(self._control, self._settings.rpc_timeout_s)
+        check_server(self._facts, self._settings)
+        await check_tokenizer(self._control, self._settings.model_path)
+        return EngineFacts(self._facts.num_workers)
+
+    @property
+    def _is_stock(self) -> bool:
+        """Whether the server receives weights through vLLM's own NCCL backend."""
+        return self._facts.backend == "nccl"
 
     async def ping(self, timeout_s: float) -> None:
         """A stock server is asked for its /health only."""
-        stock = self._lifecycle.is_stock
-        answer = self._control.get("/health", timeout_s) if stock else self._lifecycle.rpc("skyrl_ping")
-        await asyncio.wait_for(self._call(answer), timeout_s)
+        answer = self._call(self._control.get("/health", timeout_s)) if self._is_stock else self._rpc("skyrl_ping")
+        await asyncio.wait_for(answer, timeout_s)
 
     async def generate_batch(
         self, requests: Sequence[tuple[int, list[int], SamplingParams]]
@@ -99,7 +112,7 @@ class RemoteEngine:
         self._running.clear()
         chosen: str = self._settings.generator.pause_mode if mode is None else mode
         try:
-            await self._call(self._lifecycle.pause(chosen))
+            await self._post("/pause", mode=chosen, clear_cache="true")
         except TimeoutError as error:
             if chosen != "wait":
                 raise
@@ -111,39 +124,78 @@ class RemoteEngine:
                 f"no weight update of {self._settings.url} has completed since the run connected or since one failed: "
                 "the server stays paused until one has"
             )
-        await self._call(self._lifecycle.resume())
+        await self._post("/resume")
         self._running.set()
 
     async def init_weight_sync(self, info: ControlMessage) -> None:
-        await self._call(self._lifecycle.init(info))
+        """Returns when the server's workers have joined the sender."""
+        if not self._has_released and "/shutdown_weight_transfer_engine" in self._facts.routes:
+            await self._post("/shutdown_weight_transfer_engine")  # connections of an earlier run
+        self._has_released = True
+        init_info: dict[str, Any] = {"info": info}
+        if self._is_stock:
+            init_info = {name: info[name] for name in ("master_address", "master_port", "rank_offset", "world_size")}
+            packing = {
+                "packed": True,
+                "packed_buffer_size_bytes": info["bucket_bytes"],
+                "packed_num_buffers": PACKED_BUFFERS,
+            }
+            if self._facts.number >= PACKED_AT_INIT_SINCE:
+                init_info |= packing
+            else:
+                self._packing = packing
+        await self._post("/init_weight_transfer_engine", {"init_info": init_info})
 
     async def begin_weight_update(self) -> None:
         """Pause and expect weights; an update that failed before, also another client's, is closed."""
         await self.pause()
         if self._needs_weights:
-            await self._call(self._lifecycle.close_failed_update())
+            await self._close_failed_update()
         self._needs_weights = True
-        await self._call(self._lifecycle.start())
+        await self._post("/start_weight_update")
+
+    async def _close_failed_update(self) -> None:
+        if not self._is_stock:
+            await self._rpc("skyrl_close_update")
+            return
+        try:
+            await self._finish()
+        except ServerError as error:
+            if "without a matching start" not in str(error):
+                raise
+            # After an update that failed while receiving, vLLM (0.26 to 0.33) counts the tensors of incomplete layers
+            # towards the next update and skips its last ones: a model with experts then serves a mixture, without an
+            # error. An empty update closes these layers.
+            await self._post("/start_weight_update")
+            await self._finish()
+
+    async def _finish(self) -> None:
+        # An optional label since 0.27; {} is valid in all versions, some refuse an empty body.
+        await self._post("/finish_weight_update", {})
 
     async def update_weights(self, message: ControlMessage) -> None:
         """Raises: WeightSyncError with the server's error."""
+        update: dict[str, Any] = {"message": message}
+        if self._is_stock:
+            update = {name: message[name] for name in ("names", "dtype_names", "shapes")} | self._packing
         async with self._update_lock:  # two calls at once could arrive in any order
             try:
-                await self._call(self._lifecycle.update(message))
+                await self._post("/update_weights", {"update_info": update})
             except ServerError as error:
                 raise WeightSyncError(
-                    f"the server {self._settings.url}, which serves {self._lifecycle.facts.model}, could not load the "
-                    f"weights of {self._settings.model_path}: {error}"
+                    f"the server {self._settings.url}, which serves {self._facts.model}, could not load the weights of "
+                    f"{self._settings.model_path}: {error}"
                 ) from error
 
     async def finish_weight_update(self, policy_version: int, sent_digests: dict[str, int]) -> None:
         """A stock server reports no digests: only the comparison of logprobs can verify its weights."""
-        if not self._lifecycle.is_stock:
-            check_reports(await self._call(self._lifecycle.rpc("skyrl_sync_report")), sent_digests, "server")
-        await self._call(self._lifecycle.finish())
-        if not await self._call(self._lifecycle.reset_prefix_cache()):
+        if not self._is_stock:
+            check_reports(await self._rpc("skyrl_sync_report"), sent_digests, "server")
+        await self._finish()
+        if not (await self._post("/reset_prefix_cache"))["success"]:
             raise WeightSyncError("the server did not reset its prefix cache: a running request holds parts of it")
-        await self._call(self._lifecycle.set_version(policy_version))
+        if "/update_weight_version" in self._facts.routes:
+            await self._post("/update_weight_version", {"new_version": str(policy_version)})
         self._policy_version = policy_version
         self._needs_weights = False
 
@@ -152,6 +204,14 @@ class RemoteEngine:
         self._running.clear()
         await self._control.close()
         await self._generation.close()
+
+    async def _rpc(self, method: str) -> list[Any]:
+        """Results of a worker extension's method, per worker."""
+        answer = await self._post("/collective_rpc", {"method": method})
+        return [] if answer is None else answer["results"]
+
+    async def _post(self, path: str, body: Any = None, **query: str) -> Any:
+        return await self._call(self._control.post(path, body, self._settings.rpc_timeout_s, **query))
 
     async def _call(self, awaitable: Any) -> Any:
         try:
@@ -194,21 +254,3 @@ class RemoteEngine:
             "return_token_ids": True,
             "seed": params.seed if self._settings.generator.seed_requests else None,
         }
-
-    async def _check_tokenizer(self) -> None:
-        """Raises: ServerUnsuitableError if the server's vocabulary is not the policy's."""
-        from transformers import AutoTokenizer
-
-        expected = AutoTokenizer.from_pretrained(self._settings.model_path, trust_remote_code=False).encode(
-            PROBE_TEXT, add_special_tokens=False
-        )
-        body = {"prompt": PROBE_TEXT, "add_special_tokens": False}
-        try:
-            found = (await self._control.post("/tokenize", body, PROBE_S))["tokens"]
-        except ServerError as error:
-            raise ServerUnsuitableError(f"the server {self._settings.url} cannot tokenize: {error}") from error
-        if found != expected:
-            raise ServerUnsuitableError(
-                f"the server {self._settings.url} has another vocabulary than {self._settings.model_path}: its tokens "
-                f"of a probe text are {found[:8]}..., the policy's are {expected[:8]}.... Serve the policy's model"
-            )

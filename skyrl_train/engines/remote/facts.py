@@ -10,6 +10,8 @@ from skyrl_train.engines.settings import EXTENSION, EngineSettings
 from skyrl_train.weight_sync.channels.table import STOCK, transport
 
 OLDEST = (0, 26)
+PROBE_S = 30.0
+PROBE_TEXT = "The answer to 12 + 34 is 46; naïve café, 北京.\n\tx = [1, 2]\n"
 ROUTES_SINCE = {"/update_weight_version": (0, 27), "/shutdown_weight_transfer_engine": (0, 32)}
 
 
@@ -44,6 +46,7 @@ class ServerFacts:
 async def probe(client: ServerClient, timeout_s: float) -> ServerFacts:
     """Raises: ServerUnreachableError; ServerUnsuitableError if the server is dead, too old, has another API key or no
     development mode."""
+    timeout_s = min(PROBE_S, timeout_s)
     try:
         await client.get("/health", timeout_s)
         version = str((await client.get("/version", timeout_s))["version"])
@@ -91,6 +94,7 @@ def _hint(url: str, error: ServerError) -> str:
 
 
 async def _routes(client: ServerClient, version: str, timeout_s: float) -> frozenset[str]:
+    """From the server's openapi.json; if it is hidden (--disable-fastapi-docs), the version decides."""
     try:
         listed = (await client.get("/openapi.json", timeout_s))["paths"]
     except ServerError:
@@ -142,6 +146,23 @@ def check_server(facts: ServerFacts, settings: EngineSettings) -> None:
         problems.append(f"its weight transfer backend is {facts.backend}: start it with {_own_backend()}")
     if problems:
         raise ServerUnsuitableError(f"the server {settings.url} (vLLM {facts.version}): " + "; ".join(problems))
+
+
+async def check_tokenizer(client: ServerClient, model_path: str) -> None:
+    """Raises: ServerUnsuitableError if the server's vocabulary is not the policy's."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+    expected = tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
+    try:
+        answer = await client.post("/tokenize", {"prompt": PROBE_TEXT, "add_special_tokens": False}, PROBE_S)
+    except ServerError as error:
+        raise ServerUnsuitableError(f"the server {client.url} cannot tokenize: {error}") from error
+    if (found := answer["tokens"]) != expected:
+        raise ServerUnsuitableError(
+            f"the server {client.url} has another vocabulary than {model_path}: its tokens of a probe text are "
+            f"{found[:8]}..., the policy's are {expected[:8]}.... Serve the policy's model"
+        )
 
 
 def _own_backend() -> str:

@@ -10,16 +10,16 @@ compare them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from skyrl_train.ranks import free_port
 from skyrl_train.weight_sync.bucket import NamedTensors, TensorSpec, finish, next_tensor
-from skyrl_train.weight_sync.channels.broadcast_group import POLL_S, wait_until
+from skyrl_train.weight_sync.channels.broadcast import Flight
+from skyrl_train.weight_sync.channels.broadcast_group import POLL_S, Land, wait_until
 from skyrl_train.weight_sync.channels.channel import SendingEnd
-from skyrl_train.weight_sync.channels.flight import Flight, Land
 from skyrl_train.weight_sync.channels.table import STOCK
 from skyrl_train.weight_sync.control import Check, ControlMessage, WeightSyncError
 from skyrl_train.weight_sync.send_report import SendClock, SendReport
@@ -27,18 +27,8 @@ from skyrl_train.weight_sync.send_report import SendClock, SendReport
 Chunk = tuple[TensorSpec, ...]
 
 
-class Group(Protocol):
-    """The NCCL group, seen from rank 0."""
-
-    def broadcast(self, buffer: Tensor) -> Callable[[], bool]:
-        """Start sending; the returned function says whether the buffer was sent."""
-
-    def close(self) -> None:
-        """Returns soon, even if a broadcast waits for a peer."""
-
-
 class NcclGroup:
-    """vLLM's communicator."""
+    """vLLM's communicator, seen from rank 0."""
 
     def __init__(self, host: str, port: int, world_size: int, device: torch.device) -> None:
         """Blocks until all workers have joined; opens `port`."""
@@ -53,21 +43,23 @@ class NcclGroup:
         self._stream = torch.cuda.Stream(index)
 
     def broadcast(self, buffer: Tensor) -> Callable[[], bool]:
+        """Start sending; the returned function says whether the buffer was sent."""
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
         self._communicator.broadcast(buffer, src=0, stream=self._stream)
         return self._stream.record_event().query
 
     def close(self) -> None:
+        """Returns soon, even if a broadcast waits for a peer."""
         self._communicator.destroy()
 
 
 class StockNcclSender:
     """Rank 0. After a failed `send`, neither the group nor a server that was receiving can be used."""
 
-    def __init__(self, end: SendingEnd, open_group: Callable[[str, int, int, torch.device], Group] = NcclGroup) -> None:
+    def __init__(self, end: SendingEnd, open_group: Callable[..., Any] = NcclGroup) -> None:
         self._end, self._open_group = end, open_group
         self._port, self._world_size = free_port(), 1 + end.num_receivers
-        self._group: Group | None = None
+        self._group: NcclGroup | None = None
 
     @property
     def init_info(self) -> ControlMessage:
@@ -128,10 +120,6 @@ class StockNcclSender:
         group, self._group = self._group, None
         if group is not None:
             group.close()
-
-
-def send(end: SendingEnd) -> StockNcclSender:
-    return StockNcclSender(end)
 
 
 def split_updates(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[Chunk]]:

@@ -101,7 +101,7 @@ class VllmEngine:
             cannot listen on its address.
         """
         self._core.check_alive()
-        if self._weights.needs_adapter:
+        if self._weights.are_adapters:
             await self._weights.bind_adapter(self._versions.policy_version, first=True)
         if waits_for_weights:
             await self.pause()
@@ -114,16 +114,13 @@ class VllmEngine:
         return EngineFacts(self._settings.tensor_parallel_size, url, str(scratch().path))
 
     async def ping(self, timeout_s: float) -> None:
-        """Raises: EngineDeadError, TimeoutError."""
         await self._core.wait(self._core.llm.collective_rpc("skyrl_ping"), "health check", timeout_s)
 
     async def generate_batch(
         self, requests: Sequence[tuple[int, list[int], SamplingParams]]
     ) -> AsyncIterator[list[tuple[int, Generation]]]:
-        """Like `Engine.generate_batch`; batches may overlap.
-
-        Raises: EngineDeadError within a second of the core's death; ValueError for a prompt without room to answer.
-        """
+        """Like `Engine.generate_batch`; batches may overlap. Raises: EngineDeadError; ValueError for a prompt without
+        room to answer."""
         await self._core.wait(self._running.wait(), "waiting for the engine to resume", None)
         stream = self._requests.generate(requests)
         try:
@@ -141,8 +138,7 @@ class VllmEngine:
         return await self._core.call(scores, "scoring prompts", self._settings.rpc_timeout_s)
 
     async def pause(self, mode: PauseMode | None = None) -> None:
-        """Like `Engine.pause`. Raises: TimeoutError that names requests which have not ended with the mode "wait"; the
-        engine stays paused."""
+        """Like `Engine.pause`. Raises: TimeoutError with the requests that have not ended in the mode "wait"."""
         mode = self._settings.generator.pause_mode if mode is None else mode  # type: ignore[assignment]  # one of three
         self._running.clear()
         pause = self._core.llm.pause_generation(mode=mode, clear_cache=True)
@@ -156,10 +152,7 @@ class VllmEngine:
             raise still_running(self._settings.rpc_timeout_s, requests) from error
 
     async def resume(self) -> None:
-        """Continue generation; while the engine is asleep, `wake_kv_cache` will.
-
-        Raises: WeightSyncError while the weights are incomplete.
-        """
+        """Like `Engine.resume`; while the engine is asleep, generation continues at `wake_kv_cache`."""
         if not self._weights.are_complete:
             raise WeightSyncError("the last weight update did not complete: the engine stays paused until one has")
         if self._asleep:
@@ -168,11 +161,9 @@ class VllmEngine:
         self._running.set()
 
     async def init_weight_sync(self, info: ControlMessage) -> None:
-        """Args: info: the sender's `init_info` (plus `rank_offset` for a broadcast)."""
         await self._weights.connect(info)
 
     async def begin_weight_update(self) -> None:
-        """Pause and expect weights; an update that failed before is closed."""
         if "weights" in self._asleep:
             raise WeightSyncError("wake the engine's weights before a weight update: they have no memory")
         await self.pause()
@@ -182,11 +173,8 @@ class VllmEngine:
         await self._weights.load(message)
 
     async def finish_weight_update(self, policy_version: int, sent_digests: dict[str, int]) -> None:
-        """Check that all sent weights were received and loaded, and serve them as `policy_version`.
-
-        Raises: WeightSyncError naming the tensors that differ, are missing or unknown to the engine, or the incomplete
-            layers; the engine then stays paused.
-        """
+        """Like `Engine.finish_weight_update`. Raises: WeightSyncError with the tensors that differ, are missing or
+        unknown to the engine, or the incomplete layers; the engine then stays paused."""
         await self._weights.finish(policy_version, sent_digests)
         self._versions.move_to(policy_version)
         if self._server is not None:
@@ -221,18 +209,15 @@ class VllmEngine:
         await self._wake("kv_cache")
 
     async def wake_weights(self) -> None:
-        """Map the memory of the weights; after `sleep(keep_weights=True)` restore their values too.
-
-        Raises: EngineDeadError if it fails for lack of memory; the engine has then ended.
-        """
+        """Like `Engine.wake_weights`. Raises: EngineDeadError for lack of memory; the engine has then ended."""
         if "weights" in self._asleep:
             await self._wake("weights")
             await self._weights.restore()
 
     async def wake_kv_cache(self) -> None:
-        """Map the memory of the KV cache and continue generation; can be repeated if `resume` failed.
+        """Like `Engine.wake_kv_cache`; can be repeated if `resume` failed.
 
-        Raises: WeightSyncError while the weights are incomplete; EngineDeadError as `wake_weights`.
+        Raises: WeightSyncError while the weights are incomplete; EngineDeadError like `wake_weights`.
         """
         if not self._weights.are_complete or "weights" in self._asleep:
             raise WeightSyncError("the engine's weights are asleep or were dropped: wake and update them first")
@@ -255,7 +240,7 @@ class VllmEngine:
         self._asleep.discard(tag)
 
     async def memory(self) -> list[dict[str, float]]:
-        """Memory of each worker, as `device.memory_in_use`. torch counts sleeping memory as reserved; this does not."""
+        """Like `Engine.memory`. torch counts sleeping memory as reserved; this does not."""
         workers = await self._core.ask_workers("skyrl_memory", "asking for its memory")
         return [
             held | {"reserved": held["reserved"] - sum(by_tag.get(tag, 0.0) for tag in self._asleep)}

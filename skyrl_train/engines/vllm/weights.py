@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
-from skyrl_train.engines.sync_report import check_reports
 from skyrl_train.engines.vllm import compat
 from skyrl_train.engines.vllm.core import Core
 from skyrl_train.weight_sync.control import ControlMessage, WeightSyncError
+from skyrl_train.weight_sync.digest import check_reports
 
 if TYPE_CHECKING:
     from skyrl_train.engines.vllm.worker.adapter_slots import EveryRequest
@@ -24,10 +24,6 @@ class Weights:
         self._lock = asyncio.Lock()
         self.are_complete = True
         """False from the start of an update to its end, and after `drop`."""
-
-    @property
-    def needs_adapter(self) -> bool:
-        return self._adapter is not None and not self._adapter.is_bound
 
     @property
     def are_adapters(self) -> bool:

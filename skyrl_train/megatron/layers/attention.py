@@ -23,15 +23,6 @@ from torch import Tensor
 from skyrl_train.megatron.layers.pack_tables import Half, Rectangle, bounds, global_order, halves, index_tables
 
 
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """Index tables of the attention by rectangles."""
-
-    rectangles: tuple[Rectangle, ...]
-    scatter: Tensor
-    """[T / C] int64: index of each local token among the rows of all rectangles, end to end."""
-
-
 @dataclass
 class PackedSamples(PackedSeqParams):
     """Megatron's description of a pack, and tables of the torch attention, computed by the first layer."""
@@ -43,13 +34,14 @@ class PackedSamples(PackedSeqParams):
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @functools.cached_property
-    def tables(self) -> Tables:
+    def tables(self) -> tuple[list[Rectangle], Tensor]:
+        """Rectangles of samples, and [T / C] int64: index of each local token among all their rows, end to end."""
         rectangles, scatter = index_tables(list(self.lengths), self.cp_rank, self.cp_size)
-        moved = tuple(
+        moved = [
             Rectangle(self._move(r.queries), self._move(r.keys), None if r.mask is None else self._move(r.mask))
             for r in rectangles
-        )
-        return Tables(moved, self._move(scatter))
+        ]
+        return moved, self._move(scatter)
 
     @functools.cached_property
     def global_order(self) -> Tensor:
@@ -186,7 +178,8 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSa
         ends, longest = packed.cu_seqlens_q_padded, packed.max_seqlen_q
         return _flash(query, key, value, (ends, ends), (longest, longest), scale)
     rows = []
-    for rectangle in packed.tables.rectangles:
+    rectangles, scatter = packed.tables
+    for rectangle in rectangles:
         out = F.scaled_dot_product_attention(
             _take(query, rectangle.queries),
             _take(key, rectangle.keys),
@@ -197,4 +190,4 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSa
             enable_gqa=query.shape[1] != key.shape[1],
         )
         rows.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(rows)[packed.tables.scatter]
+    return torch.cat(rows)[scatter]

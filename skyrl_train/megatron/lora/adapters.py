@@ -33,7 +33,7 @@ from skyrl_train.config.policy import LoraConfig, SyncedLoraConfig
 from skyrl_train.megatron.layers.experts import grouped_linear
 from skyrl_train.megatron.layers.norm import rms_norm
 from skyrl_train.megatron.lora.dropout import OF_EXPERT_TENSOR_RANKS, OF_TENSOR_RANKS, OF_THIS_RANK, drop
-from skyrl_train.megatron.weights.gather import gather_parts, join_parts
+from skyrl_train.megatron.weights.gather import gather_parts, join_parts, shard_group
 
 Factors = Callable[[str], tuple[Tensor, Tensor]]
 """Hugging Face module -> whole A [r, in] and B [out, r]."""
@@ -67,10 +67,7 @@ class Site:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that share the weight."""
-        if self.is_expert:
-            return parallel_state.get_expert_tensor_parallel_group()
-        return parallel_state.get_tensor_model_parallel_group()
+        return shard_group(is_expert=self.is_expert)
 
     @property
     def local_modules(self) -> tuple[tuple[str, ...], ...]:

@@ -16,7 +16,7 @@ from skyrl_train.hf.adapter import initial_factors, linear_shapes, targets
 from skyrl_train.hf.adapter_file import AdapterFile
 from skyrl_train.megatron.lora.adapters import Adapter, Lora, Site, base_weights
 from skyrl_train.megatron.lora.dropout import seed_dropout
-from skyrl_train.megatron.weights.gather import gather_json
+from skyrl_train.megatron.weights.gather import gather_json, shard_group
 
 LINEAR = re.compile(r"\.linear_\w+$")
 """Local names of Megatron's layers for one or several Hugging Face linear layers."""
@@ -65,6 +65,7 @@ def _sites(chunk: GPTModel, bridge: Bridge, chosen: dict[str, tuple[int, int]]) 
     for name, layer in chunk.named_modules():
         if not LINEAR.search(name):
             continue
+        weights = base_weights(layer)
         is_expert = ".mlp.experts." in name
         first = global_names[f"{name}.weight0" if is_expert else f"{name}.weight"]
         stem = first.removesuffix("0") if is_expert else first
@@ -76,39 +77,24 @@ def _sites(chunk: GPTModel, bridge: Bridge, chosen: dict[str, tuple[int, int]]) 
                 f"trainer.policy.model.lora.target_modules matches only some of the experts of {parts[0][0]}'s layer. "
                 "Target all experts of a layer"
             )
-        if adapted[0]:
-            modules = tuple(tuple(part[index] for index in adapted[0]) for part in parts)
-            yield layer, _site(layer, bridge, parts[0], adapted[0], modules, is_expert=is_expert)
-
-
-def _site(
-    layer: Any,
-    bridge: Bridge,
-    parts: list[str],
-    adapted: tuple[int, ...],
-    modules: tuple[tuple[str, ...], ...],
-    *,
-    is_expert: bool,
-) -> Site:
-    weights = base_weights(layer)
-    is_sharded = getattr(weights[0], "tensor_model_parallel", False)
-    axis = int(weights[0].partition_dim) if is_sharded else None
-    group = (
-        parallel_state.get_expert_tensor_parallel_group()
-        if is_expert
-        else parallel_state.get_tensor_model_parallel_group()
-    )
-    out_size = weights[0].shape[0] * (group.size() if axis == 0 else 1)
-    index_of_part = torch.full((len(parts),), -1)
-    index_of_part[list(adapted)] = torch.arange(len(adapted))
-    return Site(
-        modules=modules,
-        part_of_row=index_of_part[_part_of_row(out_size, len(parts), bridge.hf_config)],
-        shard_axis=axis,
-        is_gated=len(parts) == 2,
-        is_expert=is_expert,
-        num_local=len(weights),
-    )
+        if not adapted[0]:
+            continue
+        num_parts = len(parts[0])
+        axis = int(weights[0].partition_dim) if getattr(weights[0], "tensor_model_parallel", False) else None
+        out_size = weights[0].shape[0] * (shard_group(is_expert=is_expert).size() if axis == 0 else 1)
+        index_of_part = torch.full((num_parts,), -1)
+        index_of_part[list(adapted[0])] = torch.arange(len(adapted[0]))
+        yield (
+            layer,
+            Site(
+                modules=tuple(tuple(part[index] for index in adapted[0]) for part in parts),
+                part_of_row=index_of_part[_part_of_row(out_size, num_parts, bridge.hf_config)],
+                shard_axis=axis,
+                is_gated=num_parts == 2,
+                is_expert=is_expert,
+                num_local=len(weights),
+            ),
+        )
 
 
 def _part_of_row(out_size: int, num_parts: int, hf_config: Any) -> torch.Tensor:
@@ -124,10 +110,7 @@ def _part_of_row(out_size: int, num_parts: int, hf_config: Any) -> torch.Tensor:
 def _require_all_held(held: list[set[str]], chosen: set[str]) -> None:
     """Raises: ValueError if a target is on no rank, or a stage has none, which Megatron cannot train."""
     found, is_bare = set().union(*held), any(not modules for modules in held)
-    for group in (
-        parallel_state.get_expert_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    ):
+    for group in (parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
         parts = gather_json((sorted(found), is_bare), group)
         found, is_bare = set().union(*(names for names, _ in parts)), any(bare for _, bare in parts)
     if missing := sorted(chosen - found):

@@ -159,10 +159,7 @@ def check_all_weights_are_read(bridge: Bridge, modules: list[GPTModel], folder: 
         for name in bridge._weight_name_mapping_mcore_local_to_global(module).values()
         for hf_name in bridge._weight_name_mapping_mcore_to_hf(name)
     }
-    for group in (
-        parallel_state.get_expert_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    ):
+    for group in (parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
         read = set().union(*gather_json(sorted(read), group))
     layers = bridge.hf_config.num_hidden_layers
     ignored = sorted(name for name in tensor_files(folder).keys() - read if not _needless(name, layers))

@@ -125,10 +125,7 @@ def corrections(hf_config: PretrainedConfig) -> dict[str, Any]:
     if kind == "mixtral":
         return {"moe_router_pre_softmax": False}
     if kind == "qwen2_moe":
-        return {
-            "moe_shared_expert_gate": True,
-            "add_qkv_bias": getattr(hf_config, "qkv_bias", True),
-        }
+        return {"moe_shared_expert_gate": True, "add_qkv_bias": getattr(hf_config, "qkv_bias", True)}
     if kind in ("deepseek_v3", "glm4_moe_lite"):
         own = getattr(hf_config, "mlp_layer_types", None)
         layers = {"moe_layer_freq": [int(layer == "sparse") for layer in own]} if own else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from dataclasses import dataclass
 from typing import Any
@@ -178,6 +177,5 @@ def _wrap_data_parallel(chunks: list[Any], config: Any) -> list[DistributedDataP
     ]
 
 
-@functools.cache
 def dtype_of(bf16: bool) -> torch.dtype:
     return torch.bfloat16 if bf16 else torch.float32

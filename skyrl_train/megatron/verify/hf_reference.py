@@ -32,10 +32,10 @@ def run_hugging_face(trial: Trial, *, timeout_s: float = 120.0) -> Outcome:
 
 
 def _in_process(rendezvous: Rendezvous, trial: Trial) -> Outcome:
-    return hugging_face(trial, model=_load(trial).to(device()), model_device=device())
+    return hugging_face(trial, model=load(trial).to(device()), model_device=device())
 
 
-def _load(trial: Trial) -> Any:
+def load(trial: Trial) -> Any:
     from transformers import AutoModelForCausalLM  # its model classes take seconds
 
     dtype = torch.bfloat16 if trial.bf16 else torch.float32
@@ -44,34 +44,25 @@ def _load(trial: Trial) -> Any:
 
 def hugging_face(
     trial: Trial,
-    aux_loss_coeff: float = 0.0,
     *,
     every_metric: bool = False,
     model: Any = None,
+    aux_loss: Callable[[], Tensor] | None = None,
     gradients_of: Callable[[Any], dict[str, Tensor]] | None = None,
     model_device: torch.device | None = None,
 ) -> Outcome:
     """Loss and gradient by autograd through log_softmax, in the trial's dtype; the metrics that follow from them.
 
-    Args: model, gradients_of: another model than the trial's, such as PEFT's, and its gradients by name; model_device:
-        the CPU by default; every_metric: also those of losses and corrections, which round at their bounds.
+    Args: model, gradients_of: another model than the trial's, such as PEFT's, and its gradients by name; aux_loss: the
+        load-balancing loss of its routers after the forward passes; model_device: the CPU by default; every_metric:
+        also those of losses and corrections, which round at their bounds.
     """
-    model = model or _load(trial)
-    choices: dict[str, list[Tensor]] = {}
-    if aux_loss_coeff:
-        for name, module in model.named_modules():
-            if name.endswith("mlp.gate"):
-                choices[name] = []
-                module.register_forward_hook(lambda _, __, out, to=choices[name]: to.append(out[0]))
+    model = model or load(trial)
     experience, objective = trial.experience, trial.objective
     bounds = experience.cu_seqlens.tolist()
     weights = {
         reduction: loss_weights(
-            reduction,
-            experience.loss_mask,
-            experience.cu_seqlens,
-            experience.group_ids,
-            trial.max_lengths,
+            reduction, experience.loss_mask, experience.cu_seqlens, experience.group_ids, trial.max_lengths
         )
         for reduction in objective.reductions
     }
@@ -115,9 +106,8 @@ def hugging_face(
             if term is objective.terms[0]:
                 terms = math.prod(factors, start=terms)
             losses[term.name].append((terms * weights[term.reduction][start:end]).sum())
-    balance = aux_loss_coeff * torch.stack(_balance_terms(model, choices)).sum() if choices else torch.zeros(())
     sums = {name: torch.stack(parts).sum() for name, parts in losses.items()}
-    loss = balance
+    balance = loss = torch.zeros(()) if aux_loss is None else aux_loss()
     for term in objective.terms:
         loss = loss + term.coef * sums[term.name]
     loss.backward()
@@ -126,7 +116,7 @@ def hugging_face(
     metrics = {name: total.value for name, total in totals.items()}
     metrics |= {f"policy/{name}_loss": value.item() for name, value in sums.items()}
     metrics |= {"policy/final_loss": loss.item(), "policy/grad_norm": float(norm)}
-    if choices:
+    if aux_loss is not None:
         metrics["policy/moe_aux_loss"] = balance.item()
     return Outcome(gradients, fixed, metrics)
 
@@ -146,18 +136,6 @@ def comparable(outcome: Outcome, reference: Outcome) -> Outcome:
     """The outcome without gradients of buffers (the routers' bias) and metrics that Hugging Face lacks."""
     gradients = {name: g for name, g in outcome.gradients.items() if not name.endswith("e_score_correction_bias")}
     return Outcome(gradients, outcome.logprobs, {name: outcome.metrics[name] for name in reference.metrics})
-
-
-def _balance_terms(model: Any, logits: dict[str, list[Tensor]]) -> list[Tensor]:
-    """E * sum_e f_e * P_e of each router over all tokens, from its logits."""
-    config = model.config
-    terms = []
-    for parts in logits.values():
-        scores = torch.cat(parts).softmax(-1)
-        chosen = torch.zeros_like(scores).scatter_(1, scores.topk(config.num_experts_per_tok, dim=-1).indices, 1.0)
-        shares = chosen.sum(0) / chosen.sum()
-        terms.append(scores.shape[1] * (shares * scores.mean(0)).sum())
-    return terms
 
 
 def named_gradients(model: Any) -> dict[str, Tensor]:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
 from skyrl_train.megatron.model.model import Model
-from skyrl_train.megatron.weights.gather import gather_parts, join_parts
+from skyrl_train.megatron.weights.gather import gather_parts, join_parts, shard_group
 from skyrl_train.weight_sync.bucket import TensorSpec
 
 Read = Callable[[torch.nn.Parameter | Tensor], Tensor]
@@ -103,7 +102,7 @@ def whole_shape(task: ExportTask) -> list[int]:
     """Shape of the tensor before it was sharded."""
     shape = list(task.tensor.shape)
     if task.shard_axis is not None:
-        shape[task.shard_axis] *= _shard_group(task).size()
+        shape[task.shard_axis] *= shard_group(is_expert=task.is_expert).size()
     return shape
 
 
@@ -132,7 +131,8 @@ def export(
         part = read(task.tensor)
         whole = part
         if task.shard_axis is not None:
-            whole = join_parts(gather_parts(part, _shard_group(task)), task.shard_axis, is_gated=task.is_gated)
+            parts = gather_parts(part, shard_group(is_expert=task.is_expert))
+            whole = join_parts(parts, task.shard_axis, is_gated=task.is_gated)
         ep_group = parallel_state.get_expert_model_parallel_group()
         copies = gather_parts(whole, ep_group) if task.is_expert else [whole]
         for mcore_name, copy in zip(task.mcore_names, copies, strict=True):
@@ -146,12 +146,6 @@ def is_stage_owner() -> bool:
         parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
         and parallel_state.get_tensor_model_parallel_rank() == 0
     )
-
-
-def _shard_group(task: ExportTask) -> dist.ProcessGroup:
-    if task.is_expert:
-        return parallel_state.get_expert_tensor_parallel_group()
-    return parallel_state.get_tensor_model_parallel_group()
 
 
 def dtype_of_name(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -7,9 +7,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from skyrl_train.device import device
+
+
+def shard_group(*, is_expert: bool) -> dist.ProcessGroup:
+    """The ranks that share a weight."""
+    if is_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def gather_parts(part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

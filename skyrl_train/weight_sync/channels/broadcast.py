@@ -10,21 +10,56 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from skyrl_train.stores import serve_store
-from skyrl_train.weight_sync.channels.broadcast_group import BroadcastGroup, has, join_store
+from skyrl_train.weight_sync.channels.broadcast_group import BroadcastGroup, Land, has, join_store
 from skyrl_train.weight_sync.channels.channel import ReceivingEnd, SendingEnd
-from skyrl_train.weight_sync.channels.flight import BUFFERS, Flight, Land
 from skyrl_train.weight_sync.control import Check, ControlMessage, WeightSyncError
 from skyrl_train.weight_sync.transport import Sender
 
 GIVEN_UP = "given up"
 """Key in the store that ends the receivers' waits: NCCL does not report that a peer has left."""
+BUFFERS = 2
+
+
+class Flight:
+    """Two buffers of one end: while one is in flight, the other is filled or loaded. They stay for the next update."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device)] * BUFFERS
+        self._in_flight: deque[tuple[Tensor, Land]] = deque()
+        self._num_sent = 0
+
+    def buffer(self, num_bytes: int, check: Check) -> Tensor:
+        """[num_bytes] uint8 that is not in flight; waits for one."""
+        if len(self._in_flight) == BUFFERS:
+            self.receive(check)
+        slot = self._num_sent % BUFFERS
+        if len(self._buffers[slot]) < num_bytes:
+            self._buffers[slot] = self._buffers[slot].new_empty(0)  # freed before the larger one is made
+            self._buffers[slot] = self._buffers[slot].new_empty(num_bytes)
+        self._next = self._buffers[slot][:num_bytes]
+        return self._next
+
+    def send(self, broadcast: Callable[[Tensor], Land]) -> None:
+        """Broadcast the last buffer."""
+        self._in_flight.append((self._next, broadcast(self._next)))
+        self._num_sent += 1
+
+    def receive(self, check: Check) -> Tensor:
+        """Wait for the oldest broadcast in flight. Returns: its buffer."""
+        buffer, land = self._in_flight.popleft()
+        land(check)
+        return buffer
+
+    def drain(self, check: Check) -> None:
+        while self._in_flight:
+            self.receive(check)
 
 
 class BroadcastSendChannel:
@@ -65,8 +100,7 @@ class BroadcastSendChannel:
         return self._flight.buffer(num_bytes, check)
 
     def publish(self, num_bytes: int) -> None:
-        group = self._open_group()
-        self._flight.send(lambda buffer: partial(group.settle, group.broadcast(buffer)))
+        self._flight.send(self._open_group().broadcast)
 
     def drain(self, check: Check) -> None:
         self._flight.drain(check)
@@ -97,7 +131,7 @@ class BroadcastReceiveChannel:
         self._store = join_store(init_info["host"], init_info["port"], timeout_s)
         rank, world_size = init_info["rank_offset"] + worker_rank, init_info["world_size"]
         self._group = BroadcastGroup(self._store, rank, world_size, device, timeout_s, self._check_sender)
-        self._flight: Flight | None = Flight(device)
+        self._device, self._flight = device, Flight(device)
         self._sizes: Iterator[int] = iter(())
 
     def begin(self, sizes: Sequence[int]) -> None:
@@ -106,19 +140,14 @@ class BroadcastReceiveChannel:
             self.release()
 
     def next(self) -> Tensor:
-        assert self._flight is not None, "closed"
         return self._flight.receive(self._check_sender)
 
     def release(self) -> None:
         """Begin to receive one more bucket, if there is one."""
         size = next(self._sizes, None)
         if size is not None:
-            assert self._flight is not None, "closed"
             self._flight.buffer(size, self._check_sender)
-            self._flight.send(self._broadcast)
-
-    def _broadcast(self, buffer: Tensor) -> Land:
-        return partial(self._group.settle, self._group.broadcast(buffer))
+            self._flight.send(self._group.broadcast)
 
     def _check_sender(self) -> None:
         if has(self._store, [GIVEN_UP]):
@@ -126,7 +155,7 @@ class BroadcastReceiveChannel:
 
     def close(self) -> None:
         self._group.close()  # first: on a GPU a broadcast may be writing into the buffers
-        self._flight = None
+        self._flight = Flight(self._device)
 
 
 def send(end: SendingEnd) -> Sender:

@@ -5,7 +5,7 @@ NCCL for GPU tensors.
 
 An NCCL broadcast that a peer has left never ends, and neither does anything queued behind it on the device, such as a
 copy to the host. So nothing is queued that depends on a broadcast that may not end: both ends wait for it on the host,
-where they check each other (`settle`), and abort a failed group, which ends its kernel and frees the device's queue.
+where they check each other, and abort a failed group, which ends its kernel and frees the device's queue.
 
 The store of the rendezvous is in the sender's process, so a receiver's query fails if the sender died. The sender
 checks the engines' calls (`Check`).
@@ -36,6 +36,8 @@ CONNECT_S = 20.0
 """Timeout for gloo to connect all processes. An engine answers no call during that time, so it is less than the 30 s
 after which it counts as dead (`EngineReplica.lives`)."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+Land = Callable[[Check], None]
+"""Waits for the end of a broadcast, and checks the other ends during that time."""
 
 
 class BroadcastGroup:
@@ -55,17 +57,21 @@ class BroadcastGroup:
         trial = torch.zeros(1, dtype=torch.uint8, device=device)
         meet(store, rank, world_size, timeout_s, check)
         try:
-            with _while_all_can_be_connected():
+            try:
                 self._backend = _connect(store, rank, world_size, device, timeout_s)
-                work = self.broadcast(trial)  # NCCL connects here
-            self.settle(work, check)
+                land = self.broadcast(trial)  # NCCL connects here
+            except RuntimeError as error:  # one died after all had joined, or is not reachable
+                raise PeerLostError(f"not all senders and receivers of weights could be connected: {error}") from error
+            land(check)
         except BaseException:
             self.close()
             raise
 
-    def broadcast(self, buffer: Tensor) -> dist.Work:
+    def broadcast(self, buffer: Tensor) -> Land:
         """Start a broadcast of rank 0's buffer into all others'. On a GPU it is queued behind earlier work.
 
+        Returns: the wait for its end, which raises WeightSyncError if it fails or is late, and what the check raises.
+            `close` the group then: on a GPU the broadcast may continue.
         Raises: WeightSyncError after `close`.
         """
         if self._backend is None:
@@ -74,14 +80,10 @@ class BroadcastGroup:
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = timedelta(seconds=self._timeout_s)
-        return self._backend.broadcast([buffer], options)
+        work = self._backend.broadcast([buffer], options)
+        return lambda check: self._land(work, check)
 
-    def settle(self, work: dist.Work, check: Check) -> None:
-        """Wait for the end of a broadcast.
-
-        Raises: WeightSyncError if it fails or does not end within the deadline; what `check` raises. `close` the group
-            then: on a GPU the broadcast may continue.
-        """
+    def _land(self, work: dist.Work, check: Check) -> None:
         # Neither backend's `wait` checks the peers: NCCL's returns at once or, like gloo's (torch 2.13), blocks until
         # the group's deadline. It raises the broadcast's error, so it comes last.
         late = f"a broadcast of weights did not end within {self._timeout_s:g} s"
@@ -111,15 +113,6 @@ def _connect(store: dist.Store, rank: int, world_size: int, device: torch.device
             return dist.ProcessGroupNCCL(store, rank, world_size, options)
     # Half of a short deadline, because an engine must answer a health check within that deadline.
     return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=min(CONNECT_S, timeout_s / 2)))
-
-
-@contextlib.contextmanager
-def _while_all_can_be_connected() -> Iterator[None]:
-    """Raises: PeerLostError if one died after all had joined, or is not reachable."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLostError(f"not all senders and receivers of weights could be connected: {error}") from error
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ TRANSPORTS: dict[str, Transport] = {
         shares_gpus=True,
     ),
     "vllm_nccl": Transport(
-        send=f"{_STOCK}:send", receive=None, scope="first_stage", needs_gpus=True, for_stock_servers=True
+        send=f"{_STOCK}:StockNcclSender", receive=None, scope="first_stage", needs_gpus=True, for_stock_servers=True
     ),
 }
 STOCK = "vllm_nccl"

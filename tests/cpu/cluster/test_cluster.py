@@ -22,10 +22,10 @@ import torch
 from ray.util import placement_group_table
 
 from skyrl_train.cluster.calls import Calls, RemoteFailed
-from skyrl_train.cluster.host import Host
 from skyrl_train.cluster.launch import launch
 from skyrl_train.cluster.placement import Demand, Placement, PlacementError
 from skyrl_train.cluster.pool.replica import EngineReplica
+from skyrl_train.cluster.process import Host
 from skyrl_train.cluster.ranks.worker_group import RANK, WorkerGroup
 from skyrl_train.cluster.session import CPU_ENVIRONMENT, Cluster, connect, cpu_environment, worker_environment
 from skyrl_train.config import load_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skyrl_train.cluster.host import DeviceOutOfMemory, Host, explained
+from skyrl_train.cluster.process import DeviceOutOfMemory, Host, explained
 from skyrl_train.device.nvml import DeviceUse
 
 GIB = 2**30

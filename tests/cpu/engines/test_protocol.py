@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from skyrl_train.checks.engines import engine_problems
-from skyrl_train.cluster.host import AsyncHost
 from skyrl_train.cluster.pool.engine_process import EngineProcess
+from skyrl_train.cluster.process import AsyncHost
 from skyrl_train.config import load_config
 from skyrl_train.engines.protocol import ENGINES, Engine, engine_kind
 from skyrl_train.types import Generation, SamplingParams

@@ -75,17 +75,19 @@ class HttpServer:
         listening = _listen(self._generator.http_endpoint_host, port and port + self._settings.index)
         try:
             self._port = listening.getsockname()[1]
-            self._app = await compat.build_openai_app(self._client, self._arguments())
+            arguments = ["--model", self._settings.model_path]
+            if self._generator.chat_template_kwargs:
+                arguments += ["--default-chat-template-kwargs", json.dumps(self._generator.chat_template_kwargs)]
+            self._app = await compat.build_openai_app(self._client, compat.server_arguments(arguments))
             self.move_to(policy_version)
-            self._server = _Server(
-                uvicorn.Config(
-                    self._guarded(self._app),
-                    log_config=None,
-                    log_level="warning",
-                    access_log=False,
-                    timeout_graceful_shutdown=int(STOP_S),
-                )
+            config = uvicorn.Config(
+                self._guarded(self._app),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=int(STOP_S),
             )
+            self._server = _Server(config)
             # vLLM's handler of a dead engine stops this server, and fails without one.
             self._app.state.server = self._server
             self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
@@ -102,12 +104,6 @@ class HttpServer:
                     task.result()
                     raise RuntimeError("the HTTP server ended during its start; see the log of its process")
                 await asyncio.sleep(0.01)
-
-    def _arguments(self) -> Any:
-        arguments = ["--model", self._settings.model_path]
-        if self._generator.chat_template_kwargs:
-            arguments += ["--default-chat-template-kwargs", json.dumps(self._generator.chat_template_kwargs)]
-        return compat.server_arguments(arguments)
 
     def _guarded(self, app: ASGIApp) -> ASGIApp:
         served: ASGIApp = WaitsWhilePaused(NamedVersions(app), self._wait)

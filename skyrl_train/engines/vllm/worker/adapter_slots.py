@@ -151,10 +151,6 @@ class EveryRequest:
         self._request: LoRARequest | None = None
         llm.generate = self._with_adapter  # type: ignore[method-assign]
 
-    @property
-    def is_bound(self) -> bool:
-        return self._request is not None
-
     def serve(self, name: str) -> None:
         """Add the adapter to requests from now on. Args: name: distinguishes versions in the prefix cache."""
         self._request = LoRARequest(name, ADAPTER_ID, IN_MEMORY)

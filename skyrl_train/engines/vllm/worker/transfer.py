@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from skyrl_train.device.memory import memory_in_use
@@ -62,12 +58,9 @@ class SkyRLWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         sender = init_info.info["sender"]
         if sender in self._receivers:
             self._receivers.pop(sender).close()
-        end = ReceivingEnd(init_info.info, self._worker_rank(), self.device)
-        self._receivers[sender] = Receiver(open_receiver(end))
-
-    def _worker_rank(self) -> int:
         parallel = self.vllm_config.parallel_config
-        return parallel.data_parallel_index * parallel.world_size + parallel.rank
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._receivers[sender] = Receiver(open_receiver(ReceivingEnd(init_info.info, rank, self.device)))
 
     def start_weight_update(self) -> None:
         if not self._receivers:
@@ -129,11 +122,9 @@ class SyncExtension:
             self.finish_weight_update()  # type: ignore[attr-defined]
 
     def skyrl_keep_unsynced(self) -> None:
-        """To be called before weights are dropped; see sleeping.py."""
         self._unsynced: Unsynced | None = Unsynced(self.model_runner.get_model())  # type: ignore[attr-defined]
 
     def skyrl_restore_unsynced(self) -> None:
-        """To be called when the weights' memory is awake again."""
         kept, self._unsynced = getattr(self, "_unsynced", None), None
         if kept is not None:
             kept.restore()

@@ -288,7 +288,7 @@ def test_a_worker_without_the_extension_is_told_apart(tokenizer: str):
     """The route's error reaches the caller with the server's words."""
 
     async def body(engine: RemoteEngine) -> None:
-        await engine._lifecycle.rpc("skyrl_sync_report")
+        await engine._rpc("skyrl_sync_report")
 
     server = FakeServer("0.29.0", tokenizer, backend="nccl", extension="")
     with pytest.raises(ServerError, match="500 Method 'skyrl_sync_report' is not implemented"):

@@ -88,7 +88,7 @@ def main(folder: str, cuts: list[str]) -> None:
             stock.start()
             with contextlib.suppress(RuntimeError):
                 stock.receive(broken[: names.index(f"model.layers.0.{cut}") + 1], breaks_off=True)
-            if closes:  # as http_lifecycle.py
+            if closes:  # like RemoteEngine
                 stock.start()
                 stock.worker.finish_weight_update()
             try:

@@ -17,7 +17,7 @@ import torch
 
 from skyrl_train.algorithms.build import bind
 from skyrl_train.algorithms.tables import CORRECTIONS, LOSSES, REDUCTIONS
-from skyrl_train.megatron.verify.hf_reference import comparable, hugging_face
+from skyrl_train.megatron.verify.hf_reference import comparable, hugging_face, load
 from skyrl_train.megatron.verify.layout_check import run_layout, run_objectives
 from skyrl_train.megatron.verify.outcome import FLOAT32, Outcome, compare
 from skyrl_train.megatron.verify.trial import Trial
@@ -295,6 +295,26 @@ def test_a_mini_batch_without_a_trained_token_has_a_gradient_of_zero():
     assert outcome.metrics["policy/final_loss"] == 0
 
 
+def balance_of(whole: Any, coefficient: float) -> Callable[[], torch.Tensor]:
+    """coefficient * E * sum_e f_e * P_e of each router over the tokens of all forward passes, from its logits."""
+    logits: dict[str, list[torch.Tensor]] = {}
+    for name, module in whole.named_modules():
+        if name.endswith("mlp.gate"):
+            logits[name] = []
+            module.register_forward_hook(lambda _, __, out, to=logits[name]: to.append(out[0]))
+
+    def loss() -> torch.Tensor:
+        total = torch.zeros(())
+        for parts in logits.values():
+            scores = torch.cat(parts).softmax(-1)
+            taken = scores.topk(whole.config.num_experts_per_tok, dim=-1).indices
+            chosen = torch.zeros_like(scores).scatter_(1, taken, 1.0)
+            total = total + scores.shape[1] * (chosen.sum(0) / chosen.sum() * scores.mean(0)).sum()
+        return coefficient * total
+
+    return loss
+
+
 @pytest.mark.parametrize(
     ("processes", "sizes", "recompute"),
     [
@@ -310,7 +330,8 @@ def test_a_mini_batch_without_a_trained_token_has_a_gradient_of_zero():
 )
 def test_the_load_balancing_loss_is_that_of_the_whole_mini_batch(processes: int, sizes: dict[str, Any], recompute: Any):
     trial = reference("qwen3_moe")[0]
-    hf = hugging_face(trial, aux_loss_coeff=0.5)
+    whole = load(trial)
+    hf = hugging_face(trial, model=whole, aux_loss=balance_of(whole, coefficient=0.5))
     changes = {"moe_aux_loss_coeff": 0.5, "recompute_granularity": recompute, "recompute_modules": ("moe",)}
     outcome = run_layout(trial, layout(processes, sizes, **changes))
     assert_exact(compare(comparable(outcome, hf), hf))
