@@ -33,10 +33,8 @@ class DeviceOutOfMemory(RuntimeError):
 
 
 class Host:
-    """A Ray actor that makes one object and forwards calls to it, one at a time.
-
-    The object's constructor must not fail: Ray keeps only the stack's text of an error in an actor's constructor.
-    """
+    """A Ray actor that makes one object and forwards calls to it, one at a time. The object's constructor must not
+    fail: Ray keeps only the stack's text of an error in an actor's constructor."""
 
     def __init__(self, entry_point: str, log_path: str, visible_devices: str | None, *args: Any) -> None:
         """Args: entry_point: `module:Class`, called with args; visible_devices: None for Ray's choice."""
@@ -76,9 +74,7 @@ class AsyncHost(Host):
 
 def explained(error: BaseException, memory: dict[str, float], devices: Sequence[DeviceUse]) -> DeviceOutOfMemory:
     """Error with the holders of the device's memory, the keys that help, and torch's own message.
-
-    Args: memory: `memory_in_use` of this process; devices: those that it sees.
-    """
+    Args: memory: `memory_in_use` of this process; devices: those that it sees."""
     holders = "; ".join(map(str, devices))
     return DeviceOutOfMemory(
         f"the device is out of memory. This process holds {gib(memory['allocated'])} GiB in tensors, of "
@@ -115,10 +111,8 @@ def host() -> str:
 
 
 def talk_through_node_address() -> None:
-    """Have gloo, also in child processes, use the network that connects the nodes of the cluster.
-
-    By default it takes the address of the host's name, which on many systems only the host can reach.
-    """
+    """Have gloo, also in child processes, use the network that connects the nodes of the cluster. By default it takes
+    the address of the host's name, which on many systems only the host can reach."""
     address = host()
     for name, addresses in psutil.net_if_addrs().items():
         if any(known.address == address for known in addresses):

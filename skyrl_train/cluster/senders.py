@@ -72,9 +72,7 @@ class Senders:
 
     async def _join(self, info: ControlMessage, senders: Sequence[int], num_changes: int) -> None:
         """Have every engine join these senders, which check the engines' calls during that time.
-
-        Args: num_changes: of the engines when the senders were opened.
-        """
+        Args: num_changes: of the engines when the senders were opened."""
         if self._engines.num_changes != num_changes:
             # The senders would wait for an engine whose death a request has noticed.
             raise RemoteFailed("an engine died while connecting the weight sync")
@@ -92,9 +90,7 @@ class Senders:
 
     async def send(self) -> list[SendReport]:
         """Have all ranks export, and the senders send; engines must expect an update.
-
-        Returns: one report of each sender, or one for all if each of them sent the whole model.
-        """
+        Returns: one report of each sender, or one for all if each of them sent the whole model."""
         group, places = self._policy.group, self._policy.ranks
         reports: list[SendReport] = []
         # One stage after another: engines that receive two senders' broadcasts in different order would deadlock. It is

@@ -67,9 +67,7 @@ class WeightSync:
 
     async def publish(self, groups: Sequence[Group]) -> SyncResult:
         """Send the weights, and where a check is due compare the logprobs of samples that were just generated.
-
-        Raises: RemoteFailed, SyncCheckFailed; the engines then stop serving.
-        """
+        Raises: RemoteFailed, SyncCheckFailed; the engines then stop serving."""
         result, expected = await self.send(groups)
         await self.verify(expected)
         return result

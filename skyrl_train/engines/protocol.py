@@ -59,9 +59,7 @@ class Engine(Protocol):
         self, requests: Sequence[tuple[int, list[int], SamplingParams]]
     ) -> AsyncIterator[list[tuple[int, Generation]]]:
         """Yield (index, generation) as requests finish. While the engine is paused, nothing starts.
-
-        Args: requests: (index, prompt token ids, parameters).
-        """
+        Args: requests: (index, prompt token ids, parameters)."""
 
     async def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
         """Per prompt the logprob of each token given those before it, at temperature 1; 0 for the first token."""
@@ -132,9 +130,7 @@ ENGINES: dict[str, EngineKind] = {
 
 def engine_kind(generator: GeneratorConfig) -> EngineKind:
     """The kind that a configuration names; running servers are `remote`.
-
-    Raises: ValueError for an unknown generator.backend, or a class that lacks methods.
-    """
+    Raises: ValueError for an unknown generator.backend, or a class that lacks methods."""
     name = generator.backend
     given = f"generator.backend is {name}"
     if not generator.run_engines_locally:

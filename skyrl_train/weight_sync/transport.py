@@ -51,9 +51,7 @@ class Sender:
 
     def connect(self, check: Check = lambda: None) -> None:
         """Return when all receivers have joined; after an error none of them waits any more.
-
-        Raises: WeightSyncError if they do not within the deadline; what `check` raises.
-        """
+        Raises: WeightSyncError if they do not within the deadline; what `check` raises."""
         try:
             self._channel.connect(check)
         except BaseException:
@@ -62,10 +60,8 @@ class Sender:
 
     def send(self, specs: Sequence[TensorSpec], named_tensors: NamedTensors) -> SendReport:
         """Return when every receiver has loaded every tensor.
-
         Args: specs: of all `named_tensors`, in order. Each tensor is copied before the next is requested.
-        Raises: WeightSyncError if the tensors are not those, or the channel breaks; what a receiver raised.
-        """
+        Raises: WeightSyncError if the tensors are not those, or the channel breaks; what a receiver raised."""
         clock = SendClock()
         with clock.timed("plan_s"):
             plan_id = _plan_id(specs)

@@ -88,9 +88,7 @@ class EngineReplica:
         self, requests: list[Request], mark_dead: Callable[[EngineReplica, str], None]
     ) -> AsyncIterator[list[tuple[int, Generation]]]:
         """Yield answers as requests finish. Args: mark_dead: called once for an engine that died or hangs.
-
-        Raises: EngineLostError, after `mark_dead`; RemoteFailed if a request of a living engine fails or times out.
-        """
+        Raises: EngineLostError, after `mark_dead`; RemoteFailed if a request of a living engine fails or times out."""
         actor, timeout_s = self.actor, self.calls.timeout_s
         cause: Exception
         try:
@@ -171,5 +169,3 @@ class EngineReplica:
         if started is not None:
             with contextlib.suppress(RayError, TimeoutError):  # its node may have died as well
                 await asyncio.wait_for(kill_on_node(started), 2 * GONE_S)
-
-

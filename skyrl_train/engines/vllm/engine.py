@@ -39,10 +39,8 @@ log = logging.getLogger(__name__)
 
 
 def import_vllm(settings: EngineSettings) -> None:
-    """Import vLLM, which takes longest of what needs no device.
-
-    vLLM reads the environment when it is imported, so engines of different settings need different processes.
-    """
+    """Import vLLM, which takes longest of what needs no device. vLLM reads the environment when it is imported, so
+    engines of different settings need different processes."""
     set_environment(settings, device_type())
     with quick_imports():
         from skyrl_train.engines.vllm import (
@@ -216,9 +214,7 @@ class VllmEngine:
 
     async def wake_kv_cache(self) -> None:
         """Like `Engine.wake_kv_cache`; can be repeated if `resume` failed.
-
-        Raises: WeightSyncError while the weights are incomplete; EngineDeadError like `wake_weights`.
-        """
+        Raises: WeightSyncError while the weights are incomplete; EngineDeadError like `wake_weights`."""
         if not self._weights.are_complete or "weights" in self._asleep:
             raise WeightSyncError("the engine's weights are asleep or were dropped: wake and update them first")
         if "kv_cache" in self._asleep:

@@ -33,11 +33,8 @@ MAX_GROUPS = 1023
 
 
 def grouped_linear(x: Tensor, weights: Sequence[Tensor], tokens_per_expert: Sequence[int]) -> Tensor:
-    """Multiply x [T, in], ordered by expert, by the weights [out, in] of the experts -> [T, out].
-
-    Gradients of weights with a `main_grad` of Megatron's data-parallel wrapper are added to it, as in Megatron's own
-    linear layers.
-    """
+    """Multiply x [T, in], ordered by expert, by the weights [out, in] of the experts -> [T, out]. Gradients of weights
+    with a `main_grad` of Megatron's data-parallel wrapper are added to it, as in Megatron's own linear layers."""
     return _GroupedLinear.apply(x, _Tokens(tokens_per_expert, x.device), *weights)
 
 

@@ -59,9 +59,7 @@ def global_order(lengths: list[int], cp_size: int) -> Tensor:
 
 def halves(lengths: list[int], cp_rank: int, cp_size: int) -> tuple[Half, Half]:
     """The rank's first chunks of all samples with the keys up to their end, and its second chunks with theirs.
-
-    FlashAttention's causal mask aligns the last query with the last key, as a chunk after its prefix needs.
-    """
+    FlashAttention's causal mask aligns the last query with the last key, as a chunk after its prefix needs."""
     order = global_order(lengths, cp_size)
     starts = [0, *itertools.accumulate(lengths)]
     parts = []

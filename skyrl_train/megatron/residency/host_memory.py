@@ -70,10 +70,8 @@ class HostMemory:
         return sum(block.num_bytes for block in moving)
 
     def restore(self, blocks: Sequence[StorageBlock]) -> int:
-        """Allocate the blocks and start copying their contents back; returns the bytes. `settle` ends the copies.
-
-        The next block is allocated while one is copied.
-        """
+        """Allocate the blocks and start copying their contents back; returns the bytes. `settle` ends the copies. The
+        next block is allocated while one is copied."""
         for block in blocks:
             block.allocate()
             buffer = self._offloaded[block]

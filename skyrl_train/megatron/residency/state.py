@@ -33,9 +33,7 @@ def state_file(folder: str | Path, rank: int) -> Path:
 
 def save_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> int:
     """Write the file, which appears when it is complete; returns its size in bytes.
-
-    Raises: OSError, for example if the disk is full.
-    """
+    Raises: OSError, for example if the disk is full."""
     state = _state(modules, optimizer, ranks, policy_version)
     with _unfinished(file) as stream:
         torch.save(state, stream)
@@ -46,9 +44,7 @@ def save_durable_state(
     file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int
 ) -> FileSum:
     """Like `save_state`, but the file survives a loss of power.
-
-    Returns: size and digest of the bytes as they were written; what the disk returns later is compared with them.
-    """
+    Returns: size and digest of the bytes as they were written; what the disk returns later is compared with them."""
     state = _state(modules, optimizer, ranks, policy_version)
     with _unfinished(file) as stream:
         writer = SummingWriter(stream)
@@ -96,9 +92,7 @@ def _unfinished(file: Path) -> Iterator[BinaryIO]:
 @torch.no_grad()
 def load_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> None:
     """Copy the file's values in place.
-
-    Raises: ValueError if it is missing, of another version, or was written by another rank, layout or model.
-    """
+    Raises: ValueError if it is missing, of another version, or was written by another rank, layout or model."""
     if not file.exists():
         raise ValueError(f"the state {file} does not exist: it was saved by fewer ranks, or on another node")
     state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)

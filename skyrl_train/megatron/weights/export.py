@@ -78,10 +78,8 @@ def expert_names(model: Model, live: LiveTensor) -> tuple[str, ...]:
 
 
 def export_tasks(model: Model) -> list[ExportTask]:
-    """Tasks of this stage in layer order, the same on all ranks of the stage. No collective, no copy.
-
-    Each Hugging Face name occurs once over all stages.
-    """
+    """Tasks of this stage in layer order, the same on all ranks of the stage. No collective, no copy. Each Hugging Face
+    name occurs once over all stages."""
     tasks = []
     for live in live_tensors(model):
         mcore_names = expert_names(model, live)

@@ -14,10 +14,8 @@ from skyrl_train.weight_sync.bucket import TensorSpec
 
 
 def merged(lora: Lora | None) -> Read:
-    """A `read` for `export` that returns W + alpha / r * B A, added in float32 and rounded once; W without adapters.
-
-    It needs only the adapters of this rank's part of a weight: no collective.
-    """
+    """A `read` for `export` that returns W + alpha / r * B A, added in float32 and rounded once; W without adapters. It
+    needs only the adapters of this rank's part of a weight: no collective."""
     deltas: dict[int, Callable[[], Tensor]] = {}
     for layer, adapter in lora.adapters if lora else ():
         for index, weight in enumerate(base_weights(layer)):

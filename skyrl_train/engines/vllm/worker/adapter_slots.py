@@ -66,10 +66,8 @@ def _lora_of(vllm_config: Any) -> LoraConfig:
 
 def bind(model_runner: Any, tensors: Mapping[str, Tensor], vllm_config: Any) -> list[str]:
     """Load the adapter into the slot that requests use.
-
     Args: tensors: by PEFT's names; model_runner: the worker's.
-    Returns: why the slots do not hold the complete adapter, as sentences.
-    """
+    Returns: why the slots do not hold the complete adapter, as sentences."""
     if not tensors:
         return ["no adapter tensor was received; the engine would serve the base model"]
     lora = _lora_of(vllm_config)
