@@ -16,8 +16,7 @@ from skyrl_train.megatron.passes.old_logprobs import LogprobCheck, OldLogprobs, 
 from skyrl_train.megatron.passes.step import batch_logprobs, batch_logprobs_and_entropy
 from skyrl_train.megatron.trained import TrainedModel
 from skyrl_train.megatron.weights.all_stages import to_every_stage, to_first_stage
-from skyrl_train.megatron.weights.export import export, export_specs
-from skyrl_train.megatron.weights.lora_export import adapter_specs, merged
+from skyrl_train.megatron.weights.export import adapter_specs, export, export_specs, merged
 from skyrl_train.megatron.weights.proof import LiveSums, checked_adapters
 from skyrl_train.megatron.weights.save import export_folder, save_adapter, save_hf
 from skyrl_train.ranks import OPTIMIZER, WEIGHTS, LogprobLimit, UpdateReport

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from skyrl_train.megatron.layers.pack_tables import Half, Rectangle, bounds, global_order, halves, index_tables
+
+T = TypeVar("T", Rectangle, Half)
 
 
 @dataclass
@@ -37,11 +39,7 @@ class PackedSamples(PackedSeqParams):
     def tables(self) -> tuple[list[Rectangle], Tensor]:
         """Rectangles of samples, and [T / C] int64: index of each local token among all their rows, end to end."""
         rectangles, scatter = index_tables(list(self.lengths), self.cp_rank, self.cp_size)
-        moved = [
-            Rectangle(self._move(r.queries), self._move(r.keys), None if r.mask is None else self._move(r.mask))
-            for r in rectangles
-        ]
-        return moved, self._move(scatter)
+        return [self._moved(rectangle) for rectangle in rectangles], self._move(scatter)
 
     @functools.cached_property
     def global_order(self) -> Tensor:
@@ -51,16 +49,12 @@ class PackedSamples(PackedSeqParams):
     @functools.cached_property
     def halves(self) -> tuple[Half, Half]:
         first, second = halves(list(self.lengths), self.cp_rank, self.cp_size)
-        return self._move_half(first), self._move_half(second)
+        return self._moved(first), self._moved(second)
 
-    def _move_half(self, half: Half) -> Half:
-        return replace(
-            half,
-            queries=self._move(half.queries),
-            keys=self._move(half.keys),
-            query_bounds=self._move(half.query_bounds),
-            key_bounds=self._move(half.key_bounds),
-        )
+    def _moved(self, tables: T) -> T:
+        named = {field.name: getattr(tables, field.name) for field in fields(tables)}
+        moved: dict[str, Any] = {name: self._move(t) for name, t in named.items() if isinstance(t, Tensor)}
+        return replace(tables, **moved)
 
     def _move(self, table: Tensor) -> Tensor:
         """Copy to the device from pinned memory, without waiting for the device's pending work."""

@@ -6,7 +6,7 @@ it fills from the last registered parameter to the first. So all of them are one
 nothing is copied. Every product checks their addresses.
 
 The grouped product gives gradients of the weights in bfloat16, which are then added to the float32 buffer; a product
-per expert adds in float32 (gradients.py).
+per expert adds in float32 (`WeightGradient`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,37 @@ from megatron.core.utils import divide
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from skyrl_train.megatron.layers.gradients import WeightGradient
-
 ALIGNMENT = 16
 """Bytes; rows and matrices of a grouped product start at multiples of it. Numbers of tokens are not restricted."""
 MAX_GROUPS = 1023
 """Groups of one grouped product on a GPU, at most."""
+
+
+class WeightGradient:
+    """Replaces Apex's `fused_weight_gradient_mlp_cuda`: adds gradients of weights to Megatron's float32 buffer.
+
+    Without Apex (`gradient_accumulation_fusion`) every micro-batch writes a half-precision gradient, and another kernel
+    adds it to the buffer. torch offers cuBLAS's own accumulation.
+    """
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
+        """main_grad [out, in] += grad [T, out]^T @ x [T, in]; float32, products in the dtype of x."""
+        if x.dtype == main_grad.dtype:
+            main_grad.addmm_(grad.t(), x)
+        elif x.is_cuda:
+            torch.addmm(main_grad, grad.t(), x, out_dtype=main_grad.dtype, out=main_grad)
+        else:
+            main_grad.add_(grad.t() @ x)
+
+
+@functools.cache
+def install_weight_gradient() -> None:
+    """Make Megatron's linear layers of this process use `WeightGradient`."""
+    from megatron.core.tensor_parallel import layers
+
+    layers.fused_weight_gradient_mlp_cuda = WeightGradient
+    layers._grad_accum_fusion_available = True
 
 
 def grouped_linear(x: Tensor, weights: Sequence[Tensor], tokens_per_expert: Sequence[int]) -> Tensor:

@@ -30,8 +30,7 @@ from skyrl_train.megatron.passes.step import batch_logprobs_and_entropy, forward
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.verify.outcome import Outcome
 from skyrl_train.megatron.verify.trial import Trial
-from skyrl_train.megatron.weights.export import export
-from skyrl_train.megatron.weights.lora_export import export_adapter
+from skyrl_train.megatron.weights.export import export, export_adapter
 from skyrl_train.ranks import ParallelRanks, Rendezvous, pad_multiple
 from skyrl_train.types import ExperienceBatch, Metrics, TrainBatch
 

@@ -14,6 +14,8 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from skyrl_train.hf import adapter as peft
+from skyrl_train.megatron.lora.adapters import Lora, base_weights
 from skyrl_train.megatron.model.model import Model
 from skyrl_train.megatron.weights.gather import gather_parts, join_parts, shard_group
 from skyrl_train.weight_sync.bucket import TensorSpec
@@ -62,7 +64,7 @@ def live_tensors(model: Model) -> Iterator[LiveTensor]:
         named: dict[str, torch.nn.Parameter | Tensor] = dict(module.named_parameters())
         named |= {name: buffer for name, buffer in module.named_buffers() if name.endswith("expert_bias")}
         for local_name, tensor in named.items():
-            # Adapters are sent by lora_export.py, or `read` folds them into the weights.
+            # Adapters are exported alone, or `read` folds them into the weights.
             if not (tied and local_name == "output_layer.weight") and ".lora." not in local_name:
                 yield LiveTensor(tensor, local_name, names[local_name])
 
@@ -149,3 +151,37 @@ def is_stage_owner() -> bool:
 def dtype_of_name(name: str, dtype: torch.dtype) -> torch.dtype:
     """Dtype of an exported tensor: a router's bias is float32 in checkpoints and engines, whatever the model's."""
     return torch.float32 if name.endswith("e_score_correction_bias") else dtype
+
+
+def merged(lora: Lora | None) -> Read:
+    """A `read` for `export` that returns W + alpha / r * B A, added in float32 and rounded once; W without adapters. It
+    needs only the adapters of this rank's part of a weight: no collective."""
+    deltas: dict[int, Callable[[], Tensor]] = {}
+    for layer, adapter in lora.adapters if lora else ():
+        for index, weight in enumerate(base_weights(layer)):
+            deltas[id(weight)] = lambda adapter=adapter, index=index: adapter.delta(index)  # type: ignore[misc]
+
+    def read(tensor: Tensor) -> Tensor:
+        weight, delta = tensor.detach(), deltas.get(id(tensor))
+        return weight if delta is None else (weight.float() + delta()).to(weight.dtype)
+
+    return read
+
+
+def export_adapter(
+    lora: Lora, read: Callable[[Tensor], Tensor] = lambda tensor: tensor.detach()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (PEFT's name, whole tensor) of this stage's adapters, on every rank of the stage. A collective over it."""
+    for _, adapter in lora.adapters:
+        for module, a, b in adapter.factors(read):
+            yield from zip(peft.tensor_names(module), (a, b), strict=True)
+
+
+def adapter_specs(lora: Lora, dtype: torch.dtype) -> list[TensorSpec]:
+    """Names, dtypes and shapes of what `export_adapter` yields on this stage, without a collective."""
+    shapes = [shapes for _, adapter in lora.adapters for shapes in adapter.shapes()]
+    return [
+        TensorSpec(name, dtype, shape)
+        for module, a, b in shapes
+        for name, shape in zip(peft.tensor_names(module), (a, b), strict=True)
+    ]

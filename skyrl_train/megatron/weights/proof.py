@@ -27,12 +27,12 @@ from skyrl_train.megatron.weights.export import (
     Read,
     dtype_of_name,
     expert_names,
+    export_adapter,
     export_tasks,
     is_stage_owner,
     live_tensors,
     whole_shape,
 )
-from skyrl_train.megatron.weights.lora_export import export_adapter
 from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.digest import name_list
 

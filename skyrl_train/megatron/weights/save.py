@@ -23,9 +23,8 @@ from skyrl_train.hf import adapter
 from skyrl_train.hf.checkpoint import INDEX
 from skyrl_train.megatron.lora.adapters import Lora
 from skyrl_train.megatron.model.model import Model
-from skyrl_train.megatron.weights.export import Read, export, is_stage_owner
+from skyrl_train.megatron.weights.export import Read, export, export_adapter, is_stage_owner
 from skyrl_train.megatron.weights.gather import gather_bytes, gather_json
-from skyrl_train.megatron.weights.lora_export import export_adapter
 
 SUMS = "SHA256SUMS"
 """Digests of all other files, for `sha256sum -c SHA256SUMS`."""

@@ -190,9 +190,13 @@ class LocalReceiveChannel:
 
     def release(self) -> None:
         """Report the slot as empty, and go to the next bucket."""
-        with contextlib.suppress(OSError):  # the sender died: the next wait for it raises
-            self._connection.send(self.bucket)
+        self.taken(self.bucket)
         self.bucket += 1
+
+    def taken(self, bucket: int) -> None:
+        """Report a bucket as loaded."""
+        with contextlib.suppress(OSError):  # the sender died: the next wait for it raises
+            self._connection.send(bucket)
 
     def close(self) -> None:
         self._connection.close()

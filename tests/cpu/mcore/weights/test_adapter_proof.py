@@ -19,7 +19,7 @@ from skyrl_train.megatron.optimizer.optimizer import build_optimizer
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.weights import proof
-from skyrl_train.megatron.weights.lora_export import export_adapter
+from skyrl_train.megatron.weights.export import export_adapter
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.adapters import write_adapter

@@ -18,7 +18,7 @@ from skyrl_train.megatron.optimizer.optimizer import build_optimizer
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER, share_of
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
-from skyrl_train.megatron.weights.lora_export import adapter_specs, export_adapter, merged
+from skyrl_train.megatron.weights.export import adapter_specs, export_adapter, merged
 from skyrl_train.megatron.weights.save import save_adapter, save_hf
 from skyrl_train.ranks import Rendezvous
 from tests.support.adapters import Adapted, lora_config, peft_model, read_adapter, write_adapter
