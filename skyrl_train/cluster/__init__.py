@@ -1,7 +1,5 @@
-"""Ray: where processes run and how the driver calls them.
-
-Read `launch` (what starts in which order), `sharing`, then `pool` (engines), `ranks` (models) and `weight_sync`.
-"""
+"""Ray: where processes run and how the driver calls them. Read `launch` (what starts in which order), `sharing`, then
+`pool` (engines), `ranks` (models) and `weight_sync`."""
 
 import os
 

@@ -55,15 +55,12 @@ class WeightSync:
 
     def __init__(self, policy: PolicyGroup, engines: EnginePool, settings: GeneratorConfig) -> None:
         self._policy, self._engines = policy, engines
-        self._check: Check | None = None
+        self.check: Check | None = None
         self.senders = Senders(policy, engines, settings)
         self._num_syncs = 0
         self._check_is_due = False
         self._lock = asyncio.Lock()
         engines.restore = self.restore
-
-    def verify_with(self, check: Check) -> None:
-        self._check = check
 
     async def publish(self, groups: Sequence[Group]) -> SyncResult:
         """Send the weights, and where a check is due compare the logprobs of samples that were just generated.
@@ -77,23 +74,23 @@ class WeightSync:
         a check, None if none is due. A check stays due until it was made."""
         self._num_syncs += 1
         result = await self._send_to_all()
-        if self._check is None:
+        if self.check is None:
             return result, None
-        self._check_is_due |= self._check.is_due(self._num_syncs)
+        self._check_is_due |= self.check.is_due(self._num_syncs)
         if not self._check_is_due:
             return result, None
-        if not self._check.has_samples(groups):
+        if not self.check.has_samples(groups):
             log.info("the comparison of logprobs is postponed: there are no samples yet")
             return result, None
-        return result, await self._check.expect(self._policy, groups)
+        return result, await self.check.expect(self._policy, groups)
 
     async def verify(self, expected: Any) -> None:
         """Second half of `publish`, for which the engines must be able to generate. Raises: like `publish`."""
         while expected is not None:
-            assert self._check is not None
+            assert self.check is not None
             before = self._engines.num_changes
             try:
-                await self._check.compare(self._engines, expected)
+                await self.check.compare(self._engines, expected)
                 self._check_is_due = False
                 return
             except SyncCheckFailed:

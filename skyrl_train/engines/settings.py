@@ -1,7 +1,5 @@
-"""Settings of an engine of any kind; vLLM's arguments and environment variables.
-
-Imports no vLLM: settings are built in other processes, and the environment must be set before vLLM is imported.
-"""
+"""Settings of an engine of any kind; vLLM's arguments and environment variables. Imports no vLLM: settings are built in
+other processes, and the environment must be set before vLLM is imported."""
 
 from __future__ import annotations
 

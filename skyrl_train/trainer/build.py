@@ -77,7 +77,7 @@ class Assembly:
             tensor_float=self._tensor_float,
             max_tokens=max_model_len(config, model),
         )
-        processes.weight_sync.verify_with(self._check)
+        processes.weight_sync.check = self._check
         self.residency = self._residency()
 
     def _residency(self) -> Residency:

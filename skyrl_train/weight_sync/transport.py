@@ -9,7 +9,6 @@ Both ends assign the same specs to the same buckets, so one message per sender a
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -43,7 +42,6 @@ class Sender:
     def __init__(self, channel: SendChannel, bucket_bytes: int, post: Post) -> None:
         self._channel, self._post = channel, post
         self._bucket_bytes = min(bucket_bytes, channel.max_bucket_bytes)
-        self._known_plan = ""
 
     @property
     def init_info(self) -> ControlMessage:
@@ -64,10 +62,8 @@ class Sender:
         Raises: WeightSyncError if the tensors are not those, or the channel breaks; what a receiver raised."""
         clock = SendClock()
         with clock.timed("plan_s"):
-            plan_id = _plan_id(specs)
-            message: ControlMessage = {"bucket_bytes": self._bucket_bytes, "plan": plan_id}
-            if plan_id != self._known_plan:
-                message["specs"] = [spec.to_message() for spec in specs]
+            _require_each_once(specs)
+            message = {"bucket_bytes": self._bucket_bytes, "specs": [spec.to_message() for spec in specs]}
             plans = plan_buckets(specs, self._bucket_bytes)
             try:
                 pending = self._post(message)
@@ -85,7 +81,6 @@ class Sender:
                 raise
             finally:
                 self._channel.abort()
-        self._known_plan = plan_id
         return clock.report()
 
     def _send_buckets(
@@ -108,13 +103,11 @@ class Sender:
         self._channel.close()
 
 
-def _plan_id(specs: Sequence[TensorSpec]) -> str:
+def _require_each_once(specs: Sequence[TensorSpec]) -> None:
     names = [spec.name for spec in specs]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise WeightSyncError(f"the trainer exports tensor {twice!r} twice; each name is sent once")
-    text = "\n".join(f"{spec.name} {spec.dtype} {spec.shape}" for spec in specs)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _raise_first_cause(pending: Pending) -> None:
@@ -131,8 +124,6 @@ class Receiver:
 
     def __init__(self, channel: ReceiveChannel) -> None:
         self._channel: ReceiveChannel | None = channel
-        self._plan_id = ""
-        self._specs: tuple[TensorSpec, ...] = ()
 
     def receive(self, message: ControlMessage, load: Load) -> dict[str, int]:
         """Pass all tensors of an update to `load`, bucket by bucket.
@@ -150,18 +141,14 @@ class Receiver:
             raise
 
     def _receive(self, channel: ReceiveChannel, message: ControlMessage, load: Load) -> dict[str, int]:
-        if "specs" in message:
-            self._specs = tuple(TensorSpec.from_message(spec) for spec in message["specs"])
-            self._plan_id = message["plan"]
-        elif message["plan"] != self._plan_id:
-            raise WeightSyncError("unknown transfer plan: this engine never received it; reconnect")
-        plans = plan_buckets(self._specs, message["bucket_bytes"])
+        specs = [TensorSpec.from_message(spec) for spec in message["specs"]]
+        plans = plan_buckets(specs, message["bucket_bytes"])
         hashes: list[Tensor] = []
         channel.begin([plan.num_bytes for plan in plans])
         for plan in plans:
             hashes.append(_load_bucket(Bucket(plan.specs, channel.next()), load))
             channel.release()
-        return digests(self._specs, torch.cat(hashes)) if hashes else {}
+        return digests(specs, torch.cat(hashes)) if hashes else {}
 
     def close(self) -> None:
         channel, self._channel = self._channel, None

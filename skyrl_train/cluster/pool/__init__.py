@@ -1,4 +1,2 @@
-"""The engine pool: which engines are up, routing of requests, replacement of dead engines.
-
-Read: pool.py (the trainer's interface), replica.py (one engine and its replacements), settings.py (engine settings).
-"""
+"""The engine pool: which engines are up, routing of requests, replacement of dead engines. Read: pool.py (the trainer's
+interface), replica.py (one engine and its replacements), settings.py (engine settings)."""

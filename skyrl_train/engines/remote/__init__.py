@@ -1,4 +1,1 @@
-"""Running vLLM servers as engines.
-
-Read `engine`, then `facts` and `client`.
-"""
+"""Running vLLM servers as engines. Read `engine`, then `facts` and `client`."""

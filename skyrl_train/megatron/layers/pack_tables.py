@@ -1,7 +1,5 @@
-"""Index tables of the torch attention, computed on the host from the lengths of the packed samples.
-
-Legend as in attention.py.
-"""
+"""Index tables of the torch attention, computed on the host from the lengths of the packed samples. Legend as in
+attention.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""SwiGLU in place of Megatron's: one Triton kernel on a GPU and the plain formula elsewhere.
-
-Megatron's fused version is compiled by torch.compile in every process, again for new shapes.
-"""
+"""SwiGLU in place of Megatron's: one Triton kernel on a GPU and the plain formula elsewhere. Megatron's fused version
+is compiled by torch.compile in every process, again for new shapes."""
 
 from __future__ import annotations
 

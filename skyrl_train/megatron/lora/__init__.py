@@ -1,4 +1,1 @@
-"""LoRA adapters on Megatron's layers.
-
-Read `adapters`, then `attach`.
-"""
+"""LoRA adapters on Megatron's layers. Read `adapters`, then `attach`."""

@@ -1,4 +1,1 @@
-"""Comparison of models and parallel layouts with Hugging Face.
-
-Read `layout_check`, `outcome`, then `model_check`.
-"""
+"""Comparison of models and parallel layouts with Hugging Face. Read `layout_check`, `outcome`, then `model_check`."""

@@ -1,4 +1,2 @@
-"""Weights leaving the ranks: Hugging Face names, gathering, files and verification.
-
-Read `export`, then `proof` and `save`.
-"""
+"""Weights leaving the ranks: Hugging Face names, gathering, files and verification. Read `export`, then `proof` and
+`save`."""

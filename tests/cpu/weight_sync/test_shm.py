@@ -94,11 +94,10 @@ def test_every_tensor_arrives_with_the_digest_it_was_sent_with(bucket_bytes):
         assert report.digests == pair.end.digests == {n: tensor_digest(tensor) for n, tensor in some_weights(seed)}
         assert all(torch.equal(load.tensors[name], tensor) for name, tensor in some_weights(seed))
         assert report.num_bytes == sum(tensor.numel() * 4 for _, tensor in some_weights())
-    assert ["specs" in message for message in pair.end.messages] == [True, False, False]
     pair.close()
 
 
-def test_tensors_of_another_plan_are_announced_anew():
+def test_another_update_may_have_other_tensors():
     load = Loader()
     pair = Pair(4096, load)
     pair.send(some_weights())
@@ -106,7 +105,6 @@ def test_tensors_of_another_plan_are_announced_anew():
     large = [("large", torch.arange(50_000.0))]
     pair.send(large)
     assert torch.equal(load.tensors["large"], large[0][1])
-    assert all("specs" in message for message in pair.end.messages)
     pair.close()
 
 

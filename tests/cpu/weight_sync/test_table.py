@@ -82,7 +82,7 @@ def test_the_digests_find_a_byte_that_the_example_transport_changes(monkeypatch:
 def test_a_receiver_of_the_example_transport_waits_no_longer_than_the_sender_lives_and_the_deadline():
     ends = Ends(timeout_s=0.2)
     assert ends.end.receiver is not None
-    message = {"bucket_bytes": 4096, "plan": "x", "specs": [spec.to_message() for spec in specs_of(NAMED)]}
+    message = {"bucket_bytes": 4096, "specs": [spec.to_message() for spec in specs_of(NAMED)]}
     with pytest.raises(WeightSyncError, match="was not written within 0.2 s"):
         ends.end.receiver.receive(message, lambda tensors: None)
     ends = Ends()

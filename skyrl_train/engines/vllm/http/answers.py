@@ -1,6 +1,5 @@
 """ASGI middleware between the HTTP endpoint's clients and vLLM's application: API key, body limit, waiting while the
-engine is paused, and the policy versions and sampling parameters of each answer. Applies to all routes; no vLLM.
-"""
+engine is paused, and the policy versions and sampling parameters of each answer. Applies to all routes; no vLLM."""
 
 from __future__ import annotations
 
