@@ -75,9 +75,7 @@ class EngineReplica:
         """Request a process from Ray and return at once."""
         actor: Any = ray.remote(AsyncHost)
         options = self.slot.options() | {"max_concurrency": MAX_CONCURRENCY}
-        self.actor = actor.options(**options).remote(
-            ENGINE_PROCESS, self.log_path, self.visible_devices, self.log_path
-        )
+        self.actor = actor.options(**options).remote(ENGINE_PROCESS, self.log_path, self.visible_devices, self.log_path)
 
     async def call(self, what: str, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         """`engine.method(*args, **kwargs)`. Raises: RemoteFailed."""

@@ -64,7 +64,7 @@ class World:
     async def connect(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.policy = await policy_group(monkeypatch, self.rank)
         self.sync = WeightSync(self.policy, self.engines, SYNC)
-        self.sync.verify_with(self.check)
+        self.sync.check = self.check
         await self.sync.senders.connect()
         self.residency = Residency(self.sync, (), MemoryReport(self.policy, (), self.engines))
 
