@@ -31,6 +31,7 @@ from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.verify.outcome import Outcome
 from skyrl_train.megatron.verify.trial import Trial
 from skyrl_train.megatron.weights.export import export, export_adapter
+from skyrl_train.megatron.weights.gather import gather_json
 from skyrl_train.ranks import ParallelRanks, Rendezvous, pad_multiple
 from skyrl_train.types import ExperienceBatch, Metrics, TrainBatch
 
@@ -184,13 +185,12 @@ def _selections(
     trial: Trial, objective: Objective, ranks: ParallelRanks, tokens: Tensor, signals: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor]:
     """[T] bool of the whole mini-batch, as the driver computes them from the shards of all ranks."""
-    parts: list[Any] = [None] * dist.get_world_size()
-    own = {name: values for name, values in signals.items() if values is not None}
-    dist.all_gather_object(parts, (tokens, own if ranks.reports else {}))
+    own = {name: values.tolist() for name, values in signals.items() if values is not None and ranks.reports}
     whole: dict[str, Tensor] = {}
-    for indices, values in parts:
+    for indices, values in gather_json((tokens.tolist(), own)):
         for name, part in values.items():
-            whole.setdefault(name, torch.zeros(len(trial.advantages)))[indices] = part
+            at = torch.tensor(indices, dtype=torch.int64)
+            whole.setdefault(name, torch.zeros(len(trial.advantages)))[at] = torch.tensor(part)
     return selections_of(objective, trial.experience, trial.advantages, whole)
 
 
