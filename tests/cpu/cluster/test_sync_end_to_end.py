@@ -92,7 +92,7 @@ class World:
         model = AutoConfig.from_pretrained(config.trainer.policy.model.path)
         self.rules = micro_batch_limits(config.trainer, model, self.policy.dp_size)
         self.check = SyncCheck(1, "float32", self.rules, tensor_float=False, max_tokens=MAX_LEN)
-        self.weight_sync.verify_with(self.check)
+        self.weight_sync.check = self.check
 
     async def answers(self, params: SamplingParams = GREEDY) -> list[Generation]:
         return await asyncio.gather(
