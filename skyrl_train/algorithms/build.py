@@ -42,7 +42,7 @@ def build_objective(values: Mapping[str, Any], temperature: float, logprobs_chun
     """
     estimator, reduction = KL_ESTIMATORS.resolve(values["kl_estimator_type"]), values["loss_reduction"]
     terms = [Term("policy", bind(LOSSES.resolve(values["policy_loss_type"]), values), 1.0, reduction)]
-    if values["use_entropy_loss"] and values["entropy_loss_coef"]:
+    if values["use_entropy_loss"] and (values["entropy_loss_coef"] or values["target_entropy"] is not None):
         own = values["entropy_loss_reduction"] or reduction
         terms.append(Term("entropy", Bound(negative_entropy), values["entropy_loss_coef"], own))
     if values["use_kl_loss"] and values["kl_loss_coef"]:

@@ -82,6 +82,13 @@ def credit_inputs(
     return CreditInputs(rewards, experience.loss_mask, experience.cu_seqlens, experience.group_ids, signals)
 
 
+def sample_means(experience: ExperienceBatch, values: Tensor) -> Tensor:
+    """[T] -> [live samples] float64: mean over the trained tokens of each sample that has any."""
+    inputs = credit_inputs(experience)
+    sums, counts = (inputs.sample_sums(x) for x in (values.masked_fill(~inputs.loss_mask, 0), inputs.loss_mask))
+    return (sums / counts.clamp(min=1))[counts > 0]
+
+
 def credit_metrics(inputs: CreditInputs, advantages: Tensor) -> Metrics:
     """Mean reward of the samples, mean advantage of the trained tokens (0 without any), and groups without signal."""
     rewards = inputs.sample_sums(inputs.rewards).float()

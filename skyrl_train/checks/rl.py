@@ -107,6 +107,16 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"trainer.algorithm.corrections has {', '.join(weights)}: the ratio of {algorithm.policy_loss_type} is "
             "already to the engine's policy, so the difference would count twice. Remove it (masks may stay)"
         )
+    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
+        yield (
+            "trainer.algorithm.kl_ctrl.type is adaptive: it changes the weight of a KL penalty in the reward, which is "
+            "off. Set trainer.algorithm.use_kl_in_reward=true, or kl_ctrl.type=fixed"
+        )
+    if algorithm.adaptive_entropy.target_entropy is not None and not algorithm.use_entropy_loss:
+        yield (
+            "trainer.algorithm.adaptive_entropy.target_entropy is set: it changes the weight of an entropy term, which "
+            "is off. Set trainer.algorithm.use_entropy_loss=true, or target_entropy=null"
+        )
     buffer, longest = algorithm.overlong_buffer.len, config.generator.sampling_params.max_generate_length
     if buffer is not None and buffer > longest:
         yield (

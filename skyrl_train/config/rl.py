@@ -155,6 +155,23 @@ class DistillationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KlControlConfig:
+    """Controller of the weight of the KL penalty in the reward."""
+
+    type: Annotated[str, OneOf(("fixed", "adaptive"))]
+    kl_target: AboveZero
+    horizon: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveEntropyConfig:
+    """Controller of the weight of the entropy term."""
+
+    target_entropy: NotNegative | None
+    delta: AboveZero
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Settings of the RL algorithm."""
 
@@ -188,9 +205,11 @@ class AlgorithmConfig:
     kl_estimator_type: Annotated[str, KL_ESTIMATORS]
     use_unbiased_kl: bool
     kl_loss_coef: NotNegative
+    kl_ctrl: KlControlConfig
     kl_loss_reduction: Annotated[str, REDUCTIONS] | None
     use_entropy_loss: bool
     entropy_loss_coef: NotNegative
+    adaptive_entropy: AdaptiveEntropyConfig
     entropy_loss_reduction: Annotated[str, REDUCTIONS] | None
     distillation: DistillationConfig
     parameters: dict[str, Any]
@@ -208,6 +227,11 @@ class AlgorithmConfig:
     def needs_critic(self) -> bool:
         """Whether the estimator reads values."""
         return reads_values(self.advantage_estimator)
+
+    @property
+    def has_adaptive_entropy(self) -> bool:
+        """Whether the weight of the entropy term changes between steps."""
+        return self.use_entropy_loss and self.adaptive_entropy.target_entropy is not None
 
     @property
     def needs_reference(self) -> bool:

@@ -33,13 +33,19 @@ class CreditAssignment:
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self._estimator = build_estimator(algorithm.values)
-        self._kl_coef = algorithm.kl_loss_coef
         self._normalizes = algorithm.advantage_batch_normalize
 
-    def __call__(self, experience: ExperienceBatch, kl: Tensor | None = None, values: Tensor | None = None) -> Credit:
-        """Args: kl [T]: estimated KL divergence from the reference, subtracted from the rewards; values [T]: those of
-        the critic."""
-        inputs = credit_inputs(experience, kl, self._kl_coef, values)
+    def __call__(
+        self,
+        experience: ExperienceBatch,
+        kl: Tensor | None = None,
+        values: Tensor | None = None,
+        *,
+        kl_coef: float = 0.0,
+    ) -> Credit:
+        """Args: kl [T]: estimated KL divergence from the reference, subtracted from the rewards with the weight
+        kl_coef; values [T]: those of the critic."""
+        inputs = credit_inputs(experience, kl, kl_coef, values)
         result, returns = assign_credit(self._estimator.function, inputs, self._estimator.parameters)
         if self._normalizes:
             result = whitened(result.double(), inputs.loss_mask).float()

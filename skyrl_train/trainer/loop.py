@@ -86,6 +86,11 @@ class Loop(ABC):
     async def load_policy(self) -> None:  # noqa: B027  optional
         """Put the policy's weights and optimizer on the device, evicting whatever is there; like `load_weights`."""
 
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """Weights that controllers have changed, for checkpoints."""
+        return {}
+
     def resume(self, state: RunState) -> None:
         """Begin `train` with the step after this state, which the policy has loaded already."""
         self._source.resume(state.source)
@@ -196,6 +201,7 @@ class Loop(ABC):
                 settings=settings_of(config),
                 run_id=self.run_id,
                 critic_steps=None if self._critic is None else self._critic.num_steps,
+                coefficients=self.coefficients,
             )
             folder = self._checkpoints.folder(step)
             try:

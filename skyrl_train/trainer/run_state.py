@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class RunState:
     run_id: str
     critic_steps: int | None = None
     """Optimizer steps in the weights of the critic; None without one."""
+    coefficients: dict[str, float] = field(default_factory=dict)
+    """Weights that controllers have changed."""
 
 
 @dataclass(frozen=True, slots=True)

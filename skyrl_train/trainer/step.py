@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from skyrl_train.rollout.source import GroupSource
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.agreement.logprob_bound import LogprobBound, compared_share, is_compared
 from skyrl_train.trainer.agreement.sync_check import FirstCheck
+from skyrl_train.trainer.coefficients import Coefficients
 from skyrl_train.trainer.credit import Credit, CreditAssignment, LearningSignal
 from skyrl_train.trainer.from_config import max_lengths
 from skyrl_train.trainer.performance import training_performance
@@ -54,6 +55,7 @@ class TrainingStep:
 
     def __post_init__(self) -> None:
         self._credit = CreditAssignment(self.config.trainer.algorithm)
+        self.coefficients = Coefficients(self.config.trainer.algorithm)
 
     async def step(self) -> Metrics:
         """Train on the next groups of the source and publish the new weights.
@@ -88,7 +90,7 @@ class TrainingStep:
             await self.first_check.judge(scores, groups)
             fetched = {name: shards.merged(each, batch) for name, each in signals.fetched.items()}
         if "kl" in fetched:
-            credit = self._credit(batch, fetched.pop("kl"), values)
+            credit = self._penalised(batch, fetched.pop("kl"), values)
             if self.critic is not None:
                 metrics = await self._update_critic(batch, credit)
                 await self.residency.for_training()
@@ -103,6 +105,11 @@ class TrainingStep:
             return {}
         with self.timers("critic_train"):
             return await self.critic.update(batch, credit.returns)
+
+    def _penalised(self, batch: ExperienceBatch, kl: Tensor, values: Tensor | None) -> Credit:
+        """Credit for rewards with the penalty kl [T]."""
+        credit = self._credit(batch, kl, values, kl_coef=self.coefficients.kl)
+        return replace(credit, metrics=credit.metrics | self.coefficients.after_penalty(batch, kl))
 
     def _num_mini_batches(self, groups: Sequence[Group]) -> int:
         return mini_batches_of(len(groups), self.config.trainer.policy_mini_batch_size)
@@ -136,14 +143,16 @@ class TrainingStep:
                 is_compared=is_compared(groups, version),
                 of_kept=signals.has_old_logprobs,
             )
+            objective = self.coefficients.objective(self.objective)
             try:
-                metrics, reports = await self.policy.update(shards, values, epochs, limit=limit)
+                metrics, reports = await self.policy.update(shards, values, epochs, objective, limit)
             except UpdateRefused as refused:
                 raise self.logprob_bound.error(refused.difference, version) from None
         self.logprob_bound.report(reports.logprob_difference)
         return (
             balance_metrics(shards.batches, self.limits)
             | metrics
+            | self.coefficients.after_update(metrics)
             | {"policy/rollout_train_logprobs_compared": compared_share(groups, version)}
             | training_performance(len(batch.token_ids), reports, self.timers)
         )

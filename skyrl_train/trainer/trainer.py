@@ -13,6 +13,7 @@ from skyrl_train.tracking.transcripts import TranscriptLog, transcript_of
 from skyrl_train.trainer.evaluation import Evaluation
 from skyrl_train.trainer.loop import Loop
 from skyrl_train.trainer.performance import rollout_performance
+from skyrl_train.trainer.run_state import RunState
 from skyrl_train.trainer.step import TrainingStep
 from skyrl_train.types import Group, Metrics
 
@@ -51,6 +52,14 @@ class Trainer(Loop):
         """Scores of greedy or sampled responses to the held-out prompts."""
         await self._parts.step.residency.for_rollout()
         return await self._parts.evaluation.run(seed("eval", self._config.trainer.seed, self.global_step))
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        return self._parts.step.coefficients.state
+
+    def resume(self, state: RunState) -> None:
+        super().resume(state)
+        self._parts.step.coefficients.resume(state.coefficients)
 
     async def load_weights(self) -> None:
         await self._parts.step.residency.for_saving()
