@@ -108,6 +108,8 @@ class Sample:
     transcript: list[Message] = field(default_factory=list)
     version_spans: VersionSpans = ()
     """Versions of all tokens that the policy wrote, in order; empty if unknown."""
+    named_rewards: dict[str, float] = field(default_factory=dict)
+    """Several rewards by their names, for `gdpo`; `rewards` are those of all other estimators."""
 
     @property
     def reward(self) -> float:
@@ -129,6 +131,8 @@ class Group:
     prompt: Prompt
     samples: tuple[Sample, ...]
     """[G]"""
+    greedy: tuple[Sample, ...] = ()
+    """A greedy response, as one or several samples, for estimators that compare with it; it is not trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +183,10 @@ class ExperienceBatch(TokenBatch):
     """[T] int32: policy versions between sampling and now; -1 where unknown or the policy did not write the token."""
     rewards: Tensor
     """[T] float64"""
+    named_rewards: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> [B] float64"""
+    baselines: Tensor | None = None
+    """[B] float64: the greedy response's reward, if every group has one."""
 
     @property
     def signals(self) -> dict[str, Tensor]:

@@ -191,6 +191,11 @@ def _failures(objective: Objective, estimator: Bound) -> Iterator[str]:
         cu_seqlens=torch.tensor([0, 2, 4], dtype=torch.int32),
         group_ids=torch.tensor([0, 0]),
         signals={"values": torch.tensor([0.5, 0.25, 0.0, 0.5])},
+        named_rewards={
+            name: torch.tensor([1.0, 0.0], dtype=torch.float64)
+            for name in ("reward", *estimator.parameters.get("gdpo_reward_weights", ()))
+        },
+        baselines=torch.zeros(2, dtype=torch.float64),
     )
     try:
         advantages(estimator.function, inputs, estimator.parameters)

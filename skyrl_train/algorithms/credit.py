@@ -30,6 +30,11 @@ class CreditInputs:
     signals: Mapping[str, Tensor] = field(default_factory=dict)
     """Name -> [T], the signals that the estimator declared with `needs`: `values` of a critic."""
 
+    named_rewards: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> [B] float64: each sample's rewards by their names; 0 where a sample lacks one."""
+    baselines: Tensor | None = None
+    """[B] float64: the reward of a greedy response to the sample's prompt, for estimators that declare it."""
+
     def sample_sums(self, values: Tensor) -> Tensor:
         """[T] -> [B] float64"""
         parts = torch.split(values.double(), self.cu_seqlens.diff().tolist())
@@ -52,6 +57,12 @@ def per_sample(estimator: Estimator) -> Estimator:
 def compares_samples(estimator: Estimator) -> Estimator:
     """Mark an estimator whose advantages are 0 in a group of one sample."""
     estimator.compares_samples = True  # type: ignore[attr-defined]
+    return estimator
+
+
+def compares_with_greedy(estimator: Estimator) -> Estimator:
+    """Mark an estimator that reads `baselines`: a greedy response is then generated for every prompt."""
+    estimator.compares_with_greedy = True  # type: ignore[attr-defined]
     return estimator
 
 

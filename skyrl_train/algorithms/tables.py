@@ -91,6 +91,11 @@ def reads_values(estimator: str) -> bool:
     return "values" in getattr(function, "needs", ())
 
 
+def compares_with_greedy(estimator: str) -> bool:
+    """Whether this estimator compares rewards with that of a greedy response to the prompt."""
+    return getattr(ADVANTAGES.resolve(estimator), "compares_with_greedy", False)
+
+
 def import_modules(names: Iterable[str]) -> None:
     """Import `trainer.custom_modules`. Raises: ValueError naming the module and the reason."""
     for name in names:
@@ -135,6 +140,8 @@ ADVANTAGES = Table(
         "gpg": "advantages.groups:gpg",
         "pass@k": "advantages.groups:pass_at_k",
         "zero": "advantages.groups:zero",
+        "gdpo": "advantages.gdpo:gdpo",
+        "remax": "advantages.reinforce:remax",
         "reinforce++": "advantages.reinforce:reinforce_plus_plus",
         "reinforce++_baseline": "advantages.reinforce:reinforce_plus_plus_baseline",
         "gae": "advantages.gae:gae",

@@ -41,7 +41,18 @@ def build_experience(groups: Sequence[Group], policy_version: int) -> Experience
         rollout_logprobs=rollout_logprobs,
         staleness=torch.cat([_staleness(sample, policy_version) for sample in samples]),
         rewards=rewards,
+        named_rewards={
+            name: torch.tensor([sample.named_rewards.get(name, 0.0) for sample in samples], dtype=torch.float64)
+            for name in sorted({name for sample in samples for name in sample.named_rewards})
+        },
+        baselines=torch.repeat_interleave(_greedy_rewards(groups), sizes) if all(g.greedy for g in groups) else None,
     )
+
+
+def _greedy_rewards(groups: Sequence[Group]) -> Tensor:
+    """[num_groups] float64"""
+    rewards = [sum(sample.reward for sample in group.greedy) for group in groups]
+    return torch.tensor(rewards, dtype=torch.float64)
 
 
 def _staleness(sample: Sample, policy_version: int) -> Tensor:
@@ -79,7 +90,15 @@ def credit_inputs(
     if kl is not None:
         rewards = rewards - kl_coef * kl.double().masked_fill(~experience.loss_mask, 0)
     signals = {} if values is None else {"values": values}
-    return CreditInputs(rewards, experience.loss_mask, experience.cu_seqlens, experience.group_ids, signals)
+    return CreditInputs(
+        rewards,
+        experience.loss_mask,
+        experience.cu_seqlens,
+        experience.group_ids,
+        signals,
+        named_rewards=experience.named_rewards,
+        baselines=experience.baselines,
+    )
 
 
 def sample_means(experience: ExperienceBatch, values: Tensor) -> Tensor:

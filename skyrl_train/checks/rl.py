@@ -117,6 +117,11 @@ def _algorithm(config: Config) -> Iterator[str]:
             "trainer.algorithm.adaptive_entropy.target_entropy is set: it changes the weight of an entropy term, which "
             "is off. Set trainer.algorithm.use_entropy_loss=true, or target_entropy=null"
         )
+    if algorithm.advantage_estimator == "gdpo" and algorithm.use_kl_in_reward:
+        yield (
+            "trainer.algorithm.use_kl_in_reward is true: gdpo reads named rewards alone, without the penalty. Set "
+            "use_kl_in_reward=false; use_kl_loss=true adds the KL term to the loss"
+        )
     buffer, longest = algorithm.overlong_buffer.len, config.generator.sampling_params.max_generate_length
     if buffer is not None and buffer > longest:
         yield (

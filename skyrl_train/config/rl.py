@@ -177,6 +177,7 @@ class AlgorithmConfig:
 
     advantage_estimator: Annotated[str, ADVANTAGES]
     grpo_norm_by_std: bool
+    gdpo_reward_weights: dict[str, Any]
     gamma: Share
     lambd: Share
     value_clip: AboveZero | None
@@ -220,7 +221,7 @@ class AlgorithmConfig:
         fields = dataclasses.asdict(self)
         values = fields.pop("parameters")
         for name, value in fields.items():
-            values |= value if isinstance(value, dict) else {name: value}
+            values |= value if dataclasses.is_dataclass(getattr(self, name)) else {name: value}
         return values
 
     @property

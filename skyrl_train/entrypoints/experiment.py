@@ -135,6 +135,7 @@ class Experiment(Run[Config, Processes]):
             timers=timers,
             policy_version=lambda: processes.policy.policy_version,
             num_steps=self.num_steps,
+            with_greedy=assembly.with_greedy,
             wake_engines=assembly.residency.for_rollout,
         )
         source = self.get_source(source_parts)

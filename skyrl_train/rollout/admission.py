@@ -112,16 +112,18 @@ class Admission:
             f"{self._num_rollouts} rollouts of the step failed. The last ones: {reasons}"
         ) from failure.error
 
-    def finish(self, prompt: Prompt, results: Sequence[Sequence[Sample] | Failure]) -> Group | None:
+    def finish(
+        self, prompt: Prompt, results: Sequence[Sequence[Sample] | Failure], greedy: Sequence[Sample] | Failure = ()
+    ) -> Group | None:
         """The group of a prompt whose rollouts have ended, counted as waiting; None if it has failed."""
         made = [samples for samples in results if not isinstance(samples, Failure)]
         self.ledger.generated += 1
-        if len(made) < min(2, len(results)):
+        if len(made) < min(2, len(results)) or isinstance(greedy, Failure):
             self.ledger.failed += 1
             self._num_failed_groups += 1
             return None
         self.ledger.waiting += 1
-        return Group(prompt, tuple(sample for samples in made for sample in samples))
+        return Group(prompt, tuple(sample for samples in made for sample in samples), tuple(greedy))
 
     def metrics(self) -> Metrics:
         """Numbers of failed rollouts and filtered groups of the step, if there may be any."""

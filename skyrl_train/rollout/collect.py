@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from skyrl_train.rollout.admission import Admission, Failure
@@ -40,26 +41,32 @@ class Collector:
         sampling_params: SamplingParams,
         progress: Progress,
         admission: Admission,
+        *,
+        with_greedy: bool = False,
     ) -> list[Group]:
         """Return the groups of `n_samples` rollouts of each prompt, in the order of the prompts, without failed ones.
 
-        Args: sampling_params: with a seed, each rollout gets one derived from it, the prompt's uid and its own index.
+        Args: sampling_params: with a seed, each rollout gets one derived from it, the prompt's uid and its own index;
+            with_greedy: generate another, greedy response for each prompt.
         Raises: errors of the admission and of the engines, after all other rollouts have been cancelled.
         """
-        progress.start(len(prompts) * n_samples)
+        params = [sampling_params] * n_samples + [replace(sampling_params, temperature=0.0)] * with_greedy
+        progress.start(len(prompts) * len(params))
         try:
             results = await _all_or_first_error(
                 [
-                    self._result(prompt, seeded(sampling_params, prompt.uid, index), progress, admission)
+                    self._result(prompt, seeded(own, prompt.uid, index), progress, admission)
                     for prompt in prompts
-                    for index in range(n_samples)
+                    for index, own in enumerate(params)
                 ]
             )
         finally:
             progress.stop()
-        groups = [
-            admission.finish(prompt, results[i * n_samples : (i + 1) * n_samples]) for i, prompt in enumerate(prompts)
-        ]
+        groups = []
+        for i, prompt in enumerate(prompts):
+            own_results = results[i * len(params) : (i + 1) * len(params)]
+            greedy = own_results.pop() if with_greedy else ()
+            groups.append(admission.finish(prompt, own_results, greedy))
         return [group for group in groups if group is not None]
 
     async def _result(

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,7 @@ class Turn:
     observations: list[Message]
     reward: float
     done: bool
+    named_rewards: Mapping[str, float]
 
 
 class Episode:
@@ -124,7 +125,13 @@ def _checked_turn(output: Any) -> Turn:
     reward = float(output["reward"])
     if not math.isfinite(reward):
         raise ValueError(f"step returned reward {reward}; rewards must be finite")
-    return Turn(check_messages(output["observations"]), reward, bool(output["done"]))
+    named = (output.get("metadata") or {}).get("rewards") or {}
+    if not isinstance(named, Mapping):
+        raise ValueError(f"step returned metadata with rewards {named!r}: return a dict of numbers by name")
+    named = {str(name): float(value) for name, value in named.items()}
+    if not all(map(math.isfinite, named.values())):
+        raise ValueError(f"step returned rewards {named}; rewards must be finite")
+    return Turn(check_messages(output["observations"]), reward, bool(output["done"]), named)
 
 
 def _where(error: BaseException) -> str:

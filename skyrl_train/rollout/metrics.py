@@ -41,6 +41,7 @@ def rollout_metrics(groups: Sequence[Group]) -> Metrics:
         "reward/avg_raw_reward": scores["avg_score"],
         "reward/mean_positive_reward": scores["mean_positive_reward"],
         **{f"reward/avg_{name}": value for name, value in scores.items() if name.startswith("pass_at_")},
+        **_named_rewards(samples),
         **_env_metrics(groups),
     }
 
@@ -69,6 +70,15 @@ def _scores(groups: Sequence[Group]) -> Metrics:
         **{f"pass_at_{size}": float(np.mean(passed[size])) for size in sorted(passed)},
         "mean_positive_reward": float(np.maximum(rewards, 0.0).mean()),
     }
+
+
+def _named_rewards(samples: Sequence[Sample]) -> Metrics:
+    """`reward/named/NAME`: mean over the samples that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, value in sample.named_rewards.items():
+            values[name].append(value)
+    return {f"reward/named/{name}": float(np.mean(some)) for name, some in values.items()}
 
 
 def _rewards(samples: Sequence[Sample]) -> np.ndarray:

@@ -67,7 +67,7 @@ class Sampler:
             trace.write(generation)
             last = trace.turns == engines.max_turns
             turn = await self._on_env_thread(episode, partial(episode.step, generation.text, last=last))
-            trace.add_reward(turn.reward)
+            trace.add_reward(turn.reward, turn.named_rewards)
             if turn.done or last:
                 return trace.to_sample(episode.metrics)
             reply_ids = partial(engines.chat.reply_ids, generation.token_ids, turn.observations)

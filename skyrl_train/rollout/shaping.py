@@ -40,20 +40,23 @@ class Shaping:
     def __call__(self, group: Group) -> Group:
         """The group with the rewards and loss masks that are trained."""
         samples = [self._shaped(sample) for sample in group.samples]
+        greedy = tuple(self._shaped(sample) for sample in group.greedy)
         if self._masks_groups and not has_signal(Group(group.prompt, tuple(samples))):
             samples = [_masked(sample) for sample in samples]
-        return Group(group.prompt, tuple(samples))
+        return Group(group.prompt, tuple(samples), greedy)
 
     def _shaped(self, sample: Sample) -> Sample:
         if self._zeroes_unfinished and sample.stop_reason != "stop":
-            sample = replace(sample, rewards=torch.zeros_like(sample.rewards))
+            named = dict.fromkeys(sample.named_rewards, 0.0)
+            sample = replace(sample, rewards=torch.zeros_like(sample.rewards), named_rewards=named)
         if self._buffer.len is not None:
             length = int(sample.loss_mask.sum())
             penalty = overlong_penalty(length, self._max_length, self._buffer.len, self._buffer.penalty_factor)
             if penalty:
                 rewards = sample.rewards.clone()
                 rewards[-1] -= penalty
-                sample = replace(sample, rewards=rewards)
+                named = {**sample.named_rewards, "overlong": -penalty} if sample.named_rewards else {}
+                sample = replace(sample, rewards=rewards, named_rewards=named)
         if self._masks_overlong and sample.stop_reason == "length":
             sample = _masked(sample)
         return sample

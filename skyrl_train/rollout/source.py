@@ -52,6 +52,8 @@ class SourceParts:
     """Version of the policy's weights, between steps that of the engines too."""
     num_steps: int | None = None
     """Steps of the run; None if unknown."""
+    with_greedy: bool = False
+    """Whether the advantage estimator compares with a greedy response to each prompt."""
     wake_engines: Callable[[], Awaitable[None]]
     """Makes the engines ready to generate from the newest weights. On shared devices they stay ready until `next`
     returns; the trainer then takes the devices."""
@@ -64,7 +66,12 @@ class SourceParts:
             await self.wake_engines()
         with self.timers("generate"):
             groups = await self.collector.collect(
-                prompts, self.config.generator.n_samples_per_prompt, sampling_params, self.progress, admission
+                prompts,
+                self.config.generator.n_samples_per_prompt,
+                sampling_params,
+                self.progress,
+                admission,
+                with_greedy=self.with_greedy,
             )
         shaping = Shaping(self.config)
         return [shaping(group) for group in groups]

@@ -162,7 +162,14 @@ class StreamingSource:
     async def _generate(self, ticket: Ticket, group: _Running) -> None:
         # The seed depends on epoch, row and sample, not on the step (an epoch contains each row once).
         params = replace(self._parts.sampling_params, seed=seed("train", self._seed, group.epoch))
-        made = await self._parts.collector.collect([group.prompt], self._n_samples, params, group, self._admission)
+        made = await self._parts.collector.collect(
+            [group.prompt],
+            self._n_samples,
+            params,
+            group,
+            self._admission,
+            with_greedy=self._parts.with_greedy,
+        )
         shaped = [self._shaping(finished) for finished in made]
         kept = [finished for finished in shaped if self._sampling.type is None or has_signal(finished)]
         self._filter(len(made) - len(kept))

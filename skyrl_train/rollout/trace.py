@@ -31,6 +31,7 @@ class Trace:
     _unanswered_messages: list[Message] = field(default_factory=list)
     _prompt_length: int = 0
     _rewards: dict[int, float] = field(default_factory=dict)
+    _named_rewards: dict[str, float] = field(default_factory=dict)
     _spans: list[tuple[int, int]] = field(default_factory=list)
 
     def read(self, token_ids: Sequence[int], messages: Sequence[Message] = ()) -> None:
@@ -54,8 +55,10 @@ class Trace:
         self.stop_reason = generation.stop_reason
         self._spans += generation.version_spans or ((generation.policy_version, len(generation.token_ids)),)
 
-    def add_reward(self, reward: float) -> None:
-        """Reward the last response."""
+    def add_reward(self, reward: float, named: Mapping[str, float] | None = None) -> None:
+        """Reward the last response. Args: named: several rewards by their names, which turns add up."""
+        for name, value in (named or {}).items():
+            self._named_rewards[name] = self._named_rewards.get(name, 0.0) + value
         last = len(self.token_ids) - 1
         self._rewards[last] = self._rewards.get(last, 0.0) + reward
 
@@ -78,6 +81,7 @@ class Trace:
             version_spans=_merged(self._spans),
             env_metrics=dict(env_metrics or {}),
             transcript=self.transcript,
+            named_rewards=self._named_rewards,
         )
 
     def _append_unanswered(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from skyrl_train.algorithms.objective import Objective, cross_entropy_objective
+from skyrl_train.algorithms.tables import compares_with_greedy
 from skyrl_train.cluster.launch import PolicyProcesses, Processes, launch, launch_policy
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config
@@ -79,6 +80,11 @@ class Assembly:
         )
         processes.weight_sync.check = self._check
         self.residency = self._residency()
+
+    @property
+    def with_greedy(self) -> bool:
+        """Whether the source must also generate a greedy response to each prompt."""
+        return compares_with_greedy(self._config.trainer.algorithm.advantage_estimator)
 
     def _residency(self) -> Residency:
         processes = self._processes

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.advantages.groups import group_sum, grouped
-from skyrl_train.algorithms.credit import CreditInputs, compares_samples, whitened
+from skyrl_train.algorithms.credit import CreditInputs, compares_samples, compares_with_greedy, whitened
 
 
 def reinforce_plus_plus(inputs: CreditInputs, *, gamma: float) -> Tensor:
@@ -35,6 +35,26 @@ def reinforce_plus_plus_baseline(inputs: CreditInputs) -> Tensor:
     r, group, size = grouped(inputs.sample_sums(inputs.rewards), inputs.group_ids)
     centred = inputs.at_tokens(r - (group_sum(r, group, len(size)) / size)[group])
     return whitened(centred, inputs.loss_mask).to(torch.float32)
+
+
+@compares_with_greedy
+def remax(inputs: CreditInputs) -> Tensor:
+    """The return of each token, not discounted, minus the reward of the greedy response to the prompt.
+
+    Returns: [T] float32. Raises: ValueError for a source that generates no greedy responses.
+    Source: ReMax, arXiv:2310.10505, section 4.
+    """
+    if inputs.baselines is None:
+        raise ValueError(
+            "remax needs a greedy response for each prompt: the groups of this source have none. Use "
+            "trainer.source=on_policy or streaming, or SourceParts.collect in your own"
+        )
+    returns = [discounted_sums(rewards, torch.ones_like(rewards)) for rewards in _of_samples(inputs)]
+    return (torch.cat(returns) - inputs.at_tokens(inputs.baselines)).to(torch.float32)
+
+
+def _of_samples(inputs: CreditInputs) -> tuple[Tensor, ...]:
+    return torch.split(inputs.rewards, inputs.cu_seqlens.diff().tolist())
 
 
 def discounted_sums(rewards: Tensor, discounts: Tensor) -> Tensor:

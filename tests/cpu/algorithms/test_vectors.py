@@ -15,6 +15,7 @@ from torch import Tensor
 
 from skyrl_train.algorithms.advantages.gae import gae
 from skyrl_train.algorithms.build import bind
+from skyrl_train.algorithms.controllers import adapted_kl_coef
 from skyrl_train.algorithms.credit import CreditInputs, advantages, whitened
 from skyrl_train.algorithms.distillation import kl_to_teacher, teacher_advantages, topk_forward, topk_reverse
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
@@ -23,6 +24,8 @@ from skyrl_train.algorithms.objective import Bound
 from skyrl_train.algorithms.reductions import MaxLengths, loss_weights
 from skyrl_train.algorithms.selection import MiniBatch, selected
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES
+from skyrl_train.batching import build
+from skyrl_train.types import ExperienceBatch
 
 DATA = json.loads(Path(__file__, "../../../data/algorithm_vectors.json").resolve().read_text())
 ALL_SAMPLES = {"skyrl_v04", "skyrl", "trl", "roll"}
@@ -158,6 +161,8 @@ DIFFERENT = {
     ("reinforce++_baseline", "verl", "uneven"): "a group of one keeps its reward there, and shifts the mean of all",
     ("clip_cov", "skyrl", "*"): "the reduction is in the advantages there, so other tokens lie between the bounds",
     ("kl_cov", "skyrl", "*"): "the reduction is in the advantages there, so the penalty is larger by the tokens",
+    ("gdpo", "verl", "*"): "normalised over tokens there, here over samples as in the paper",
+    ("gdpo", "nemo_rl", "uneven"): "a group of one shifts the mean of all there",
     ("correction_combined", "skyrl", "extreme"): "tokens that one mask drops are not seen by the next there",
     ("ppo_clip_kl_k3", "trl", "extreme"): "log-ratios of the KL term are not clamped there",
     ("ppo_clip_kl_unbiased", "trl", "extreme"): "log-ratios of the KL term are not clamped there",
@@ -335,6 +340,8 @@ ADVANTAGE: dict[str, tuple[str, dict[str, Any]]] = {
     "opo": ("opo", {}),
     "gpg": ("gpg", {}),
     "pass@k": ("pass@k", {"grpo_norm_by_std": True}),
+    "gdpo": ("gdpo", {"grpo_norm_by_std": True, "gdpo_reward_weights": {}}),
+    "remax": ("remax", {}),
 }
 
 
@@ -347,7 +354,16 @@ def credit_inputs(case: dict[str, Any]) -> CreditInputs:
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     rewards = torch.zeros(int(bounds[-1]), dtype=torch.float64)
     rewards[bounds[1:] - 1] = batch["rewards"].double()
-    return CreditInputs(rewards, torch.ones(len(rewards), dtype=torch.bool), bounds.int(), batch["group_ids"])
+    kind, name = case["batch"].split("/")
+    components = DATA["batches"][kind][name].get("reward_components", {})
+    return CreditInputs(
+        rewards,
+        torch.ones(len(rewards), dtype=torch.bool),
+        bounds.int(),
+        batch["group_ids"],
+        named_rewards={key: torch.tensor(values, dtype=torch.float64) for key, values in components.items()},
+        baselines=batch.get("greedy_rewards"),
+    )
 
 
 REDUCTIONS = ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")
@@ -381,13 +397,15 @@ def test_an_estimator_gives_the_advantages_of_its_peers(record: dict[str, Any], 
     mask = inputs.loss_mask.clone()
     if name.startswith("reinforce++") and peer in POPULATION_VARIANCE:
         expected = expected * math.sqrt((int(mask.sum()) - 1) / int(mask.sum()))
-    elif not name.startswith("reinforce++"):
+    elif not name.startswith(("reinforce++", "remax")):
         # A sample alone in its group has no advantage here; some peers give it its reward.
         _, group, size = torch.unique(inputs.group_ids, return_inverse=True, return_counts=True)
         alone = size[group] == 1
         assert not result[inputs.at_tokens(alone)].any()
         mask &= ~inputs.at_tokens(alone)
-    torch.testing.assert_close(result[mask], expected[mask], rtol=ESTIMATOR_EPS.get(peer, 2e-6), atol=2e-6)
+    tolerance = ESTIMATOR_EPS.get(peer, 2e-6)
+    atol = tolerance if name == "gdpo" else 2e-6  # it subtracts a mean
+    torch.testing.assert_close(result[mask], expected[mask], rtol=tolerance, atol=atol)
 
 
 GAE = ("gae", "gae_whitened")
@@ -520,8 +538,6 @@ NOT_HERE = {
     **dict.fromkeys(("kd_js_divergence", "kd_skewed_forward_kl", "kd_skewed_reverse_kl"), "a peer's own divergence"),
     "kd_adaptive_kl": "a peer's own divergence",
     **dict.fromkeys(("gae_vapo", "gae_turn_level"), "a peer's own variant"),
-    **dict.fromkeys(("gdpo",), "samples have one reward yet"),
-    "remax": "needs a greedy response per prompt: not yet here",
     **dict.fromkeys(("grpo_batch_std", "batch_normalised_rewards", "rloo_batch_normalised"), "a peer's own variant"),
     **dict.fromkeys(("grpo_leave_one_out", "grpo_length_penalty", "rae", "discounted_returns"), "a peer's own variant"),
     **dict.fromkeys(("reinforce++_returns_kl", "reinforce++_baseline_kl", "otb", "otb_multi_turn"), "a peer's own"),
@@ -532,7 +548,6 @@ NOT_HERE = {
     **dict.fromkeys(("tis_token_batch_normalised", "tis_sequence_batch_normalised"), "a peer's own variant"),
     **dict.fromkeys(("ess_per_sample", "ess_per_sample_token_weighted", "offpolicy_metrics"), "metrics of a peer"),
     **dict.fromkeys(("kl_k3_clamped", "kl_k3_score_function"), "k3 with a clamp or with another gradient: see k3+"),
-    **dict.fromkeys(("adaptive_kl_controller", "kl_in_reward"), "not yet here"),
     **dict.fromkeys(("token_mean_legacy", "token_sum", "seq_mean_token_sum"), "depends on the split, or has no mean"),
     **dict.fromkeys(
         ("sum_of_sample_mean", "sum_of_sample_mean_rollout"), "sequence_mean and prompt_mean without a divisor"
@@ -553,9 +568,38 @@ NOT_HERE = {
 }
 
 
+@pytest.mark.parametrize(("record", "case"), records("kl", ("adaptive_kl_controller",)))
+def test_the_adaptive_kl_controller_is_that_of_the_peers(record: dict[str, Any], case: dict[str, Any]):
+    coef, inputs = record["parameters"]["init_kl_coef"], case["inputs"]
+    expected = case["outputs"]["coef_after_each_update"]
+    for kl, num_samples, after in zip(inputs["current_kl"], inputs["n_steps"], expected, strict=True):
+        coef = adapted_kl_coef(coef, kl, kl_target=0.1, horizon=10000, num_samples=num_samples)
+        assert coef == pytest.approx(after, rel=1e-8)
+
+
+@pytest.mark.parametrize(("record", "case"), records("kl", ("kl_in_reward",)))
+def test_the_kl_penalty_is_subtracted_from_the_reward_of_each_trained_token(
+    record: dict[str, Any], case: dict[str, Any]
+):
+    batch = token_batch(case)
+    mask, bounds = batch["loss_mask"].bool(), batch["cu_seqlens"]
+    rewards, empty = torch.zeros(len(mask), dtype=torch.float64), torch.zeros(len(mask))
+    for sample, reward in enumerate(batch["rewards"].tolist()):
+        trained = torch.nonzero(mask[bounds[sample] : bounds[sample + 1]])
+        if len(trained):
+            rewards[bounds[sample] + trained[-1]] = reward
+    experience = ExperienceBatch(empty.long(), bounds.int(), mask, batch["group_ids"], empty, empty.int(), rewards)
+    kl = KL_ESTIMATORS["k1"](batch["old_logprobs"], batch["ref_logprobs"])
+    found = build.credit_inputs(experience, kl, 0.1).rewards
+    expected = torch.tensor(case["outputs"]["token_rewards"], dtype=torch.float64)
+    torch.testing.assert_close(found[mask], expected[mask], rtol=1e-5, atol=1e-5)
+
+
 def test_each_record_is_compared_or_has_a_reason_not_to_be():
     compared = {
         "batch_normalised_advantages",
+        "adaptive_kl_controller",
+        "kl_in_reward",
         *LOSS,
         *COMPOSED,
         *CORRECTION,

@@ -7,7 +7,7 @@ import skyrl_gym
 import torch
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
-from skyrl_train.rollout.admission import Admission
+from skyrl_train.rollout.admission import Admission, Failure
 from skyrl_train.rollout.episode import EnvironmentFailure
 from skyrl_train.rollout.metrics import evaluation_metrics, rollout_metrics
 from skyrl_train.rollout.seeds import seed
@@ -281,3 +281,29 @@ def test_evaluation_metrics_are_given_for_all_and_for_each_data_source():
             "eval/openai_gsm8k/mean_positive_reward": 0.5,
         }
     )
+
+
+def test_a_greedy_response_joins_the_group_untrained_and_its_failure_is_the_groups():
+    async def generate(token_ids, params, route_key):
+        answer = str(int(route_key) + 1) if params.temperature == 0 else "0"
+        ids = TOKENIZER.encode(answer)
+        return Generation(ids, [-1.0] * len(ids), answer, "stop", 0)
+
+    progress = Tally()
+    with sampler(TOKENIZER, generate) as s:
+        collected = s.collector.collect(sums(2), 2, PARAMS, progress, Admission(0), with_greedy=True)
+        groups = asyncio.run(collected)
+    assert progress.events[0] == 6
+    assert [[sample.reward for sample in group.samples] for group in groups] == [[0.0, 0.0]] * 2
+    assert [[sample.reward for sample in group.greedy] for group in groups] == [[1.0], [1.0]]
+
+
+def test_a_group_whose_greedy_response_failed_has_failed():
+    ids = torch.tensor([1, 2])
+    made = [Sample(ids, ids > 1, torch.zeros(2), 1, final_reward(2, 1.0), "stop", 1, 0)]
+    admission = Admission(0.5)
+    failure = Failure("0", KeyError("no sandbox"))
+    assert admission.finish(sums(1)[0], [made, made], failure) is None
+    assert admission.ledger.failed == 1
+    group = admission.finish(sums(1)[0], [made, made], made)
+    assert group is not None and len(group.samples) == 2 and len(group.greedy) == 1

@@ -157,6 +157,23 @@ def test_environment_may_change_the_prompt_and_reads_its_settings_as_attributes(
     assert sample.prompt_length == 15
 
 
+def test_named_rewards_of_turns_add_up(register):
+    class Names(Probe):
+        def step(self, action):
+            self.turns += 1
+            named = {"format": 0.5} | ({"correct": 1.0} if self.turns == 2 else {})
+            return {**output(reward=0.25, done=self.turns == 2), "metadata": {"rewards": named}}
+
+    register(Names)
+    sample = play(Script(chatml_tokenizer(), "a", "b"), prompt("probe"), max_turns=3)
+    assert sample.named_rewards == {"format": 1.0, "correct": 1.0} and sample.reward == 0.5
+
+
+class RewardsTwice(Probe):
+    def step(self, action):
+        return {**output(), "metadata": {"rewards": [1.0, 2.0]}}
+
+
 class Raises(Probe):
     def step(self, action):
         self.turns += 1
@@ -203,6 +220,7 @@ class TimesOutItself(Probe):
             ReturnsNothing,
             r"failed in env.step .*turn 1\): ValueError: step must return a BaseTextEnvStepOutput .* got None",
         ),
+        (RewardsTwice, r"failed in env.step .*rewards \[1.0, 2.0\]: return a dict of numbers by name"),
         (RewardsNan, r"failed in env.step .*rewards must be finite"),
         (ReturnsText, r"failed in env.step .*expected a list of chat messages, got str 'go on'"),
         (ClosesBadly, r"failed in env.close .*OSError: cannot close"),

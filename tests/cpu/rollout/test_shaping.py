@@ -48,6 +48,15 @@ def test_samples_that_were_cut_off_lose_their_reward_or_their_tokens():
     assert metrics["generate/share_stopped_by_length"] == 0.5
 
 
+def test_named_rewards_and_the_greedy_response_are_shaped_too():
+    named = replace(cut_off(1.0), named_rewards={"a": 1.0})
+    overrides = ["generator.zero_reward_on_non_stop=true", "trainer.algorithm.overlong_buffer.len=1"]
+    config = load_config([*overrides, "generator.sampling_params.max_generate_length=1"])
+    made = Shaping(config)(Group(prompt("a"), (named, sample(1.0)), (cut_off(1.0),)))
+    assert made.samples[0].named_rewards == {"a": 0.0, "overlong": -1.0} and made.samples[0].reward == -1.0
+    assert made.samples[1].named_rewards == {} and made.greedy[0].reward == -1.0
+
+
 def test_a_masked_sample_still_counts_in_its_groups_baseline():
     samples = shaped([cut_off(1.0), sample(0.0)], "generator.apply_overlong_filtering=true")
     inputs = credit_inputs(build_experience([group(*samples)], 0))
