@@ -170,6 +170,7 @@ def _differences(tokens: TokenInputs) -> dict[str, Metric]:
     if "old_logprobs" in signals:
         moved = signals["old_logprobs"] - tokens.logprobs.detach()
         metrics["policy/approx_kl"] = Metric(moved, Reduce.TOKEN_MEAN)
+        metrics["policy/ratio_max"] = Metric(clamped(-moved).exp(), Reduce.MAX)
     if "old_logprobs" in signals and "teacher_logprobs" in signals:
         difference = signals["old_logprobs"] - signals["teacher_logprobs"]
         metrics["policy/teacher_kl"] = Metric(difference, Reduce.TOKEN_MEAN)
