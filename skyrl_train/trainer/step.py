@@ -21,8 +21,7 @@ from skyrl_train.rollout.source import GroupSource
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.agreement.logprob_bound import LogprobBound, compared_share, is_compared
 from skyrl_train.trainer.agreement.sync_check import FirstCheck
-from skyrl_train.trainer.coefficients import Coefficients
-from skyrl_train.trainer.credit import Credit, CreditAssignment, LearningSignal
+from skyrl_train.trainer.credit import Coefficients, Credit, CreditAssignment, LearningSignal
 from skyrl_train.trainer.from_config import max_lengths
 from skyrl_train.trainer.performance import training_performance
 from skyrl_train.trainer.publisher import Publisher
