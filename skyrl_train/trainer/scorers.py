@@ -115,6 +115,7 @@ class Critic:
         self._epochs, self._mini_batch_size = trainer.update_epochs_per_batch, trainer.critic_mini_batch_size
         self._reductions = build_critic_objective(trainer.algorithm.values).reductions
         self._limits = micro_batch_limits(trainer, model, group.dp_size, trainer.critic.megatron_config)
+        self._scorer = critic_scorer(group)  # one object, by which residency knows whether it is on the devices
         self._shards: Shards | None = None
 
     async def values(self, batch: ExperienceBatch, num_groups: int, step_id: int) -> Tensor:
@@ -140,7 +141,7 @@ class Critic:
 
     async def load(self) -> None:
         """Put the critic on its devices."""
-        await self._residency.for_scoring(critic_scorer(self.group))
+        await self._residency.for_scoring(self._scorer)
 
 
 def critic_scorer(group: CriticGroup) -> ScorerGroup:

@@ -16,6 +16,7 @@ from skyrl_train.cluster.ranks.policy_group import UpdateReports
 from skyrl_train.config import load_config
 from skyrl_train.ranks import UpdateReport
 from skyrl_train.tracking.timers import Timers
+from skyrl_train.trainer import scorers as scorers_module
 from skyrl_train.trainer import step as step_module
 from skyrl_train.trainer.build import learning_signal
 from skyrl_train.trainer.credit import CreditAssignment, LearningSignal, explained_variance
@@ -260,3 +261,22 @@ def test_explained_variance_is_one_for_the_returns_and_zero_for_their_mean():
     assert explained_variance(torch.full((3,), 2.0), returns, mask) == 0
     assert explained_variance(torch.tensor([1.0, 2.0, 0.0]), returns, mask) == 0.75
     assert explained_variance(returns, returns, ~mask) == 0
+
+
+def test_residency_sees_one_critic_so_that_it_stays_between_its_values_and_its_update():
+    async def main() -> None:
+        seen: list[Any] = []
+
+        async def for_scoring(scorer: Any) -> None:
+            seen.append(scorer)
+
+        config, model = load_config([GAE]), SimpleNamespace(max_position_embeddings=64)
+        group, residency = SimpleNamespace(dp_size=1), SimpleNamespace(for_scoring=for_scoring)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scorers_module, "micro_batch_limits", lambda *args: None)
+            critic = scorers_module.Critic(config, cast("Any", model), cast("Any", group), cast("Any", residency))
+        await critic.load()
+        await critic.load()
+        assert seen[0] is seen[1] and seen[0].model is group and seen[0].name == "critic"
+
+    asyncio.run(main())
