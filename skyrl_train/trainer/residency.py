@@ -110,7 +110,7 @@ class Colocated(Residency):
         if scorer.is_policy:
             await self._scorer_leaves()
             await self._policy_enters(WEIGHTS)
-        elif scorer is not self._resident_scorer:
+        elif self._resident_scorer is None or scorer.model is not self._resident_scorer.model:
             await self._scorer_leaves()
             await self._policy_leaves()
             self._note("reload", await self._release.enter(scorer.model))
