@@ -481,7 +481,7 @@ def test_an_engine_that_lives_and_cannot_sleep_ends_the_run(monkeypatch: pytest.
 
 def colocated(world: World) -> Colocated:
     """The policy stays where it is."""
-    release = SimpleNamespace(enter=stays, leave=stays)
+    release = SimpleNamespace(enter=stays, leave=stays, restarts=False)
     report = MemoryReport(world.policy, (), world.engines)
     return Colocated(world.policy, (), world.engines, world.sync, release, report)  # type: ignore[arg-type]
 
