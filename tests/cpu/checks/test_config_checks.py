@@ -104,8 +104,8 @@ def test_the_base_and_the_quickstart_pass():
             ],
             "use_kl_in_reward is true: gdpo reads named rewards alone",
         ),
-        (["trainer.algorithm.kl_ctrl.type=adaptive"], "kl_ctrl.type is adaptive: .* use_kl_in_reward=true"),
-        (["trainer.algorithm.adaptive_entropy.target_entropy=0.2"], "target_entropy is set: .* use_entropy_loss=true"),
+        (["trainer.algorithm.kl_ctrl.type=adaptive"], "kl_ctrl.type is adaptive: .*use_kl_in_reward=true"),
+        (["trainer.algorithm.adaptive_entropy.target_entropy=0.2"], "target_entropy is set: .*use_entropy_loss=true"),
         (["trainer.algorithm.use_kl_in_reward=true"], "both true: the KL term .* Set one of them to false"),
         (
             ["trainer.algorithm.use_unbiased_kl=true", "trainer.algorithm.use_kl_loss=false"],
