@@ -1,4 +1,4 @@
-"""Whoever takes turns on the same devices computes what those with devices of their own compute, bit for bit."""
+"""Policy, critic, reference and engine on shared devices compute what they compute on their own, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from tests.support.checkpoints import tensors_of
 from tests.support.jobs import GREEDILY, GREEDY_MAIN, Job, run_to_end, write_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -15,7 +15,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 OVERRIDES = [
     "environment.env_class=watching:Watches",
     *GREEDILY,
-    "trainer.algorithm.advantage_estimator=reinforce++",
+    "trainer.algorithm.advantage_estimator=gae",
+    "trainer.critic_mini_batch_size=8",
+    "trainer.update_epochs_per_batch=2",
     "trainer.algorithm.use_kl_loss=true",
     "trainer.algorithm.kl_loss_coef=0.1",
     "trainer.hf_save_interval=1",
@@ -25,6 +27,8 @@ OVERRIDES = [
     "data.val_data=[rows.jsonl]",
     "trainer.verify_sync_every=10",
 ]
+SAME = ("policy", "critic", "reward", "eval", "loss")
+"""First parts of the names of metrics that do not depend on times."""
 # During generation, writes down which trainers live.
 WATCHING = """\
 import os
@@ -69,8 +73,10 @@ def dedicated(world: Path) -> Job:
 
 
 def weights(job: Job, step: int) -> dict[str, torch.Tensor]:
-    files = (job.run_dir / f"exports/global_step_{step}").glob("*.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    """Those of the policy's export and of the critic's checkpoint."""
+    critic = torch.load(job.run_dir / f"checkpoints/global_step_{step}/critic/rank_0.pt")["weights"][0]
+    policy = tensors_of(job.run_dir / f"exports/global_step_{step}")
+    return policy | {f"critic.{name}": tensor for name, tensor in critic.items()}
 
 
 def alive(job: Job) -> set[str]:
@@ -106,12 +112,14 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_at_the_same_weights(world: Pa
     assert [row["trainer/global_step"] for row in job.metrics] == [2]
     assert_same_weights(job, dedicated, 2)
     (mine,), theirs = job.metrics, dedicated.metrics[2]
-    same = [name for name in theirs if name.split("/")[0] in ("policy", "reward", "eval", "loss")]
+    same = [name for name in theirs if name.split("/")[0] in SAME]
     assert [(name, mine[name]) for name in same] == [(name, theirs[name]) for name in same]
     assert {path.name for path in (job.run_dir / "checkpoints/global_step_2").iterdir()} == {
         "rank_0.pt",
         "checkpoint.json",
+        "critic",
     }
+    assert not list(job.run_dir.glob("state/**/*.pt"))
     assert alive(job) == {"engine-0"}, "trainers end between their turns"
 
 
@@ -120,10 +128,13 @@ def test_taking_turns_ends_at_the_same_weights(world: Path, dedicated: Job, offl
     job = offloaded
     for step in (1, 2):
         assert_same_weights(job, dedicated, step)
-    before = load_file(world / "model/model.safetensors")
-    assert all(not torch.equal(tensor, before[name]) for name, tensor in weights(job, 2).items())
+    before, exported = tensors_of(world / "model"), tensors_of(job.run_dir / "exports/global_step_2")
+    assert exported.keys() == before.keys() and all(not torch.equal(exported[k], before[k]) for k in before)
+    critic = torch.load(job.run_dir / "checkpoints/global_step_1/critic/rank_0.pt")
+    assert critic["policy_version"] == 2, "two epochs of one mini-batch, where the policy has two"
+    assert job.metrics[-1]["critic/num_optimizer_steps"] == 2 and job.metrics[-1]["policy/num_optimizer_steps"] == 4
     for mine, theirs in zip(job.metrics, dedicated.metrics, strict=True):
-        same = [name for name in theirs if name.split("/")[0] in ("policy", "reward", "eval", "loss")]
+        same = [name for name in theirs if name.split("/")[0] in SAME]
         assert [(name, mine[name]) for name in same] == [(name, theirs[name]) for name in same]
     for row in job.metrics[1:]:
         assert {"timing/offload", "timing/reload", "timing/engine_sleep", "timing/engine_wake"} <= row.keys()
@@ -133,6 +144,6 @@ def test_taking_turns_ends_at_the_same_weights(world: Path, dedicated: Job, offl
             "memory/reference/reference_gib",
             "memory/sync/device_free_gib",
         } <= row.keys()
-    trainers = {"policy-0", "reference-0"}
+    trainers = {"policy-0", "reference-0", "critic-0"}
     assert alive(dedicated) == trainers | {"engine-0"}
     assert alive(job) == trainers | {"engine-0"}
