@@ -22,7 +22,7 @@ from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.sharing import OwnDevices, build_sharing
 from skyrl_train.cluster.weight_sync import WeightSync
 from skyrl_train.config import Config
-from skyrl_train.config.policy import FrozenModel
+from skyrl_train.config.policy import ScoringModel
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.engines.settings import EngineSettings
 from skyrl_train.ranks import SavedState
@@ -184,7 +184,7 @@ async def _start(
     await processes.sharing.start(processes.engines, trainers)
 
 
-def _ranks(model: FrozenModel) -> str:
+def _ranks(model: ScoringModel) -> str:
     return f"{model.name} ranks"
 
 

@@ -130,7 +130,7 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class FrozenModel:
+class ScoringModel:
     """A model besides the policy, with ranks of its own that score every token of a step: frozen, or the critic."""
 
     name: str
@@ -157,8 +157,8 @@ class RefConfig:
     model: ModelConfig
     megatron_config: MegatronConfig
 
-    def frozen_model(self, num_ranks: int) -> FrozenModel:
-        return FrozenModel(
+    def frozen_model(self, num_ranks: int) -> ScoringModel:
+        return ScoringModel(
             name="reference",
             signal="ref_logprobs",
             key="trainer.ref",
@@ -185,7 +185,7 @@ class TeacherConfig:
     model: TeacherModelConfig
     megatron_config: MegatronConfig
 
-    def frozen_models(self, num_ranks: int) -> tuple[FrozenModel, ...]:
+    def frozen_models(self, num_ranks: int) -> tuple[ScoringModel, ...]:
         """One for each distinct path."""
         default, key = self.model.path, "trainer.teacher.model"
         sources: dict[str, tuple[str, ...] | None] = {} if default is None else {default: None}
@@ -194,7 +194,7 @@ class TeacherConfig:
                 sources[path] = (*(sources.get(path) or ()), source)
         names = ["teacher"] if len(sources) == 1 else [f"teacher_{number}" for number in range(len(sources))]
         return tuple(
-            FrozenModel(
+            ScoringModel(
                 name=name,
                 signal=name,
                 key="trainer.teacher",

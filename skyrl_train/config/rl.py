@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS, reads_values
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.config.policy import CriticConfig, FrozenModel, RefConfig, SyncedPolicyConfig, TeacherConfig
+from skyrl_train.config.policy import CriticConfig, RefConfig, ScoringModel, SyncedPolicyConfig, TeacherConfig
 from skyrl_train.config.program import Program
 from skyrl_train.config.training import PolicyPlacementConfig, RunConfig, TrainingConfig
 from skyrl_train.config.values import (
@@ -287,7 +287,7 @@ class TrainerConfig(TrainingConfig):
         return self.train_batch_size * (self.depth + 1 if self.source == "streaming" else 1)
 
     @property
-    def frozen_models(self) -> tuple[FrozenModel, ...]:
+    def frozen_models(self) -> tuple[ScoringModel, ...]:
         """Models with processes of their own that score each step; with LoRA the reference is the policy without
         adapters."""
         has_reference = self.algorithm.needs_reference and self.policy.model.lora.rank == 0
@@ -295,11 +295,11 @@ class TrainerConfig(TrainingConfig):
         return (*reference, *self.teacher.frozen_models(self.placement.num_teacher_ranks))
 
     @property
-    def scoring_models(self) -> tuple[FrozenModel, ...]:
+    def scoring_models(self) -> tuple[ScoringModel, ...]:
         """Models with processes of their own besides the policy: frozen ones, and the critic as the last."""
         if not self.algorithm.needs_critic:
             return self.frozen_models
-        critic = FrozenModel(
+        critic = ScoringModel(
             name="critic",
             signal="values",
             key="trainer.critic",

@@ -10,7 +10,7 @@ from skyrl_train.algorithms.build import build_critic_objective
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.cluster.pool.settings import lora_arguments
 from skyrl_train.config import Config
-from skyrl_train.config.policy import FrozenModel, MegatronConfig
+from skyrl_train.config.policy import MegatronConfig, ScoringModel
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.hf.hub import seen_from_anywhere
 
@@ -44,7 +44,7 @@ def critic_arguments(config: Config, policy_steps: int) -> dict[str, Any]:
     }
 
 
-def frozen_arguments(config: Config, model: FrozenModel, objective: Objective) -> dict[str, Any]:
+def frozen_arguments(config: Config, model: ScoringModel, objective: Objective) -> dict[str, Any]:
     """Keyword arguments of `MegatronScorer`, apart from the rendezvous."""
     trainer = config.trainer
     topk = trainer.algorithm.distillation.distillation_topk if "topk_logprobs" in objective.needs else 0
