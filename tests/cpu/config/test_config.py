@@ -242,9 +242,8 @@ def test_custom_modules_are_imported_before_names_are_looked_up(project: Path, m
 def test_an_unknown_experiment_names_the_ones_there_are(project: Path):
     experiment(project / "mine", "big", "trainer: {seed: 1}")
     text = message(["--config-dir", "mine", "+experiment=quikstart"])
-    assert text.startswith(
-        "experiment 'quikstart' does not exist: did you mean quickstart? Available: big, long_addition, "
-    )
+    assert text.startswith("experiment 'quikstart' does not exist: did you mean quickstart? Available: big, ")
+    assert ", long_addition, " in text
 
 
 def test_experiments_are_found_in_the_configs_folder_here_and_through_hydra_searchpath(project: Path):

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import running, write_world
+from skyrl_train.tracking.names import metric_units
+from tests.support.jobs import WITHOUT_VLLM, running, write_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-RECIPES = {"dapo": "regular", "gspo": "gspo", "dr_grpo": "regular", "cispo": "cispo"}
+RECIPES = {"dapo": "regular", "gspo": "gspo", "dr_grpo": "regular", "cispo": "cispo", "ppo": "regular"}
 ONE_AFTER_ANOTHER = """\
 import sys
 
@@ -22,6 +23,7 @@ if __name__ == "__main__":
         skyrl_train.run(skyrl_train.load_config(own, experiment=name))
 """
 TINY = [
+    WITHOUT_VLLM,
     *("trainer.prepare=null", "trainer.policy.model.path=model", "environment.env_class=rewards:Digits"),
     *("data.train_data=[rows.jsonl]", "data.val_data=[]", "trainer.logger=[console,jsonl]"),
     *("trainer.max_training_steps=2", "trainer.train_batch_size=8", "trainer.policy_mini_batch_size=4"),
@@ -43,3 +45,10 @@ def test_every_recipe_trains(tmp_path: Path):
         assert [row["policy/num_optimizer_steps"] for row in steps] == [2.0, 2.0], name
         assert all(math.isfinite(row["policy/final_loss"]) and row["policy/grad_norm"] > 0 for row in steps), name
         assert f"policy_loss_type: {loss}" in (job.run_dir / "config.yaml").read_text()
+    first, second = steps  # of PPO; test_residency.py resumes such a run, and shares its devices
+    for row in steps:
+        assert row["critic/num_optimizer_steps"] == 2 and row["critic/num_skipped_steps"] == 0
+        assert row["critic/grad_norm"] > 0
+        assert row["timing/critic_train"] > 0 and "critic/explained_variance" in row
+    assert second["critic/loss_metrics/values_mean"] != first["critic/loss_metrics/values_mean"]
+    assert not {name for name in second if name.startswith("critic/")} - metric_units().keys()

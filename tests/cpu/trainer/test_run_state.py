@@ -48,7 +48,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path):
     folder = save(trainer, 4)
     read = load_checkpoint(folder)
     assert read.state == state_of(trainer, 4) and read.number == 1
-    assert (read.saved.folder, read.saved.policy_version) == (str(folder), 4)
+    assert (read.saved.folder, read.saved.num_steps) == (str(folder), 4)
 
 
 def test_a_checkpoint_from_before_there_were_sources_is_read(tmp_path: Path):
