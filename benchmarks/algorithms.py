@@ -1,6 +1,6 @@
 """How does each estimator, loss and correction learn the quickstart? Prints the table of docs/algorithms.md.
 
-    python -m benchmarks.algorithms [METHOD ...] [--steps 20] [--seeds 1 2 3] [--folder FOLDER] [-- OVERRIDES ...]
+    python -m benchmarks.algorithms [METHOD ...] [--steps 20] [--seeds 1 2 3] [--folder FOLDER] [--overrides KEY=VALUE]
 
 Every method starts from the same warm-started model, of the first seed, and runs alone, one after another in this
 process. Columns: mean reward of the first and the last three steps, the largest ratio of the current to the old
