@@ -287,24 +287,25 @@ def test_a_sync_in_which_an_engine_hangs_is_repeated_with_the_others(world: Worl
 
 
 def test_requests_of_a_dead_engine_go_to_the_others_and_wait_for_a_new_one_where_all_have_died(world: World):
-    async def under_way() -> asyncio.Task[list[Generation]]:
+    async def under_way(index: int) -> asyncio.Task[list[Generation]]:
+        """Requests of which some wait for an engine that is stopped, so that none of these can be answered."""
+        world.core(index).suspend()
         requests = asyncio.create_task(world.answers(LONG))
-        while sum(world.engines.router.loads) < len(PROMPTS):
+        while not world.engines.router.loads[index]:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
         return requests
 
     async def main() -> None:
         await world.train()
         await world.sync()
         expected = [one.token_ids for one in await world.answers()]
-        requests = await under_way()
+        requests = await under_way(0)
         world.core(0).kill()
         answers = await requests
         assert {one.policy_version for one in answers} == {world.policy.policy_version}
         assert all(one.stop_reason in ("stop", "length") for one in answers)
         assert len(world.engines.actors) == 1, "a new one joins at the next sync"
-        requests = await under_way()
+        requests = await under_way(1)
         psutil.Process(world.engines.replicas[1].started.pids[0][0]).kill()  # type: ignore[union-attr]
         assert {one.policy_version for one in await requests} == {world.policy.policy_version}
         assert [one.token_ids for one in await world.answers()] == expected, "not the weights of that version"
