@@ -59,6 +59,7 @@ def build_objective(values: Mapping[str, Any], temperature: float, logprobs_chun
         shaping=bind(teacher_advantages, values) if has_shaping else None,
         corrections=tuple(bind(CORRECTIONS.resolve(name), values) for name in values["corrections"]),
         kl_estimator=estimator,
+        prox_logp_method=values["prox_logp_method"],
     )
 
 

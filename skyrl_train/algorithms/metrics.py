@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -35,7 +35,7 @@ class Metric:
     scalar, the micro-batch's part of the sum."""
     reduce: Reduce
     mask: Tensor | None = None
-    """[P] bool: tokens to use instead of those that the policy wrote."""
+    """[P] bool: tokens to use instead of those that the policy wrote; without any, it is not logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class Total:
     sums: tuple[float, ...]
     """(sum, number); with the sum of squares between them for TOKEN_STD and TOKEN_EFFECTIVE_SHARE; or the largest value
     alone."""
+    is_of_some: bool = False
+    """It has a mask of its own, and is not logged without a token."""
 
     @property
     def value(self) -> float:
@@ -63,8 +65,13 @@ class Total:
 
     def __add__(self, other: Total) -> Total:
         if self.reduce is Reduce.MAX:
-            return Total(self.reduce, (max(self.sums[0], other.sums[0]),))
-        return Total(self.reduce, tuple(a + b for a, b in zip(self.sums, other.sums, strict=True)))
+            return replace(self, sums=(max(self.sums[0], other.sums[0]),))
+        return replace(self, sums=tuple(a + b for a, b in zip(self.sums, other.sums, strict=True)))
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether it is left out of the log."""
+        return self.is_of_some and self.reduce is not Reduce.SUM and self.sums[-1] in (0, -math.inf)
 
 
 def partial_sums(metric: Metric, loss_mask: Tensor, tokens_of_sample: Tensor) -> Tensor:
@@ -92,9 +99,9 @@ def partial_sums(metric: Metric, loss_mask: Tensor, tokens_of_sample: Tensor) ->
 
 
 def merged(steps: Sequence[Mapping[str, Total]]) -> dict[str, float]:
-    """Name -> value over the optimizer steps that report it."""
+    """Name -> value over the optimizer steps that report it; without metrics of some tokens that have none."""
     totals: dict[str, Total] = {}
     for step in steps:
         for name, total in step.items():
             totals[name] = totals[name] + total if name in totals else total
-    return {name: total.value for name, total in totals.items()}
+    return {name: total.value for name, total in totals.items() if not total.is_absent}

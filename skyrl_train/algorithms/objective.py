@@ -15,6 +15,7 @@ from skyrl_train.algorithms.losses.cross_entropy import cross_entropy
 from skyrl_train.algorithms.metrics import Metric, Reduce
 from skyrl_train.algorithms.ratios import clamped, ratio
 from skyrl_train.algorithms.reductions import weighted_sum
+from skyrl_train.algorithms.staleness import Buckets, by_staleness, loglinear
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,13 @@ class Objective:
     """f(TokenInputs) -> Correction; their product multiplies the policy term."""
     kl_estimator: Callable[[Tensor, Tensor], Tensor] = k3
     """Estimator of a KL penalty in the reward, which ranks compute together with the old logprobs."""
+    prox_logp_method: str = "recompute"
+    """Where the old logprobs of an update of several optimizer steps come from: "recompute", a pass before it, or
+    "loglinear" (staleness.py)."""
+    num_steps: int = 0
+    """Optimizer steps of the update before this pass."""
+    buckets: Buckets | None = None
+    """Where some samples are of older weights: those by which metrics are split."""
     name: str = "policy"
     """First part of the names of its metrics."""
 
@@ -97,6 +105,21 @@ class Objective:
     def selection_needs(self) -> tuple[str, ...]:
         """Signals that the selections read."""
         return tuple(dict.fromkeys(name for selection in self.selections for name in selection.needs))
+
+    @property
+    def approximates(self) -> bool:
+        """Whether the old logprobs of this pass are not those of a forward pass."""
+        return self.prox_logp_method == "loglinear" and self.num_steps > 0
+
+    def after(self, num_steps: int) -> Objective:
+        """The objective of the pass that follows so many optimizer steps of an update."""
+        return self if self.prox_logp_method == "recompute" else replace(self, num_steps=num_steps)
+
+    def old_logprobs(self, logprobs: Tensor, signals: Mapping[str, Tensor]) -> Tensor:
+        """[P]: the old logprobs where no pass computed them. Args: logprobs [P], current ones, without gradient."""
+        if not self.approximates:  # the first step of an update: the current policy is the old one
+            return logprobs
+        return loglinear(logprobs, signals["rollout_logprobs"], signals["staleness"], self.num_steps)
 
     def shaped(self, tokens: TokenInputs) -> TokenInputs:
         """The inputs with the advantages that `shaping` makes of them."""
@@ -160,11 +183,14 @@ def objective_loss(
             f"{objective.name}/{name}" if name in OWN_METRICS else f"{objective.name}/loss_metrics/{name}": metric
             for name, metric in own.items()
         }
-    return loss, metrics | {f"{objective.name}/final_loss": Metric(loss, Reduce.STEP_MEAN)} | _differences(tokens)
+    metrics |= {f"{objective.name}/final_loss": Metric(loss, Reduce.STEP_MEAN)} | _movement(tokens)
+    if not objective.approximates:  # else the old logprobs are made of the engine's, and are no measurement
+        metrics |= _mismatch(tokens)
+    return loss, metrics | ({} if objective.buckets is None else by_staleness(metrics, tokens, objective.buckets))
 
 
-def _differences(tokens: TokenInputs) -> dict[str, Metric]:
-    """How far the policy has moved in the step, and the mismatch between engine and trainer before it."""
+def _movement(tokens: TokenInputs) -> dict[str, Metric]:
+    """How far the policy has moved in the step, and how far it was from the teacher before it."""
     signals = tokens.signals
     metrics = {}
     if "old_logprobs" in signals:
@@ -175,6 +201,13 @@ def _differences(tokens: TokenInputs) -> dict[str, Metric]:
         difference = signals["old_logprobs"] - signals["teacher_logprobs"]
         metrics["policy/teacher_kl"] = Metric(difference, Reduce.TOKEN_MEAN)
         metrics["policy/teacher_kl_max"] = Metric(difference, Reduce.MAX)
+    return metrics
+
+
+def _mismatch(tokens: TokenInputs) -> dict[str, Metric]:
+    """Difference between engine and trainer before the step."""
+    signals = tokens.signals
+    metrics = {}
     if "old_logprobs" in signals and "rollout_logprobs" in signals:
         log_weight = signals["old_logprobs"] - signals["rollout_logprobs"]
         for reduce, name in ((Reduce.TOKEN_MEAN, "mean"), (Reduce.TOKEN_STD, "std"), (Reduce.MAX, "max")):
@@ -182,5 +215,6 @@ def _differences(tokens: TokenInputs) -> dict[str, Metric]:
         k3_values = k3(signals["rollout_logprobs"], signals["old_logprobs"])
         metrics["policy/rollout_train_kl"] = Metric(k3_values, Reduce.TOKEN_MEAN)
         weight = clamped(log_weight).exp()
+        metrics["policy/rollout_train_ratio_mean"] = Metric(weight, Reduce.TOKEN_MEAN)
         metrics["policy/rollout_train_effective_share"] = Metric(weight, Reduce.TOKEN_EFFECTIVE_SHARE)
     return metrics

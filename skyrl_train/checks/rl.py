@@ -17,6 +17,7 @@ from skyrl_train.checks.engines import (
     transport_problems,
 )
 from skyrl_train.checks.model import model_problems
+from skyrl_train.checks.staleness import staleness_problems
 from skyrl_train.checks.training import (
     LORA,
     POLICY,
@@ -48,7 +49,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         *custom_problems(config),
         *_batches(config, num_train_prompts),
         *_algorithm(config),
-        *_staleness(config),
+        *staleness_problems(config),
         *_critic(config),
         *training_sampling_problems(config.generator.sampling_params),
         *_limits(config),
@@ -157,22 +158,6 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield (
             f"generator.n_samples_per_prompt is {samples}: {algorithm.advantage_estimator} compares the samples of a "
             "prompt with each other. Set it to at least 2"
-        )
-
-
-def _staleness(config: Config) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.source == "on_policy":
-        for key in ("max_staleness", "pipeline_depth"):
-            if getattr(trainer, key):
-                yield (
-                    f"trainer.{key} is {getattr(trainer, key)}: with trainer.source=on_policy no sample is stale. Set "
-                    "trainer.source=streaming or remove the key"
-                )
-    elif trainer.source == "streaming" and trainer.depth > trainer.staleness:
-        yield (
-            f"trainer.pipeline_depth is {trainer.depth}: more batches ahead than trainer.max_staleness "
-            f"{trainer.staleness} allows to be trained in time. Lower it or raise max_staleness"
         )
 
 

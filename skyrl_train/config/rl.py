@@ -195,6 +195,7 @@ class AlgorithmConfig:
     clip_cov: ClipCovConfig
     kl_cov: KlCovConfig
     corrections: tuple[Annotated[str, CORRECTIONS], ...]
+    prox_logp_method: Annotated[str, OneOf(("recompute", "loglinear"))]
     top_entropy_quantile: Share
     off_policy_correction: OffPolicyCorrectionConfig
     overlong_buffer: OverlongBufferConfig
@@ -273,8 +274,13 @@ class TrainerConfig(TrainingConfig):
 
     @property
     def staleness(self) -> int:
-        """Steps between the weights that sampled a token and those that train it, at most; 1 by default."""
-        return 1 if self.max_staleness is None else self.max_staleness
+        """Steps between the weights that sampled a token and those that train it, at most."""
+        return int(self.source == "streaming") if self.max_staleness is None else self.max_staleness
+
+    @property
+    def versions_per_step(self) -> int:
+        """Optimizer steps of a step, each of which is a policy version."""
+        return self.train_batch_size // self.policy_mini_batch_size * self.update_epochs_per_batch
 
     @property
     def depth(self) -> int:

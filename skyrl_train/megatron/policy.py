@@ -103,8 +103,8 @@ class MegatronPolicy(TrainedModel):
     ) -> UpdateReport:
         """Take one optimizer step per mini-batch and epoch, on the given objective or by default the policy's.
 
-        The old logprobs of a single step come from its own forward pass; otherwise `keep_old_logprobs` must have
-        computed them. An update that the limit refuses changes nothing.
+        The old logprobs of a single step come from its own forward pass, as do all with `prox_logp_method` loglinear;
+        otherwise `keep_old_logprobs` must have computed them. An update that the limit refuses changes nothing.
 
         Args: signals: [T] each, by their names in TokenInputs: advantages, and ref_logprobs if a term reads them; or a
             teacher's, by these names: those of several teachers are added, each 0 where another one scores.
@@ -121,7 +121,8 @@ class MegatronPolicy(TrainedModel):
         self, batch: TrainBatch, epochs: int, objective: Objective, check: LogprobCheck, signals: dict[str, Tensor]
     ) -> UpdateReport:
         kept, self._old = self._old, None
-        old = old_logprobs(kept, batch, self.num_steps, epochs * len(batch.mini_batches))
+        num_steps, method = epochs * len(batch.mini_batches), objective.prox_logp_method
+        old = old_logprobs(kept, batch, self.num_steps, num_steps, method)
         if check.refuses_kept(old):
             return _refused(check)
         if old is not None:

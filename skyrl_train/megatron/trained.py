@@ -86,7 +86,8 @@ class TrainedModel:
             self._optimizer.zero_grad()
             is_first = not passes
             with span("forward_backward"):
-                passes.append(forward_backward(self.model, micro_batches, objective, with_entropy=is_first))
+                own = objective.after(len(passes))
+                passes.append(forward_backward(self.model, micro_batches, own, with_entropy=is_first))
             if is_first and refuses(passes[0]):
                 return None
             lr = learning_rate(self.num_steps, self._num_optimizer_steps, self._optimizer_config)

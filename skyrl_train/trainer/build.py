@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PretrainedConfig
 
 from skyrl_train.algorithms.objective import Objective, cross_entropy_objective
@@ -17,7 +19,7 @@ from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.agreement.logprob_bound import LogprobBound
 from skyrl_train.trainer.agreement.sync_check import FirstCheck, SyncCheck
 from skyrl_train.trainer.credit import LearningSignal
-from skyrl_train.trainer.from_config import micro_batch_limits, objective
+from skyrl_train.trainer.from_config import micro_batch_limits, objective, staleness_buckets
 from skyrl_train.trainer.performance import MemoryReport
 from skyrl_train.trainer.publisher import Publisher
 from skyrl_train.trainer.residency import Colocated, Residency
@@ -139,4 +141,5 @@ def learning_signal(config: Config, model: PretrainedConfig, *, always_updates: 
 
 def _objective(config: Config) -> Objective:
     chunk_size = config.trainer.policy.megatron_config.logprobs_chunk_size
-    return objective(config.trainer.algorithm, config.generator.sampling_params, chunk_size)
+    whole = objective(config.trainer.algorithm, config.generator.sampling_params, chunk_size)
+    return replace(whole, buckets=staleness_buckets(config.trainer))

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from skyrl_train.algorithms.build import build_objective
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.algorithms.reductions import MaxLengths
+from skyrl_train.algorithms.staleness import Buckets
 from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.config.generator import GeneratorConfig, SamplingConfig
 from skyrl_train.config.policy import MegatronConfig
@@ -18,6 +19,9 @@ from skyrl_train.config.training import TrainingConfig
 from skyrl_train.hf.flops import model_cost
 from skyrl_train.ranks import pad_multiple
 from skyrl_train.types import SamplingParams
+
+MAX_BUCKET = 4
+"""Steps of staleness from which on metrics do not tell samples apart."""
 
 
 def micro_batch_limits(
@@ -41,6 +45,11 @@ def micro_batch_limits(
 def objective(algorithm: AlgorithmConfig, sampling: SamplingConfig, logprobs_chunk_size: int) -> Objective:
     """Objective of an update."""
     return build_objective(algorithm.values, sampling.temperature, logprobs_chunk_size)
+
+
+def staleness_buckets(trainer: TrainerConfig) -> Buckets | None:
+    """Those of the metrics by staleness; None where all samples are of the current weights."""
+    return Buckets(min(trainer.staleness, MAX_BUCKET), trainer.versions_per_step) if trainer.staleness else None
 
 
 def sampling_params(config: SamplingConfig) -> SamplingParams:

@@ -33,20 +33,22 @@ class MicroBatchSums:
     """Adds up the metrics of micro-batches on the device, and once over the ranks."""
 
     def __init__(self) -> None:
-        self._reduces: dict[str, Reduce] = {}
+        self._kinds: dict[str, tuple[Reduce, bool]] = {}
+        """Name -> (reduction, whether it is of some tokens alone)."""
         self._parts: list[list[Tensor]] = []
 
     def add(self, metrics: Mapping[str, Metric], tokens: TokenInputs) -> None:
         """Add metrics, of the same names each time."""
-        self._reduces = {name: metric.reduce for name, metric in metrics.items()}
-        num_tokens = tokens.per_sample.num_tokens if Reduce.SAMPLE_MEAN in self._reduces.values() else tokens.loss_mask
+        self._kinds = {name: (metric.reduce, metric.mask is not None) for name, metric in metrics.items()}
+        has_samples = any(metric.reduce is Reduce.SAMPLE_MEAN for metric in metrics.values())
+        num_tokens = tokens.per_sample.num_tokens if has_samples else tokens.loss_mask
         self._parts.append([partial_sums(metric, tokens.loss_mask, num_tokens) for metric in metrics.values()])
 
     def totals(self) -> dict[str, Total]:
         """A collective over the data- and context-parallel ranks; empty if nothing was added."""
         if not self._parts:
             return {}
-        is_max = [reduce is Reduce.MAX for reduce in self._reduces.values()]
+        is_max = [reduce is Reduce.MAX for reduce, _ in self._kinds.values()]
         sizes = [len(part) for part in self._parts[0]]
         whole = torch.stack([torch.cat(parts) for parts in self._parts])
         largest = torch.repeat_interleave(torch.tensor(is_max), torch.tensor(sizes)).to(whole.device)
@@ -56,9 +58,10 @@ class MicroBatchSums:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
         numbers = torch.where(largest, peak, total).tolist()
         found = {}
-        for (name, reduce), size in zip(self._reduces.items(), sizes, strict=True):
+        for (name, (reduce, is_of_some)), size in zip(self._kinds.items(), sizes, strict=True):
             own, numbers = numbers[:size], numbers[size:]
-            found[name] = Total(reduce, (*own, 1.0) if reduce is Reduce.STEP_MEAN else tuple(own))
+            sums = (*own, 1.0) if reduce is Reduce.STEP_MEAN else tuple(own)
+            found[name] = Total(reduce, sums, is_of_some)
         return found
 
 

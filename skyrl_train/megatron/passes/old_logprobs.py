@@ -25,19 +25,23 @@ class OldLogprobs:
 
 
 def old_logprobs(
-    kept: OldLogprobs | None, batch: TrainBatch, policy_version: int, num_optimizer_steps: int
+    kept: OldLogprobs | None,
+    batch: TrainBatch,
+    policy_version: int,
+    num_optimizer_steps: int,
+    prox_logp_method: str = "recompute",
 ) -> Tensor | None:
     """Return the kept logprobs for an update, [T] float32.
 
-    None means that the update's own forward pass yields them: always on a stage without the output layer, and for an
-    update of one optimizer step, which computes under the weights before the update anyway.
+    None means that the update's own forward passes yield them: always on a stage without the output layer, for an
+    update of one optimizer step, which computes under the weights before the update anyway, and with "loglinear".
 
-    Raises: RuntimeError if an update of several optimizer steps finds none of its step and weights. The first step
-        changes the weights, so the later ones would be compared with a policy that is not the old one.
+    Raises: RuntimeError if an update of several optimizer steps that needs them finds none of its step and weights. The
+        first step changes the weights, so the later ones would be compared with a policy that is not the old one.
     """
     if kept is not None and (kept.step_id, kept.policy_version) == (batch.step_id, policy_version):
         return kept.values
-    if num_optimizer_steps == 1:
+    if num_optimizer_steps == 1 or prox_logp_method == "loglinear":
         return None
     found = f"those of step {kept.step_id} and version {kept.policy_version} are kept" if kept else "none are kept"
     raise RuntimeError(

@@ -278,8 +278,8 @@ def _loss(
             with_entropy=with_entropy or "entropy" in objective.needs,
             vocab_size=vocab_size,
         )
-        # Without old logprobs this is the only step of the update (old_logprobs.py): the current ones are the old ones.
-        signals.setdefault("old_logprobs", predicted.detach())
+        if "old_logprobs" not in signals:
+            signals["old_logprobs"] = objective.old_logprobs(predicted.detach(), signals)
         if "entropy" in objective.needs:
             signals["entropy"] = entropy
     if "topk_logprobs" in objective.needs:

@@ -93,6 +93,8 @@ def hugging_face(
         signals |= {name: values[start:end] for name, values in trial.teacher_signals.items()}
         if trial.teacher_topk is not None:
             signals["topk_logprobs"] = likeliest[index]
+        if objective.approximates:
+            signals["old_logprobs"] = objective.old_logprobs(logprobs.detach(), signals)
         per_sample = PerSample(torch.zeros(end - start, dtype=torch.int64), 1, mask)
         given = TokenInputs(logprobs, mask, per_sample, signals)
         if every_metric:

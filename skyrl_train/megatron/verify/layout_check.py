@@ -155,6 +155,8 @@ def _run_rank(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, tuple[Obje
     for objective in objectives:
         chosen = _selections(trial, objective, ranks, tokens, old) if objective.selections else {}
         inputs = signals | {name: of_all[tokens] for name, of_all in chosen.items()}
+        if objective.approximates:
+            inputs.pop("old_logprobs", None)
         for chunk in model.chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()

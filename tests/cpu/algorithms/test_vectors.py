@@ -23,6 +23,7 @@ from skyrl_train.algorithms.losses.value import clipped_value_loss
 from skyrl_train.algorithms.objective import Bound
 from skyrl_train.algorithms.reductions import MaxLengths, loss_weights
 from skyrl_train.algorithms.selection import MiniBatch, selected
+from skyrl_train.algorithms.staleness import loglinear
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES
 from skyrl_train.batching import build
 from skyrl_train.types import ExperienceBatch
@@ -523,6 +524,18 @@ def test_a_kl_over_the_teachers_likeliest_tokens_is_that_of_the_peers(record: di
     torch.testing.assert_close(logits.grad, gradient, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("record", "case"), records("proximal", ("proximal_loglinear",)))
+def test_interpolated_old_logprobs_are_those_of_the_peers(record: dict[str, Any], case: dict[str, Any]):
+    """The peer's current policy is one version ahead of the policy before the step in all mini-batches."""
+    batch = token_batch(case)
+    mask, versions = batch["loss_mask"].bool(), batch["versions"]
+    behind = (record["parameters"]["current_version"] - 1 - versions).int().masked_fill(versions < 0, -1)
+    found = loglinear(batch["logprobs"].double(), batch["rollout_logprobs"].double(), behind, num_steps=1)
+    expected = torch.tensor(case["outputs"]["proximal_logprobs"], dtype=torch.float64)
+    torch.testing.assert_close(found[mask], expected[mask], rtol=1e-6, atol=1e-6)
+    assert len({*behind[mask].clamp(min=0).tolist()}) > 2, "several versions"
+
+
 DISTILLATION = {*TEACHER, *TOPK, "opd_reverse_kl_estimator"}
 NOT_HERE = {
     **dict.fromkeys(
@@ -564,7 +577,7 @@ NOT_HERE = {
     ),
     "overlong_filter": "here a sample is masked that reached the length limit, there one that has no end token",
     **dict.fromkeys(("stop_properly_penalty", "zero_advantage_filter"), "a peer's own variant"),
-    **dict.fromkeys(("proximal_linear", "proximal_loglinear"), "old logprobs are computed here, not approximated"),
+    "proximal_linear": "a peer's own variant of loglinear",
 }
 
 
@@ -609,6 +622,7 @@ def test_each_record_is_compared_or_has_a_reason_not_to_be():
         *REDUCTIONS,
         *GAE,
         "value_loss",
+        "proximal_loglinear",
     }
     methods = {record["method"] for record in DATA["vectors"]}
     assert not methods - compared - NOT_HERE.keys()

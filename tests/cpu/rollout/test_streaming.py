@@ -29,6 +29,9 @@ CONFIG = [
     "generator.n_samples_per_prompt=2",
     "trainer.source=streaming",
 ]
+LOGLINEAR = "trainer.algorithm.prox_logp_method=loglinear"
+LORA = "trainer.policy.model.lora"
+KL_REWARD = ["trainer.algorithm.use_kl_loss=false", "trainer.algorithm.use_kl_in_reward=true"]
 Play = Callable[["World", Prompt, int], Awaitable[None]]
 """Waits or raises. Args: the world, the prompt, the number of rollouts of this prompt so far."""
 
@@ -345,6 +348,11 @@ def test_a_state_that_is_not_its_own_is_refused(state: dict[str, Any]):
         (["trainer.algorithm.dynamic_sampling.type=replace"], "no group needs a copy"),
         (["trainer.algorithm.corrections=[]"], "older weights, which neither regular nor a correction accounts for"),
         (["trainer.algorithm.corrections=[opsm]"], "accounts for"),
+        (["trainer.max_staleness=0", LOGLINEAR], "loglinear and no sample is stale: .* Set it to recompute"),
+        (["trainer.source=on_policy", LOGLINEAR], "loglinear and no sample is stale"),
+        ([f"{LORA}.rank=4", f"{LORA}.dropout=0.1", LOGLINEAR], "every pass would have the noise of the dropout"),
+        ([*KL_REWARD, LOGLINEAR], "the penalty needs the forward pass"),
+        (["trainer.algorithm.policy_loss_type=kl_cov", LOGLINEAR], "selects tokens by the values of a forward pass"),
     ],
 )
 def test_a_configuration_that_cannot_stream_is_refused(overrides: list[str], problem: str):

@@ -123,6 +123,21 @@ def test_old_logprobs_are_kept_where_dropout_makes_the_update_another_model(over
     assert for_selections.has_old_logprobs
 
 
+@pytest.mark.parametrize(("method", "expected"), [("recompute", True), ("loglinear", False)])
+def test_several_mini_batches_cost_a_forward_pass_unless_old_logprobs_are_interpolated(method: str, expected: bool):
+    calls: list[Any] = []
+
+    async def call(*args: Any) -> dict[str, Any]:
+        calls.append(args)
+        return {}
+
+    trainer = load_config([f"trainer.algorithm.prox_logp_method={method}"]).trainer
+    actors: Any = SimpleNamespace(keep_old_logprobs=call, for_training=lambda: asyncio.sleep(0))
+    shards: Any = SimpleNamespace(batches=[SimpleNamespace(mini_batches=[None, None])])
+    signals = asyncio.run(Scorers(trainer, actors, (), actors).score_with_policy(shards, {}))
+    assert signals.has_old_logprobs is expected is bool(calls)
+
+
 def test_a_refused_update_leaves_the_driver_as_it_was(monkeypatch: pytest.MonkeyPatch):
     """A service goes on with the same processes, and no version is spent."""
     rank = FakeRank()

@@ -43,6 +43,7 @@ def test_several_steps_without_their_old_logprobs_raise_and_one_step_needs_none(
     with pytest.raises(RuntimeError, match=f"an update of 4 optimizer steps needs the old logprobs .*{found}"):
         old_logprobs(kept, batch, version, 4)
     assert old_logprobs(kept, batch, version, 1) is None
+    assert old_logprobs(kept, batch, version, 4, "loglinear") is None, "each pass makes its own"
 
 
 def test_a_stage_without_the_output_layer_keeps_none_and_raises_for_nothing():

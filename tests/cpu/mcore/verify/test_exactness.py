@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from skyrl_train.algorithms.build import bind
+from skyrl_train.algorithms.staleness import Buckets
 from skyrl_train.algorithms.tables import CORRECTIONS, LOSSES, REDUCTIONS
 from skyrl_train.megatron.verify.hf_reference import comparable, hugging_face, load
 from skyrl_train.megatron.verify.layout_check import run_layout, run_objectives
@@ -172,14 +173,21 @@ VALUES = {
 }
 LAYOUTS = {"CP2": {"cp": 2}, "TP2 SP": {"tp": 2}, "PP2": {"pp": 2}, "DP2 EP2": {"ep": 2}}
 OWN = "a loss of the user"
+LOGLINEAR = "regular with interpolated old logprobs"
 
 
 def near_engine(family: str) -> Trial:
-    """Engines that were close to the trainer, so that weights lie on both sides of the bounds."""
+    """Engines that were close to the trainer, so that weights lie on both sides of the bounds, and up to five versions
+    behind it."""
     trial, hf, _ = reference(family)
     engine = trial.old_offsets + hf.logprobs
-    noise = 0.3 * torch.randn(engine.shape, generator=torch.Generator().manual_seed(5))
-    return replace(trial, experience=replace(trial.experience, rollout_logprobs=engine + noise))
+    generator = torch.Generator().manual_seed(5)
+    noise = 0.3 * torch.randn(engine.shape, generator=generator)
+    behind = torch.randint(-1, 6, engine.shape, generator=generator, dtype=torch.int32)
+    return replace(trial, experience=replace(trial.experience, rollout_logprobs=engine + noise, staleness=behind))
+
+
+BUCKETS = Buckets(last=2, versions_per_step=2)
 
 
 @functools.cache
@@ -189,14 +197,17 @@ def with_losses(family: str) -> dict[str, Trial]:
     functions = {**{name: LOSSES[name] for name in LOSSES}, OWN: geometric}
     bound = {name: bind(function, VALUES) for name, function in functions.items()}
     terms = {name: (replace(policy, loss=loss), *others) for name, loss in bound.items()}
-    return {name: replace(trial, objective=replace(trial.objective, terms=terms[name])) for name in bound}
+    trials = {name: replace(trial, objective=replace(trial.objective, terms=terms[name])) for name in bound}
+    third_pass = replace(trials["regular"].objective, prox_logp_method="loglinear", num_steps=2, buckets=BUCKETS)
+    return trials | {LOGLINEAR: replace(trial, objective=third_pass)}
 
 
 @functools.cache
 def with_corrections(family: str) -> dict[str, Trial]:
     trial = near_engine(family)
     bound = {name: (bind(CORRECTIONS[name], VALUES),) for name in CORRECTIONS}
-    return {name: replace(trial, objective=replace(trial.objective, corrections=bound[name])) for name in bound}
+    objective = replace(trial.objective, buckets=BUCKETS)
+    return {name: replace(trial, objective=replace(objective, corrections=bound[name])) for name in bound}
 
 
 def family_of(layout_name: str) -> str:
@@ -218,7 +229,7 @@ def hugging_face_of(trials: Callable[[str], dict[str, Trial]], family: str, name
 
 
 @pytest.mark.parametrize("layout_name", LAYOUTS)
-@pytest.mark.parametrize("loss", [*LOSSES, OWN])
+@pytest.mark.parametrize("loss", [*LOSSES, OWN, LOGLINEAR])
 def test_every_loss_has_hugging_faces_gradient_and_metrics(loss: str, layout_name: str):
     hf = hugging_face_of(with_losses, family_of(layout_name), loss)
     assert_exact(compare(comparable(outcomes_of(with_losses, layout_name)[loss], hf), hf))
