@@ -131,6 +131,6 @@ class OnPolicySource:
 
 SOURCES = {
     "on_policy": "skyrl_train.rollout.source:OnPolicySource",
-    "streaming": "skyrl_train.rollout.streaming:StreamingSource",
+    "streaming": "skyrl_train.rollout.streaming.streaming:StreamingSource",
 }
 """Name -> `module:attribute` that takes SourceParts and returns a GroupSource."""

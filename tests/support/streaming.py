@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, field
 
 from skyrl_train.rollout.admission import Ledger
-from skyrl_train.rollout.buffer import Buffer, Ticket
+from skyrl_train.rollout.streaming.buffer import Buffer, Ticket
 
 Prompts = Buffer[int]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.rollout.buffer import Buffer, Ticket
+from skyrl_train.rollout.streaming.buffer import Buffer, Ticket
 from tests.support.streaming import Prompts, Simulation
 
 BOUNDS = [(bound, depth) for bound in range(5) for depth in range(bound + 1)]

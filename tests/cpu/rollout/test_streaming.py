@@ -16,7 +16,7 @@ from skyrl_train.rollout.admission import Ledger, TooManyFailures
 from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.contract import Engines
 from skyrl_train.rollout.source import OnPolicySource, SourceParts
-from skyrl_train.rollout.streaming import NoProgress, StreamingSource
+from skyrl_train.rollout.streaming.streaming import NoProgress, StreamingSource
 from skyrl_train.rollout.trace import Trace
 from skyrl_train.tracking.console import staleness_cells
 from skyrl_train.tracking.timers import Timers

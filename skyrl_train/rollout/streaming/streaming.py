@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from skyrl_train.data.order import Order
 from skyrl_train.rollout.admission import Admission
-from skyrl_train.rollout.buffer import Buffer, Finished, Ticket
-from skyrl_train.rollout.metrics import StreamMetrics
 from skyrl_train.rollout.seeds import seed
 from skyrl_train.rollout.shaping import Shaping, has_signal
 from skyrl_train.rollout.source import SourceParts, SourceState
+from skyrl_train.rollout.streaming.buffer import Buffer, Finished, Ticket
+from skyrl_train.rollout.streaming.measures import StreamMetrics
 from skyrl_train.types import Group, Metrics, Prompt, Sample
 
 log = logging.getLogger(__name__)
