@@ -138,7 +138,7 @@ class Run(ABC, Generic[C, P]):
             self._loop.run_folder = HeldFolder(run_dir.path, "trainer.run_dir", RECORD)
             at_end.callback(self._loop.run_folder.close)
             if self.checkpoint is not None:
-                self._loop.resume(self.checkpoint.state)
+                self._loop.resume(self.checkpoint.state, self.checkpoint.groups)
             await self._loop.train()
 
     def _introduce(self, run_dir: RunDir) -> None:

@@ -83,6 +83,11 @@ class Admission:
         self._num_failed_groups = 0
         self._filters, self._num_filtered = filters, 0
 
+    @property
+    def failures(self) -> Sequence[Failure]:
+        """Failed rollouts of the step."""
+        return self._failures
+
     def begin(self, num_rollouts: int) -> None:
         """Begin a step of `num_rollouts` rollouts, and count failures from 0."""
         self._num_rollouts, self._failures, self._num_failed_groups = num_rollouts, [], 0

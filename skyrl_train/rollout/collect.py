@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from skyrl_train.rollout.admission import Admission, Failure
-from skyrl_train.rollout.contract import Engines, Rollout
+from skyrl_train.rollout.contract import Engines, Requests, Rollout
 from skyrl_train.rollout.seeds import seeded
 from skyrl_train.types import Group, Prompt, Sample, SamplingParams
 
@@ -34,6 +34,11 @@ class Collector:
     def __init__(self, rollout: Rollout, engines: Engines) -> None:
         self._rollout, self._engines = rollout, engines
 
+    @property
+    def requests(self) -> Requests:
+        """Requests of all rollouts that the engines have not answered."""
+        return self._engines.requests
+
     async def collect(
         self,
         prompts: Sequence[Prompt],
@@ -55,7 +60,7 @@ class Collector:
         try:
             results = await _all_or_first_error(
                 [
-                    self._result(prompt, seeded(own, prompt.uid, index), progress, admission)
+                    (task_name(prompt), self._result(prompt, seeded(own, prompt.uid, index), progress, admission))
                     for prompt in prompts
                     for index, own in enumerate(params)
                 ]
@@ -97,11 +102,19 @@ def _samples(made: object) -> list[Sample]:
     return samples
 
 
-async def _all_or_first_error(calls: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Unlike asyncio.TaskGroup, raise the first error itself, not an ExceptionGroup with those that followed."""
+def task_name(prompt: Prompt) -> str:
+    """Name of the tasks in which the prompt's rollouts run."""
+    return f"prompt {prompt.uid}"
+
+
+async def _all_or_first_error(calls: Sequence[tuple[str, Coroutine[Any, Any, Result]]]) -> list[Result]:
+    """Unlike asyncio.TaskGroup, raise the first error itself, not an ExceptionGroup with those that followed.
+
+    Args: calls: names and coroutines of the tasks.
+    """
     if not calls:
         return []
-    tasks = [asyncio.ensure_future(call) for call in calls]
+    tasks = [asyncio.create_task(call, name=name) for name, call in calls]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         return [task.result() for task in tasks if task in done]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,31 @@ class GenerationAborted(RuntimeError):
 
 MAX_ABORTS = 8
 """Aborts in a row without a token after which a generation is given up."""
+
+
+class Requests:
+    """Requests of all rollouts that the engines have not answered."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._sent_s = clock, dict[object, float]()
+
+    def __len__(self) -> int:
+        return len(self._sent_s)
+
+    @property
+    def oldest_s(self) -> float:
+        """Seconds since the oldest was sent; 0 without any."""
+        return self._clock() - min(self._sent_s.values(), default=self._clock())
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count a request as waiting during the body."""
+        key = object()
+        self._sent_s[key] = self._clock()
+        try:
+            yield
+        finally:
+            del self._sent_s[key]
 
 
 class Engines:
@@ -51,6 +78,8 @@ class Engines:
         """`generator.max_turns`, for rollouts that have turns."""
         self._config = config
         self._num_requests = 0
+        self.requests = Requests()
+        """Shared by all rollouts."""
         self.error: Exception | None = None
         """Error of the engines themselves, which ends the run and not just the rollout."""
 
@@ -83,7 +112,8 @@ class Engines:
             )
         number, self._num_requests = self._num_requests, self._num_requests + 1
         try:
-            parts = await self._parts(prompt_token_ids, seeded(sampling_params, number), route_key)
+            with self.requests.waiting():
+                parts = await self._parts(prompt_token_ids, seeded(sampling_params, number), route_key)
         except Exception as error:
             self.error = error
             raise

@@ -10,6 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+WORKER_NAME = "skyrl-env"
+"""Name of the threads."""
+
 
 class CallTimeout(TimeoutError):
     """A call of an environment ran for too long; its thread is abandoned."""
@@ -31,7 +34,7 @@ class _Worker(threading.Thread):
     """Runs calls from the queue until it receives None or is abandoned."""
 
     def __init__(self, calls: queue.SimpleQueue[_Call | None], report: Callable[[_Call], None]) -> None:
-        super().__init__(daemon=True, name="skyrl-env")
+        super().__init__(daemon=True, name=WORKER_NAME)
         self._calls = calls
         self._report = report
         self.current: _Call | None = None

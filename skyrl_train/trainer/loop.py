@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.ranks.critic_group import CriticGroup
@@ -17,7 +18,7 @@ from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.from_config import settings_of
 from skyrl_train.trainer.problems import Problems, SkippedUpdates
-from skyrl_train.trainer.run_state import CRITIC, Checkpoints, RunState
+from skyrl_train.trainer.run_state import CRITIC, Checkpoints, RunState, write_groups
 from skyrl_train.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,17 @@ class Resumable(Protocol):
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue after a saved state. Raises: ValueError for one that does not fit."""
+
+
+@runtime_checkable
+class HoldsGroups(Protocol):
+    """A source whose finished groups checkpoints keep."""
+
+    def snapshot(self) -> tuple[dict[str, Any], bytes]:
+        """Its state, and its finished groups."""
+
+    def restore(self, state: dict[str, Any], data: bytes) -> None:
+        """Continue after a snapshot. Raises: ValueError for one that does not fit."""
 
 
 class Loop(ABC):
@@ -91,9 +103,15 @@ class Loop(ABC):
         """Weights that controllers have changed, for checkpoints."""
         return {}
 
-    def resume(self, state: RunState) -> None:
-        """Begin `train` with the step after this state, which the policy has loaded already."""
-        self._source.resume(state.source)
+    def resume(self, state: RunState, groups: bytes = b"") -> None:
+        """Begin `train` with the step after this state, which the policy has loaded already.
+
+        Args: groups: finished groups of the checkpoint, if there are any.
+        """
+        if groups and isinstance(self._source, HoldsGroups):
+            self._source.restore(state.source, groups)
+        else:
+            self._source.resume(state.source)
         self.global_step = self._saved_step = state.global_step
         self._pending = state.pending
 
@@ -192,11 +210,12 @@ class Loop(ABC):
         self._note_folders()  # before deleted folders are created again for the checkpoint
         with self._timers("save_checkpoints"):
             await self.load_policy()
+            source, groups = self._source_state()
             state = RunState(
                 global_step=step,
                 policy_version=self._policy.num_steps,
                 pending=self._pending,
-                source=dict(self._source.state),
+                source=source,
                 num_ranks=config.placement.num_policy_ranks,
                 settings=settings_of(config),
                 run_id=self.run_id,
@@ -206,16 +225,23 @@ class Loop(ABC):
             folder = self._checkpoints.folder(step)
             try:
                 self._checkpoints.begin(folder)
+                groups_sum = await asyncio.to_thread(write_groups, folder, groups)
                 sums, critic_sums = await self._policy.copy_state(str(folder)), []
                 if self._critic is not None:
                     await self.load_critic()
                     critic_sums = await self._critic.copy_state(str(folder / CRITIC))
-                self._checkpoints.finish(folder, state, sums, critic_sums)
+                self._checkpoints.finish(folder, state, sums, critic_sums, groups_sum)
                 self._saved_step = step
             except (OSError, RemoteFailed) as error:
                 await self._require_idle(error)
                 self._report_unwritten(f"the checkpoint of step {step}", error)
                 self._checkpoints.discard(folder)
+
+    def _source_state(self) -> tuple[dict[str, Any], bytes]:
+        """State of the source, and its finished groups, taken at once: others may finish while files are written."""
+        if isinstance(self._source, HoldsGroups):
+            return self._source.snapshot()
+        return dict(self._source.state), b""
 
     async def _require_idle(self, error: Exception) -> None:
         """Raises: the error, unless all ranks respond within the timeout; those that did not fail may still write."""

@@ -1,8 +1,8 @@
 """State of a run between two steps, and the checkpoints from which another process resumes it.
 
-`CKPT_PATH/global_step_N` holds a file of each policy rank (residency/state.py), those of critic ranks in a folder, and
-checkpoint.json, written last, with
-size and digest of those files and its own digest. Until then the record is a draft: a folder with neither is damaged,
+`CKPT_PATH/global_step_N` holds a file of each policy rank (residency/state.py), those of critic ranks in a folder, the
+finished groups of the source if it holds any, and checkpoint.json, written last, with size and digest of those files
+and its own digest. Until then the record is a draft: a folder with neither is damaged,
 not unfinished. On several nodes CKPT_PATH must be a shared folder. The driver verifies every digest before it starts a
 process.
 """
@@ -30,6 +30,8 @@ DRAFT = f".{RECORD}.draft"
 """Name of the record while a checkpoint is written or removed."""
 CRITIC = "critic"
 """Folder of the files of critic ranks."""
+GROUPS = "groups.safetensors"
+"""Finished groups that wait to be trained."""
 FORMAT = 2
 """2 added digests; without them nothing can be verified, so format 1 is refused."""
 
@@ -72,6 +74,11 @@ class Checkpoint:
             raise ValueError(f"{self.folder} is damaged: {'; '.join(problems)}")
         seconds = time.perf_counter() - started
         log.info("%s is intact: %.2f GB verified in %.1f s", self.folder, num_bytes / 1e9, seconds)
+
+    @property
+    def groups(self) -> bytes:
+        """Finished groups of the source; empty if it held none. Raises: OSError."""
+        return (self.folder / GROUPS).read_bytes() if GROUPS in self.files else b""
 
     @property
     def saved(self) -> SavedState:
@@ -185,15 +192,21 @@ class Checkpoints:
         (folder / DRAFT).touch()
 
     def finish(
-        self, folder: Path, state: RunState, sums: Sequence[FileSum], critic_sums: Sequence[FileSum] = ()
+        self,
+        folder: Path,
+        state: RunState,
+        sums: Sequence[FileSum],
+        critic_sums: Sequence[FileSum] = (),
+        groups: FileSum | None = None,
     ) -> None:
         """Write the record, read the checkpoint again, and only then remove the oldest beyond the number to keep.
 
-        Args: sums: of each policy rank's file; critic_sums: of each critic rank's.
+        Args: sums: of each policy rank's file; critic_sums: of each critic rank's; groups: of GROUPS.
         Raises: OSError, also if a rank wrote its file to a folder that this process does not see.
         """
         files = {f"rank_{rank}.pt": file for rank, file in enumerate(sums)}
         files |= {f"{CRITIC}/rank_{rank}.pt": file for rank, file in enumerate(critic_sums)}
+        files |= {} if groups is None else {GROUPS: groups}
         if problems := size_problems(folder, files):
             raise OSError(f"{folder}: {'; '.join(problems)}. trainer.ckpt_path must be one folder for all nodes")
         others = self.all()
@@ -238,6 +251,14 @@ class Checkpoints:
         return [path for path in self.path.glob("global_step_*") if path.is_dir()]
 
 
+def write_groups(folder: Path, data: bytes) -> FileSum | None:
+    """Write the finished groups of a checkpoint, if there are any. Raises: OSError."""
+    if not data:
+        return None
+    (folder / GROUPS).write_bytes(data)
+    return sum_of(folder / GROUPS, durable=True)
+
+
 def _is_unfinished(folder: Path) -> bool:
     """Whether a process died while it wrote or removed the checkpoint."""
     return (folder / DRAFT).exists() and not (folder / RECORD).exists()
@@ -266,7 +287,7 @@ def _remove(folder: Path) -> None:
     if (folder / RECORD).exists():
         (folder / RECORD).replace(folder / DRAFT)
     for states in (folder, folder / CRITIC):
-        for file in (*states.glob("rank_*.pt"), *states.glob("rank_*.tmp"), states / DRAFT):
+        for file in (*states.glob("rank_*.pt"), *states.glob("rank_*.tmp"), states / GROUPS, states / DRAFT):
             file.unlink(missing_ok=True)
     if (folder / CRITIC).is_dir() and not any((folder / CRITIC).iterdir()):
         (folder / CRITIC).rmdir()

@@ -57,8 +57,8 @@ class Trainer(Loop):
     def coefficients(self) -> dict[str, float]:
         return self._parts.step.coefficients.state
 
-    def resume(self, state: RunState) -> None:
-        super().resume(state)
+    def resume(self, state: RunState, groups: bytes = b"") -> None:
+        super().resume(state, groups)
         self._parts.step.coefficients.resume(state.coefficients)
 
     async def load_weights(self) -> None:

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, field
 
 from skyrl_train.rollout.admission import Ledger
-from skyrl_train.rollout.streaming.buffer import Buffer, Ticket
+from skyrl_train.rollout.streaming.buffer import Buffer, Finished, Ticket
 
 Prompts = Buffer[int]
 
@@ -40,6 +40,8 @@ class Simulation:
         self.process = 0
         self.prompts: dict[int, int] = {}
         """Ticket number -> prompt, of running groups."""
+        self.started: dict[int, int] = {}
+        """Prompt -> step in which its group started last, kept apart from the tickets."""
         self.next_prompt = 0
         self.trained: set[int] = set()
         self.lost: set[int] = set()
@@ -62,7 +64,7 @@ class Simulation:
         numbers = [finished.ticket.number for finished in batch]
         assert numbers == sorted(numbers), "the order of the tickets is that of the batch"
         for finished in batch:
-            staleness = self.buffer.step - finished.ticket.step
+            staleness = self.buffer.step - self.started[finished.item]
             assert 0 <= staleness <= self.max_staleness, f"staleness {staleness}: {self.buffer}"
             assert finished.item not in self.trained, "a group was trained twice"
             self.max_seen = max(self.max_seen, staleness)
@@ -110,7 +112,7 @@ class Simulation:
             ticket = self.buffer.submit()
             prompt = pending.pop(0) if pending else self.next_prompt
             self.next_prompt += prompt == self.next_prompt
-            self.prompts[ticket.number] = prompt
+            self.prompts[ticket.number], self.started[prompt] = prompt, self.buffer.step
             self.send(ticket.number)
         assert not pending, "what was in flight fits again"
 
@@ -136,21 +138,21 @@ class Simulation:
             self.send(number)
 
     def restart(self) -> None:
-        tickets = self.buffer.untrained
-        pending = [self.prompt_of(ticket) for ticket in tickets]
-        self.ledger.generated -= self.ledger.waiting
-        self.ledger.waiting = 0
+        """Finished groups are restored, and those that ran start again."""
+        ready = [self.buffer.ready[number] for number in sorted(self.buffer.ready)]
+        running = [self.prompts[number] for number in sorted(self.buffer.running)]
         self.process += 1
         self.events, self.prompts = [], {}
         self.buffer = self._new_buffer(self.buffer.step)
-        self.fill(self.resumed(pending))
+        left_out = self.buffer.restore([(each.ticket.step, each.step, each.item) for each in self.restored(ready)])
+        assert left_out == 0, "the bound is that of before the restart"
+        self.fill(self.resumed(running))
+
+    def restored(self, ready: list[Finished[int]]) -> list[Finished[int]]:
+        return ready
 
     def resumed(self, pending: list[int]) -> list[int]:
         return pending
-
-    def prompt_of(self, ticket: Ticket) -> int:
-        ready = self.buffer.ready.get(ticket.number)
-        return self.prompts[ticket.number] if ready is None else ready.item
 
     def _new_buffer(self, step: int) -> Prompts:
         return self.kind(self.size, self.max_staleness, self.depth, step=step)

@@ -109,6 +109,27 @@ class Buffer(Generic[Item]):
             self.num_in_training = 0
             self.step += 1
 
+    def restore(self, finished: Sequence[tuple[int, int, Item]]) -> int:
+        """Begin with groups that were finished before a restart: (`Ticket.step`, `Finished.step`, item), oldest first.
+
+        Returns: how many of the oldest ones are left out, because they cannot be trained in time; 0 unless
+            `max_staleness` is lower than before the restart.
+        """
+        assert self._next_number == 0, "groups have started already"
+        steps = [started for started, _, _ in finished]
+        left_out = next(first for first in range(len(steps) + 1) if self._can_be_trained(steps[first:]))
+        for started, ended, item in finished[left_out:]:
+            ticket = Ticket(self._next_number, started)
+            self._next_number += 1
+            self.ready[ticket.number] = Finished(ticket, item, ended)
+        return left_out
+
+    def _can_be_trained(self, steps: Sequence[int]) -> bool:
+        """Whether groups that started at these steps can all be trained within the bound, from the next step on."""
+        oldest = self.step - self.max_staleness
+        due = [sum(started <= oldest + j for started in steps) for j in range(self.max_staleness + 1)]
+        return min(steps, default=oldest) >= oldest and all(n <= (j + 1) * self.size for j, n in enumerate(due))
+
     @property
     def untrained(self) -> list[Ticket]:
         """Tickets of running and ready groups, oldest first."""

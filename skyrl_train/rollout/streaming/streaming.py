@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from skyrl_train.data.order import Order
-from skyrl_train.rollout.admission import Admission
+from skyrl_train.rollout.admission import Admission, Ledger
+from skyrl_train.rollout.collect import task_name
 from skyrl_train.rollout.seeds import seed
 from skyrl_train.rollout.shaping import Shaping, has_signal
 from skyrl_train.rollout.source import SourceParts, SourceState
 from skyrl_train.rollout.streaming.buffer import Buffer, Finished, Ticket
 from skyrl_train.rollout.streaming.measures import StreamMetrics
+from skyrl_train.rollout.streaming.saved_groups import SavedGroup, from_bytes, to_bytes
+from skyrl_train.rollout.streaming.watchdog import SHOWN, NoProgress, Situation, deadline_s, stacks
 from skyrl_train.types import Group, Metrics, Prompt, Sample
 
 log = logging.getLogger(__name__)
 
 NUM_ATTEMPTS = 2
 """A failed rollout is repeated once, in a new environment and with the same seed."""
-SHOWN_GROUPS = 4
-
-
-class NoProgress(RuntimeError):
-    """No rollout ended for longer than its deadlines allow."""
 
 
 @dataclass(slots=True)
@@ -77,7 +74,7 @@ class StreamingSource:
         """A rollout or a group has ended since it was cleared."""
         self._error: BaseException | None = None
         self._metrics = StreamMetrics()
-        self._deadline_s = _deadline_s(parts)
+        self._deadline_s = deadline_s(parts.config, NUM_ATTEMPTS)
         self._warn_of_queues()
 
     async def next(self) -> list[Group]:
@@ -107,21 +104,72 @@ class StreamingSource:
 
     @property
     def state(self) -> SourceState:
-        """The order, the next step, and the rows of groups that were started and not trained; they start again."""
-        waiting = [self._groups[ticket.number] for ticket in self._buffer.untrained]
+        """The order, the next step, the ledger, and the rows of groups that were started and not trained."""
+        return self._state(self._buffer.untrained)
+
+    def snapshot(self) -> tuple[SourceState, bytes]:
+        """`state` without the rows of finished groups, and these groups as bytes, for `restore`."""
+        ready = [self._buffer.ready[number] for number in sorted(self._buffer.ready)]
+        if not ready:
+            return self.state, b""
+        groups = [SavedGroup(f.item, self._groups[f.ticket.number].epoch, f.ticket.step, f.step) for f in ready]
+        try:
+            data = to_bytes(groups)
+        except TypeError as error:
+            log.warning("finished groups are not in the checkpoint, a resumed run generates them again: %s", error)
+            return self.state, b""
+        versions = {version for saved in groups for s in saved.group.samples for version, _ in s.version_spans}
+        steps = [(version, step) for version, step in self._metrics.steps.items() if version in versions]
+        running = sorted(self._buffer.running.values(), key=lambda ticket: ticket.number)
+        return self._state(running) | {"steps": steps, "policy_version": self._parts.policy_version()}, data
+
+    def _state(self, tickets: Sequence[Ticket]) -> SourceState:
+        waiting = [self._groups[ticket.number] for ticket in tickets]
         rows = [(group.prompt, group.epoch) for group in waiting] + list(self._drawn)
         return {
             "order": self._order.state,
             "step": self._buffer.step + (self._buffer.num_in_training > 0),
             "pending": [[prompt.uid, epoch] for prompt, epoch in rows],
+            "ledger": asdict(self._admission.ledger),
         }
 
     def resume(self, state: SourceState) -> None:
-        """Raises: ValueError for the state of another source, or of other rows."""
+        """Start the rows of the state again, before new ones.
+
+        Raises: ValueError for the state of another source, or of other rows.
+        """
+        self.restore(state, b"")
+
+    def restore(self, state: SourceState, data: bytes) -> None:
+        """Continue after a `snapshot`: its finished groups are trained first, and its rows start again.
+
+        Raises: like `resume`; ValueError for groups that cannot be read.
+        """
         self._order.resume(state.get("order", {}))
         rows = {prompt.uid: prompt for prompt in self._parts.prompts}
-        self._drawn.extend((rows[uid], epoch) for uid, epoch in state["pending"])
         self._buffer = self._new_buffer(state["step"])
+        pending = [(rows[uid], epoch) for uid, epoch in state["pending"]]
+        self._drawn.extend(self._restore_groups(state, data, rows) + pending if data else pending)
+        done = {name: count for name, count in state.get("ledger", {}).items() if name not in ("generated", "waiting")}
+        num_ready = len(self._buffer.ready)
+        self._admission.ledger = Ledger(sum(done.values()) + num_ready, num_ready, **done)
+        self._admission.ledger.check()
+
+    def _restore_groups(self, state: SourceState, data: bytes, rows: dict[str, Prompt]) -> list[tuple[Prompt, int]]:
+        """Rows of finished groups that this run cannot use. Raises: ValueError."""
+        newer = self._parts.policy_version() - state["policy_version"]
+        self._metrics.steps |= {version + newer: step for version, step in state["steps"]}
+        saved = from_bytes(data, rows, newer)
+        left_out = self._buffer.restore([(each.started, each.finished, each.group) for each in saved])
+        if left_out:
+            log.warning(
+                "%d finished groups of the checkpoint are too old for trainer.max_staleness=%d and are generated again",
+                left_out,
+                self._bound,
+            )
+        for number, each in enumerate(saved[left_out:]):
+            self._groups[number] = _Running(each.group.prompt, each.epoch, self._note_end)
+        return [(each.group.prompt, each.epoch) for each in saved[:left_out]]
 
     async def close(self) -> None:
         """Cancel the rollouts that run."""
@@ -213,25 +261,24 @@ class StreamingSource:
             self._parts.progress.stop()
 
     def _no_progress(self) -> NoProgress:
-        """Names what the step waits for; the stacks of these rollouts go to the log."""
-        awaited = self._buffer.awaited
-        texts = []
-        for ticket in awaited[:SHOWN_GROUPS]:
-            group, stack = self._groups[ticket.number], io.StringIO()
-            texts.append(
+        """Names what the step waits for and why; the stacks of these rollouts go to the log."""
+        awaited = [(ticket, self._groups[ticket.number]) for ticket in self._buffer.awaited]
+        log.error("no rollout ends. %s", stacks(task_name(group.prompt) for _, group in awaited[:SHOWN]))
+        requests = self._parts.collector.requests
+        return Situation(
+            phases=self._parts.timers.open_s,
+            num_running=len(self._buffer.running),
+            num_ready=len(self._buffer.ready),
+            num_requests=len(requests),
+            oldest_request_s=requests.oldest_s,
+            step=self._buffer.step + 1,
+            awaited=[
                 f"prompt {group.prompt.uid} ({group.num_ended} of {self._n_samples} rollouts ended, started in step "
                 f"{ticket.step + 1})"
-            )
-            if group.task is not None:
-                group.task.print_stack(file=stack)
-            log.error("prompt %s does not end: %s", group.prompt.uid, stack.getvalue())
-        more = f" and {len(awaited) - len(texts)} more" if len(awaited) > len(texts) else ""
-        return NoProgress(
-            f"no rollout ended for {self._deadline_s:g} s, longer than all turns of one may take. Step "
-            f"{self._buffer.step + 1} waits for {', '.join(texts)}{more}; {len(self._buffer.running)} groups run and "
-            f"{len(self._buffer.ready)} are ready. Look for a rollout or environment that never returns (the log has "
-            "the stacks), or raise trainer.timeout_s"
-        )
+                for ticket, group in awaited
+            ],
+            failures=[str(failure) for failure in self._admission.failures],
+        ).error(self._deadline_s)
 
     def _note_end(self, sample: Sample) -> None:
         self._parts.progress.advance(sample)
@@ -251,10 +298,3 @@ class StreamingSource:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
-
-
-def _deadline_s(parts: SourceParts) -> float:
-    """Seconds in which a rollout ends, or one of its calls fails at its own deadline."""
-    trainer, generator = parts.config.trainer, parts.config.generator
-    turn_s = trainer.timeout_s + parts.config.environment.step_timeout_s
-    return NUM_ATTEMPTS * generator.max_turns * turn_s + generator.weight_sync_timeout_s

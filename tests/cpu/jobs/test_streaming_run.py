@@ -63,7 +63,8 @@ def test_a_run_survives_an_engine_and_its_driver_and_trains_each_row_once(world:
     assert "restarting engine-0" in job.output, job.output
     (record,) = run_dir.glob("checkpoints/global_step_*/checkpoint.json")
     saved = json.loads(record.read_text())["state"]["source"]
-    assert len(saved["pending"]) == 8 and saved["order"]["position"] == 8 * saved["step"] + 8
+    assert len(saved["pending"]) + saved["ledger"]["waiting"] == 8
+    assert saved["order"]["position"] == 8 * saved["step"] + 8
     never = {"DEADLY_CALL": "-1", "DEADLY_LOG": ""}
     code, resumed = run_to_end(world, *own, "trainer.resume_mode=latest", environment=never)
     assert code == 0, resumed.story()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.rollout.streaming.buffer import Buffer, Ticket
+from skyrl_train.rollout.streaming.buffer import Buffer, Finished, Ticket
 from tests.support.streaming import Prompts, Simulation
 
 BOUNDS = [(bound, depth) for bound in range(5) for depth in range(bound + 1)]
@@ -72,6 +72,16 @@ def test_a_straggler_is_named_when_the_next_step_waits_for_it():
     assert batch is not None and batch[0].ticket == tickets[0]
 
 
+def test_finished_groups_that_are_too_old_for_a_lower_bound_are_left_out():
+    finished = [(3, 3, 10), (3, 4, 11), (4, 4, 12), (4, 4, 13)]
+    for bound, left_out in [(2, 0), (1, 0), (0, 2)]:
+        buffer = Prompts(2, bound, 0, step=4)
+        assert buffer.restore(finished) == left_out, bound
+        assert [each.item for each in buffer.ready.values()] == [10, 11, 12, 13][left_out:]
+    crowded = Prompts(2, 1, 0, step=4)
+    assert crowded.restore([(3, 3, n) for n in range(5)]) == 3, "two of them fit into the step in which they are due"
+
+
 @pytest.mark.parametrize(("size", "bound", "depth"), [(0, 1, 1), (2, 1, 2), (2, -1, 0), (2, 1, -1)])
 def test_bounds_that_cannot_fill_a_step_are_refused(size: int, bound: int, depth: int):
     with pytest.raises(ValueError, match="cannot fill a step"):
@@ -120,6 +130,11 @@ class DropsOnResume(Simulation):
         return []
 
 
+class DropsFinishedGroupsOnResume(Simulation):
+    def restored(self, ready: list[Finished[int]]) -> list[Finished[int]]:
+        return []
+
+
 class CountsTheTrainedOnResume(Simulation):
     """Groups of before the restart count as accepted, so fewer are admitted after it."""
 
@@ -147,6 +162,7 @@ class AbortsDuringAPause(Simulation):
         (WaitsForTheDueAlone, Simulation),
         (Buffer, ForgetsFailedGroups),
         (Buffer, DropsOnResume),
+        (Buffer, DropsFinishedGroupsOnResume),
         (Buffer, CountsTheTrainedOnResume),
         (Buffer, AbortsDuringAPause),
     ],
@@ -155,4 +171,4 @@ class AbortsDuringAPause(Simulation):
 def test_bugs_of_other_frameworks_are_found(kind: type[Prompts], simulation: type[Simulation], bound: int):
     planted = simulation(4, bound, bound, 1, failed_share=0.2, restart_share=0.05, death_share=0.1, kind=kind)
     with pytest.raises((AssertionError, RuntimeError)):
-        planted.run(300)
+        planted.run(1000)

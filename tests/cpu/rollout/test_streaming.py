@@ -6,9 +6,12 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from skyrl_train.checks.rl import check
 from skyrl_train.config import ConfigError, load_config
@@ -16,12 +19,14 @@ from skyrl_train.rollout.admission import Ledger, TooManyFailures
 from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.contract import Engines
 from skyrl_train.rollout.source import OnPolicySource, SourceParts
-from skyrl_train.rollout.streaming.streaming import NoProgress, StreamingSource
+from skyrl_train.rollout.streaming.saved_groups import SavedGroup, from_bytes, to_bytes
+from skyrl_train.rollout.streaming.streaming import StreamingSource
+from skyrl_train.rollout.streaming.watchdog import NoProgress
 from skyrl_train.rollout.trace import Trace
 from skyrl_train.tracking.console import staleness_cells
 from skyrl_train.tracking.timers import Timers
-from skyrl_train.types import Generation, Group, Prompt, Sample, SamplingParams
-from tests.support.rollouts import Quiet, engines_of, prompt
+from skyrl_train.types import UNKNOWN_VERSION, Generation, Group, Prompt, Sample, SamplingParams
+from tests.support.rollouts import Quiet, engines_of, prompt, sample
 
 CONFIG = [
     "trainer.train_batch_size=4",
@@ -306,30 +311,145 @@ def test_a_rollout_that_never_ends_is_named():
     asyncio.run(main())
 
 
+async def leg(
+    number: int, saved: tuple[Any, bytes] | None, *overrides: str, play: Play = slowly, **kwargs: Any
+) -> tuple[World, list[list[Group]], tuple[Any, bytes]]:
+    """Some steps of a run from a checkpoint; it is then killed."""
+    world = World("trainer.max_staleness=3", "trainer.pipeline_depth=2", *overrides, play=play, num_rows=80, **kwargs)
+    if saved is not None:
+        world.version = saved[0].get("policy_version", 2 * saved[0]["step"])
+        world.source.restore(*saved)
+    steps = [await world.step(update_s=0.002) for _ in range(number)]
+    state, groups = world.source.snapshot()
+    await world.source.close()
+    return world, steps, (json.loads(json.dumps(state)), groups)
+
+
 def test_a_resumed_run_repeats_and_skips_nothing():
-    """Killed after each of several steps: rows in flight start again, the others follow in their order."""
+    """Killed after each of several steps: finished groups are trained first, as they were; rows in flight start again,
+    and the others follow in their order."""
 
     async def main() -> None:
-        async def run(number: int, state: Any) -> tuple[list[list[str]], Any]:
-            world = World("trainer.max_staleness=3", "trainer.pipeline_depth=2", play=slowly, num_rows=80)
-            if state is not None:
-                world.source.resume(state)
-            steps = await world.steps(number, update_s=0.002)
-            saved = json.loads(json.dumps(world.source.state))
-            await world.source.close()
-            return steps, saved
-
-        trained: list[str] = []
-        state = None
+        trained, ready, saved, generated = list[str](), list[Group](), None, 0
         for number in (1, 2, 3, 1, 3):
-            steps, state = await run(number, state)
-            trained += [uid for step in steps for uid in step]
-            pending = [uid for uid, _ in state["pending"]]
-            assert state["step"] * 4 == len(trained) and len(pending) == 8
-            drawn = trained + pending
+            world, steps, saved = await leg(number, saved)
+            trained += [uid for step in steps for uid in uids(step)]
+            first = [group for step in steps for group in step][: len(ready)]
+            assert uids(first) == uids(ready)[: len(first)]
+            for before, after in zip(ready, first, strict=False):
+                assert before.prompt is not after.prompt and before.prompt == after.prompt
+                assert_equal(before, after)
+            ready = [each.item for _, each in sorted(world.source._buffer.ready.items())]
+            state = saved[0]
+            drawn = trained + uids(ready) + [uid for uid, _ in state["pending"]]
+            assert state["step"] * 4 == len(trained) and len(drawn) - len(trained) == 8
             assert len(set(drawn)) == len(drawn) == state["order"]["position"], "each row of the epoch once"
+            assert state["ledger"] == {
+                "generated": len(trained) + len(ready), "waiting": len(ready), "trained": len(trained),
+                "filtered": 0, "failed": 0,
+            }  # fmt: skip
+            generated += sum(world.calls.values())
+        assert ready, "something has waited"
+        assert 2 * len(trained) <= generated < 2 * (len(trained) + 8 * 5), "what waited was not generated again"
 
     asyncio.run(main())
+
+
+def assert_equal(before: Group, after: Group) -> None:
+    for one, other in zip((*before.samples, *before.greedy), (*after.samples, *after.greedy), strict=True):
+        for name in (field.name for field in fields(Sample)):
+            mine, theirs = getattr(one, name), getattr(other, name)
+            if isinstance(mine, torch.Tensor):
+                assert mine.dtype == theirs.dtype
+                mine, theirs = mine.tolist(), theirs.tolist()
+            assert mine == theirs, name
+
+
+def test_a_saved_group_is_the_group_bit_for_bit():
+    trace = Trace()
+    trace.read([4, 2**31 - 1], [{"role": "user", "content": "ä\n"}])
+    trace.write(Generation([6, 7], [-0.1, -1e-30], "6", "stop", 3, ((3, 1), (5, 1))))
+    trace.add_reward(0.1 + 0.2, {"style": 1 / 3})
+    sample = trace.to_sample({"turns": np.float64(0.1), "won": True, "tool": "cat"})
+    unknown = replace(sample, policy_version=UNKNOWN_VERSION, version_spans=())
+    group = Group(prompt("3"), (sample, unknown), (sample,))
+    data = to_bytes([SavedGroup(group, epoch=2, started=5, finished=6)] * 2)
+    prompts = {"3": prompt("3")}
+    (read, _) = from_bytes(data, prompts)
+    assert_equal(group, read.group)
+    assert (read.epoch, read.started, read.finished, read.group.prompt) == (2, 5, 6, prompts["3"])
+    (shifted, _) = from_bytes(data, prompts, newer=-2)
+    assert [s.policy_version for s in shifted.group.samples] == [1, UNKNOWN_VERSION]
+    assert shifted.group.samples[0].version_spans == ((1, 1), (3, 1))
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-3], lambda data: b"", lambda data: data[:8] + b"x" + data[9:]])
+def test_saved_groups_that_cannot_be_read_say_what_to_do(damage: Callable[[bytes], bytes]):
+    group = Group(prompt("3"), (sample(1.0), sample(0.0)))
+    data = to_bytes([SavedGroup(group, 0, 0, 0)])
+    with pytest.raises(ValueError, match=r"cannot be read \(.*Resume from another checkpoint"):
+        from_bytes(damage(data), {"3": prompt("3")})
+    with pytest.raises(ValueError, match=r"KeyError: '3'.*with the data .* that wrote it"):
+        from_bytes(data, {})
+
+
+def test_environment_metrics_that_are_not_json_are_generated_again(caplog: pytest.LogCaptureFixture):
+    async def main() -> None:
+        world = World()
+        await world.step()
+        for number, each in world.source._buffer.ready.items():
+            samples = tuple(replace(one, env_metrics={"tool": object()}) for one in each.item.samples)
+            world.source._buffer.ready[number] = replace(each, item=replace(each.item, samples=samples))
+        state, data = world.source.snapshot()
+        await world.source.close()
+        assert data == b"" and len(state["pending"]) == 4 and "generates them again" in caplog.text
+        resumed = World()
+        resumed.source.restore(state, data)
+        assert resumed.source._admission.ledger == Ledger(generated=4, trained=4)
+
+    asyncio.run(main())
+
+
+def test_the_staleness_of_restored_groups_is_that_of_their_tokens():
+    """The policy's versions may begin lower after a restart, because failed syncs use up numbers."""
+
+    async def main() -> None:
+        _, _, (state, data) = await leg(3, None, play=at_once)
+        assert data
+        state["policy_version"] += 7
+        state["steps"] = [[version + 7, step] for version, step in state["steps"]]
+        saved = from_bytes(data, {str(n): prompt(str(n)) for n in range(80)}, 7)
+        resumed = World("trainer.max_staleness=3", "trainer.pipeline_depth=2", num_rows=80)
+        resumed.version = 6
+        resumed.source.restore(state, to_bytes(saved))
+        groups = await resumed.step()
+        assert {version for group in groups for one in group.samples for version, _ in one.version_spans} <= {0, 2, 4}
+        assert resumed.source.metrics()["async/staleness_max"] == 2
+        await resumed.source.close()
+
+    asyncio.run(main())
+
+
+def test_a_lower_bound_generates_what_is_too_old_again(caplog: pytest.LogCaptureFixture):
+    async def main() -> None:
+        _, _, saved = await leg(3, None, play=at_once)
+        resumed = World("trainer.max_staleness=0", num_rows=80)
+        resumed.version = saved[0]["policy_version"]
+        resumed.source.restore(*saved)
+        assert "8 finished groups of the checkpoint are too old for trainer.max_staleness=0" in caplog.text
+        ledger = resumed.source._admission.ledger
+        assert ledger == Ledger(generated=12, trained=12)
+        steps = [await resumed.step() for _ in range(2)]
+        assert [uid for step in steps for uid in uids(step)] == [uid for uid, _ in resumed_rows(saved)]
+        await resumed.source.close()
+
+    asyncio.run(main())
+
+
+def resumed_rows(saved: tuple[Any, bytes]) -> list[tuple[str, int]]:
+    """Rows of finished groups and of those in flight."""
+    groups = from_bytes(saved[1], {str(n): prompt(str(n)) for n in range(80)})
+    return [(each.group.prompt.uid, each.epoch) for each in groups] + saved[0]["pending"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.pool.settings import all_engine_settings
 from skyrl_train.config import load_config
 from skyrl_train.config.training import TrainingConfig
-from skyrl_train.data.order import OrderState
+from skyrl_train.data.order import Order, OrderState
 from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_folder, lock_checkpoints
 from skyrl_train.file_sum import FileSum, sum_of
 from skyrl_train.tracking.run_dir import write_record
@@ -49,6 +49,45 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path):
     read = load_checkpoint(folder)
     assert read.state == state_of(trainer, 4) and read.number == 1
     assert (read.saved.folder, read.saved.num_steps) == (str(folder), 4)
+
+
+class Holding(Order[int]):
+    """A source whose finished groups are these bytes."""
+
+    data = b"two groups"
+
+    def snapshot(self) -> tuple[dict[str, Any], bytes]:
+        return self.state, self.data
+
+    def restore(self, state: dict[str, Any], data: bytes) -> None:
+        self.resume(state)
+        self.data = data
+
+
+def test_finished_groups_are_a_file_of_the_checkpoint_under_its_digests(tmp_path: Path):
+    trainer = trainer_config(tmp_path, "trainer.ckpt_interval=1")
+    loop = Counting(trainer, 2)
+    loop._source = Holding(range(NUM_ROWS), batch_size=2, seed=3)
+    asyncio.run(loop.train())
+    _, checkpoint = Checkpoints(trainer.ckpt_path, -1).all()
+    assert checkpoint.groups == b"two groups" and "groups.safetensors" in checkpoint.files
+    resumed = Counting(trainer, 3)
+    resumed._source = Holding(range(NUM_ROWS), batch_size=2, seed=3)
+    resumed._source.data = b""
+    resumed.resume(checkpoint.state, checkpoint.groups)
+    assert resumed._source.data == b"two groups"
+    assert save(trainer, 8) and Checkpoints(trainer.ckpt_path, -1).all()[-1].groups == b"", "without any no file"
+
+    file = checkpoint.folder / "groups.safetensors"
+    file.write_bytes(b"two grouqs")
+    with pytest.raises(ValueError, match=r"is damaged: groups.safetensors has other bytes"):
+        checkpoint.verify()
+    file.unlink()
+    with pytest.raises(ValueError, match=r"is damaged: groups.safetensors is missing"):
+        load_checkpoint(checkpoint.folder)
+    file.write_bytes(b"two groups")
+    Checkpoints(trainer.ckpt_path, -1).discard(checkpoint.folder)
+    assert not checkpoint.folder.exists()
 
 
 def test_a_checkpoint_from_before_there_were_sources_is_read(tmp_path: Path):

@@ -1,0 +1,114 @@
+"""Why no rollout ends: which part waits for what, in one sentence, and where the code of the rollouts stands."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from skyrl_train.config import Config
+from skyrl_train.rollout.env_pool import WORKER_NAME
+
+WAITING = "wait_for_groups"
+"""Phase in which the trainer waits for groups."""
+SHOWN = 4
+
+
+class NoProgress(RuntimeError):
+    """No rollout ended for longer than its deadlines allow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What is known when nothing happens."""
+
+    phases: Mapping[str, float]
+    """What the trainer is doing -> seconds since it began; `tracking/timers.py` has the names."""
+    num_running: int
+    num_ready: int
+    num_requests: int
+    """Requests that the engines have not answered."""
+    oldest_request_s: float
+    step: int
+    """The step that waits, from 1."""
+    awaited: Sequence[str]
+    """The groups for which it waits, oldest first, and how far they are."""
+    failures: Sequence[str] = ()
+    """Rollouts that failed since the last batch."""
+
+    def error(self, quiet_s: float) -> NoProgress:
+        """Args: quiet_s: seconds without the end of a rollout."""
+        more = f" and {len(self.awaited) - SHOWN} more" if len(self.awaited) > SHOWN else ""
+        failed = f" {len(self.failures)} rollouts failed since the last step: {'; '.join(self.failures[-SHOWN:])}."
+        return NoProgress(
+            f"no rollout ended for {quiet_s:g} s, longer than all turns of one may take: {self.cause()}. Step "
+            f"{self.step} waits for {', '.join(self.awaited[:SHOWN])}{more}; {self.num_running} groups run and "
+            f"{self.num_ready} are ready.{failed if self.failures else ''} The log has the stacks. If this is no "
+            "fault, raise trainer.timeout_s"
+        )
+
+    def cause(self) -> str:
+        """Which part waits for what, as a clause."""
+        if seconds := self.phases.get("sync_weights"):
+            return f"a weight sync has been running for {seconds:.0f} s, while the engines are paused"
+        if WAITING not in self.phases:
+            busy = [f"{phase} for {seconds:.0f} s" for phase, seconds in self.phases.items() if phase != "step"]
+            at = f"is in {', '.join(busy)}" if busy else "runs no phase of a step"
+            return f"the trainer does not ask for groups, of which {self.num_ready} are ready: it {at}"
+        if self.num_requests:
+            return (
+                f"the engines hold {self.num_requests} requests and answer none; the oldest was sent "
+                f"{self.oldest_request_s:.0f} s ago"
+            )
+        if self.num_running:
+            return "no request is at the engines: environments, or the rollouts' own code, do not return"
+        return "nobody generates: no group runs, and none may start. This is a bug in the source"
+
+
+def deadline_s(config: Config, num_attempts: int) -> float:
+    """Seconds in which a rollout ends, or one of its calls fails at its own deadline."""
+    turn_s = config.trainer.timeout_s + config.environment.step_timeout_s
+    return num_attempts * config.generator.max_turns * turn_s + config.generator.weight_sync_timeout_s
+
+
+def stacks(names: Iterable[str]) -> str:
+    """Where the tasks of these names and all environments stand, innermost call last."""
+    wanted = set(names)
+    texts = [
+        f"rollout of {task.get_name()}:\n{_lines(_frames(task.get_coro()))}"
+        for task in asyncio.all_tasks()
+        if task.get_name() in wanted
+    ]
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        if thread.name == WORKER_NAME and thread.ident in frames:
+            texts.append(f"environment thread {thread.ident}:\n{_lines(_outer(frames[thread.ident]))}")
+    return "\n".join(texts)
+
+
+def _frames(awaited: Any) -> list[FrameType]:
+    """Frames of a suspended coroutine and of those that it awaits; `Task.get_stack` gives the first alone."""
+    frames = []
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
+        frames += [frame] if frame is not None else []
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
+    return frames
+
+
+def _outer(frame: FrameType | None) -> list[FrameType]:
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def _lines(frames: Sequence[FrameType]) -> str:
+    summaries = traceback.StackSummary.extract(((frame, frame.f_lineno) for frame in frames), lookup_lines=True)
+    return "".join(summaries.format())
