@@ -26,44 +26,47 @@ def float32_copy(logits: Tensor) -> Tensor:
     return logits.to(torch.float32, copy=True)
 
 
-class _VocabParallel(torch.autograd.Function):
+class VocabParallel(torch.autograd.Function):
+    """Logprobs of k tokens per position, which differ from each other, and the entropy."""
+
     @staticmethod
     def forward(
         ctx: Any,
         logits: Tensor,
-        labels: Tensor,
+        ids: Tensor,
         group: dist.ProcessGroup,
         temperature: float,
         chunk: int,
         with_entropy: bool,
         vocab_size: int,
     ) -> tuple[Tensor, Tensor]:
-        num = len(logits)
+        """Args: ids [N, k]. Returns: [N, k] and [N] float32."""
+        (num, k), device = ids.shape, logits.device
         first, width = columns(logits, group, vocab_size)
-        local = labels - first
+        local = ids.long() - first
         here = (local >= 0) & (local < width)
         local = local.clamp(0, width - 1)
-        logprobs, log_z = (torch.empty(num, dtype=torch.float32, device=logits.device) for _ in range(2))
-        entropy = torch.zeros(num, dtype=torch.float32, device=logits.device)
+        logprobs = torch.empty(num, k, dtype=torch.float32, device=device)
+        log_z, entropy = torch.zeros(2, num, dtype=torch.float32, device=device).unbind()
         for start in range(0, num, chunk):
             span = slice(start, start + chunk)
             shifted = float32_copy(logits[span, :width]).div_(temperature)
             m = shifted.amax(-1)
             reduce(m, dist.ReduceOp.MAX, group)
             shifted.sub_(m[:, None])
-            target = shifted.gather(1, local[span, None])[:, 0] * here[span]
+            chosen = shifted.gather(1, local[span]).masked_fill_(~here[span], 0)
             exp = shifted.exp()
-            # One collective for the sum of exponentials, the target's logit and the entropy's numerator.
-            parts = [exp.sum(-1), target]
+            # One collective for the tokens' logits, the sum of exponentials and the entropy's numerator.
+            parts = [*chosen.unbind(1), exp.sum(-1)]
             if with_entropy:
                 parts.append(shifted.mul_(exp).sum(-1))
             sums = torch.stack(parts)
             reduce(sums, dist.ReduceOp.SUM, group)
-            log_sum = sums[0].log()
-            logprobs[span] = sums[1] - log_sum
+            log_sum = sums[k].log()
+            logprobs[span] = (sums[:k] - log_sum).t()
             log_z[span] = log_sum + m
             if with_entropy:
-                entropy[span] = log_sum - sums[2] / sums[0]
+                entropy[span] = log_sum - sums[k + 1] / sums[k]
         ctx.save_for_backward(logits, local, here, log_z, entropy)
         ctx.temperature, ctx.chunk, ctx.with_entropy, ctx.width = temperature, chunk, with_entropy, width
         return logprobs, entropy
@@ -74,24 +77,23 @@ class _VocabParallel(torch.autograd.Function):
         logits, local, here, log_z, entropy = ctx.saved_tensors
         out = torch.empty_like(logits)
         out[:, ctx.width :] = 0
-        rows = torch.arange(len(logits), device=logits.device)
         for start in range(0, len(logits), ctx.chunk):
             span = slice(start, start + ctx.chunk)
             log_p = float32_copy(logits[span, : ctx.width]).div_(ctx.temperature).sub_(log_z[span, None])
-            grad = log_p.exp()
+            grad, upstream = log_p.exp(), grad_logprobs[span]
             if ctx.with_entropy:
                 # dH/dx_j = -p_j (log p_j + H)
                 entropy_part = log_p.add_(entropy[span, None]).mul_(grad_entropy[span, None])
-                grad.mul_(entropy_part.add_(grad_logprobs[span, None]).neg_())
+                grad.mul_(entropy_part.add_(upstream.sum(-1, keepdim=True)).neg_())
             else:
-                grad.mul_(-grad_logprobs[span, None])
-            grad[rows[: len(grad)], local[span]] += grad_logprobs[span] * here[span]
+                grad.mul_(-upstream.sum(-1, keepdim=True))
+            grad.scatter_add_(1, local[span], upstream * here[span])
             out[span, : ctx.width] = grad.div_(ctx.temperature)
         return out, None, None, None, None, None, None
 
 
 class _FusedVocabParallel(torch.autograd.Function):
-    """`_VocabParallel` with one kernel in each direction."""
+    """`VocabParallel` of one token per position, with one kernel in each direction."""
 
     @staticmethod
     def forward(
@@ -165,4 +167,7 @@ def vocab_parallel_logprobs(
     """
     if kernels.serve(logits):
         return _FusedVocabParallel.apply(logits, labels, group, temperature, with_entropy, vocab_size)
-    return _VocabParallel.apply(logits, labels, group, temperature, chunk, with_entropy, vocab_size)
+    logprobs, entropy = VocabParallel.apply(
+        logits, labels[:, None], group, temperature, chunk, with_entropy, vocab_size
+    )
+    return logprobs[:, 0], entropy

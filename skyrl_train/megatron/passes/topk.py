@@ -5,13 +5,11 @@ Float32 copies exist of one chunk of positions at a time. Among equal logits at 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_train.megatron.passes.logprobs import columns, float32_copy, reduce
+from skyrl_train.megatron.passes.logprobs import VocabParallel, columns, float32_copy, reduce
 
 
 def vocab_parallel_topk(
@@ -55,51 +53,8 @@ def vocab_parallel_logprobs_at(
 
     Args: like `vocab_parallel_logprobs`.
     """
-    result: Tensor = _LogprobsAt.apply(logits, ids, group, temperature, chunk, vocab_size)
-    return result
-
-
-class _LogprobsAt(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        ids: Tensor,
-        group: dist.ProcessGroup,
-        temperature: float,
-        chunk: int,
-        vocab_size: int,
-    ) -> Tensor:
-        first, width = columns(logits, group, vocab_size)
-        local = ids.long() - first
-        here = (local >= 0) & (local < width)
-        local = local.clamp(0, width - 1)
-        log_z = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-        result = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
-        for start in range(0, len(logits), chunk):
-            span = slice(start, start + chunk)
-            scaled = float32_copy(logits[span, :width]).div_(temperature)
-            chosen = scaled.gather(1, local[span]).masked_fill_(~here[span], 0)
-            log_z[span] = _log_z(scaled, group)
-            reduce(chosen, dist.ReduceOp.SUM, group)
-            result[span] = chosen - log_z[span, None]
-        ctx.save_for_backward(logits, local, here, log_z)
-        ctx.temperature, ctx.chunk, ctx.width = temperature, chunk, width
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (upstream,) = grads
-        logits, local, here, log_z = ctx.saved_tensors
-        out = torch.empty_like(logits)
-        out[:, ctx.width :] = 0
-        for start in range(0, len(logits), ctx.chunk):
-            span = slice(start, start + ctx.chunk)
-            p = float32_copy(logits[span, : ctx.width]).div_(ctx.temperature).sub_(log_z[span, None]).exp_()
-            grad = p.mul_(-upstream[span].sum(-1, keepdim=True))
-            grad.scatter_add_(1, local[span], upstream[span] * here[span])
-            out[span, : ctx.width] = grad.div_(ctx.temperature)
-        return out, None, None, None, None, None
+    logprobs: Tensor = VocabParallel.apply(logits, ids, group, temperature, chunk, False, vocab_size)[0]
+    return logprobs
 
 
 def _log_z(scaled: Tensor, group: dist.ProcessGroup) -> Tensor:

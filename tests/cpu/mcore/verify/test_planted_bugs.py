@@ -206,9 +206,9 @@ def sum_metrics_over_data_parallel_ranks_only(patch: Patch) -> None:
 
 
 def skip_the_entropy_gradient(patch: Patch) -> None:
-    backward = logprobs._VocabParallel.backward
+    backward = logprobs.VocabParallel.backward
     patch.setattr(
-        logprobs._VocabParallel,
+        logprobs.VocabParallel,
         "backward",
         staticmethod(lambda ctx, *grads: backward(ctx, grads[0], torch.zeros_like(grads[1]))),
     )
