@@ -15,7 +15,7 @@ from skyrl_train.hf.hub import local_folder
 from skyrl_train.megatron.passes.old_logprobs import LogprobCheck, OldLogprobs, old_logprobs
 from skyrl_train.megatron.passes.step import batch_logprobs, batch_logprobs_and_entropy
 from skyrl_train.megatron.trained import TrainedModel
-from skyrl_train.megatron.weights.all_stages import to_every_stage, to_first_stage
+from skyrl_train.megatron.weights.all_stages import to_every_stage
 from skyrl_train.megatron.weights.export import adapter_specs, export, export_specs, merged
 from skyrl_train.megatron.weights.proof import LiveSums, checked_adapters
 from skyrl_train.megatron.weights.save import export_folder, save_adapter, save_hf
@@ -157,12 +157,8 @@ class MegatronPolicy(TrainedModel):
         return export_specs(self.model, dtype)
 
     def export_to_every_stage(self, dtype: torch.dtype) -> tuple[list[TensorSpec], Iterator[tuple[str, Tensor]]]:
-        """Like `export_to_first_stage`, with the tensors of all stages on every rank."""
+        """Specs and tensors of all stages on every rank (weights/all_stages.py); all ranks must drain the tensors."""
         return to_every_stage(self.export_specs(dtype), self.export(dtype))
-
-    def export_to_first_stage(self, dtype: torch.dtype) -> tuple[list[TensorSpec], Iterator[tuple[str, Tensor]]]:
-        """Specs and tensors of all stages for one sender (weights/all_stages.py); all ranks must drain the tensors."""
-        return to_first_stage(self.export_specs(dtype), self.export(dtype))
 
     def save_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face checkpoint; with adapters folded in, and these in `folder/adapter`.

@@ -119,13 +119,11 @@ class Rank:
         """
         import torch
 
-        dtype, scope = getattr(torch, settings.model_dtype), transport(settings.weight_sync_backend).scope
-        if scope == "first_stage":
-            specs, tensors = self._worker.export_to_first_stage(dtype)
-        elif scope == "every_stage":
-            specs, tensors = self._worker.export_to_every_stage(dtype)
-        else:
+        dtype = getattr(torch, settings.model_dtype)
+        if transport(settings.weight_sync_backend).scope == "own_stage":
             specs, tensors = self._worker.export_specs(dtype), self._worker.export(dtype)
+        else:
+            specs, tensors = self._worker.export_to_every_stage(dtype)
         try:
             return None if self._sender is None else self._sender.send(specs, tensors)
         finally:

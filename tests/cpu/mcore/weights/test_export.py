@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor
@@ -24,7 +22,7 @@ from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.optimizer.optimizer import build_optimizer
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
-from skyrl_train.megatron.weights.all_stages import to_every_stage, to_first_stage
+from skyrl_train.megatron.weights.all_stages import to_every_stage
 from skyrl_train.megatron.weights.export import export, export_specs
 from skyrl_train.megatron.weights.save import SUMS, export_folder, require_tensors, save_hf
 from skyrl_train.ranks import Rendezvous
@@ -57,12 +55,8 @@ def _export(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, str, t
     build_optimizer(model, OPTIMIZER)
     specs = [(spec.name, spec.dtype, tuple(spec.shape)) for spec in export_specs(model, dtype)]
     stream = [(name, tensor.clone()) for name, tensor in export(model, dtype)]
-    all_specs, all_tensors = to_first_stage(export_specs(model, dtype), export(model, dtype))
-    with patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as together:
-        gathered = [(name, tensor.clone()) for name, tensor in all_tensors]
-    spread_specs, spread_tensors = to_every_stage(export_specs(model, dtype), export(model, dtype))
-    assert spread_specs == all_specs
-    spread = [(name, tensor.clone()) for name, tensor in spread_tensors]
+    all_specs, all_tensors = to_every_stage(export_specs(model, dtype), export(model, dtype))
+    spread = [(name, tensor.clone()) for name, tensor in all_tensors]
     save_hf(model, path, target)
     return {
         "specs": specs,
@@ -70,8 +64,6 @@ def _export(rendezvous: Rendezvous, arguments: tuple[str, MegatronConfig, str, t
         "owner": ranks.owns_stage,
         "stage": ranks.pp_rank,
         "all specs": [(spec.name, spec.dtype, tuple(spec.shape)) for spec in all_specs],
-        "gathered": gathered,
-        "messages": [len(call.args[0]) for call in together.mock_calls],
         "spread": spread,
     }
 
@@ -94,20 +86,11 @@ def test_every_weight_leaves_once_as_it_came(family: str, processes: int, sizes:
     for part in parts:
         assert part["specs"] == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part["stream"]]
 
-    # For receivers with one sender: all of it, in the same order, on the first stage's owner.
-    (first,) = (part for part in parts if part["owner"] and part["stage"] == 0)
-    assert [name for name, _ in first["gathered"]] == names
-    assert all(torch.equal(tensor, source[name]) for name, tensor in first["gathered"])
-    # Each in a batch of its own: NCCL would make a communicator for the two ranks of a message that is in none.
-    for part in (part for part in parts if part["owner"]):
-        count = len(names) - len(first["stream"]) if part is first else len(part["stream"])
-        assert part["messages"] == [1] * count
-    assert first["all specs"] == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in first["gathered"]]
-
-    # For receivers beside each rank: all of it on every rank.
+    # For receivers with one sender or beside each rank: all of it on every rank.
     for part in parts:
         assert [name for name, _ in part["spread"]] == names
         assert all(torch.equal(tensor, source[name]) for name, tensor in part["spread"])
+        assert part["all specs"] == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part["spread"]]
 
     saved = tensors_of(tmp_path / "saved")
     assert saved.keys() == source.keys()
@@ -118,7 +101,7 @@ def test_every_weight_leaves_once_as_it_came(family: str, processes: int, sizes:
 
 
 def _gather_with_failures(rendezvous: Rendezvous, megatron: MegatronConfig) -> list[tuple[list[str], str]]:
-    """Both ways of gathering the tensors of two stages, of which one fails after some: (names, error) of each."""
+    """Gather the tensors of two stages, of which one fails after some: (names, error) of each."""
     stage = join(rendezvous, megatron, seed=1).pp_rank
     specs = [TensorSpec(f"{stage}.{number}", torch.float32, (2, number + 1)) for number in range(3)]
 
@@ -128,11 +111,11 @@ def _gather_with_failures(rendezvous: Rendezvous, megatron: MegatronConfig) -> l
         raise WeightSyncError(f"stage {stage} cannot go on")
 
     ended = []
-    for gather, failing, num_good in product((to_first_stage, to_every_stage), (0, 1), (0, 2, 3)):
+    for failing, num_good in product((0, 1), (0, 2, 3)):
         good = ((spec.name, torch.full(spec.shape, float(stage))) for spec in specs)
         names, error = [], ""
         try:
-            for name, tensor in gather(specs, tensors(num_good) if stage == failing else good)[1]:
+            for name, tensor in to_every_stage(specs, tensors(num_good) if stage == failing else good)[1]:
                 names.append(name)
                 assert stage == failing or not name.startswith(str(stage)) or tensor.eq(stage).all()
         except WeightSyncError as raised:
@@ -144,12 +127,12 @@ def _gather_with_failures(rendezvous: Rendezvous, megatron: MegatronConfig) -> l
 def test_ranks_are_not_left_in_a_collective_by_a_stage_that_cannot_export():
     """Over gloo each wait would last the 20 seconds that the group is given, over NCCL for ever."""
     found = run_on_ranks(_gather_with_failures, layout(2, {"pp": 2}).megatron, 2, timeout_s=20)
-    cases = list(product(("first", "every"), (0, 1), (0, 2, 3)))
+    cases = list(product((0, 1), (0, 2, 3)))
     for stage, ended in enumerate(found):
-        for (reach, failing, num_good), (names, error) in zip(cases, ended, strict=True):
+        for (failing, num_good), (names, error) in zip(cases, ended, strict=True):
             assert error == (f"stage {stage} cannot go on" if stage == failing else "")
             own = [f"{stage}.{number}" for number in range(num_good if stage == failing else 3)]
-            theirs = [f"{1 - stage}.{number}" for number in range(3)] if reach == "every" or stage == 0 else []
+            theirs = [f"{1 - stage}.{number}" for number in range(3)]
             assert sorted(names) == sorted(own + theirs)
 
 
