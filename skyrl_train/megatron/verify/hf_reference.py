@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
 from skyrl_train.algorithms.metrics import Reduce, Total, partial_sums
@@ -141,24 +142,8 @@ def comparable(outcome: Outcome, reference: Outcome) -> Outcome:
 def named_gradients(model: Any) -> dict[str, Tensor]:
     """Float32 gradients on the CPU under the checkpoint's names. transformers fuses experts in memory and splits them
     when it saves."""
-    gradients = {}
-    mixtral = model.config.model_type == "mixtral"
-    for name, parameter in model.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        gradient = gradient.float().cpu()
-        if mixtral:
-            name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
-            name = name.replace(".mlp.experts.", ".block_sparse_moe.experts.")
-        stem, _, last = name.rpartition(".")
-        if last == "gate_up_proj" and gradient.dim() == 3:
-            for expert, both in enumerate(gradient):
-                gate, up = both.chunk(2)
-                names = ("w1", "w3") if mixtral else ("gate_proj", "up_proj")
-                gradients[f"{stem}.{expert}.{names[0]}.weight"] = gate
-                gradients[f"{stem}.{expert}.{names[1]}.weight"] = up
-        elif last == "down_proj" and gradient.dim() == 3:
-            for expert, down in enumerate(gradient):
-                gradients[f"{stem}.{expert}.{'w2' if mixtral else 'down_proj'}.weight"] = down
-        else:
-            gradients[name] = gradient
-    return gradients
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+    return revert_weight_conversion(model, {name: gradient.float().cpu() for name, gradient in gradients.items()})
