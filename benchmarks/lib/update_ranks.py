@@ -23,7 +23,7 @@ from skyrl_train.algorithms.objective import Bound, Objective, Term
 from skyrl_train.batching.split import split
 from skyrl_train.config.policy import MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, peak_flops, synchronize
-from skyrl_train.megatron.passes.logprobs import vocab_parallel_logprobs
+from skyrl_train.megatron.passes.logprobs import Softmax, vocab_parallel_logprobs
 from skyrl_train.megatron.passes.pipeline import between_stages
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.megatron.verify.layout_check import Layout, rules
@@ -148,7 +148,9 @@ def _timed(work: Any) -> float:
 
 
 def _bare_step(policy: MegatronPolicy, batch: TrainBatch) -> Callable[[], None]:
-    model, optimizer, group = policy.model, policy._optimizer, parallel_state.get_tensor_model_parallel_group()
+    model, optimizer = policy.model, policy._optimizer
+    group = parallel_state.get_tensor_model_parallel_group()
+    softmax = Softmax(group, model.vocab_size, temperature=1.0, chunk=1024)
     micro_batches = [policy._packer.pack(batch, samples) for samples in batch.mini_batches[0]]
     num_tokens = sum(len(one.token_slice) for one in micro_batches)
     keep_dtype = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}
@@ -164,15 +166,7 @@ def _bare_step(policy: MegatronPolicy, batch: TrainBatch) -> Callable[[], None]:
         )
 
         def loss(logits: torch.Tensor) -> Any:
-            logprobs, _ = vocab_parallel_logprobs(
-                logits[0],
-                one.targets.labels,
-                group,
-                temperature=1.0,
-                chunk=1024,
-                with_entropy=False,
-                vocab_size=model.vocab_size,
-            )
+            logprobs, _ = vocab_parallel_logprobs(logits[0], one.targets.labels, softmax, with_entropy=False)
             value = -logprobs.sum() / num_tokens
             return value, torch.tensor(0, dtype=torch.int), {"loss": value.detach().clone()}
 

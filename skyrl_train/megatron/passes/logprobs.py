@@ -7,6 +7,7 @@ positions at a time. The logits and two floats per position are saved for backwa
 # ruff: noqa: E741  l is the sum of exponentials, as in papers on online softmax
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,41 +17,52 @@ from torch import Tensor
 from skyrl_train import kernels
 
 
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """The distribution softmax(logits / temperature); each rank of a group has logits [N, V / tp] of any dtype."""
+
+    group: dist.ProcessGroup
+    """The tensor-parallel group."""
+    vocab_size: int
+    """Without padding columns, which are not part of the distribution."""
+    temperature: float
+    chunk: int
+    """Positions per float32 copy."""
+
+    def columns(self, logits: Tensor) -> tuple[int, int]:
+        """First vocabulary id of this shard, and how many of its columns are not padding."""
+        shard = logits.shape[1]
+        first = self.group.rank() * shard
+        width = min(shard, self.vocab_size - first)
+        assert width > 0, f"tensor-parallel rank {self.group.rank()} holds only padding of {self.vocab_size} tokens"
+        return first, width
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """A float32 copy, of float32 logits too: it is modified in place, and the logits are saved for backward."""
+        return logits.to(torch.float32, copy=True).div_(self.temperature)
+
+
 def reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup) -> None:
     if group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)
-
-
-def float32_copy(logits: Tensor) -> Tensor:
-    """A copy, of float32 logits too: it is modified in place, and the logits are saved for backward."""
-    return logits.to(torch.float32, copy=True)
 
 
 class VocabParallel(torch.autograd.Function):
     """Logprobs of k tokens per position, which differ from each other, and the entropy."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        ids: Tensor,
-        group: dist.ProcessGroup,
-        temperature: float,
-        chunk: int,
-        with_entropy: bool,
-        vocab_size: int,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, softmax: Softmax, with_entropy: bool) -> tuple[Tensor, Tensor]:
         """Args: ids [N, k]. Returns: [N, k] and [N] float32."""
-        (num, k), device = ids.shape, logits.device
-        first, width = columns(logits, group, vocab_size)
+        (num, k), device, group = ids.shape, logits.device, softmax.group
+        first, width = softmax.columns(logits)
         local = ids.long() - first
         here = (local >= 0) & (local < width)
         local = local.clamp(0, width - 1)
         logprobs = torch.empty(num, k, dtype=torch.float32, device=device)
         log_z, entropy = torch.zeros(2, num, dtype=torch.float32, device=device).unbind()
-        for start in range(0, num, chunk):
-            span = slice(start, start + chunk)
-            shifted = float32_copy(logits[span, :width]).div_(temperature)
+        for start in range(0, num, softmax.chunk):
+            span = slice(start, start + softmax.chunk)
+            shifted = softmax.scaled(logits[span, :width])
             m = shifted.amax(-1)
             reduce(m, dist.ReduceOp.MAX, group)
             shifted.sub_(m[:, None])
@@ -68,7 +80,7 @@ class VocabParallel(torch.autograd.Function):
             if with_entropy:
                 entropy[span] = log_sum - sums[k + 1] / sums[k]
         ctx.save_for_backward(logits, local, here, log_z, entropy)
-        ctx.temperature, ctx.chunk, ctx.with_entropy, ctx.width = temperature, chunk, with_entropy, width
+        ctx.softmax, ctx.with_entropy, ctx.width = softmax, with_entropy, width
         return logprobs, entropy
 
     @staticmethod
@@ -77,9 +89,9 @@ class VocabParallel(torch.autograd.Function):
         logits, local, here, log_z, entropy = ctx.saved_tensors
         out = torch.empty_like(logits)
         out[:, ctx.width :] = 0
-        for start in range(0, len(logits), ctx.chunk):
-            span = slice(start, start + ctx.chunk)
-            log_p = float32_copy(logits[span, : ctx.width]).div_(ctx.temperature).sub_(log_z[span, None])
+        for start in range(0, len(logits), ctx.softmax.chunk):
+            span = slice(start, start + ctx.softmax.chunk)
+            log_p = ctx.softmax.scaled(logits[span, : ctx.width]).sub_(log_z[span, None])
             grad, upstream = log_p.exp(), grad_logprobs[span]
             if ctx.with_entropy:
                 # dH/dx_j = -p_j (log p_j + H)
@@ -88,8 +100,8 @@ class VocabParallel(torch.autograd.Function):
             else:
                 grad.mul_(-upstream.sum(-1, keepdim=True))
             grad.scatter_add_(1, local[span], upstream * here[span])
-            out[span, : ctx.width] = grad.div_(ctx.temperature)
-        return out, None, None, None, None, None, None
+            out[span, : ctx.width] = grad.div_(ctx.softmax.temperature)
+        return out, None, None, None
 
 
 class _FusedVocabParallel(torch.autograd.Function):
@@ -97,19 +109,14 @@ class _FusedVocabParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        group: dist.ProcessGroup,
-        temperature: float,
-        with_entropy: bool,
-        vocab_size: int,
+        ctx: Any, logits: Tensor, labels: Tensor, softmax: Softmax, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         from skyrl_train.kernels.vocabulary import statistics
 
-        first, width = columns(logits, group, vocab_size)
+        group = softmax.group
+        first, width = softmax.columns(logits)
         local = labels - first
-        m, l, s, target = statistics(logits, local, width, temperature, with_entropy=with_entropy)
+        m, l, s, target = statistics(logits, local, width, softmax.temperature, with_entropy=with_entropy)
         if group.size() > 1:
             m_all = m.clone()
             dist.all_reduce(m_all, op=dist.ReduceOp.MAX, group=group)
@@ -123,7 +130,7 @@ class _FusedVocabParallel(torch.autograd.Function):
         logprobs, log_z = target - log_sum, log_sum + m
         entropy = log_sum - s / l if with_entropy else torch.zeros_like(log_sum)
         ctx.save_for_backward(logits, local, log_z, entropy)
-        ctx.temperature, ctx.with_entropy, ctx.width = temperature, with_entropy, width
+        ctx.temperature, ctx.with_entropy, ctx.width = softmax.temperature, with_entropy, width
         return logprobs, entropy
 
     @staticmethod
@@ -135,39 +142,19 @@ class _FusedVocabParallel(torch.autograd.Function):
         up, up_entropy = (grad.contiguous() for grad in grads)
         inputs = logits, local, log_z, entropy, up, up_entropy
         out = gradient(*inputs, ctx.width, ctx.temperature, with_entropy=ctx.with_entropy)
-        return out, None, None, None, None, None
-
-
-def columns(logits: Tensor, group: dist.ProcessGroup, vocab_size: int) -> tuple[int, int]:
-    """First vocabulary id of this shard, and how many of its columns are not padding."""
-    shard = logits.shape[1]
-    first = group.rank() * shard
-    width = min(shard, vocab_size - first)
-    assert width > 0, f"tensor-parallel rank {group.rank()} holds only padding of {vocab_size} tokens"
-    return first, width
+        return out, None, None, None
 
 
 def vocab_parallel_logprobs(
-    logits: Tensor,
-    labels: Tensor,
-    group: dist.ProcessGroup,
-    *,
-    temperature: float,
-    chunk: int,
-    with_entropy: bool,
-    vocab_size: int,
+    logits: Tensor, labels: Tensor, softmax: Softmax, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of each label and entropy of each position's distribution softmax(logits / temperature).
+    """Logprob of each label and entropy of each position's distribution.
 
-    Args: logits [N, V / tp] of this rank, any float dtype; labels [N] int64 in the whole vocabulary; group: the
-    tensor-parallel group; chunk: positions per float32 copy on the CPU; vocab_size: vocabulary size without padding
-    columns, which are not part of the distribution.
+    Args: labels [N] int64 in the whole vocabulary.
     Returns: logprobs [N] float32 and entropy [N] float32 in nats (0 and without gradient unless with_entropy), the
     same on every rank of the group.
     """
     if kernels.serve(logits):
-        return _FusedVocabParallel.apply(logits, labels, group, temperature, with_entropy, vocab_size)
-    logprobs, entropy = VocabParallel.apply(
-        logits, labels[:, None], group, temperature, chunk, with_entropy, vocab_size
-    )
+        return _FusedVocabParallel.apply(logits, labels, softmax, with_entropy)
+    logprobs, entropy = VocabParallel.apply(logits, labels[:, None], softmax, with_entropy)
     return logprobs[:, 0], entropy

@@ -22,7 +22,7 @@ from skyrl_train.algorithms.inputs import PerSample, TokenInputs
 from skyrl_train.algorithms.metrics import Metric, Reduce, Total
 from skyrl_train.algorithms.objective import Objective, objective_loss
 from skyrl_train.megatron.model.model import Model
-from skyrl_train.megatron.passes.logprobs import vocab_parallel_logprobs
+from skyrl_train.megatron.passes.logprobs import Softmax, vocab_parallel_logprobs
 from skyrl_train.megatron.passes.metrics import LOGPROB_DIFFERENCE, MicroBatchSums, PassMetrics
 from skyrl_train.megatron.passes.packing import MicroBatch, Packer, Targets, unpack
 from skyrl_train.megatron.passes.pipeline import between_stages, forget_messages
@@ -83,8 +83,10 @@ def batch_logprobs_and_entropy(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Like `batch_logprobs`, and the entropy of the distribution of every token, [T] each."""
 
+    softmax = _softmax(model, temperature, chunk)
+
     def values(logits: Tensor, targets: Targets) -> dict[str, Tensor]:
-        both = _logprobs(logits, targets, temperature, chunk, with_entropy=with_entropy, vocab_size=model.vocab_size)
+        both = vocab_parallel_logprobs(logits, targets.labels, softmax, with_entropy=with_entropy)
         return dict(zip(("logprobs", "entropy"), both if with_entropy else both[:1], strict=False))
 
     found = _of_tokens(model, packer, batch, values)
@@ -104,14 +106,13 @@ def batch_topk(
     Args: num_candidates: vocabulary of the model that learns. Returns: see `MegatronScorer.teacher_logprobs`; {} before
     the last stage.
     """
-    group, vocab_size = parallel_state.get_tensor_model_parallel_group(), model.vocab_size
+    softmax = _softmax(model, temperature, chunk)
 
     def values(logits: Tensor, targets: Targets) -> dict[str, Tensor]:
-        logprobs, _ = _logprobs(logits, targets, temperature, chunk, with_entropy=False, vocab_size=vocab_size)
+        logprobs, _ = vocab_parallel_logprobs(logits, targets.labels, softmax, with_entropy=False)
         if k == 0:
             return {"teacher_logprobs": logprobs}
-        sizes = {"vocab_size": vocab_size, "num_candidates": num_candidates}
-        ids, best = vocab_parallel_topk(logits, k, group, temperature=temperature, chunk=chunk, **sizes)
+        ids, best = vocab_parallel_topk(logits, k, softmax, num_candidates)
         return {"teacher_logprobs": logprobs, "teacher_topk_ids": ids, "teacher_topk_logprobs": best}
 
     return _of_tokens(model, packer, batch, values)
@@ -151,11 +152,10 @@ def forward_backward(
     Args: with_entropy: also log the entropy.
     """
     sums = MicroBatchSums()
+    softmax = _softmax(model, objective.temperature, objective.logprobs_chunk_size)
 
     def loss(logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, None]:
-        value, metrics, tokens = _loss(
-            logits, micro_batch.targets, objective, with_entropy=with_entropy, vocab_size=model.vocab_size
-        )
+        value, metrics, tokens = _loss(logits, micro_batch.targets, objective, softmax, with_entropy=with_entropy)
         sums.add(metrics, tokens)
         return value, None
 
@@ -246,22 +246,12 @@ def _run(
     return results
 
 
-def _logprobs(
-    logits: Tensor, targets: Targets, temperature: float, chunk: int, *, with_entropy: bool, vocab_size: int
-) -> tuple[Tensor, Tensor]:
-    return vocab_parallel_logprobs(
-        logits,
-        targets.labels,
-        parallel_state.get_tensor_model_parallel_group(),
-        temperature=temperature,
-        chunk=chunk,
-        with_entropy=with_entropy,
-        vocab_size=vocab_size,
-    )
+def _softmax(model: Model, temperature: float, chunk: int) -> Softmax:
+    return Softmax(parallel_state.get_tensor_model_parallel_group(), model.vocab_size, temperature, chunk)
 
 
 def _loss(
-    output: Tensor, targets: Targets, objective: Objective, *, with_entropy: bool, vocab_size: int
+    output: Tensor, targets: Targets, objective: Objective, softmax: Softmax, *, with_entropy: bool
 ) -> tuple[Tensor, dict[str, Metric], TokenInputs]:
     """Loss of one micro-batch, and its part of the mini-batch's metrics. Args: output: logits, or a critic's values."""
     is_critic = "values" in objective.needs
@@ -270,27 +260,14 @@ def _loss(
     if is_critic:
         predicted = signals["values"] = output[:, 0]
     else:
-        predicted, entropy = _logprobs(
-            output,
-            targets,
-            objective.temperature,
-            objective.logprobs_chunk_size,
-            with_entropy=with_entropy or "entropy" in objective.needs,
-            vocab_size=vocab_size,
-        )
+        needs_entropy = with_entropy or "entropy" in objective.needs
+        predicted, entropy = vocab_parallel_logprobs(output, targets.labels, softmax, with_entropy=needs_entropy)
         if "old_logprobs" not in signals:
             signals["old_logprobs"] = objective.old_logprobs(predicted.detach(), signals)
         if "entropy" in objective.needs:
             signals["entropy"] = entropy
     if "topk_logprobs" in objective.needs:
-        signals["topk_logprobs"] = vocab_parallel_logprobs_at(
-            output,
-            signals.pop("teacher_topk_ids"),
-            parallel_state.get_tensor_model_parallel_group(),
-            temperature=objective.temperature,
-            chunk=objective.logprobs_chunk_size,
-            vocab_size=vocab_size,
-        )
+        signals["topk_logprobs"] = vocab_parallel_logprobs_at(output, signals.pop("teacher_topk_ids"), softmax)
     context_parallel = parallel_state.get_context_parallel_world_size() > 1
     group = parallel_state.get_context_parallel_group() if context_parallel else None
     per_sample = PerSample(targets.sample, targets.num_samples, targets.loss_mask, group)

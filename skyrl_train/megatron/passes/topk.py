@@ -9,32 +9,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_train.megatron.passes.logprobs import VocabParallel, columns, float32_copy, reduce
+from skyrl_train.megatron.passes.logprobs import Softmax, VocabParallel, reduce
 
 
-def vocab_parallel_topk(
-    logits: Tensor,
-    k: int,
-    group: dist.ProcessGroup,
-    *,
-    temperature: float,
-    chunk: int,
-    vocab_size: int,
-    num_candidates: int,
-) -> tuple[Tensor, Tensor]:
+def vocab_parallel_topk(logits: Tensor, k: int, softmax: Softmax, num_candidates: int) -> tuple[Tensor, Tensor]:
     """The k likeliest of the first `num_candidates` tokens, equal on all ranks of the group.
 
-    Args: like `vocab_parallel_logprobs`.
     Returns: ids [N, k] int32 and logprobs [N, k] float32, normalised over the whole vocabulary; likeliest first.
     """
-    first, width = columns(logits, group, vocab_size)
+    group = softmax.group
+    first, width = softmax.columns(logits)
     k = min(k, num_candidates)
     own = max(0, min(width, num_candidates - first))
     ids = torch.empty(len(logits), k, dtype=torch.int32, device=logits.device)
     logprobs = torch.empty(len(logits), k, dtype=torch.float32, device=logits.device)
-    for start in range(0, len(logits), chunk):
-        span = slice(start, start + chunk)
-        scaled = float32_copy(logits[span, :width]).div_(temperature)
+    for start in range(0, len(logits), softmax.chunk):
+        span = slice(start, start + softmax.chunk)
+        scaled = softmax.scaled(logits[span, :width])
         log_z = _log_z(scaled, group)
         best, index = scaled[:, :own].topk(min(k, own))
         pad = k - best.shape[1]
@@ -46,14 +37,9 @@ def vocab_parallel_topk(
     return ids, logprobs
 
 
-def vocab_parallel_logprobs_at(
-    logits: Tensor, ids: Tensor, group: dist.ProcessGroup, *, temperature: float, chunk: int, vocab_size: int
-) -> Tensor:
-    """Logprobs [N, k] float32, with gradient, of the tokens `ids` [N, k], which differ at each position.
-
-    Args: like `vocab_parallel_logprobs`.
-    """
-    logprobs: Tensor = VocabParallel.apply(logits, ids, group, temperature, chunk, False, vocab_size)[0]
+def vocab_parallel_logprobs_at(logits: Tensor, ids: Tensor, softmax: Softmax) -> Tensor:
+    """Logprobs [N, k] float32, with gradient, of the tokens `ids` [N, k], which differ at each position."""
+    logprobs: Tensor = VocabParallel.apply(logits, ids, softmax, False)[0]
     return logprobs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from skyrl_train.megatron.passes.logprobs import vocab_parallel_logprobs
+from skyrl_train.megatron.passes.logprobs import Softmax, vocab_parallel_logprobs
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
 
@@ -27,6 +28,9 @@ class OneRank:
 
     def size(self) -> int:
         return 1
+
+
+SOFTMAX = Softmax(OneRank(), VOCABULARY, TEMPERATURE, chunk=4)
 
 
 def make(num: int = 11, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -50,8 +54,9 @@ def exact(logits: Tensor, labels: Tensor, up: Tensor, up_entropy: Tensor) -> tup
 
 def ours(logits: Tensor, labels: Tensor, up: Tensor, up_entropy: Tensor, group: Any = None, **changes: Any) -> Any:
     x = logits.clone().requires_grad_()
-    settings = {"temperature": TEMPERATURE, "chunk": 4, "with_entropy": True, "vocab_size": VOCABULARY, **changes}
-    logprobs, entropy = vocab_parallel_logprobs(x, labels, group or OneRank(), **settings)
+    with_entropy = changes.pop("with_entropy", True)
+    softmax = replace(SOFTMAX, group=group or OneRank(), **changes)
+    logprobs, entropy = vocab_parallel_logprobs(x, labels, softmax, with_entropy=with_entropy)
     (logprobs @ up + entropy @ up_entropy).backward()
     return logprobs.detach(), entropy.detach(), x.grad
 
@@ -116,9 +121,7 @@ def test_the_logits_are_not_modified():
     logits, labels, *_ = make()
     before, version = logits.clone(), logits._version
     x = logits.requires_grad_()
-    logprobs, entropy = vocab_parallel_logprobs(
-        x, labels, OneRank(), temperature=TEMPERATURE, chunk=4, with_entropy=True, vocab_size=VOCABULARY
-    )
+    logprobs, entropy = vocab_parallel_logprobs(x, labels, SOFTMAX, with_entropy=True)
     (logprobs.sum() + entropy.sum()).backward()
     assert torch.equal(x.detach(), before) and x._version == version
 

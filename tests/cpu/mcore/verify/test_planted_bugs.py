@@ -129,26 +129,25 @@ def modify_a_saved_tensor_in_place(patch: Patch) -> None:
     """Logits divided by the temperature where they lie, after they were saved for backward."""
     honest = step.vocab_parallel_logprobs
 
-    def wrong(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = honest(logits, *args, **kwargs)
-        logits.data.div_(kwargs["temperature"])
+    def wrong(logits: torch.Tensor, labels: torch.Tensor, softmax: logprobs.Softmax, **kwargs: Any) -> Any:
+        result = honest(logits, labels, softmax, **kwargs)
+        logits.data.div_(softmax.temperature)
         return result
 
     patch.setattr(step, "vocab_parallel_logprobs", wrong)
 
 
+def _change_softmax(patch: Patch, **changes: Any) -> None:
+    build = step._softmax
+    patch.setattr(step, "_softmax", lambda *args: replace(build(*args), **changes))
+
+
 def leave_temperature_out(patch: Patch) -> None:
-    honest = step.vocab_parallel_logprobs
-    patch.setattr(
-        step, "vocab_parallel_logprobs", lambda *args, **kwargs: honest(*args, **{**kwargs, "temperature": 1.0})
-    )
+    _change_softmax(patch, temperature=1.0)
 
 
 def let_padding_of_the_vocabulary_in(patch: Patch) -> None:
-    honest = step.vocab_parallel_logprobs
-    patch.setattr(
-        step, "vocab_parallel_logprobs", lambda *args, **kwargs: honest(*args, **{**kwargs, "vocab_size": 132})
-    )
+    _change_softmax(patch, vocab_size=132)
 
 
 def keep_key_gradients_at_home(patch: Patch) -> None:
