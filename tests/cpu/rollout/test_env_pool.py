@@ -68,8 +68,8 @@ def test_at_most_max_workers_calls_run_at_once(make_pool):
 
 def test_time_in_the_queue_does_not_count_against_the_deadline(make_pool):
     async def main():
-        pool = make_pool(max_workers=1, timeout_s=0.2)
-        await asyncio.gather(*[pool.submit(lambda: time.sleep(0.05)) for _ in range(8)])
+        pool = make_pool(max_workers=1, timeout_s=1.5)
+        await asyncio.gather(*[pool.submit(lambda: time.sleep(0.4)) for _ in range(4)])
 
     asyncio.run(main())
 
@@ -77,13 +77,13 @@ def test_time_in_the_queue_does_not_count_against_the_deadline(make_pool):
 def test_hanging_call_fails_at_its_deadline_and_its_thread_is_replaced(make_pool):
     async def main():
         released = threading.Event()
-        pool = make_pool(max_workers=1, timeout_s=0.1)
+        pool = make_pool(max_workers=1, timeout_s=1.0)
         hanging, behind = pool.submit(lambda: released.wait(60)), pool.submit(lambda: "next")
         start_s = time.monotonic()
-        with pytest.raises(CallTimeout, match="still running after 0.1 s"):
+        with pytest.raises(CallTimeout, match="still running after 1 s"):
             await hanging
         assert await behind == "next"
-        assert time.monotonic() - start_s < 10.0
+        assert time.monotonic() - start_s < 30.0
         released.set()  # the thread left behind must not become a second worker
         crowd = Crowd()
         await asyncio.gather(*[pool.submit(crowd.visit) for _ in range(10)])
@@ -124,7 +124,7 @@ def test_loop_that_ended_in_the_middle_of_a_call_does_not_disturb_the_next(make_
         await asyncio.sleep(0.01)
 
     async def main():
-        return await asyncio.wait_for(pool.submit(lambda: "well"), 2)
+        return await asyncio.wait_for(pool.submit(lambda: "well"), 60)
 
     asyncio.run(leave())
     released.set()
@@ -143,8 +143,8 @@ def test_close_lets_queued_calls_finish_and_does_not_wait_for_a_hanging_one(make
 
     asyncio.run(main())
     start_s = time.monotonic()
-    pool.close(timeout_s=0.3)
-    assert time.monotonic() - start_s < 10.0
+    pool.close(timeout_s=1.5)
+    assert time.monotonic() - start_s < 30.0
     assert ran == [0, 1, 2]
     released.set()
 

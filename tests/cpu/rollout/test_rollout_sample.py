@@ -251,9 +251,9 @@ def test_hanging_environment_fails_at_its_deadline(register):
 
     register(Hangs)
     start_s = time.monotonic()
-    with pytest.raises(EnvironmentFailure, match="env.step .*turn 1.: still running after 0.2 s .*step_timeout_s"):
-        play(Script(tiny_tokenizer(), "a"), prompt("probe"), timeout_s=0.2)
-    assert time.monotonic() - start_s < 10.0
+    with pytest.raises(EnvironmentFailure, match="env.step .*turn 1.: still running after 1 s .*step_timeout_s"):
+        play(Script(tiny_tokenizer(), "a"), prompt("probe"), timeout_s=1.0)
+    assert time.monotonic() - start_s < 30.0
     released.set()
 
 
