@@ -55,7 +55,7 @@ def measure(method: str, own: Sequence[str], steps: int, seed: int, extra: Seque
         [
             *(f"trainer.run_name={name}", f"trainer.seed={seed}", f"trainer.max_training_steps={steps}"),
             *("trainer.eval_before_train=false", "trainer.eval_interval=-1", "data.val_data=[]"),
-            *("trainer.ckpt_interval=-1", "trainer.hf_save_interval=-1", "trainer.logger=[jsonl]"),
+            *("trainer.ckpt_interval=-1", "trainer.hf_save_interval=0", "trainer.logger=[jsonl]"),
             *own,
             *extra,
         ],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from skyrl_train.config.policy import PolicyConfig
-from skyrl_train.config.values import AboveZero, Count, CountOrNever, FolderText, NotNegative, OneOf, Seed, Text
+from skyrl_train.config.values import AboveZero, Bounds, Count, CountOrNever, FolderText, NotNegative, OneOf, Seed, Text
 
 DATA_FILE = re.compile(r"\.(?P<format>parquet|jsonl|json)(\.(gz|bz2|xz|zst))?$")
 HUB_SPLIT = re.compile(r"^(?P<name>[^:]+):(?P<split>[^:/]+)$")
@@ -53,7 +53,7 @@ class TrainingConfig:
     eval_batch_size: Count
     eval_before_train: bool
     eval_interval: CountOrNever
-    hf_save_interval: CountOrNever
+    hf_save_interval: Annotated[int, Bounds(low=-1)]
     export_path: Text
     ckpt_interval: CountOrNever
     ckpt_path: Text

@@ -24,6 +24,7 @@ from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.program import Program, secrets_in
 from skyrl_train.config.redaction import BY_NAME, Secrets, hidden_in_logs, secrets_of
 from skyrl_train.config.training import RunConfig
+from skyrl_train.entrypoints.ending import last_lines, resume_command
 from skyrl_train.imports import imported, quick_imports
 from skyrl_train.tracking.run_dir import RunDir, run_dir_for
 
@@ -85,7 +86,7 @@ def execute(command: Command[T], argv: Sequence[str]) -> int:
         config = command.program.read(argv)
         prepare(command, config)
         command.check(config, None, True)
-        return run(command, config, console).code
+        return run(command, config, console, argv=argv).code
 
     return guarded(work, console)
 
@@ -124,22 +125,32 @@ def prepare(command: Command[T], config: T) -> None:
     target(config)
 
 
-def run(command: Command[T], config: T, console: Console, interrupts: Interrupts | None = None) -> Ended:
-    """Train with a checked configuration; a failure is printed."""
+def run(
+    command: Command[T],
+    config: T,
+    console: Console,
+    interrupts: Interrupts | None = None,
+    argv: Sequence[str] | None = None,
+) -> Ended:
+    """Train with a checked configuration; a failure is printed. Args: argv: of the command line, if there was one."""
     secrets = secrets_in(config)
     with hidden_in_logs(secrets):
-        return _run(command, config, console, secrets, interrupts or Interrupts())
+        resume = resume_command(command.program.module, argv, secrets)
+        return _run(command, config, console, secrets, interrupts or Interrupts(), resume)
 
 
-def _run(command: Command[T], config: T, console: Console, secrets: Secrets, interrupts: Interrupts) -> Ended:
+def _run(
+    command: Command[T], config: T, console: Console, secrets: Secrets, interrupts: Interrupts, resume: str
+) -> Ended:
     run_dir: RunDir | None = None
+    training: Run | None = None
     status, code = "failed", 1
     failure: Exception | None = None
     try:
         with quick_imports():
             kind = resolve_name(command.run) if isinstance(command.run, str) else command.run
         with _config_errors():
-            training: Run = kind(config, console)
+            training = kind(config, console)
         command.check(config, training.num_train_rows, True)
         with _config_errors():
             resumes = training.find_checkpoint()
@@ -161,7 +172,11 @@ def _run(command: Command[T], config: T, console: Console, secrets: Secrets, int
     finally:
         if run_dir is not None:
             run_dir.finish(status)
-            _write_report(run_dir, console)
+            _write_report(run_dir, status, console)
+            if training is not None and training.loop is not None:
+                loop = training.loop
+                lines = last_lines(status, loop.exported, loop.newest_checkpoint, resume)
+                console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
     return Ended(code, failure)
 
 
@@ -233,13 +248,16 @@ def print_error(message: str, console: Console, secrets: Secrets | None = None) 
     console.print(f"[bold red]error:[/] {escape(shown)}", highlight=False, soft_wrap=True)
 
 
-def _write_report(run_dir: RunDir, console: Console) -> None:
+def _write_report(run_dir: RunDir, status: str, console: Console) -> None:
+    metrics = run_dir.path / "metrics.jsonl"
+    if status != "finished" and not (metrics.exists() and metrics.stat().st_size):
+        return  # nothing to show, and the reason has been said
     from skyrl_train.tracking.report.history import load_history, summarize
     from skyrl_train.tracking.report.report import write_report
 
     try:
         html, png = write_report(run_dir.path)
-        summary = summarize(run_dir.path, load_history(run_dir.path / "metrics.jsonl")).line()
+        summary = summarize(run_dir.path, load_history(metrics)).line()
     except (ValueError, OSError) as error:
         console.print(f"no report: {error}", highlight=False, soft_wrap=True, markup=False)
         return

@@ -55,7 +55,8 @@ class Run(ABC, Generic[C, P]):
         self.checkpoint: Checkpoint | None = None
         self._checkpoint_lock: TextIO | None = None
         """Held for the lifetime of this object."""
-        self._loop: Loop | None = None
+        self.loop: Loop | None = None
+        """None until all processes are up."""
 
     @property
     @abstractmethod
@@ -103,9 +104,9 @@ class Run(ABC, Generic[C, P]):
 
     def request_stop(self) -> bool:
         """End after the current step; False if no step has begun, so the run has to be cancelled."""
-        if self._loop is None:
+        if self.loop is None:
             return False
-        self._loop.stop()
+        self.loop.stop()
         return True
 
     @property
@@ -133,13 +134,13 @@ class Run(ABC, Generic[C, P]):
         with ExitStack() as at_end:
             tracker = self.get_tracker(run_dir, self.num_steps)
             at_end.callback(tracker.close)
-            self._loop = self.build_loop(processes, run_dir, tracker, at_end)
-            self._loop.run_id = run_dir.run_id
-            self._loop.run_folder = HeldFolder(run_dir.path, "trainer.run_dir", RECORD)
-            at_end.callback(self._loop.run_folder.close)
+            self.loop = self.build_loop(processes, run_dir, tracker, at_end)
+            self.loop.run_id = run_dir.run_id
+            self.loop.run_folder = HeldFolder(run_dir.path, "trainer.run_dir", RECORD)
+            at_end.callback(self.loop.run_folder.close)
             if self.checkpoint is not None:
-                self._loop.resume(self.checkpoint.state, self.checkpoint.groups)
-            await self._loop.train()
+                self.loop.resume(self.checkpoint.state, self.checkpoint.groups)
+            await self.loop.train()
 
     def _introduce(self, run_dir: RunDir) -> None:
         trainer = self.config.trainer

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
 from skyrl_train.algorithms.objective import Objective, objective_loss
-from skyrl_train.hf.hub import local_folder
 from skyrl_train.megatron.passes.old_logprobs import LogprobCheck, OldLogprobs, old_logprobs
 from skyrl_train.megatron.passes.step import batch_logprobs, batch_logprobs_and_entropy
 from skyrl_train.megatron.trained import TrainedModel
 from skyrl_train.megatron.weights.all_stages import to_every_stage
 from skyrl_train.megatron.weights.export import adapter_specs, export, export_specs, merged
 from skyrl_train.megatron.weights.proof import LiveSums, checked_adapters
-from skyrl_train.megatron.weights.save import export_folder, save_adapter, save_hf
+from skyrl_train.megatron.weights.save import save_model
 from skyrl_train.ranks import OPTIMIZER, WEIGHTS, LogprobLimit, UpdateReport
 from skyrl_train.types import TrainBatch
 from skyrl_train.weight_sync.bucket import TensorSpec
@@ -166,11 +165,7 @@ class MegatronPolicy(TrainedModel):
         The folder gets its name when it is complete and verified. Raises: ValueError if it cannot be written.
         """
         self._memory.require("save_hf", WEIGHTS)
-        lora = self.model.lora
-        with export_folder(folder) as (unfinished, sums):
-            sums |= save_hf(self.model, self._model_path, unfinished, merged(lora))
-            if lora is not None:
-                save_adapter(lora, f"{unfinished}/adapter", local_folder(self._model_path), self._model_path)
+        save_model(self.model, self._model_path, folder)
 
 
 def _by_field(signals: Mapping[str, Tensor | Mapping[str, Tensor]]) -> dict[str, Tensor]:

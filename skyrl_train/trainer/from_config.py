@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -12,11 +13,13 @@ from skyrl_train.algorithms.objective import Objective
 from skyrl_train.algorithms.reductions import MaxLengths
 from skyrl_train.algorithms.staleness import Buckets
 from skyrl_train.batching.limits import MicroBatchLimits
+from skyrl_train.cluster.pool.settings import lora_arguments
 from skyrl_train.config.generator import GeneratorConfig, SamplingConfig
-from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.config.rl import AlgorithmConfig, TrainerConfig
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.hf.flops import model_cost
+from skyrl_train.hf.hub import seen_from_anywhere
 from skyrl_train.ranks import pad_multiple
 from skyrl_train.types import SamplingParams
 
@@ -98,6 +101,19 @@ def settings_of(trainer: TrainingConfig) -> dict[str, Any]:
             settings[f"trainer.policy.model.lora.{key}"] = getattr(model.lora, key)
     as_read: dict[str, Any] = json.loads(json.dumps(settings))
     return as_read
+
+
+def model_of(trainer: TrainingConfig) -> dict[str, Any]:
+    """Everything from which the policy's ranks build their model, for exports of a checkpoint without its run."""
+    policy, lora = trainer.policy, lora_arguments(trainer.policy.model.lora)
+    adapters = {field.name: getattr(lora, field.name) for field in dataclasses.fields(LoraConfig)}
+    return {
+        "path": seen_from_anywhere(policy.model.path),
+        "bf16": trainer.bf16,
+        "seed": trainer.seed,
+        "megatron_config": dataclasses.asdict(policy.megatron_config),
+        "lora": adapters,
+    }
 
 
 def _sizes(key: str, megatron: MegatronConfig) -> dict[str, Any]:

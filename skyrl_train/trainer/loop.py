@@ -16,9 +16,9 @@ from skyrl_train.config.training import TrainingConfig
 from skyrl_train.tracking.run_dir import HeldFolder
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
-from skyrl_train.trainer.from_config import settings_of
+from skyrl_train.trainer.from_config import model_of, settings_of
 from skyrl_train.trainer.problems import Problems, SkippedUpdates
-from skyrl_train.trainer.run_state import CRITIC, Checkpoints, RunState, write_groups
+from skyrl_train.trainer.run_state import CRITIC, RECORD, Checkpoints, RunState, write_groups
 from skyrl_train.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,8 @@ class Loop(ABC):
         """Whether the export of the last step could not be written."""
         self._saved_step = 0
         """Global step of the newest checkpoint, or of the one this run resumed from."""
+        self.exported: Path | None = None
+        """Folder of the newest export."""
         self.run_folder: HeldFolder | None = None
         """The run's folder, which must not be moved or deleted."""
         self._problems, self._skipped = Problems(), SkippedUpdates()
@@ -154,6 +156,12 @@ class Loop(ABC):
             self._problems.require_none()
 
     @property
+    def newest_checkpoint(self) -> Path | None:
+        """Folder of the newest complete checkpoint of this run, if it has one."""
+        folder = self._checkpoints.folder(self._saved_step)
+        return folder if (folder / RECORD).exists() else None
+
+    @property
     def _ends_early(self) -> bool:
         return self._stop_requested or self._skipped.is_stuck
 
@@ -165,7 +173,7 @@ class Loop(ABC):
         """Do what is due after the step. Skipped after a stop request (a kill usually follows); done on resume."""
         config, metrics = self._trainer_config, Metrics()
         due: list[Callable[[], Awaitable[Metrics]]] = []
-        if self._is_due(config.hf_save_interval, also_last=config.hf_save_interval > 0):
+        if self._is_due(config.hf_save_interval, also_last=config.hf_save_interval != 0):
             due.append(self._timed_export)
         if self._is_due(config.eval_interval, also_last=True) and self.can_evaluate:
             due.append(self._timed_evaluation)
@@ -188,6 +196,7 @@ class Loop(ABC):
             await self.load_weights()
             try:
                 await self._policy.save_hf(str(folder))
+                self.exported = folder
             except (OSError, RemoteFailed) as error:
                 await self._require_idle(error)
                 self._report_unwritten(f"the export of step {self.global_step}", error)
@@ -218,6 +227,7 @@ class Loop(ABC):
                 source=source,
                 num_ranks=config.placement.num_policy_ranks,
                 settings=settings_of(config),
+                model=model_of(config),
                 run_id=self.run_id,
                 critic_steps=None if self._critic is None else self._critic.num_steps,
                 coefficients=self.coefficients,
@@ -253,7 +263,9 @@ class Loop(ABC):
 
     def _report_unwritten(self, what: str, error: Exception) -> None:
         """Log the failure; after the last step it makes the run incomplete."""
-        if self.global_step < self._num_steps:
+        if self._ends_early:
+            log.error("%s could not be written: %s", what, error)
+        elif self.global_step < self._num_steps:
             log.error("%s could not be written, the run continues: %s", what, error)
         else:
             self._problems.note(f"{what}, the last one, could not be written: {error}")

@@ -55,6 +55,8 @@ class RunState:
     """Optimizer steps in the weights of the critic; None without one."""
     coefficients: dict[str, float] = field(default_factory=dict)
     """Weights that controllers have changed."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """How its ranks build the model (from_config.model_of); empty in older checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ def trainer_config(folder: Path, *overrides: str) -> TrainingConfig:
             f"trainer.run_dir={folder}/run",
             "trainer.train_batch_size=2",
             "trainer.seed=3",
-            "trainer.hf_save_interval=-1",
+            "trainer.hf_save_interval=0",
             "trainer.max_ckpts_to_keep=-1",
             *overrides,
         ]

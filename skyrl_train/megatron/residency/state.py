@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -93,9 +93,41 @@ def _unfinished(file: Path) -> Iterator[BinaryIO]:
 def load_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> None:
     """Copy the file's values in place.
     Raises: ValueError if it is missing, of another version, or was written by another rank, layout or model."""
+    state = _read(file, ranks, policy_version)
+    for module, shapes, saved in zip(modules, state["shapes"], state["weights"], strict=True):
+        # The optimizer's state is by position, so the order matters: Transformer Engine's experts differ in it.
+        if list(_shapes(module).items()) != list(shapes.items()):
+            raise ValueError(f"{file} has the weights of another model or layout, or of other layers")
+        if differing := sorted(_named(module).keys() ^ saved.keys()):
+            raise ValueError(f"{file} is from a run that trained other weights: only one run trained {differing[0]}")
+        _copy_weights(module, saved)
+    for part, saved in zip(torch_optimizers(optimizer), state["optimizer"], strict=True):
+        _load_optimizer(part, saved)
+    _set_random_states(state["random"])
+
+
+@torch.no_grad()
+def load_weights(file: Path, modules: list[nn.Module], ranks: ParallelRanks, policy_version: int) -> None:
+    """Copy the file's weights alone, into a model without an optimizer, of whichever layers.
+    Raises: like `load_state`."""
+    state = _read(file, ranks, policy_version)
+    for module, shapes, saved in zip(modules, state["shapes"], state["weights"], strict=True):
+        if _shapes(module) != shapes:
+            raise ValueError(f"{file} has the weights of another model or layout")
+        _copy_weights(module, saved)
+
+
+def _copy_weights(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    own = dict((*module.named_parameters(), *module.named_buffers()))
+    for name, tensor in saved.items():
+        own[name].copy_(tensor)
+
+
+def _read(file: Path, ranks: ParallelRanks, policy_version: int) -> dict[str, Any]:
+    """The file's state, mapped from disk. Raises: ValueError."""
     if not file.exists():
         raise ValueError(f"the state {file} does not exist: it was saved by fewer ranks, or on another node")
-    state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    state: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     if (state["format"], state["ranks"]) != (FORMAT, asdict(ranks)):
         raise ValueError(
             f"{file} has format {state['format']} and rank {state['ranks']}; this process has format {FORMAT} and "
@@ -106,18 +138,7 @@ def load_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: Para
             f"{file} has policy version {state['policy_version']}, expected {policy_version}: another run writes "
             "into the same folder. Give each run its own trainer.run_name or trainer.placement.state_path"
         )
-    for module, shapes, saved in zip(modules, state["shapes"], state["weights"], strict=True):
-        mine = _named(module)
-        # The optimizer's state is by position, so the order matters: Transformer Engine's experts differ in it.
-        if list(_shapes(module).items()) != list(shapes.items()):
-            raise ValueError(f"{file} has the weights of another model or layout, or of other layers")
-        if differing := sorted(mine.keys() ^ saved.keys()):
-            raise ValueError(f"{file} is from a run that trained other weights: only one run trained {differing[0]}")
-        for name, tensor in mine.items():
-            tensor.copy_(saved[name])
-    for part, saved in zip(torch_optimizers(optimizer), state["optimizer"], strict=True):
-        _load_optimizer(part, saved)
-    _set_random_states(state["random"])
+    return state
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -21,9 +21,10 @@ from transformers import AutoConfig
 from skyrl_train.file_sum import FileSum, size_problems, sum_of
 from skyrl_train.hf import adapter
 from skyrl_train.hf.checkpoint import INDEX
+from skyrl_train.hf.hub import local_folder
 from skyrl_train.megatron.lora.adapters import Lora
 from skyrl_train.megatron.model.model import Model
-from skyrl_train.megatron.weights.export import Read, export, export_adapter, is_stage_owner
+from skyrl_train.megatron.weights.export import Read, export, export_adapter, is_stage_owner, merged
 from skyrl_train.megatron.weights.gather import gather_bytes, gather_json
 
 SUMS = "SHA256SUMS"
@@ -78,6 +79,19 @@ def _publish(unfinished: Path, target: Path, sums: Mapping[str, FileSum]) -> Non
 def _remove(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
+
+
+def save_model(model: Model, source: str, folder: str) -> None:
+    """Write the model as a Hugging Face checkpoint; with adapters folded in, and these in `folder/adapter`.
+
+    A collective over all ranks. The folder gets its name when it is complete and verified.
+    Args: source: folder or hub name of the model that was loaded. Raises: ValueError if it cannot be written.
+    """
+    lora = model.lora
+    with export_folder(folder) as (unfinished, sums):
+        sums |= save_hf(model, source, unfinished, merged(lora))
+        if lora is not None:
+            save_adapter(lora, f"{unfinished}/adapter", local_folder(source), source)
 
 
 def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: tensor.detach()) -> dict[str, FileSum]:

@@ -35,6 +35,7 @@ class NoTraining:
 
     num_train_rows = 32
     is_done = False
+    loop = None
     ended: threading.Event
 
     def __init__(self, config: Any, console: Any) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from skyrl_train.config.sft import load_sft_config
 from skyrl_train.data.order import OrderState
-from skyrl_train.entrypoints import command, main_sft, run
+from skyrl_train.entrypoints import command, export_hf, main_sft, run
 from skyrl_train.file_sum import sum_of
 from skyrl_train.tasks.sft_quickstart import MODEL, write_untrained
 from skyrl_train.trainer.from_config import settings_of
@@ -264,6 +264,9 @@ def test_ctrl_c_finishes_the_step_in_flight_and_the_run_resumes_before_its_damag
         assert job.wait() == 130
         assert "stopping after this step" in job.output
         assert_interrupted(job)
+    resume, model = job.output.splitlines()[-2:]
+    assert resume.startswith("resume  python -m skyrl_train.entrypoints.main_sft ")
+    assert resume.endswith(" trainer.resume_mode=latest") and "To export it: python -m" in model
     last = len(job.metrics)
     newest = job.run_dir / f"checkpoints/global_step_{last}/rank_0.pt"
     content = bytearray(newest.read_bytes())
@@ -276,3 +279,12 @@ def test_ctrl_c_finishes_the_step_in_flight_and_the_run_resumes_before_its_damag
     assert f"resumes after step {last - 1}, from" in job.output
     steps = [row["trainer/global_step"] for row in job.metrics]
     assert steps == [*range(1, last + 1), last, last + 1]
+    assert job.output.splitlines()[-1] == f"model   {job.run_dir.resolve()}/exports/global_step_{last + 1}"
+    assert_a_checkpoint_is_exported(job, job.run_dir / f"exports/global_step_{last + 1}")
+
+
+def assert_a_checkpoint_is_exported(job: Job, exported: Path) -> None:
+    """By the command, with the bits that the run exported."""
+    again = job.folder / "again"
+    assert export_hf.main([f"checkpoint={job.run_dir}", f"export_path={again}"]) == 0
+    assert (again / "SHA256SUMS").read_bytes() == (exported / "SHA256SUMS").read_bytes()

@@ -42,6 +42,26 @@ def test_an_export_that_fails_costs_itself_and_is_written_at_the_next_interval(
     assert failed == {2: 1.0, 4: 0.0, 5: 0.0}
 
 
+@pytest.mark.parametrize(("interval", "exported"), [(2, [2, 4, 5]), (-1, [5]), (0, [])])
+def test_a_run_ends_with_a_model_unless_it_is_told_not_to(interval: int, exported: list[int], tmp_path: Path):
+    loop = Counting(trainer_config(tmp_path, f"trainer.hf_save_interval={interval}", "trainer.ckpt_interval=3"), 5)
+    assert loop.exported is None and loop.newest_checkpoint is None
+    asyncio.run(loop.train())
+    assert loop.policy.exported == [f"global_step_{step}" for step in exported]
+    assert loop.exported == (tmp_path / "run/exports/global_step_5" if exported else None)
+    assert loop.newest_checkpoint == tmp_path / "run/checkpoints/global_step_5"
+
+
+def test_a_stopped_run_whose_checkpoint_cannot_be_written_does_not_name_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    loop = Counting(trainer_config(tmp_path, "trainer.ckpt_interval=10"), 5, stop_at=2)
+    loop.policy.error = OSError(28, "No space left on device")
+    asyncio.run(loop.train())
+    assert "the checkpoint of step 2 could not be written: [Errno 28] No space left on device" in caplog.text
+    assert loop.newest_checkpoint is None and loop.global_step == 2
+
+
 def test_without_its_last_export_a_run_saves_all_else_and_ends_with_an_error(tmp_path: Path):
     trainer = trainer_config(tmp_path, "trainer.hf_save_interval=2", "trainer.ckpt_interval=3")
     loop = Counting(trainer, 4)

@@ -1,0 +1,33 @@
+"""Last lines of a run on the console: where its model is, and the command that resumes it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from skyrl_train.config.redaction import Secrets
+
+EXPORT = "python -m skyrl_train.entrypoints.export_hf"
+RESUMING = ("trainer.resume_mode", "trainer.resume_path")
+
+
+def last_lines(status: str, model: Path | None, checkpoint: Path | None, resume: str) -> list[str]:
+    """Label and value of each line. Args: status: as in run.json; model: newest export; resume: command."""
+    lines = [] if model is None else [f"model   {model}"]
+    if status != "finished":
+        lines.append(f"ckpt    {checkpoint or 'none: the run cannot be resumed'}")
+        lines += [] if checkpoint is None else [f"resume  {resume}"]
+    if model is None and checkpoint is not None:
+        lines.append(f"model   not exported. To export it: {EXPORT} checkpoint={shlex.quote(str(checkpoint))}")
+    elif model is None and status == "finished":
+        lines.append("model   neither an export nor a checkpoint was written (trainer.hf_save_interval, ckpt_interval)")
+    return lines
+
+
+def resume_command(module: str, argv: Sequence[str] | None, secrets: Secrets) -> str:
+    """Command line that resumes the run of these arguments. Args: argv: None for a run from a script."""
+    if argv is None:
+        return "run it again with trainer.resume_mode=latest"
+    kept = [secrets.argument(text) for text in argv if text.lstrip("+").partition("=")[0] not in RESUMING]
+    return shlex.join(["python", "-m", module, *kept, "trainer.resume_mode=latest"])

@@ -1,0 +1,139 @@
+"""Write the model of a checkpoint in Hugging Face's format, on the CPU:
+
+    python -m skyrl_train.entrypoints.export_hf checkpoint=runs/NAME [export_path=FOLDER]
+
+checkpoint: a folder global_step_N, or one that contains such folders (a run's folder, its checkpoints folder), of which
+the newest intact one is exported. export_path: a new folder; by default exports/global_step_N in the run's folder.
+No Ray and no GPU: the ranks are processes of this machine, which need memory for the model, not for its optimizer.
+Exit code: 0 written, 1 it cannot be written, 2 the checkpoint or an argument cannot be used.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from skyrl_train.config.errors import ConfigError
+from skyrl_train.config.policy import LoraConfig, MegatronConfig
+from skyrl_train.config.schema import build
+from skyrl_train.entrypoints.command import guarded, print_error
+from skyrl_train.hf.checkpoint import INDEX
+from skyrl_train.tracking.run_dir import RECORD as RUN_RECORD
+from skyrl_train.trainer.run_state import RECORD, Checkpoint, Checkpoints, load_checkpoint
+
+if TYPE_CHECKING:
+    from skyrl_train.megatron.export_saved import SavedPolicy
+
+USAGE = "python -m skyrl_train.entrypoints.export_hf checkpoint=FOLDER [export_path=FOLDER]"
+KEYS = ("checkpoint", "export_path")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Export what the command line asks for and return the exit code."""
+    console = Console()
+    if not argv or "--help" in argv or "-h" in argv:
+        console.print(__doc__, markup=False, highlight=False, soft_wrap=True)
+        return 0
+    return guarded(lambda: _export(argv, console), console)
+
+
+def _export(argv: Sequence[str], console: Console) -> int:
+    arguments = _read(argv)
+    try:
+        checkpoint = find_checkpoint(arguments["checkpoint"])
+        target = _target(arguments.get("export_path"), checkpoint)
+        saved = saved_policy(checkpoint)
+        checkpoint.verify()
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # before torch looks: an export computes nothing, and a run may use the GPUs
+    )
+    import torch
+
+    from skyrl_train.megatron.export_saved import export_saved
+
+    torch.set_num_threads(1)  # the ranks are forked from this process
+    console.print(f"exporting {checkpoint.folder} with {saved.num_ranks} process(es)", soft_wrap=True, highlight=False)
+    try:
+        export_saved(saved, str(target))
+    except RuntimeError as error:
+        print_error(f"{checkpoint.folder} could not be exported to {target}: {error}", console)
+        return 1
+    console.print(f"model   {target}", soft_wrap=True, highlight=False)
+    return 0
+
+
+def _read(argv: Sequence[str]) -> dict[str, str]:
+    pairs = [argument.partition("=") for argument in argv]
+    if unknown := [text for (key, equals, _), text in zip(pairs, argv, strict=True) if not equals or key not in KEYS]:
+        raise ConfigError(f"{', '.join(unknown)}: the arguments are {', '.join(KEYS)}. Usage: {USAGE}")
+    arguments = {key: value for key, _, value in pairs}
+    if not arguments.get("checkpoint"):
+        raise ConfigError(f"checkpoint is missing: nothing to export. Usage: {USAGE}")
+    return arguments
+
+
+def find_checkpoint(path: str) -> Checkpoint:
+    """The checkpoint in a folder, or the newest intact one in the folder of checkpoints or of a run.
+
+    Raises: ValueError if there is none, or it is damaged.
+    """
+    folder = Path(path).expanduser().resolve()
+    if (folder / RECORD).exists():
+        return load_checkpoint(folder)
+    for parent in (folder, folder / "checkpoints"):
+        if (newest := Checkpoints(str(parent), -1).newest_intact()) is not None:
+            return newest
+    what = "contains no checkpoint (global_step_N)" if folder.is_dir() else "does not exist"
+    raise ValueError(f"checkpoint is {folder}: it {what}. Name the folder of a checkpoint, or of a run that has one")
+
+
+def _target(path: str | None, checkpoint: Checkpoint) -> Path:
+    run_dir, name = checkpoint.folder.parent.parent, checkpoint.folder.name
+    if path is not None:
+        target = Path(path).expanduser().resolve()
+    elif (run_dir / RUN_RECORD).exists():
+        target = run_dir / "exports" / name
+    else:
+        raise ValueError(
+            f"{checkpoint.folder} is not in the folder of a run. Name the folder to write: export_path=..."
+        )
+    if (target / INDEX).exists():
+        raise ValueError(f"{target} already holds a model. Name another folder: export_path=...")
+    return target
+
+
+def saved_policy(checkpoint: Checkpoint) -> SavedPolicy:
+    """The policy in a checkpoint. Raises: ValueError for one that does not record its model."""
+    from skyrl_train.megatron.export_saved import SavedPolicy
+
+    state = checkpoint.state
+    if not (model := state.model):
+        raise ValueError(
+            f"{checkpoint.folder} was written by a version of skyrl_train that did not record the model. Resume its "
+            "run for one more step, which writes an export: trainer.resume_mode=latest trainer.max_training_steps="
+            f"{state.global_step + 1}"
+        )
+    # A machine without a GPU has the torch layers only; their weights have the names of Transformer Engine's.
+    megatron = replace(build(MegatronConfig, model["megatron_config"]), transformer_impl="torch")
+    return SavedPolicy(
+        folder=str(checkpoint.folder),
+        num_ranks=state.num_ranks,
+        num_steps=state.policy_version,
+        model_path=model["path"],
+        megatron=megatron,
+        lora=build(LoraConfig, model["lora"]),
+        bf16=model["bf16"],
+        seed=model["seed"],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

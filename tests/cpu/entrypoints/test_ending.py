@@ -1,0 +1,39 @@
+"""The last lines of a run say where its model is, and how to resume a run that did not finish."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from skyrl_train.config.redaction import secrets_of
+from skyrl_train.entrypoints.ending import last_lines, resume_command
+
+MODEL, CHECKPOINT = Path("/runs/a/exports/global_step_4"), Path("/runs/a/checkpoints/global_step_3")
+
+
+def test_a_finished_run_names_its_model():
+    assert last_lines("finished", MODEL, CHECKPOINT, "again") == [f"model   {MODEL}"]
+
+
+def test_an_interrupted_run_names_its_checkpoint_and_the_commands_that_resume_and_export_it():
+    assert last_lines("interrupted", None, CHECKPOINT, "again") == [
+        f"ckpt    {CHECKPOINT}",
+        "resume  again",
+        f"model   not exported. To export it: python -m skyrl_train.entrypoints.export_hf checkpoint={CHECKPOINT}",
+    ]
+
+
+def test_a_run_without_a_checkpoint_or_a_model_says_so():
+    assert last_lines("failed", None, None, "again") == ["ckpt    none: the run cannot be resumed"]
+    (line,) = last_lines("finished", None, None, "again")
+    assert line.startswith("model   neither an export nor a checkpoint was written (trainer.hf_save_interval")
+
+
+def test_the_resuming_command_is_the_old_one_without_its_checkpoint_and_its_secrets():
+    argv = ["+experiment=a", "trainer.resume_mode=from_path", "+trainer.resume_path=x", "extra.note='a b'"]
+    argv.append("generator.http_api_key=hidden")
+    command = resume_command("skyrl_train.entrypoints.main_base", argv, secrets_of({"http_api_key": "hidden"}))
+    assert command == (
+        "python -m skyrl_train.entrypoints.main_base +experiment=a 'extra.note='\"'\"'a b'\"'\"'' "
+        "'generator.http_api_key=***' trainer.resume_mode=latest"
+    )
+    assert resume_command("m", None, secrets_of({})) == "run it again with trainer.resume_mode=latest"
