@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, Literal
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import Formatter, FuncFormatter, MaxNLocator, PercentFormatter
@@ -112,7 +114,7 @@ CHARTS = (
 
 def charts_for(history: History) -> list[Chart]:
     """The charts for which the run has at least one value, in their fixed order."""
-    return [chart for chart in CHARTS if any(len(series) for _, _, series in _curves(chart, history))]
+    return [chart for chart in CHARTS if any(series for _, _, series in _curves(chart, history))]
 
 
 def _curves(chart: Chart, history: History) -> list[tuple[Curve, str, Series]]:
@@ -138,9 +140,7 @@ def draw(chart: Chart, axes: Axes, history: History) -> None:
     note = f" (thick line: mean over {smoothing_window(longest)} steps)" if smoothed else ""
     axes.set_xlabel("step" + note, labelpad=2)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
-    low, high = min(history.rows), max(history.rows)
-    margin = 0.6 if high - low < 10 else 0.5
-    axes.set_xlim(low - margin, high + margin)
+    axes.set_xlim(min(history.rows) - 0.6, max(history.rows) + 0.6)
     axes.margins(y=0.12)
 
 
@@ -148,18 +148,19 @@ def draw_curves(chart: Chart, axes: Axes, curves: list[tuple[Curve, str, Series]
     for curve, label, series in curves:
         plotted, style = series, curve.style
         if chart.axis == "log":
-            plotted = Series.of((step, value) for step, value in series.points if value > 0)
+            plotted = {step: value for step, value in series.items() if value > 0}
         if curve.is_held_out:
             marker = "o" if len(plotted) <= MAX_MARKED_POINTS else ""
             style = {"linewidth": 2.4, "marker": marker, "markersize": 6, "markeredgecolor": "white"}
             style |= {"markeredgewidth": 0.8}
             annotate_ends(axes, plotted)
-        line(axes, plotted, curve.color, label, **style)
+        if plotted:
+            line(axes, plotted, curve.color, label, **style)
     if chart.axis == "log" and axes.lines:
         axes.set_yscale("log")
         axes.grid(which="minor", visible=False)
     if chart.axis == "zero":
-        negative = any(value < 0 for _, _, series in curves for value in series.values)
+        negative = any(value < 0 for _, _, series in curves for value in series.values())
         axes.set_ylim(bottom=axes.get_ylim()[0] if negative else 0.0)
     if chart.formatter is not None:
         axes.yaxis.set_major_formatter(chart.formatter)
@@ -169,64 +170,55 @@ def draw_curves(chart: Chart, axes: Axes, curves: list[tuple[Curve, str, Series]
 
 def draw_phases(axes: Axes, history: History) -> None:
     """Phases that took at least SMALL_PHASE of all steps, stacked up to the step's own time ("other" is the rest)."""
-    timed = [step for step, row in history.rows.items() if STEP_TIME in row]
-    step_s = sum(history.series(STEP_TIME).values)
-    bottoms = [0.0] * len(timed)
+    step_s = history.series(STEP_TIME)
+    bottoms = np.zeros(len(step_s))
+
+    def stack(heights: np.ndarray, color: str, label: str) -> None:
+        """One layer: bars for few steps, a filled area for many."""
+        if len(step_s) <= MAX_MARKED_POINTS:
+            axes.bar(list(step_s), heights, 0.8 if len(step_s) > 4 else 0.4, bottoms, color=color, label=label)
+        else:
+            tops = bottoms + heights
+            axes.fill_between(list(step_s), bottoms, tops, color=color, label=label, linewidth=0, step="mid")
+
     for phase in phases_of(dict.fromkeys(history.names(), 0.0)):
-        if phase.in_step and sum(history.series(phase.name).values) >= SMALL_PHASE * step_s:
-            heights = [history.rows[step].get(phase.name, 0.0) for step in timed]
-            stack(axes, timed, bottoms, heights, PHASE_COLORS.get(phase.name, GREEN), phase.label)
-            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    rest = [max(0.0, history.rows[step][STEP_TIME] - bottom) for step, bottom in zip(timed, bottoms, strict=True)]
-    stack(axes, timed, bottoms, rest, GREY, "other")
-    axes.set_ylim(bottom=0, top=1.32 * max(map(sum, zip(bottoms, rest, strict=True)), default=1.0) or 1.0)
+        heights = np.array([history.rows[step].get(phase.name, 0.0) for step in step_s])
+        if phase.in_step and heights.sum() >= SMALL_PHASE * sum(step_s.values()):
+            stack(heights, PHASE_COLORS.get(phase.name, GREEN), phase.label)
+            bottoms = bottoms + heights
+    rest = np.maximum(0.0, np.array([*step_s.values()]) - bottoms)
+    stack(rest, GREY, "other")
+    axes.set_ylim(bottom=0, top=1.32 * max(bottoms + rest, default=1.0) or 1.0)
     axes.grid(axis="x", visible=False)
     axes.legend(loc="upper left", ncols=3, columnspacing=1.2, handlelength=1, handleheight=0.8, borderaxespad=0.2)
 
 
 def line(axes: Axes, series: Series, color: str, label: str, **style: Any) -> None:
-    """A labelled curve; few points get markers, many a moving mean over the faint values; an empty series nothing."""
-    if not len(series):
-        return
+    """A labelled curve; few points get markers, many a moving mean over the faint values."""
+    steps, values = [*series], [*series.values()]
     if len(series) >= SMOOTHED_FROM:
-        axes.plot(series.steps, series.values, color=color, linewidth=0.8, alpha=0.3, zorder=2.5)
-        series = moving_mean(series, smoothing_window(len(series)))
+        axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.3, zorder=2.5)
+        values = moving_mean(values, smoothing_window(len(series)))
     if len(series) <= MAX_MARKED_POINTS:
         style = {"marker": "o", "markersize": 6 if len(series) == 1 else 3, "markeredgewidth": 0, **style}
-    axes.plot(series.steps, series.values, color=color, label=label, clip_on=False, zorder=3, **style)
-
-
-def stack(
-    axes: Axes, steps: Sequence[int], bottoms: Sequence[float], heights: Sequence[float], color: str, label: str
-) -> None:
-    """One layer of a stacked chart: bars for few steps, a filled area for many."""
-    if len(steps) <= MAX_MARKED_POINTS:
-        axes.bar(steps, heights, 0.8 if len(steps) > 4 else 0.4, bottoms, color=color, label=label, linewidth=0)
-    else:
-        tops = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-        axes.fill_between(steps, bottoms, tops, color=color, label=label, linewidth=0, step="mid")
+    axes.plot(steps, values, color=color, label=label, clip_on=False, zorder=3, **style)
 
 
 def annotate_ends(axes: Axes, series: Series) -> None:
     """Writes the first and last value at their points."""
-    for index in {0, len(series) - 1} if len(series) else ():
+    for step in {min(series), max(series)} if series else ():
         axes.annotate(
-            f"{series.values[index]:.3g}", (series.steps[index], series.values[index]), (0, 9),
+            f"{series[step]:.3g}", (step, series[step]), (0, 9),
             textcoords="offset points", ha="center", color="#b45309", fontweight="bold", fontsize=9.5,
             annotation_clip=False, zorder=4,
             path_effects=[withStroke(linewidth=3, foreground="white")],
         )  # fmt: skip
 
 
-def moving_mean(series: Series, window: int) -> Series:
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
     """Centred mean of `window` points (odd); the window shrinks towards both ends, where the curve keeps its values."""
-    last = len(series) - 1
-    means = []
-    for index in range(len(series)):
-        half = min(window // 2, index, last - index)
-        near = series.values[index - half : index + half + 1]
-        means.append(sum(near) / len(near))
-    return Series(series.steps, tuple(means))
+    halves = [min(window // 2, index, len(values) - 1 - index) for index in range(len(values))]
+    return [fmean(values[index - half : index + half + 1]) for index, half in enumerate(halves)]
 
 
 def smoothing_window(num_points: int) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from skyrl_train.tracking.report.charts import Chart, charts_for, draw
 from skyrl_train.tracking.report.history import History, Summary
@@ -26,29 +27,20 @@ def save_png(path: Path, history: History, summary: Summary) -> None:
         charts = charts_for(history)
         places = grid_places(charts)
         rows = max(row for row, _, _ in places) + 1
-        height = rows * CHART_SIZE[1] + HEADER_HEIGHT
-        figure = Figure((COLUMNS * CHART_SIZE[0], height), dpi=DPI, facecolor="white")
-        width = figure.get_figwidth()
-        grid = figure.add_gridspec(
-            rows, COLUMNS, left=0.55 / width, right=1 - 0.3 / width, top=1 - (HEADER_HEIGHT + 0.35) / height,
-            bottom=0.5 / height, wspace=0.2, hspace=0.5,
-        )  # fmt: skip
+        width, height = COLUMNS * CHART_SIZE[0], rows * CHART_SIZE[1] + HEADER_HEIGHT
+        left = 0.3 / width
+        layout = ConstrainedLayoutEngine(rect=(left, 0, 1 - 2 * left, 1 - HEADER_HEIGHT / height), h_pad=0.08)
+        figure = Figure((width, height), dpi=DPI, facecolor="white", layout=layout)
+        grid = figure.add_gridspec(rows, COLUMNS)
         for chart, (row, column, span) in zip(charts, places, strict=True):
             draw(chart, figure.add_subplot(grid[row, column : column + span]), history)
-        left, muted = 0.3 / width, matplotlib.rcParams["axes.labelcolor"]
-        figure.text(
-            left,
-            1 - 0.42 / height,
-            summary.run_name,
-            fontsize=17,
-            fontweight="bold",
-            color=matplotlib.rcParams["axes.titlecolor"],
+        muted, ink = matplotlib.rcParams["axes.labelcolor"], matplotlib.rcParams["axes.titlecolor"]
+        versions = textwrap.fill(
+            " · ".join(f"{package} {version}" for package, version in summary.versions.items()), 75
         )
+        figure.text(left, 1 - 0.42 / height, summary.run_name, fontsize=17, fontweight="bold", color=ink)
         figure.text(left, 1 - 0.72 / height, summary.line(), fontsize=11, color=muted)
-        versions = " · ".join(f"{package} {version}" for package, version in summary.versions.items())
-        figure.text(
-            1 - left, 1 - 0.4 / height, textwrap.fill(versions, 75), fontsize=7.5, color=muted, ha="right", va="center"
-        )
+        figure.text(1 - left, 1 - 0.4 / height, versions, fontsize=7.5, color=muted, ha="right", va="center")
         figure.savefig(path, format="png")
 
 

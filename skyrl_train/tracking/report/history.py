@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,8 @@ SCORES = {
 """Metric -> its name in the summary; a run's score is the first that it has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    steps: tuple[int, ...]
-    values: tuple[float, ...]
-
-    @classmethod
-    def of(cls, points: Iterable[tuple[int, float]]) -> Series:
-        steps, values = zip(*points, strict=True) if (points := list(points)) else ((), ())
-        return cls(steps, values)
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    @property
-    def points(self) -> list[tuple[int, float]]:
-        return list(zip(self.steps, self.values, strict=True))
+Series = dict[int, float]
+"""step -> value, in ascending order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +32,7 @@ class History:
 
     def series(self, name: str) -> Series:
         """The finite values of `name`; may be empty."""
-        return Series.of((step, row[name]) for step, row in self.rows.items() if name in row)
+        return {step: row[name] for step, row in self.rows.items() if name in row}
 
     def names(self) -> list[str]:
         """Every metric of any step, sorted."""
@@ -97,10 +83,10 @@ class Summary:
 
     def score_text(self) -> str:
         """`0.41 → 0.94`, one number for a single evaluation, `none` without any."""
-        if not len(self.score):
+        if not self.score:
             return "none"
-        first, last = number(self.score.values[0]), number(self.score.values[-1])
-        return first if len(self.score) == 1 else f"{first} → {last}"
+        first, *rest = map(number, self.score.values())
+        return f"{first} → {rest[-1]}" if rest else first
 
     def line(self) -> str:
         status = "" if self.status == "finished" else f" · {self.status}"
@@ -110,7 +96,7 @@ class Summary:
 
 def summarize(run_dir: Path, history: History) -> Summary:
     record = read_record(run_dir)
-    times = history.series("trainer/unix_time_s").values or (0.0,)
+    times = history.series("trainer/unix_time_s").values() or (0.0,)
     end = record.get("ended_unix_s", max(times))
     first = record["earlier"][0] if record.get("earlier") else record
     score = next((name for name in SCORES if name in history.names()), "reward/avg_raw_reward")

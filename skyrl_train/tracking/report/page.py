@@ -38,15 +38,14 @@ def page(
         "shortened": lambda text: shortened(str(text)),
     }
     units = metric_units()
-    means = [(label, formatted, history.series(name).values) for label, name, formatted in TILES]
-    values_of = {name: history.series(name).values for name in history.names()}
+    values_of = {name: [*history.series(name).values()] for name in history.names()}
     return environment.get_template("page.html").render(
         summary=summary,
         svgs=svgs,
         samples=samples,
         tiles=[
             (summary.score_name, summary.score_text()),
-            *((label, formatted(fmean(values))) for label, formatted, values in means if values),
+            *((label, formatted(fmean(values_of[name]))) for label, name, formatted in TILES if name in values_of),
         ],
         metrics=[
             (name, units.get(name, ""), (values[0], values[-1], min(values), max(values)))

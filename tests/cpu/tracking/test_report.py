@@ -16,7 +16,7 @@ import torch
 from skyrl_train.tracking.names import TABLE, metric_units
 from skyrl_train.tracking.report.charts import charts_for, moving_mean
 from skyrl_train.tracking.report.figure import COLUMNS, grid_places
-from skyrl_train.tracking.report.history import Series, load_history, summarize
+from skyrl_train.tracking.report.history import load_history, summarize
 from skyrl_train.tracking.report.report import NUM_SAMPLES, chosen_samples, main, write_report
 from skyrl_train.tracking.run_dir import create_run_dir, read_record, write_record
 from skyrl_train.tracking.transcripts import transcript_of
@@ -124,7 +124,7 @@ def test_steps_behind_which_a_run_went_back_are_not_counted(tmp_path: Path):
     again = [{**row, "reward/avg_raw_reward": 7.0} for row in reward_rows(7)[5:]]
     run = make_run(tmp_path / "run", [*reward_rows(8), *again], "interrupted")
     series = load_history(run / "metrics.jsonl").series("reward/avg_raw_reward")
-    assert series.steps == (1, 2, 3, 4, 5, 6, 7) and series.values[4:] == (1.25, 7.0, 7.0)
+    assert series == {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0, 5: 1.25, 6: 7.0, 7: 7.0}
 
 
 def test_samples_behind_which_a_run_went_back_are_not_shown(tmp_path: Path):
@@ -214,8 +214,8 @@ def test_lines_of_one_step_are_merged(tmp_path: Path):
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     history = load_history(tmp_path / "metrics.jsonl")
-    assert history.series("a") == Series((1, 2), (3.0, 1.0))
-    assert history.series("b") == Series((2,), (2.0,))
+    assert history.series("a") == {1: 3.0, 2: 1.0}
+    assert history.series("b") == {2: 2.0}
 
 
 @pytest.mark.parametrize(("content", "message"), [(None, "does not exist"), ("", "contains no step")])
@@ -266,8 +266,7 @@ def test_charts_fill_every_row_of_the_grid(tmp_path: Path):
 
 
 def test_moving_mean_keeps_the_ends_of_a_curve():
-    series = Series((1, 2, 3, 4, 5), (9.0, 0.0, 3.0, 0.0, 6.0))
-    assert moving_mean(series, 3) == Series((1, 2, 3, 4, 5), (9.0, 4.0, 1.0, 3.0, 6.0))
+    assert moving_mean((9.0, 0.0, 3.0, 0.0, 6.0), 3) == [9.0, 4.0, 1.0, 3.0, 6.0]
 
 
 def test_prompt_of_a_transcript_ends_where_the_policy_first_speaks():
