@@ -52,7 +52,7 @@ def tensors_of(folder: Path, device: torch.device) -> list[list[tuple[str, torch
     """A checkpoint in layer order, in float32 without a GPU, cut into lists of about 256 MiB, each one storage."""
     from safetensors import safe_open
 
-    from skyrl_train.weight_sync.bucket import TensorSpec, fill, plan_buckets, unpack
+    from skyrl_train.weight_sync.bucket import TensorSpec, fill, num_bytes, plan_buckets, unpack
 
     names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -64,7 +64,7 @@ def tensors_of(folder: Path, device: torch.device) -> list[list[tuple[str, torch
     specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
     source = iter(tensors)
     return [
-        list(unpack(fill(plan, source, torch.empty(plan.num_bytes, dtype=torch.uint8, device=device))))
+        list(unpack(fill(plan, source, torch.empty(num_bytes(plan), dtype=torch.uint8, device=device))))
         for plan in plan_buckets(specs, 256 << 20)
     ]
 

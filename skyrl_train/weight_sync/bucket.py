@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -48,11 +49,15 @@ class TensorSpec:
         return TensorSpec(name, dtype, tuple(shape))
 
 
+Specs = tuple[TensorSpec, ...]
+"""Tensors that travel together, known to both ends before the first byte."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Tensors end to end."""
 
-    specs: tuple[TensorSpec, ...]
+    specs: Specs
     data: Tensor
     """[num_bytes] uint8"""
 
@@ -69,50 +74,42 @@ def offsets(specs: Iterable[TensorSpec]) -> list[int]:
     return bounds
 
 
-@dataclass(frozen=True, slots=True)
-class BucketPlan:
-    """Tensors that travel together, known to both ends before the first byte."""
-
-    specs: tuple[TensorSpec, ...]
-    num_bytes: int
+def num_bytes(specs: Iterable[TensorSpec]) -> int:
+    """Size of the bucket."""
+    return offsets(specs)[-1]
 
 
-def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[BucketPlan]:
+def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Specs]:
     """Assign tensors, in order, to buckets of at most `bucket_bytes`; a larger tensor travels alone. Both ends call
     this with the same arguments, so the order of the specs is part of the protocol."""
     if bucket_bytes < ALIGNMENT:
         raise ValueError(f"bucket_bytes is {bucket_bytes}: at least {ALIGNMENT} are needed")
-    buckets: list[BucketPlan] = []
-    waiting: list[TensorSpec] = []
+    buckets: list[list[TensorSpec]] = []
     used = 0
     for spec in specs:
         size = aligned(spec.num_bytes)
-        if waiting and used + size > bucket_bytes:
-            buckets.append(BucketPlan(tuple(waiting), used))
-            waiting, used = [], 0
-        waiting.append(spec)
+        if not buckets or used + size > bucket_bytes:
+            buckets.append([])
+            used = 0
+        buckets[-1].append(spec)
         used += size
-    if waiting:
-        buckets.append(BucketPlan(tuple(waiting), used))
-    return buckets
+    return [tuple(bucket) for bucket in buckets]
 
 
-def fill(plan: BucketPlan, named_tensors: Iterator[tuple[str, Tensor]], buffer: Tensor) -> Bucket:
+def fill(specs: Specs, named_tensors: Iterator[tuple[str, Tensor]], buffer: Tensor) -> Bucket:
     """Copy the next tensors of an iterator into a bucket.
 
     Each tensor is copied before the next is requested, so the source may reuse its memory.
 
-    Args: buffer [at least plan.num_bytes] uint8; it decides the device.
-    Raises: WeightSyncError if a tensor is not what the plan announces.
+    Args: buffer [at least num_bytes(specs)] uint8; it decides the device.
+    Raises: WeightSyncError if a tensor is not the one that was announced.
     """
-    bucket = Bucket(plan.specs, buffer[: plan.num_bytes])
-    start = 0
-    for spec, (_, view) in zip(plan.specs, unpack(bucket), strict=True):
+    bounds = offsets(specs)
+    bucket = Bucket(specs, buffer[: bounds[-1]])
+    for spec, (_, view), (start, end) in zip(specs, unpack(bucket), pairwise(bounds), strict=True):
         view.copy_(next_tensor(spec, named_tensors))
-        size = aligned(spec.num_bytes)
-        if size > spec.num_bytes:
-            buffer[start + spec.num_bytes : start + size].zero_()
-        start += size
+        if end > start + spec.num_bytes:
+            buffer[start + spec.num_bytes : end].zero_()
     return bucket
 
 

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from skyrl_train.weight_sync.bucket import (
     Bucket,
-    BucketPlan,
     NamedTensors,
+    Specs,
     TensorSpec,
     fill,
     finish,
+    num_bytes,
     plan_buckets,
     unpack,
 )
@@ -84,17 +85,17 @@ class Sender:
         return clock.report()
 
     def _send_buckets(
-        self, clock: SendClock, plans: Sequence[BucketPlan], named_tensors: NamedTensors, check: Check
+        self, clock: SendClock, plans: Sequence[Specs], named_tensors: NamedTensors, check: Check
     ) -> None:
         self._channel.begin()
         tensors = clock.source(named_tensors)
         for plan in plans:
             with clock.timed("wait_s"):
-                buffer = self._channel.buffer(plan.num_bytes, check)
+                buffer = self._channel.buffer(num_bytes(plan), check)
             bucket = fill(plan, tensors, buffer)
-            self._channel.publish(plan.num_bytes)
+            self._channel.publish(num_bytes(plan))
             clock.digest(bucket)
-            clock.count(plan.specs)
+            clock.count(plan)
         finish(tensors)
         with clock.timed("wait_s"):
             self._channel.drain(check)
@@ -144,9 +145,9 @@ class Receiver:
         specs = [TensorSpec.from_message(spec) for spec in message["specs"]]
         plans = plan_buckets(specs, message["bucket_bytes"])
         hashes: list[Tensor] = []
-        channel.begin([plan.num_bytes for plan in plans])
+        channel.begin([num_bytes(plan) for plan in plans])
         for plan in plans:
-            hashes.append(_load_bucket(Bucket(plan.specs, channel.next()), load))
+            hashes.append(_load_bucket(Bucket(plan, channel.next()), load))
             channel.release()
         return digests(specs, torch.cat(hashes)) if hashes else {}
 

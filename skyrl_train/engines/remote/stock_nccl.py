@@ -120,29 +120,18 @@ class StockNcclSender:
 
 def split_updates(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[Chunk]]:
     """Chunks of each call of update_weights, in the order of the specs."""
-    updates: list[list[Chunk]] = []
-    chunks: list[Chunk] = []
-    waiting: list[TensorSpec] = []
+    updates: list[list[list[TensorSpec]]] = [[[]]]
     used = 0
-
-    def close_chunk() -> None:
-        nonlocal used
-        if waiting:
-            chunks.append(tuple(waiting))
-            waiting.clear()
-            used = 0
-
     for spec in specs:
-        if used % spec.dtype.itemsize:
-            close_chunk()
-            updates.append(list(chunks))
-            chunks.clear()
-        waiting.append(spec)
+        if used % spec.dtype.itemsize:  # another call, whose first chunk begins at a multiple
+            updates.append([[]])
+            used = 0
+        updates[-1][-1].append(spec)
         used += spec.num_bytes
         if used > bucket_bytes:
-            close_chunk()
-    close_chunk()
-    return [*updates, chunks] if chunks else updates
+            updates[-1].append([])
+            used = 0
+    return [chunks for update in updates if (chunks := [tuple(chunk) for chunk in update if chunk])]
 
 
 def fill(chunk: Chunk, tensors: Iterator[tuple[str, Tensor]], buffer: Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, fill, offsets, plan_buckets, unpack
+from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, fill, num_bytes, offsets, plan_buckets, unpack
 from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.sending import pack, specs_of
 
@@ -67,7 +67,7 @@ def test_the_source_may_be_overwritten_at_once():
     scratch = torch.empty(100)
     source = ((f"t{value}", scratch.fill_(value)) for value in range(5))
     for plan in plan_buckets(specs_of([(f"t{n}", scratch) for n in range(5)]), 2 * ALIGNMENT):
-        for name, tensor in unpack(fill(plan, source, torch.empty(plan.num_bytes, dtype=torch.uint8))):
+        for name, tensor in unpack(fill(plan, source, torch.empty(num_bytes(plan), dtype=torch.uint8))):
             assert torch.equal(tensor, torch.full((100,), float(name[1:])))
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl_train.weight_sync.bucket import ALIGNMENT, TensorSpec, fill, plan_buckets
+from skyrl_train.weight_sync.bucket import TensorSpec, fill, num_bytes
 from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.digest import bucket_digests, name_list
 
@@ -212,6 +212,6 @@ def _overlap(targets: Sequence[Tensor], parameter: Tensor) -> bool:
 
 
 def _digest(part: Tensor) -> int:
-    (plan,) = plan_buckets([TensorSpec("", part.dtype, tuple(part.shape))], ALIGNMENT)
-    buffer = torch.empty(plan.num_bytes, dtype=torch.uint8, device=part.device)
-    return bucket_digests(fill(plan, iter([("", part)]), buffer))[""]
+    specs = (TensorSpec("", part.dtype, tuple(part.shape)),)
+    buffer = torch.empty(num_bytes(specs), dtype=torch.uint8, device=part.device)
+    return bucket_digests(fill(specs, iter([("", part)]), buffer))[""]
