@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,25 +106,19 @@ class ServiceActor:
         os.environ.update(self._environment)
         if Path(self._folder).is_dir():
             os.chdir(self._folder)
-        self._run_dir = run_dir_for(self._config, RL.base_yaml())
-        log_to(str(self._run_dir.logs / "service.log"))
-        try:
-            await self._start()
-        except BaseException:
-            self._run_dir.finish("failed")
-            raise
-
-    async def _start(self) -> None:
         config = self._config
-        import_modules(config.trainer.custom_modules)
-        model, tokenizer = checked_model(config)
-        self._reader = JobReader(config, tokenizer, model.vocab_size, model.max_position_embeddings)
-        self._processes = await launch_training(config, model, self._cluster, UNKNOWN_END, str(self._run_dir.logs))
-        try:
+        self._run_dir = run_dir_for(config, RL.base_yaml())
+        log_to(str(self._run_dir.logs / "service.log"))
+        async with AsyncExitStack() as undo:
+            undo.callback(self._run_dir.finish, "failed")
+            import_modules(config.trainer.custom_modules)
+            model, tokenizer = checked_model(config)
+            self._reader = JobReader(config, tokenizer, model.vocab_size, model.max_position_embeddings)
+            logs = str(self._run_dir.logs)
+            self._processes = await launch_training(config, model, self._cluster, UNKNOWN_END, logs)
+            undo.push_async_callback(self._processes.stop)
             self._build(model)
-        except BaseException:
-            await self._processes.stop()
-            raise
+            undo.pop_all()
 
     def _build(self, model: PretrainedConfig) -> None:
         config, trainer, processes, timers = self._config, self._config.trainer, self._processes, self._timers
