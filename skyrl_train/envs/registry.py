@@ -14,9 +14,9 @@ from skyrl_gym.metrics import default_aggregate_metrics
 from skyrl_train.imports import imported
 
 BUILT_IN = {
-    "addition": "skyrl_train.envs.addition:AdditionEnv",
-    "guess_number": "skyrl_train.envs.guess_number:GuessNumberEnv",
-    "yes_no_maybe": "skyrl_train.envs.yes_no_maybe:YesNoMaybeEnv",
+    "addition": "skyrl_train.envs.built_in:AdditionEnv",
+    "guess_number": "skyrl_train.envs.built_in:GuessNumberEnv",
+    "yes_no_maybe": "skyrl_train.envs.built_in:YesNoMaybeEnv",
 }
 
 

@@ -1,4 +1,4 @@
 """report.html and report.png of a run.
 
-Read `report`, then `page` and `charts`.
+Read `report`, then `charts`.
 """

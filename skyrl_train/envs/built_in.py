@@ -1,4 +1,4 @@
-"""`guess_number`: an example with two turns."""
+"""The built-in environments: `addition` and `yes_no_maybe` of one turn, `guess_number` of two."""
 
 from __future__ import annotations
 
@@ -8,6 +8,29 @@ from typing import Any
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 HEEDED_HINTS_REWARD = 0.2
+ANSWER_REWARDS = {"maybe": 1.0, "no": 0.75, "yes": 0.5}
+
+
+class AdditionEnv(BaseTextEnv):
+    """One turn; reward 1 if the response, without spaces around it, is `reward_spec.ground_truth`, else 0."""
+
+    def __init__(self, env_config: Any, extras: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.ground_truth = str(extras["reward_spec"]["ground_truth"])
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        reward = 1.0 if action.strip() == self.ground_truth else 0.0
+        return _output(reward=reward, done=True)
+
+
+class YesNoMaybeEnv(BaseTextEnv):
+    """One turn; reward 1 for `maybe`, 0.75 for `no`, 0.5 for `yes`, ignoring surrounding spaces, otherwise 0."""
+
+    def __init__(self, env_config: Any, extras: Mapping[str, Any]) -> None:
+        super().__init__()
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        return _output(reward=ANSWER_REWARDS.get(action.strip(), 0.0), done=True)
 
 
 class GuessNumberEnv(BaseTextEnv):
