@@ -23,6 +23,11 @@ def staleness_problems(config: Config) -> Iterator[str]:
             f"trainer.pipeline_depth is {trainer.depth}: more batches ahead than trainer.max_staleness "
             f"{trainer.staleness} allows to be trained in time. Lower it or raise max_staleness"
         )
+    if trainer.eval_beside_training and trainer.source != "streaming":
+        yield (
+            f"trainer.eval_beside_training is true and trainer.source is {trainer.source}: only with streaming can "
+            "training continue during an evaluation. Set trainer.source=streaming or remove the key"
+        )
     if trainer.algorithm.prox_logp_method == "loglinear":
         yield from (
             f"trainer.algorithm.prox_logp_method is loglinear {reason}. Set it to recompute"

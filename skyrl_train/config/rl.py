@@ -270,6 +270,7 @@ class TrainerConfig(TrainingConfig):
     source: Text
     max_staleness: CountOrZero | None
     pipeline_depth: CountOrZero | None
+    eval_beside_training: bool | None
     algorithm: AlgorithmConfig
 
     @property
@@ -286,6 +287,13 @@ class TrainerConfig(TrainingConfig):
     def depth(self) -> int:
         """Batches that a streaming source generates ahead."""
         return min(1, self.staleness) if self.pipeline_depth is None else self.pipeline_depth
+
+    @property
+    def evaluates_beside(self) -> bool:
+        """Whether training continues during an evaluation, by default where samples may be stale."""
+        if self.source != "streaming":
+            return False
+        return self.staleness > 0 if self.eval_beside_training is None else self.eval_beside_training
 
     @property
     def groups_in_flight(self) -> int:

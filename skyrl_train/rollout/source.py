@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from skyrl_train.config import Config
 from skyrl_train.data.order import Order
@@ -34,6 +34,17 @@ class GroupSource(Protocol):
 
     def resume(self, state: SourceState) -> None:
         """Continue after a saved state; called once at most, before the first `next`."""
+
+
+@runtime_checkable
+class HoldsGroups(Protocol):
+    """A source whose finished groups checkpoints keep."""
+
+    def snapshot(self) -> tuple[SourceState, bytes]:
+        """State after the last groups that `next` returned, also where it raises now, and groups that wait."""
+
+    def restore(self, state: SourceState, data: bytes) -> None:
+        """Continue after a snapshot. Raises: ValueError for one that does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from skyrl_train.rollout.admission import Admission
 from skyrl_train.rollout.collect import Collector, Progress
 from skyrl_train.rollout.metrics import evaluation_metrics
-from skyrl_train.types import Group, Metrics, Prompt, SamplingParams
+from skyrl_train.types import Group, Metrics, Prompt, Sample, SamplingParams
+
+log = logging.getLogger(__name__)
 
 
 class Evaluation:
@@ -35,12 +40,90 @@ class Evaluation:
 
     async def run(self, seed: int) -> Metrics:
         """Return `eval/*`. Args: seed: determines the samples for given weights."""
+        return evaluation_metrics(await self.groups(seed, self._progress))
+
+    async def groups(self, seed: int, progress: Progress) -> list[Group]:
+        """Groups of all held-out prompts, without failed ones. Args: seed: like `run`; progress: shows them."""
         groups: list[Group] = []
         sampling_params = replace(self._sampling_params, seed=seed)
         self._admission.begin(len(self._prompts) * self._n_samples)
         for start in range(0, len(self._prompts), self._batch_size):
             batch = self._prompts[start : start + self._batch_size]
-            groups += await self._collector.collect(
-                batch, self._n_samples, sampling_params, self._progress, self._admission
-            )
-        return evaluation_metrics(groups)
+            groups += await self._collector.collect(batch, self._n_samples, sampling_params, progress, self._admission)
+        return groups
+
+
+class Silent:
+    """Progress that is not shown: that of the training samples has the console."""
+
+    def start(self, total: int) -> None:
+        """Nothing to show."""
+
+    def advance(self, sample: Sample) -> None:
+        """Like `start`."""
+
+    def stop(self) -> None:
+        """Like `start`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    task: asyncio.Task[list[Group]]
+    step: int
+    version: int
+    started_s: float
+
+
+class EvaluationBeside:
+    """An evaluation beside training: its requests share the engines with the rollouts, and nobody waits for it.
+
+    It holds nothing that rollouts wait for, so neither can block the other. Weights that are published meanwhile answer
+    what is left of it; the metrics say how much.
+    """
+
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        policy_version: Callable[[], int],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._evaluation, self._policy_version, self._clock = evaluation, policy_version, clock
+        self._running: _Running | None = None
+
+    @property
+    def step(self) -> int | None:
+        """Step whose weights are evaluated; None while none runs."""
+        return None if self._running is None else self._running.step
+
+    def begin(self, step: int, seed: int) -> None:
+        """Start evaluating the weights of a step, which the engines have; skipped while another one runs."""
+        if self._running is not None:
+            log.info("skipped the evaluation of step %d: that of step %d is still running", step, self._running.step)
+            return
+        task = asyncio.get_running_loop().create_task(self._evaluation.groups(seed, Silent()))
+        self._running = _Running(task, step, self._policy_version(), self._clock())
+
+    def ended(self, step: int) -> Metrics:
+        """`eval/*` if it has ended, else nothing. Args: step: that has just been trained. Raises: its error."""
+        running = self._running
+        if running is None or not running.task.done():
+            return {}
+        self._running = None
+        groups = running.task.result()
+        spans = [span for group in groups for sample in group.samples for span in sample.version_spans]
+        own = sum(count for version, count in spans if version == running.version)
+        return evaluation_metrics(groups) | {
+            "eval/lag_steps": float(step - running.step),
+            "eval/policy_version": float(running.version),
+            "eval/share_of_version": own / max(1, sum(count for _, count in spans)),
+            "timing/eval": self._clock() - running.started_s,
+        }
+
+    async def cancel(self, reason: str) -> None:
+        """End one that runs, without a score. Args: reason: for the log."""
+        if self._running is None:
+            return
+        log.info("the evaluation of step %d has no score: %s", self._running.step, reason)
+        self._running.task.cancel()
+        await asyncio.gather(self._running.task, return_exceptions=True)
+        self._running = None

@@ -7,12 +7,13 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.ranks.critic_group import CriticGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.config.training import TrainingConfig
+from skyrl_train.rollout.source import HoldsGroups
 from skyrl_train.tracking.run_dir import HeldFolder
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
@@ -33,17 +34,6 @@ class Resumable(Protocol):
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue after a saved state. Raises: ValueError for one that does not fit."""
-
-
-@runtime_checkable
-class HoldsGroups(Protocol):
-    """A source whose finished groups checkpoints keep."""
-
-    def snapshot(self) -> tuple[dict[str, Any], bytes]:
-        """Its state, and its finished groups."""
-
-    def restore(self, state: dict[str, Any], data: bytes) -> None:
-        """Continue after a snapshot. Raises: ValueError for one that does not fit."""
 
 
 class Loop(ABC):
@@ -91,6 +81,24 @@ class Loop(ABC):
     def can_evaluate(self) -> bool:
         """Whether there are held-out rows."""
 
+    async def evaluate_beside(self) -> bool:
+        """Begin or skip the evaluation that is due, beside training; False if training has to wait for it."""
+        return False
+
+    def ended_evaluation(self) -> Metrics:
+        """Metrics of an evaluation beside training that has ended. Raises: its error."""
+        return {}
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether a step that failed had not begun to train, so that weights and source are those of the last one."""
+        return False
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether an evaluation of the current weights runs beside training."""
+        return False
+
     async def load_weights(self) -> None:  # noqa: B027  optional
         """Put the policy's weights on the device, for an export; overridden where they may be offloaded."""
 
@@ -136,7 +144,7 @@ class Loop(ABC):
         while self.global_step < self._num_steps and not self._ends_early:
             self._timers.reset()
             with self._timers("step"):
-                metrics = await self.step()
+                metrics = await self._step_or_checkpoint()
             self.global_step += 1
             self._skipped.count(metrics)
             metrics |= await self._export_and_evaluate()
@@ -145,15 +153,33 @@ class Loop(ABC):
             metrics |= self._timers.metrics() | {"perf/driver_share": self._timers.driver_share()}
             self._tracker.log(self.global_step, metrics)
             self._note_folders()
-        if self._ends_early and config.ckpt_interval > 0 and self._saved_step < self.global_step:
-            try:
-                await self._save_checkpoint()
-            except RemoteFailed as error:  # a signal may have stopped the processes too
-                log.error("the checkpoint of step %d could not be written: %s", self.global_step, error)
+        if self._ends_early:
+            await self._save_last()
         self._problems.note(self._checkpoints.newest_problem)
         self._problems.note(self._skipped.problem)
         if not self._stop_requested:
             self._problems.require_none()
+
+    async def _step_or_checkpoint(self) -> Metrics:
+        """A step. If it fails before it has its groups, the state after the last step is saved."""
+        before = dict(self._source.state)
+        try:
+            return await self.step()
+        except Exception as error:
+            if not self.is_between_steps:
+                raise
+            log.error("step %d got no groups, so the run ends: %s", self.global_step + 1, error)
+            await self._save_last(before)
+            raise
+
+    async def _save_last(self, source: dict[str, Any] | None = None) -> None:
+        """Write the checkpoint of the last step, unless there is one. Args: source: like `_save_checkpoint`."""
+        if self._trainer_config.ckpt_interval < 0 or self._saved_step == self.global_step:
+            return
+        try:
+            await self._save_checkpoint(source)
+        except RemoteFailed as error:  # what ended the run, such as a signal, may have stopped the processes too
+            log.error("the checkpoint of step %d could not be written: %s", self.global_step, error)
 
     @property
     def newest_checkpoint(self) -> Path | None:
@@ -171,11 +197,12 @@ class Loop(ABC):
 
     async def _export_and_evaluate(self) -> Metrics:
         """Do what is due after the step. Skipped after a stop request (a kill usually follows); done on resume."""
-        config, metrics = self._trainer_config, Metrics()
+        config, metrics = self._trainer_config, self.ended_evaluation()
         due: list[Callable[[], Awaitable[Metrics]]] = []
         if self._is_due(config.hf_save_interval, also_last=config.hf_save_interval != 0):
             due.append(self._timed_export)
-        if self._is_due(config.eval_interval, also_last=True) and self.can_evaluate:
+        is_due = self._is_due(config.eval_interval, also_last=True) and self.can_evaluate
+        if is_due and (self._stop_requested or not await self.evaluate_beside()):
             due.append(self._timed_evaluation)
         self._pending = self._export_failed = False
         for work in due:
@@ -207,9 +234,10 @@ class Loop(ABC):
         with self._timers("eval"):
             return await self.evaluate()
 
-    async def _save_checkpoint(self) -> None:
+    async def _save_checkpoint(self, source: dict[str, Any] | None = None) -> None:
         """A failed write (such as a full disk) is logged as an error, and the run continues.
 
+        Args: source: state of the source, by default its present one; not for one that holds groups.
         Raises: RemoteFailed if a rank is dead, or the policy cannot be loaded.
         """
         config, step = self._trainer_config, self.global_step
@@ -219,11 +247,11 @@ class Loop(ABC):
         self._note_folders()  # before deleted folders are created again for the checkpoint
         with self._timers("save_checkpoints"):
             await self.load_policy()
-            source, groups = self._source_state()
+            source, groups = self._source_state(source)
             state = RunState(
                 global_step=step,
                 policy_version=self._policy.num_steps,
-                pending=self._pending,
+                pending=self._pending or self.is_evaluating,
                 source=source,
                 num_ranks=config.placement.num_policy_ranks,
                 settings=settings_of(config),
@@ -247,11 +275,11 @@ class Loop(ABC):
                 self._report_unwritten(f"the checkpoint of step {step}", error)
                 self._checkpoints.discard(folder)
 
-    def _source_state(self) -> tuple[dict[str, Any], bytes]:
+    def _source_state(self, state: dict[str, Any] | None) -> tuple[dict[str, Any], bytes]:
         """State of the source, and its finished groups, taken at once: others may finish while files are written."""
         if isinstance(self._source, HoldsGroups):
             return self._source.snapshot()
-        return dict(self._source.state), b""
+        return dict(self._source.state) if state is None else state, b""
 
     async def _require_idle(self, error: Exception) -> None:
         """Raises: the error, unless all ranks respond within the timeout; those that did not fail may still write."""

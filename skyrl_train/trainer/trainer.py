@@ -10,7 +10,7 @@ from skyrl_train.rollout.metrics import rollout_metrics
 from skyrl_train.rollout.seeds import seed
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.transcripts import TranscriptLog, transcript_of
-from skyrl_train.trainer.evaluation import Evaluation
+from skyrl_train.trainer.evaluation import Evaluation, EvaluationBeside
 from skyrl_train.trainer.loop import Loop
 from skyrl_train.trainer.performance import rollout_performance
 from skyrl_train.trainer.run_state import RunState
@@ -36,6 +36,7 @@ class Trainer(Loop):
         super().__init__(config.trainer, step.source, step.policy, parts.tracker, step.timers, num_steps)
         self._config, self._parts = config, parts
         self._critic = None if step.critic is None else step.critic.group
+        self._beside = EvaluationBeside(parts.evaluation, lambda: step.policy.policy_version)
 
     @property
     def can_evaluate(self) -> bool:
@@ -45,13 +46,39 @@ class Trainer(Loop):
         try:
             await super().train()
         finally:
+            await self._beside.cancel("the run ended before it")
             if (close := getattr(self._parts.step.source, "close", None)) is not None:
                 await close()
+
+    @property
+    def is_between_steps(self) -> bool:
+        return not self._parts.step.groups
 
     async def evaluate(self) -> Metrics:
         """Scores of greedy or sampled responses to the held-out prompts."""
         await self._parts.step.residency.for_rollout()
-        return await self._parts.evaluation.run(seed("eval", self._config.trainer.seed, self.global_step))
+        return await self._parts.evaluation.run(self._evaluation_seed)
+
+    @property
+    def _evaluation_seed(self) -> int:
+        return seed("eval", self._config.trainer.seed, self.global_step)
+
+    async def evaluate_beside(self) -> bool:
+        if not self._config.trainer.evaluates_beside:
+            return False
+        if self.global_step == self._num_steps:
+            await self._beside.cancel("that of the last step replaces it")
+            return False
+        await self._parts.step.residency.for_rollout()
+        self._beside.begin(self.global_step, self._evaluation_seed)
+        return True
+
+    def ended_evaluation(self) -> Metrics:
+        return self._beside.ended(self.global_step) if self.global_step < self._num_steps else {}
+
+    @property
+    def is_evaluating(self) -> bool:
+        return self._beside.step == self.global_step
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -72,6 +99,7 @@ class Trainer(Loop):
             await critic.load()
 
     async def step(self) -> Metrics:
+        self._parts.step.groups = ()
         metrics, groups = await self._parts.step.step(), self._parts.step.groups
         self._log_samples(groups)
         return metrics | rollout_metrics(groups) | rollout_performance(groups, self._timers)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,29 +51,42 @@ def test_at_staleness_0_metrics_and_weights_are_those_of_the_synchronous_run(wor
     assert all(row["async/staleness_max"] == 0 for row in streamed.metrics)
 
 
-def test_a_run_survives_an_engine_and_its_driver_and_trains_each_row_once(world: Path):
-    """The engine is killed in the middle, the driver after a checkpoint; the epoch of 32 rows has four steps of 8.
+def source_of(record: Path) -> dict[str, Any]:
+    """State of the source in a checkpoint."""
+    state: dict[str, Any] = json.loads(record.read_text())["state"]["source"]
+    return state
 
-    Syncs abort the running responses, which continue."""
+
+def test_a_run_survives_an_engine_and_its_driver_and_trains_each_row_once(world: Path):
+    """Both are killed at random moments; the epoch of 32 rows has four steps of 8.
+
+    Syncs abort the running responses, which continue. Evaluations run beside the training."""
     own = [STREAMING, "trainer.run_name=killed", "trainer.max_training_steps=4", "trainer.ckpt_interval=1"]
     own += ["environment.env_class=deadly:Deadly", "generator.pause_mode=abort"]
+    own += ["data.val_data=[rows.jsonl]", "trainer.eval_before_train=false", "trainer.eval_interval=1"]
     run_dir = world / "runs/killed"
-    death = {"DEADLY_CALL": "40", "DEADLY_LOG": str(run_dir / "logs/engine-0.log")}
+    call, delay_s = random.randint(10, 60), random.uniform(0, 3)
+    print(f"the engine dies in call {call}, the driver {delay_s:.2f} s after that and the first step")
+    death = {"DEADLY_CALL": str(call), "DEADLY_LOG": str(run_dir / "logs/engine-0.log")}
     with running(world, *own, environment=death) as job:
-        job.wait_for_step(2)
+        job.wait_for("restarting engine-0")
+        job.wait_for_step(1)
+        time.sleep(delay_s)
         os.kill(job.process.pid, signal.SIGKILL)
         job.process.wait(60)
-    assert "restarting engine-0" in job.output, job.output
-    (record,) = run_dir.glob("checkpoints/global_step_*/checkpoint.json")
-    saved = json.loads(record.read_text())["state"]["source"]
-    assert len(saved["pending"]) + saved["ledger"]["waiting"] == 8
-    assert saved["order"]["position"] == 8 * saved["step"] + 8
+    saved = source_of(max(run_dir.glob("checkpoints/global_step_*/checkpoint.json")))
+    ledger = saved["ledger"]
+    assert ledger["trained"] == 8 * saved["step"] and ledger["generated"] == ledger["trained"] + ledger["waiting"]
+    assert len(saved["pending"]) + ledger["waiting"] == 8 * (saved["step"] < 4)
+    assert saved["order"]["position"] == min(32, 8 * saved["step"] + 8)
     never = {"DEADLY_CALL": "-1", "DEADLY_LOG": ""}
     code, resumed = run_to_end(world, *own, "trainer.resume_mode=latest", environment=never)
     assert code == 0, resumed.story()
-    rows = resumed.metrics
-    assert [row["trainer/global_step"] for row in rows] == [1, 2, 3, 4]
-    assert all(row["async/staleness_max"] <= 1 and row["generate/batch_num_seq"] == 32 for row in rows)
+    rows = {row["trainer/global_step"]: row for row in resumed.metrics if "trainer/epoch" in row}
+    assert sorted(rows) == [1, 2, 3, 4] and "eval/all/avg_score" in rows[4]
+    assert all(row["async/staleness_max"] <= 1 and row["generate/batch_num_seq"] == 32 for row in rows.values())
+    nothing_lost = {"generated": 32, "waiting": 0, "trained": 32, "filtered": 0, "failed": 0}
+    assert source_of(run_dir / "checkpoints/global_step_4/checkpoint.json")["ledger"] == nothing_lost
 
 
 def test_engines_on_shared_devices_continue_frozen_rollouts_after_the_update(world: Path):

@@ -47,8 +47,10 @@ def test_a_rollout_asks_the_engines_and_each_of_its_requests_has_a_seed_of_its_o
         for _ in range(2):
             trace.read([1, 2])
             trace.write(await engines.generate(trace.input_ids(), params, prompt.uid))
+            unanswered.append(len(engines.requests))
         return trace.to_sample()
 
+    unanswered = list[int]()
     collector, admission = Collector(rollout, engines_of(generate)), Admission(0)
     (group,) = asyncio.run(collector.collect([prompt("a")], 2, PARAMS, Quiet(), admission))
     assert sorted(len(ids) for ids, _, _ in generate.asked) == [2, 2, 6, 6]
@@ -56,6 +58,7 @@ def test_a_rollout_asks_the_engines_and_each_of_its_requests_has_a_seed_of_its_o
     seeds = [params.seed for _, params, _ in generate.asked]
     assert len(set(seeds)) == 4 and None not in seeds
     assert [len(one.token_ids) for one in group.samples] == [12, 12]
+    assert max(unanswered) <= 1 and unanswered[-1] == len(collector.requests) == 0
 
 
 def test_a_list_of_samples_is_one_rollout_whose_samples_join_the_group():

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
+import subprocess
 from collections.abc import Awaitable, Callable
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
+import skyrl_gym
 import torch
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from skyrl_train.checks.rl import check
 from skyrl_train.config import ConfigError, load_config
@@ -21,12 +25,14 @@ from skyrl_train.rollout.contract import Engines
 from skyrl_train.rollout.source import OnPolicySource, SourceParts
 from skyrl_train.rollout.streaming.saved_groups import SavedGroup, from_bytes, to_bytes
 from skyrl_train.rollout.streaming.streaming import StreamingSource
-from skyrl_train.rollout.streaming.watchdog import NoProgress
+from skyrl_train.rollout.streaming.watchdog import NoProgress, Situation
 from skyrl_train.rollout.trace import Trace
 from skyrl_train.tracking.console import staleness_cells
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.types import UNKNOWN_VERSION, Generation, Group, Prompt, Sample, SamplingParams
 from tests.support.rollouts import Quiet, engines_of, prompt, sample
+from tests.support.scripted import Script, sampler
+from tests.support.tiny import chatml_tokenizer
 
 CONFIG = [
     "trainer.train_batch_size=4",
@@ -294,21 +300,106 @@ def test_a_rollout_that_cancels_itself_ends_the_run_with_an_error():
     asyncio.run(main())
 
 
-def test_a_rollout_that_never_ends_is_named():
-    async def main() -> None:
-        async def play(world: World, prompt: Prompt, number: int) -> None:
-            if prompt.uid == world.seeds[0][0] and number == 2:
-                await asyncio.sleep(100)
+async def hangs_in_its_own_code(world: World, prompt: Prompt, number: int) -> None:
+    if prompt.uid == world.seeds[0][0] and number == 2:
+        await asyncio.sleep(100)
 
+
+async def hangs_in_the_engines(world: World, prompt: Prompt, number: int) -> None:
+    with world.source._parts.collector.requests.waiting():
+        await asyncio.sleep(100)
+
+
+@pytest.mark.parametrize(
+    ("play", "cause"),
+    [
+        (hangs_in_its_own_code, "no request is at the engines: environments, or the rollouts' own code, do not return"),
+        (hangs_in_the_engines, "the engines hold 8 requests and answer none; the oldest was sent 0 s ago"),
+    ],
+)
+def test_a_rollout_that_never_ends_is_named_with_who_waits_for_whom(
+    play: Play, cause: str, caplog: pytest.LogCaptureFixture
+):
+    async def main() -> None:
         world = World("trainer.max_staleness=0", play=play)
         world.source._deadline_s = 0.1
         with pytest.raises(NoProgress) as raised:
             await world.source.next()
-        named = f"Step 1 waits for prompt {world.seeds[0][0]} (1 of 2 rollouts ended, started in step 1)"
-        assert named in str(raised.value)
+        assert cause in str(raised.value)
+        assert f"Step 1 waits for prompt {world.seeds[0][0]} (" in str(raised.value)
+        assert f"in {play.__name__}" in caplog.text, "the stack goes down to where the rollout waits"
+        state, _ = world.source.snapshot()
+        assert len(state["pending"]) + state["ledger"]["waiting"] == 4, "its state can still be saved"
         await world.source.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"phases": {"step": 70.0, "sync_weights": 65.0}}, "a weight sync has been running for 65 s"),
+        ({"phases": {"step": 70.0, "policy_train": 61.0}}, "4 are ready: it is in policy_train for 61 s"),
+        ({"phases": {}}, "does not ask for groups, of which 4 are ready: it runs no phase of a step"),
+        ({"num_requests": 3}, "the engines hold 3 requests and answer none; the oldest was sent 62 s ago"),
+        ({}, "no request is at the engines: environments, or the rollouts' own code, do not return"),
+        ({"num_running": 0}, "nobody generates: no group runs, and none may start"),
+    ],
+)
+def test_the_cause_of_a_stall_is_the_part_for_which_the_others_wait(changes: dict[str, Any], cause: str):
+    known: dict[str, Any] = {"phases": {"step": 70.0, "wait_for_groups": 65.0}, "num_running": 2, "num_ready": 4}
+    known |= {"num_requests": 0, "oldest_request_s": 62.0, "step": 7, "awaited": ["prompt 3"], "failures": ["no disk"]}
+    text = str(Situation(**known | changes).error(60))
+    assert cause in text and "no rollout ended for 60 s" in text
+    assert "1 rollouts failed since the last step: no disk" in text
+
+
+class WithAWorker(BaseTextEnv):
+    """Answers with the help of a process of its own."""
+
+    def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
+        super().__init__()
+        self.worker = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.number = next(extras["numbers"])
+        self.is_killed = self.number in extras["killed"]
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        if self.is_killed:
+            self.worker.kill()
+            self.worker.wait()
+        assert self.worker.stdin is not None and self.worker.stdout is not None
+        self.worker.stdin.write("1\n")
+        self.worker.stdin.flush()
+        reward = float(self.worker.stdout.readline()) + self.number
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+
+    def close(self) -> None:
+        self.worker.kill()
+        self.worker.communicate()
+
+
+@pytest.mark.parametrize("killed", [{3}, {3, 8}])
+def test_a_worker_process_of_an_environment_that_is_killed_costs_a_repetition_or_its_sample(killed: set[int]):
+    """kill -9 in the middle of a call. The environment that repeats the rollout is the ninth of eight."""
+
+    async def main() -> None:
+        own = {"killed": killed, "numbers": itertools.count()}
+        sizes = ["trainer.train_batch_size=2", "generator.n_samples_per_prompt=4", "generator.max_failed_share=0.2"]
+        with sampler(chatml_tokenizer(), Script(chatml_tokenizer(), "5")) as played:
+            world = World("trainer.max_staleness=0", *sizes, num_steps=1)
+            world.source._parts = replace(world.source._parts, collector=played.collector)
+            world.source._order._rows = [replace(prompt(str(n)), env_class="workers", extras=own) for n in range(10)]
+            groups = await world.step()
+        metrics = world.source.metrics()
+        assert metrics["generate/num_retried_rollouts"] == 1
+        lost = len(killed) - 1
+        assert metrics["generate/num_failed_rollouts"] == lost and sum(len(g.samples) for g in groups) == 8 - lost
+
+    skyrl_gym.register(id="workers", entry_point=WithAWorker)
+    try:
+        asyncio.run(main())
+    finally:
+        skyrl_gym.registry.pop("workers")
 
 
 async def leg(

@@ -1,0 +1,254 @@
+"""Evaluation beside training, and the end of a run that gets no groups: a real Trainer, source and router of tasks
+around an engine that is a semaphore."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyrl_train.checks.rl import check
+from skyrl_train.config import ConfigError, load_config
+from skyrl_train.file_sum import FileSum, sum_of
+from skyrl_train.rollout.collect import Collector
+from skyrl_train.rollout.contract import Engines
+from skyrl_train.rollout.source import OnPolicySource, SourceParts
+from skyrl_train.rollout.streaming.streaming import StreamingSource
+from skyrl_train.rollout.trace import Trace
+from skyrl_train.tracking.sinks import Tracker
+from skyrl_train.tracking.timers import Timers
+from skyrl_train.trainer.evaluation import Evaluation
+from skyrl_train.trainer.run_state import Checkpoints, load_checkpoint
+from skyrl_train.trainer.trainer import Parts, Trainer
+from skyrl_train.types import Generation, Group, Metrics, Prompt, Sample, SamplingParams
+from tests.support.rollouts import Quiet, engines_of, prompt
+
+CONFIG = [
+    "trainer.train_batch_size=2",
+    "trainer.policy_mini_batch_size=2",
+    "generator.n_samples_per_prompt=2",
+    "trainer.source=streaming",
+    "trainer.log_samples_interval=-1",
+    "trainer.eval_before_train=false",
+    "trainer.eval_interval=2",
+    "trainer.hf_save_interval=-1",
+]
+NUM_HELD_OUT = 6
+
+
+async def nothing(*args: Any) -> None:
+    """A phase of the devices."""
+
+
+class World:
+    """A run whose engine answers one request at a time, each after one or two rounds of the event loop."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *overrides: str,
+        num_steps: int = 6,
+        fails: Callable[[World, str], bool] = lambda world, uid: False,
+    ) -> None:
+        config = load_config([*CONFIG, f"trainer.run_dir={folder}", *overrides])
+        self.version, self.num_steps, self.slot = 0, 0, asyncio.Semaphore(1)
+        self.rows: dict[int, Metrics] = {}
+        self.gate = asyncio.Event()
+        """Held-out prompts from the third on wait for it."""
+        self.gate.set()
+
+        async def rollout(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+            trace, first = Trace(), self.version
+            trace.read([4, 5])
+            if prompt.uid.startswith("held") and int(prompt.uid[-1]) >= 2:
+                await self.gate.wait()
+                first = self.version
+            async with self.slot:
+                for _ in range(2 if prompt.uid.startswith("held") else 1):
+                    await asyncio.sleep(0)
+                if fails(self, prompt.uid):
+                    raise KeyError("no sandbox")
+            trace.write(Generation([6, 7], [-1.0] * 2, "6", "stop", first))
+            trace.add_reward(float(len(prompt.uid) % 2))
+            return trace.to_sample()
+
+        collector, timers = Collector(rollout, engines_of(None)), Timers()
+        kind = OnPolicySource if config.trainer.source == "on_policy" else StreamingSource
+        self.source = kind(
+            SourceParts(
+                config=config,
+                prompts=[prompt(str(n)) for n in range(40)],
+                sampling_params=SamplingParams(max_generate_length=4),
+                collector=collector,
+                progress=Quiet(),
+                timers=timers,
+                wake_engines=nothing,
+                policy_version=lambda: self.version,
+                num_steps=num_steps,
+            )
+        )
+        evaluation = Evaluation(
+            [prompt(f"held {n}") for n in range(NUM_HELD_OUT)],
+            collector,
+            Quiet(),
+            n_samples=1,
+            sampling_params=SamplingParams(max_generate_length=4),
+            batch_size=2,
+            max_failed_share=0.0,
+        )
+        self.evaluation, self.groups = evaluation, list[Group]()
+        step: Any = SimpleNamespace(
+            source=self.source,
+            policy=self,
+            policy_version=0,
+            timers=timers,
+            critic=None,
+            groups=(),
+            coefficients=SimpleNamespace(state={}, resume=lambda state: None),
+            residency=SimpleNamespace(for_rollout=nothing, for_training=nothing, for_saving=nothing),
+        )
+
+        async def train() -> Metrics:
+            step.groups = await self.source.next()
+            await self.update()
+            self.version += 1
+            self.num_steps += 1
+            return self.source.metrics()
+
+        self.update: Callable[[], Awaitable[None]] = nothing
+        step.step = train
+        self.trainer = Trainer(config, Parts(step, evaluation, Tracker([self]), None), num_steps)  # type: ignore[arg-type]
+
+    @property
+    def policy_version(self) -> int:
+        return self.version
+
+    async def copy_state(self, folder: str) -> list[FileSum]:
+        Path(folder, "rank_0.pt").write_text("state")
+        return [sum_of(Path(folder, "rank_0.pt"))]
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self.rows[step] = self.rows.get(step, {}) | metrics
+
+    def close(self) -> None:
+        """Like a sink's."""
+
+    def run(self, timeout_s: float = 60) -> None:
+        asyncio.run(asyncio.wait_for(self.trainer.train(), timeout_s))
+
+    @property
+    def evaluated(self) -> dict[int, float | None]:
+        """Step of the row -> steps since the evaluation began; None if training waited for it."""
+        return {s: row.get("eval/lag_steps") for s, row in self.rows.items() if "eval/all/avg_score" in row}
+
+
+NEVER = "trainer.ckpt_interval=-1"
+
+
+def test_training_continues_during_an_evaluation_and_the_log_says_whose_answers_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """The evaluation of step 2 needs the weights of 2 and 3; that of step 4 comes due meanwhile."""
+    caplog.set_level(logging.INFO)
+    world = World(tmp_path, NEVER, num_steps=8)
+    world.gate.clear()
+
+    async def update() -> None:
+        if world.version == 4:
+            world.gate.set()
+            for _ in range(60):
+                await asyncio.sleep(0)
+
+    world.update = update
+    world.run()
+    assert world.evaluated[5] == 3 and world.evaluated[8] is None and not {2, 3, 4} & set(world.evaluated)
+    assert "skipped the evaluation of step 4: that of step 2 is still running" in caplog.text
+    row = world.rows[5]
+    assert row["eval/policy_version"] == 2 and row["eval/share_of_version"] == pytest.approx(1 / 3)
+    assert row["timing/eval"] > 0 and "timing/eval" not in world.rows[4]
+    assert world.source._admission.ledger.trained == 16
+
+
+@pytest.mark.parametrize(
+    "overrides", [["trainer.max_staleness=4"], ["trainer.max_staleness=0"], ["trainer.pipeline_depth=0"]]
+)
+def test_rollouts_and_an_evaluation_that_share_one_place_never_wait_for_each_other(
+    overrides: list[str], tmp_path: Path
+):
+    """prime-rl #1671: each waited for a place that the other had."""
+    world = World(
+        tmp_path, NEVER, "trainer.eval_interval=1", "trainer.eval_beside_training=true", *overrides, num_steps=12
+    )
+    world.run()
+    assert sorted(world.rows) == list(range(1, 13)) and world.evaluated[12] is None
+    assert len(world.evaluated) >= 2 and all(lag is None or lag >= 1 for lag in world.evaluated.values())
+
+
+@pytest.mark.parametrize(
+    "overrides", [["trainer.source=on_policy"], ["trainer.max_staleness=0"], ["trainer.eval_beside_training=false"]]
+)
+def test_training_waits_where_a_score_is_to_be_of_one_version(overrides: list[str], tmp_path: Path):
+    world = World(tmp_path, NEVER, *overrides)
+    world.run()
+    assert world.evaluated == {2: None, 4: None, 6: None}
+    assert not [key for row in world.rows.values() for key in row if key in ("eval/share_of_version", "eval/lag_steps")]
+
+
+def test_an_evaluation_that_fails_ends_the_run_with_its_error(tmp_path: Path):
+    world = World(tmp_path, NEVER, fails=lambda world, uid: uid == "held 3")
+    with pytest.raises(KeyError, match="no sandbox"):
+        world.run()
+    assert 3 <= max(world.rows, default=0) + 1 <= 6
+
+
+def test_an_evaluation_that_the_checkpoint_overtakes_is_made_again_on_resume(tmp_path: Path):
+    world = World(tmp_path, "trainer.ckpt_interval=2", "trainer.max_ckpts_to_keep=-1")
+    world.run()
+    states = {c.state.global_step: c for c in Checkpoints(str(tmp_path / "checkpoints"), -1).all()}
+    assert states[2].state.pending and not states[6].state.pending
+    resumed = World(tmp_path / "resumed", NEVER, num_steps=20)
+    resumed.version = resumed.num_steps = 2
+    resumed.trainer.resume(states[2].state, states[2].groups)
+    resumed.run()
+    first = min(resumed.evaluated)
+    assert resumed.rows[first]["eval/policy_version"] == 2 and resumed.evaluated[first] == first - 2
+
+
+@pytest.mark.parametrize("source", ["streaming", "on_policy"])
+def test_a_run_that_gets_no_groups_ends_with_a_checkpoint_from_which_it_continues(source: str, tmp_path: Path):
+    own = [f"trainer.source={source}", "trainer.eval_interval=-1", "trainer.ckpt_interval=100"]
+    world = World(tmp_path, *own, fails=lambda world, uid: world.version == 3)
+    with pytest.raises(KeyError, match="no sandbox"):
+        world.run()
+    checkpoint = load_checkpoint(tmp_path / "checkpoints/global_step_3")
+    resumed = World(tmp_path / "resumed", *own)
+    resumed.version = resumed.num_steps = 3
+    resumed.trainer.resume(checkpoint.state, checkpoint.groups)
+    resumed.run()
+    assert sorted(resumed.rows) == [4, 5, 6]
+    order = (resumed.source.state if source == "on_policy" else resumed.source.state["order"])["position"]
+    assert order == 12, "no row was skipped"
+
+
+def test_a_run_that_fails_during_the_update_writes_no_checkpoint_of_half_an_update(tmp_path: Path):
+    world = World(tmp_path, "trainer.eval_interval=-1", "trainer.ckpt_interval=100")
+
+    async def update() -> None:
+        if world.version == 3:
+            raise KeyError("the update")
+
+    world.update = update
+    with pytest.raises(KeyError, match="the update"):
+        world.run()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_evaluating_beside_a_synchronous_run_is_refused():
+    overrides = [*CONFIG, "trainer.source=on_policy", "trainer.eval_beside_training=true"]
+    with pytest.raises(ConfigError, match="only with streaming can training continue during"):
+        check(load_config(overrides), 10, files=False)
