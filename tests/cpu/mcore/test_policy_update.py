@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from skyrl_train.algorithms.inputs import LossTerms, TokenInputs
 from skyrl_train.algorithms.kl import k2
+from skyrl_train.algorithms.metrics import Metric, Reduce
+from skyrl_train.algorithms.objective import Bound, Term
 from skyrl_train.megatron.optimizer import optimizer as optimizers
 from skyrl_train.megatron.optimizer.optimizer import learning_rate
 from skyrl_train.megatron.passes.step import batch_logprobs
@@ -157,6 +160,12 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_on_any_rank(dense: Path
     assert {part["version"] for part in parts} == {NUM_STEPS}
 
 
+def share_of_the_way(tokens: TokenInputs) -> LossTerms:
+    """How far the old logprob is from the engine's to the current one."""
+    way = (tokens.old_logprobs - tokens.rollout_logprobs) / (tokens.logprobs.detach() - tokens.rollout_logprobs)
+    return LossTerms(-tokens.logprobs, {"share": Metric(way, Reduce.TOKEN_MEAN)})
+
+
 def _score(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str, Any]:
     trial, one = arguments
     objective = replace(trial.objective, kl_estimator=k2, temperature=0.7)
@@ -171,7 +180,13 @@ def _score(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str,
     kl = policy.keep_old_logprobs(batch, torch.full_like(sampled, -5.0))
     policy.keep_old_logprobs(replace(batch, step_id=batch.step_id - 1))  # a job that fails before its update
     report = policy.update(batch, ref_logprobs=torch.zeros_like(sampled))
+    loglinear = replace(
+        objective, terms=(Term("policy", Bound(share_of_the_way)),), prox_logp_method="loglinear", corrections=()
+    )
+    twice_behind = {"rollout_logprobs": torch.full_like(sampled, -20.0), "staleness": torch.full(sampled.shape, 2)}
+    stale = replace(batch, signals={**batch.signals, **twice_behind})
     return {
+        "interpolated": policy.update(stale, 3, loglinear).metrics["policy/loss_metrics/share"],
         "report": report,
         "plain": plain,
         "logprobs": logprobs,
@@ -190,6 +205,11 @@ def test_the_rewards_kl_is_of_the_configured_estimator_at_the_sampling_temperatu
     torch.testing.assert_close(scored["kl"], scored["expected_kl"])
     kl = scored["report"].metrics["policy/approx_kl"]
     assert abs(kl) < 1e-6, "an update compared with the logprobs of another job"
+
+
+def test_interpolated_old_logprobs_need_no_pass_before_and_count_the_optimizer_steps_of_the_update(scored):
+    """Samples of two versions before: 2/2, 2/3 and 2/4 of the way in the three steps."""
+    assert scored["interpolated"] == pytest.approx((1 + 2 / 3 + 2 / 4) / 3, rel=1e-5)
 
 
 def test_logprobs_are_those_of_temperature_1(scored: dict[str, Any]):
