@@ -47,10 +47,12 @@ def build_objective(values: Mapping[str, Any], temperature: float, logprobs_chun
         terms.append(Term("entropy", Bound(negative_entropy), values["entropy_loss_coef"], own))
     if values["use_kl_loss"] and values["kl_loss_coef"]:
         kl = bind(kl_to_reference, {**values, "estimator": estimator})
-        terms.append(Term("kl", kl, values["kl_loss_coef"], values["kl_loss_reduction"] or reduction))
+        own, is_corrected = values["kl_loss_reduction"] or reduction, values["use_corrected_kl"]
+        terms.append(Term("kl", kl, values["kl_loss_coef"], own, is_corrected))
     if (distillation := _distillation_term(values)) is not None:
         own = values["distillation_reduction"] or reduction
-        terms.append(Term("distillation", distillation, values["distillation_coef"], own))
+        is_corrected = values["use_corrected_kl"] and values["distillation_type"] == "loss"
+        terms.append(Term("distillation", distillation, values["distillation_coef"], own, is_corrected))
     has_shaping = values["distillation_type"] == "advantage"
     return Objective(
         terms=tuple(terms),

@@ -54,6 +54,8 @@ class Term:
     coef: float = 1.0
     reduction: str = "token_mean"
     """Reduction of its weights, a name of `REDUCTIONS`."""
+    is_corrected: bool = False
+    """The corrections multiply it too; the policy's term always."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Objective:
     shaping: Bound | None = None
     """f(TokenInputs) -> [P]: the advantages that the policy term and the corrections read instead of the given ones."""
     corrections: tuple[Bound, ...] = ()
-    """f(TokenInputs) -> Correction; their product multiplies the policy term."""
+    """f(TokenInputs) -> Correction; their product multiplies the policy term, and others that say so."""
     kl_estimator: Callable[[Tensor, Tensor], Tensor] = k3
     """Estimator of a KL penalty in the reward, which ranks compute together with the old logprobs."""
     prox_logp_method: str = "recompute"
@@ -174,7 +176,7 @@ def objective_loss(
     loss = torch.zeros((), dtype=torch.float32, device=tokens.logprobs.device)
     for index, term in enumerate(objective.terms):
         terms, own = term.loss(tokens)
-        if index == 0 and factor is not None:
+        if factor is not None and (index == 0 or term.is_corrected):
             terms = terms * factor
         value = weighted_sum(terms, weights[term.reduction])
         loss = loss + term.coef * value

@@ -1,4 +1,4 @@
-"""Checks of the keys of stale samples."""
+"""Checks of the keys for stale samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skyrl_train.config import Config
 
 
 def staleness_problems(config: Config) -> Iterator[str]:
-    """Keys of a streaming source that contradict each other, or have no effect without one."""
+    """Keys that contradict each other or would have no effect."""
     trainer = config.trainer
     if trainer.source == "on_policy":
         for key in ("max_staleness", "pipeline_depth"):
@@ -27,6 +27,14 @@ def staleness_problems(config: Config) -> Iterator[str]:
         yield (
             f"trainer.eval_beside_training is true and trainer.source is {trainer.source}: only with streaming can "
             "training continue during an evaluation. Set trainer.source=streaming or remove the key"
+        )
+    algorithm = trainer.algorithm
+    has_kl = (algorithm.use_kl_loss and algorithm.kl_loss_coef) or algorithm.distillation.distillation_type == "loss"
+    if algorithm.use_corrected_kl and not (has_kl and algorithm.corrections):
+        missing = "correction" if has_kl else "such term"
+        yield (
+            "trainer.algorithm.use_corrected_kl is true: it multiplies the KL term of the loss and that of "
+            f"distillation_type=loss by the corrections, and there is no {missing}. Set it to false"
         )
     if trainer.algorithm.prox_logp_method == "loglinear":
         yield from (

@@ -206,6 +206,7 @@ class AlgorithmConfig:
     use_kl_in_reward: bool
     kl_estimator_type: Annotated[str, KL_ESTIMATORS]
     use_unbiased_kl: bool
+    use_corrected_kl: bool
     kl_loss_coef: NotNegative
     kl_ctrl: KlControlConfig
     kl_loss_reduction: Annotated[str, REDUCTIONS] | None

@@ -104,7 +104,7 @@ def hugging_face(
         factors = [correction(inputs).factor for correction in objective.corrections]
         for term in objective.terms:
             terms = term.loss(inputs).terms
-            if term is objective.terms[0]:
+            if term is objective.terms[0] or term.is_corrected:
                 terms = math.prod(factors, start=terms)
             losses[term.name].append((terms * weights[term.reduction][start:end]).sum())
     sums = {name: torch.stack(parts).sum() for name, parts in losses.items()}

@@ -141,6 +141,27 @@ def test_each_bucket_has_the_metrics_of_its_own_tokens():
     assert metrics["policy/rollout_train_ratio_mean"] == pytest.approx(mean)
 
 
+@pytest.mark.parametrize(("overrides", "expected"), [([], 1.0), (["use_corrected_kl=true"], 0.0)])
+def test_the_kl_terms_are_corrected_on_request(overrides: list[str], expected: float):
+    """Of four trained tokens, icepop drops those with weights of 8 and 1/8; their KL term is the only one."""
+    tokens = tokens_of(
+        logprobs=[-2.0] * 5,
+        old_logprobs=[-2.0] * 5,
+        rollout_logprobs=[-2 - math.log(8), -2 + math.log(8), -2 - math.log(4), -2.0, -2.0],
+        ref_logprobs=[-1.0, -1.0, -2.0, -2.0, 0.0],
+        teacher_logprobs=[-1.0, -1.0, -2.0, -2.0, 0.0],
+        advantages=[0.0] * 5,
+        staleness=[1] * 5,
+    )
+    k2 = (0.5 + 0.5) / 4
+    for kind in (
+        ["kl_estimator_type=k2", "kl_loss_coef=1"],
+        ["use_kl_loss=false", "distillation.distillation_type=loss"],
+    ):
+        loss, _ = summed(objective_of("corrections=[icepop]", *kind, *overrides), tokens)
+        assert loss.item() == pytest.approx(expected * k2, abs=1e-15)
+
+
 def test_buckets_count_steps_and_the_last_is_open():
     versions = torch.tensor([-1, 0, 1, 4, 5, 8, 9, 400], dtype=torch.int32)
     assert Buckets(last=2, versions_per_step=4).of(versions).tolist() == [-1, 0, 1, 1, 2, 2, 2, 2]

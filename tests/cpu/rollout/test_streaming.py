@@ -41,6 +41,7 @@ CONFIG = [
     "trainer.source=streaming",
 ]
 LOGLINEAR = "trainer.algorithm.prox_logp_method=loglinear"
+CORRECTED_KL = "trainer.algorithm.use_corrected_kl=true"
 LORA = "trainer.policy.model.lora"
 KL_REWARD = ["trainer.algorithm.use_kl_loss=false", "trainer.algorithm.use_kl_in_reward=true"]
 Play = Callable[["World", Prompt, int], Awaitable[None]]
@@ -562,6 +563,8 @@ def test_a_state_that_is_not_its_own_is_refused(state: dict[str, Any]):
         (["trainer.max_staleness=0", LOGLINEAR], "loglinear and no sample is stale: .* Set it to recompute"),
         (["trainer.source=on_policy", LOGLINEAR], "loglinear and no sample is stale"),
         ([f"{LORA}.rank=4", f"{LORA}.dropout=0.1", LOGLINEAR], "every pass would have the noise of the dropout"),
+        (["trainer.algorithm.use_kl_loss=false", CORRECTED_KL], "there is no such term. Set it to false"),
+        (["trainer.source=on_policy", CORRECTED_KL], "there is no correction"),
         ([*KL_REWARD, LOGLINEAR], "the penalty needs the forward pass"),
         (["trainer.algorithm.policy_loss_type=kl_cov", LOGLINEAR], "selects tokens by the values of a forward pass"),
     ],

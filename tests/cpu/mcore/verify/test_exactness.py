@@ -178,6 +178,7 @@ VALUES = {
 }
 LAYOUTS = {"CP2": {"cp": 2}, "TP2 SP": {"tp": 2}, "PP2": {"pp": 2}, "DP2 EP2": {"ep": 2}}
 OWN = "a loss of the user"
+WITH_KL = "icepop of the KL term too"
 LOGLINEAR = "regular with interpolated old logprobs"
 
 
@@ -212,7 +213,10 @@ def with_corrections(family: str) -> dict[str, Trial]:
     trial = near_engine(family)
     bound = {name: (bind(CORRECTIONS[name], VALUES),) for name in CORRECTIONS}
     objective = replace(trial.objective, buckets=BUCKETS)
-    return {name: replace(trial, objective=replace(objective, corrections=bound[name])) for name in bound}
+    trials = {name: replace(trial, objective=replace(objective, corrections=bound[name])) for name in bound}
+    terms = tuple(replace(term, is_corrected=term.name == "kl") for term in objective.terms)
+    corrected = replace(trials["icepop"].objective, terms=terms)
+    return trials | {WITH_KL: replace(trial, objective=corrected)}
 
 
 def family_of(layout_name: str) -> str:
@@ -241,7 +245,7 @@ def test_every_loss_has_hugging_faces_gradient_and_metrics(loss: str, layout_nam
 
 
 @pytest.mark.parametrize("layout_name", ["CP2", "DP2 EP2"])
-@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("correction", [*CORRECTIONS, WITH_KL])
 def test_every_correction_has_hugging_faces_gradient_and_metrics(correction: str, layout_name: str):
     hf = hugging_face_of(with_corrections, family_of(layout_name), correction)
     difference = compare(comparable(outcomes_of(with_corrections, layout_name)[correction], hf), hf)
