@@ -19,7 +19,7 @@ from skyrl_train.megatron.passes.packing import Packer
 from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.contract import Engines
 from skyrl_train.rollout.source import SourceParts
-from skyrl_train.rollout.streaming import StreamingSource
+from skyrl_train.rollout.streaming.streaming import StreamingSource
 from skyrl_train.rollout.trace import Trace
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.from_config import max_lengths
