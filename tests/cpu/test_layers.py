@@ -36,7 +36,7 @@ MAY_IMPORT = {
     # the heaviest package; it knows no engine, and no engine knows it
     "megatron": "types config device file_sum ranks stores algorithms kernels hf batching weight_sync",
     # processes: ranks are named to them as text (module:class), so cluster imports no Megatron
-    "cluster": "types config device imports file_sum ranks stores algorithms hf rollout weight_sync engines",
+    "cluster": "types config device imports file_sum ranks stores algorithms hf weight_sync engines",
     # the driver
     "trainer": "types config file_sum ranks algorithms hf weight_sync tracking data batching rollout cluster",
     "service": "types config algorithms spelling hf weight_sync tracking checks data batching rollout cluster trainer",

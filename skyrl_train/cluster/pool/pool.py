@@ -13,8 +13,8 @@ from skyrl_train.cluster.background import Background
 from skyrl_train.cluster.calls import Calls, RemoteFailed
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.pool.replica import EngineReplica
+from skyrl_train.cluster.pool.router import Router
 from skyrl_train.engines.settings import EngineSettings
-from skyrl_train.rollout.router import Router
 from skyrl_train.types import Generate
 from skyrl_train.weight_sync.control import ControlMessage
 

@@ -15,10 +15,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from skyrl_train.cluster.calls import Calls, RemoteFailed
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.pool.engine_process import GONE_S, StartedEngine, kill_on_node
+from skyrl_train.cluster.pool.router import EngineLostError, Request
 from skyrl_train.cluster.process import AsyncHost
 from skyrl_train.engines.protocol import EngineDeadError
 from skyrl_train.engines.settings import EngineSettings
-from skyrl_train.rollout.router import EngineLostError, Request
 from skyrl_train.types import Generation
 
 # Requests in flight come as a handful of batches; the rest are control calls that must never queue behind them.
@@ -85,17 +85,22 @@ class EngineReplica:
     async def generate(
         self, requests: list[Request], mark_dead: Callable[[EngineReplica, str], None]
     ) -> AsyncIterator[list[tuple[int, Generation]]]:
-        """Yield answers as requests finish. Args: mark_dead: called once for an engine that died or hangs.
+        """Yield answers as requests finish; the others are aborted when the caller leaves.
+
+        Args: mark_dead: called once for an engine that died or hangs.
         Raises: EngineLostError, after `mark_dead`; RemoteFailed if a request of a living engine fails or times out."""
         actor, timeout_s = self.actor, self.calls.timeout_s
         cause: Exception
+        results = actor.stream.options(num_returns="streaming").remote("generate_batch", requests)
         try:
-            results = actor.stream.options(num_returns="streaming").remote("generate_batch", requests)
             while True:
                 ref = await asyncio.wait_for(anext(results), timeout_s)
                 yield await ref
         except StopAsyncIteration:
             return
+        except (asyncio.CancelledError, GeneratorExit):
+            ray.cancel(results)  # Ray (2.60) lets a stream that nobody reads run on
+            raise
         except RayError as error:  # first, because an engine's own error may be a TimeoutError too
             message = self.calls.describe(self.name, "generate", error)
             own = error.cause if isinstance(error, RayTaskError) else error

@@ -13,13 +13,13 @@ from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.pool.pool import EnginePool
+from skyrl_train.cluster.pool.router import EngineLostError
 from skyrl_train.engines.protocol import EngineDeadError
 from skyrl_train.engines.remote.client import ServerError
 from skyrl_train.engines.settings import still_running
 from skyrl_train.engines.vllm.core import Core
 from skyrl_train.engines.vllm.engine import VllmEngine
 from skyrl_train.engines.vllm.weights import Weights
-from skyrl_train.rollout.router import EngineLostError
 from tests.support.fake_actors import engine_pool, task_error
 from tests.support.settings import changed, engine_settings
 
@@ -74,6 +74,21 @@ def test_an_engine_that_lives_but_takes_too_long_is_named_at_the_deadline(monkey
         RemoteFailed, match="engine-0 finished none .* trainer.timeout_s=0.2 s: the engine is alive.*engine-0.log"
     ):
         answers_of(monkeypatch, engine(0.01, 30))
+
+
+def test_requests_are_aborted_in_the_engine_when_their_callers_leave(monkeypatch: pytest.MonkeyPatch):
+    cancelled: list[Any] = []
+    monkeypatch.setattr("ray.cancel", cancelled.append)
+
+    async def leave() -> None:
+        reader = asyncio.create_task(anext(stream_of(engine_pool(monkeypatch, engine(30)))))  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+
+    asyncio.run(leave())
+    assert len(cancelled) == 1 and answers_of(monkeypatch, engine(0.0)) == [0] and len(cancelled) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from skyrl_train.rollout.router import MAX_LOSSES, EngineFailedError, EngineLostError, Request, Router
+from skyrl_train.cluster.pool.router import MAX_LOSSES, EngineFailedError, EngineLostError, Request, Router
 from skyrl_train.types import Generation, SamplingParams
 
 PARAMS = SamplingParams(max_generate_length=4)
