@@ -18,6 +18,7 @@ from skyrl_train.checks.engines import (
 )
 from skyrl_train.checks.model import model_problems
 from skyrl_train.checks.staleness import staleness_problems
+from skyrl_train.checks.step import step_problems
 from skyrl_train.checks.training import (
     LORA,
     POLICY,
@@ -47,7 +48,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
     problems = [
         *training_problems(config.trainer, _megatron_configs(config)),
         *custom_problems(config),
-        *_batches(config, num_train_prompts),
+        *step_problems(config, num_train_prompts),
         *_algorithm(config),
         *staleness_problems(config),
         *_critic(config),
@@ -73,21 +74,6 @@ def _megatron_configs(config: Config) -> dict[str, MegatronConfig]:
     policy = config.trainer.policy.megatron_config
     others = {f"{model.key}.megatron_config": model.megatron_config for model in config.trainer.scoring_models}
     return {POLICY: policy} | {key: layout for key, layout in others.items() if layout != policy}
-
-
-def _batches(config: Config, num_train_prompts: int | None) -> Iterator[str]:
-    batch, mini = config.trainer.train_batch_size, config.trainer.policy_mini_batch_size
-    if batch % mini:
-        near = max(divisor for divisor in range(1, min(batch, mini) + 1) if batch % divisor == 0)
-        yield (
-            f"trainer.train_batch_size is {batch}: not a multiple of trainer.policy_mini_batch_size {mini}. Set "
-            f"policy_mini_batch_size to a divisor such as {near}"
-        )
-    if num_train_prompts is not None and batch > num_train_prompts:
-        yield (
-            f"trainer.train_batch_size is {batch}: more than the {num_train_prompts} prompts of data.train_data. Set "
-            f"it to at most {num_train_prompts} (prompts dropped for trainer.max_prompt_length are not counted)"
-        )
 
 
 def _algorithm(config: Config) -> Iterator[str]:

@@ -256,6 +256,7 @@ class TrainerConfig(TrainingConfig):
 
     placement: PlacementConfig
     policy: SyncedPolicyConfig
+    over_sampling_batch_size: Count | None
     policy_mini_batch_size: Count
     critic_mini_batch_size: Count
     update_epochs_per_batch: Count
@@ -299,6 +300,8 @@ class TrainerConfig(TrainingConfig):
     @property
     def groups_in_flight(self) -> int:
         """Groups that engines may generate at a time."""
+        if self.over_sampling_batch_size is not None:
+            return self.over_sampling_batch_size
         return self.train_batch_size * (self.depth + 1 if self.source == "streaming" else 1)
 
     @property

@@ -28,7 +28,7 @@ class OrderState:
         except TypeError:
             raise ValueError(
                 f"cannot resume: the checkpoint was written by another source of groups ({dict(saved)!r:.200}). Set "
-                "trainer.source to that source"
+                "trainer.source, and trainer.over_sampling_batch_size, as there"
             ) from None
 
     def require(self, num_rows: int, seed: int) -> None:

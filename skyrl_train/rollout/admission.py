@@ -34,18 +34,20 @@ class Ledger:
     """Groups of a source by outcome."""
 
     generated: int = 0
-    """All groups."""
+    """All groups that ended, cancelled ones too."""
     waiting: int = 0
     trained: int = 0
     """Given to the training step."""
     filtered: int = 0
     """Complete, and excluded on purpose."""
     failed: int = 0
+    cancelled: int = 0
+    """Not needed by their step; their rows start again."""
 
     def check(self) -> None:
         """Raises: RuntimeError unless every group has exactly one outcome."""
         if min(self.waiting, self.trained) < 0 or (
-            self.generated != self.trained + self.filtered + self.failed + self.waiting
+            self.generated != self.trained + self.filtered + self.failed + self.cancelled + self.waiting
         ):
             raise RuntimeError(f"groups were lost or counted twice: {self}. This is a bug in their source")
 
@@ -61,6 +63,13 @@ class Ledger:
         self.filtered += num_groups
         self.check()
 
+    def cancel(self, *, num_complete: int, num_running: int) -> None:
+        """Count waiting groups, and others that were not generated to their end, as cancelled. Raises: like `check`."""
+        self.waiting -= num_complete
+        self.generated += num_running
+        self.cancelled += num_complete + num_running
+        self.check()
+
 
 class Admission:
     """Decides about the finished rollouts of one source.
@@ -69,11 +78,21 @@ class Admission:
     and the source replaces it.
     """
 
-    def __init__(self, max_failed_share: float, *, filters: bool = False, num_attempts: int = 1) -> None:
+    def __init__(
+        self,
+        max_failed_share: float,
+        *,
+        filters: bool = False,
+        max_filtered: int | None = None,
+        num_attempts: int = 1,
+        cancels: bool = False,
+    ) -> None:
         """Args:
         max_failed_share: fraction of a step's rollouts that may fail.
         filters: whether the source excludes complete groups, which are then counted in the metrics.
+        max_filtered: number of these groups in a step at which `filter` gives up; None: no limit.
         num_attempts: how often a rollout is tried before it counts as failed.
+        cancels: whether the source cancels groups, which are then counted in the metrics.
         """
         self.ledger = Ledger()
         self._max_failed_share = max_failed_share
@@ -81,7 +100,8 @@ class Admission:
         self._num_rollouts = 0
         self._failures: list[Failure] = []
         self._num_failed_groups = 0
-        self._filters, self._num_filtered = filters, 0
+        self._filters, self._max_filtered, self._num_filtered = filters, max_filtered, 0
+        self._cancels, self._num_cancelled = cancels, 0
 
     @property
     def failures(self) -> Sequence[Failure]:
@@ -91,12 +111,23 @@ class Admission:
     def begin(self, num_rollouts: int) -> None:
         """Begin a step of `num_rollouts` rollouts, and count failures from 0."""
         self._num_rollouts, self._failures, self._num_failed_groups = num_rollouts, [], 0
-        self._num_filtered = self._num_retried = 0
+        self._num_filtered = self._num_retried = self._num_cancelled = 0
 
     def filter(self, num_groups: int) -> None:
-        """Count complete groups that are left out on purpose."""
+        """Count complete groups that are left out for lack of signal. Raises: RuntimeError at the limit of a step."""
         self._num_filtered += num_groups
         self.ledger.leave_out(num_groups)
+        if num_groups and self._max_filtered is not None and self._num_filtered >= self._max_filtered:
+            raise RuntimeError(
+                f"{self._num_filtered} groups whose samples have equal rewards were left out since the last step, as "
+                "many as trainer.algorithm.dynamic_sampling.max_sample_batches allows. Raise it (-1: no limit), use "
+                "easier or harder prompts, or set trainer.algorithm.dynamic_sampling.type=null"
+            )
+
+    def cancel(self, *, num_complete: int, num_running: int) -> None:
+        """Count groups that the step does not need: complete ones, and others whose rollouts were cancelled."""
+        self._num_cancelled += num_complete + num_running
+        self.ledger.cancel(num_complete=num_complete, num_running=num_running)
 
     def retry(self, failure: Failure) -> None:
         """Count a failed attempt that is repeated."""
@@ -131,8 +162,10 @@ class Admission:
         return Group(prompt, tuple(sample for samples in made for sample in samples), tuple(greedy))
 
     def metrics(self) -> Metrics:
-        """Numbers of failed rollouts and filtered groups of the step, if there may be any."""
+        """Numbers of failed rollouts, filtered and cancelled groups of the step, if there may be any."""
         metrics = {"generate/num_filtered_groups": float(self._num_filtered)} if self._filters else {}
+        if self._cancels:
+            metrics["generate/num_cancelled_groups"] = float(self._num_cancelled)
         if self._max_failed_share:
             metrics["generate/num_failed_rollouts"] = float(len(self._failures))
             metrics["generate/num_failed_groups"] = float(self._num_failed_groups)

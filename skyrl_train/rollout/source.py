@@ -141,7 +141,7 @@ class OnPolicySource:
 
 
 SOURCES = {
-    "on_policy": "skyrl_train.rollout.source:OnPolicySource",
+    "on_policy": "skyrl_train.rollout.oversampling:on_policy_source",
     "streaming": "skyrl_train.rollout.streaming.streaming:StreamingSource",
 }
 """Name -> `module:attribute` that takes SourceParts and returns a GroupSource."""

@@ -53,6 +53,7 @@ def _problems(config: Config) -> Iterator[str]:
         "trainer.algorithm.overlong_buffer.len": config.trainer.algorithm.overlong_buffer.len,
         "trainer.algorithm.zero_variance_filter": config.trainer.algorithm.zero_variance_filter,
         "trainer.algorithm.dynamic_sampling.type": config.trainer.algorithm.dynamic_sampling.type,
+        "trainer.over_sampling_batch_size": config.trainer.over_sampling_batch_size,
     }
     for key, value in shaping.items():
         if value not in (None, False):

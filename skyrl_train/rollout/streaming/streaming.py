@@ -60,8 +60,13 @@ class StreamingSource:
         self._n_samples, self._bound, self._depth = generator.n_samples_per_prompt, trainer.staleness, trainer.depth
         self._order = Order(parts.prompts, batch_size=self._size, seed=trainer.seed)
         self._sampling = trainer.algorithm.dynamic_sampling
-        filters = self._sampling.type is not None
-        self._admission = Admission(generator.max_failed_share, filters=filters, num_attempts=NUM_ATTEMPTS)
+        limit = self._sampling.max_sample_batches
+        self._admission = Admission(
+            generator.max_failed_share,
+            filters=self._sampling.type is not None,
+            max_filtered=limit * self._size if limit > 0 else None,
+            num_attempts=NUM_ATTEMPTS,
+        )
         self._admission.begin(self._size * self._n_samples)
         self._shaping = Shaping(parts.config)
         self._buffer = self._new_buffer(0)
@@ -69,7 +74,6 @@ class StreamingSource:
         """Rows, and their epochs, that wait to be started."""
         self._groups: dict[int, _Running] = {}
         """Ticket number -> an untrained group."""
-        self._num_filtered = 0
         self._changed = asyncio.Event()
         """A rollout or a group has ended since it was cleared."""
         self._error: BaseException | None = None
@@ -96,7 +100,6 @@ class StreamingSource:
         self._admission.ledger.train(len(batch))
         self._metrics.values |= {"trainer/epoch": float(epoch)} | self._admission.metrics()
         self._admission.begin(self._size * self._n_samples)
-        self._num_filtered = 0
         return [finished.item for finished in batch]
 
     def metrics(self) -> Metrics:
@@ -220,7 +223,7 @@ class StreamingSource:
         )
         shaped = [self._shaping(finished) for finished in made]
         kept = [finished for finished in shaped if self._sampling.type is None or has_signal(finished)]
-        self._filter(len(made) - len(kept))
+        self._admission.filter(len(made) - len(kept))
         group.task = None
         if kept:
             self._buffer.finish(ticket, kept[0])
@@ -230,18 +233,6 @@ class StreamingSource:
         self._admission.ledger.check()
         self._fill()
         self._changed.set()
-
-    def _filter(self, number: int) -> None:
-        """Raises: RuntimeError if dynamic sampling does not find enough groups."""
-        self._admission.filter(number)
-        self._num_filtered += number
-        limit = self._sampling.max_sample_batches
-        if number and limit > 0 and self._num_filtered >= limit * self._size:
-            raise RuntimeError(
-                f"{self._num_filtered} groups whose samples have equal rewards were left out since the last step, as "
-                f"many as trainer.algorithm.dynamic_sampling.max_sample_batches={limit} rounds. Raise it (-1: no "
-                "limit), use easier or harder prompts, or set trainer.algorithm.dynamic_sampling.type=null"
-            )
 
     async def _batch(self) -> list[Finished[Group]]:
         """Raises: like `next`."""

@@ -88,7 +88,7 @@ def test_the_seeds_of_a_row_depend_on_its_epoch_and_not_on_the_step():
 
 @pytest.mark.parametrize("state", [{}, {"file": 3}, {"epoch": 0, "position": 4, "num_rows": 11, "seed": 42}])
 def test_a_state_that_is_not_its_own_is_refused(state: dict[str, Any]):
-    with pytest.raises(ValueError, match=r"Set trainer.source to that source|Use the same data and seed"):
+    with pytest.raises(ValueError, match=r"Set trainer.source, and .*, as there|Use the same data and seed"):
         World().source.resume(state)
 
 

@@ -548,7 +548,7 @@ def resumed_rows(saved: tuple[Any, bytes]) -> list[tuple[str, int]]:
     "state", [{}, {"epoch": 0, "position": 4, "num_rows": 10, "seed": 42}, {"order": {"file": 3}, "pending": []}]
 )
 def test_a_state_that_is_not_its_own_is_refused(state: dict[str, Any]):
-    with pytest.raises(ValueError, match=r"Set trainer.source to that source"):
+    with pytest.raises(ValueError, match=r"Set trainer.source, and .*, as there"):
         World().source.resume(state)
 
 

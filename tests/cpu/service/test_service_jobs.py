@@ -267,6 +267,7 @@ def test_a_service_has_no_last_step_and_no_checkpoints():
         ("trainer.algorithm.overlong_buffer.len=8", "null"),
         ("trainer.algorithm.zero_variance_filter=true", "false"),
         ("trainer.algorithm.dynamic_sampling.type=filter", "null"),
+        ("trainer.over_sampling_batch_size=2000", "null"),
     ],
 )
 def test_a_service_refuses_penalties_and_filters_that_it_would_not_apply(override: str, remedy: str):

@@ -1,0 +1,56 @@
+"""Checks of how many prompts a step samples and trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from skyrl_train.config import Config
+
+
+def step_problems(config: Config, num_train_prompts: int | None) -> Iterator[str]:
+    """Args: num_train_prompts: rows left in the training data, None if unknown."""
+    yield from _batches(config, num_train_prompts)
+    yield from _oversampling(config, num_train_prompts)
+
+
+def _batches(config: Config, num_train_prompts: int | None) -> Iterator[str]:
+    batch, mini = config.trainer.train_batch_size, config.trainer.policy_mini_batch_size
+    if batch % mini:
+        near = max(divisor for divisor in range(1, min(batch, mini) + 1) if batch % divisor == 0)
+        yield (
+            f"trainer.train_batch_size is {batch}: not a multiple of trainer.policy_mini_batch_size {mini}. Set "
+            f"policy_mini_batch_size to a divisor such as {near}"
+        )
+    if num_train_prompts is not None and batch > num_train_prompts:
+        yield (
+            f"trainer.train_batch_size is {batch}: more than the {num_train_prompts} prompts of data.train_data. Set "
+            f"it to at most {num_train_prompts} (prompts dropped for trainer.max_prompt_length are not counted)"
+        )
+
+
+def _oversampling(config: Config, num_train_prompts: int | None) -> Iterator[str]:
+    trainer = config.trainer
+    started = trainer.over_sampling_batch_size
+    if started is None:
+        return
+    given = f"trainer.over_sampling_batch_size is {started}"
+    if trainer.source != "on_policy":
+        yield (
+            f"{given}: only trainer.source=on_policy waits for complete steps, and it is {trainer.source} (streaming "
+            "waits for no slow group that is not due). Set over_sampling_batch_size=null"
+        )
+    if trainer.algorithm.dynamic_sampling.type == "replace":
+        yield (
+            f"{given} and trainer.algorithm.dynamic_sampling.type is replace: where other prompts are sampled, no "
+            "group needs a copy. Set dynamic_sampling.type=filter or null"
+        )
+    if started <= trainer.train_batch_size:
+        yield (
+            f"{given}: not more than trainer.train_batch_size {trainer.train_batch_size}, the prompts of a step. Set "
+            "it to about 1.25 times that, or to null"
+        )
+    if num_train_prompts is not None and started > num_train_prompts:
+        yield (
+            f"{given}: more than the {num_train_prompts} prompts of data.train_data, so prompts would be sampled twice "
+            f"at a time. Set it to at most {num_train_prompts}"
+        )
