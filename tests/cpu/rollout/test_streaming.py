@@ -438,7 +438,7 @@ def test_a_resumed_run_repeats_and_skips_nothing():
             assert len(set(drawn)) == len(drawn) == state["order"]["position"], "each row of the epoch once"
             assert state["ledger"] == {
                 "generated": len(trained) + len(ready), "waiting": len(ready), "trained": len(trained),
-                "filtered": 0, "failed": 0,
+                "filtered": 0, "failed": 0, "cancelled": 0,
             }  # fmt: skip
             generated += sum(world.calls.values())
         assert ready, "something has waited"
