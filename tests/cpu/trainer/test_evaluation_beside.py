@@ -36,7 +36,7 @@ CONFIG = [
     "trainer.log_samples_interval=-1",
     "trainer.eval_before_train=false",
     "trainer.eval_interval=2",
-    "trainer.hf_save_interval=-1",
+    "trainer.hf_save_interval=0",
 ]
 NUM_HELD_OUT = 6
 
