@@ -136,6 +136,16 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class TeacherPrompt:
+    """Prompt with which a teacher scores a sample, in place of the sample's own."""
+
+    length: int
+    """Tokens of the sample's own prompt."""
+    token_ids: Tensor
+    """[L] int64"""
+
+
+@dataclass(frozen=True, slots=True)
 class Example:
     """One row of supervised fine-tuning."""
 

@@ -132,7 +132,7 @@ def _distillation_problems(values: Mapping[str, Any], objective: Objective, *, h
     kind, needed = values["distillation_type"], {"teacher_logprobs", "topk_logprobs"} & set(objective.needs)
     if needed and not has_teacher:
         source = f"{key}.distillation_type is {kind}" if kind else f"a function reads {min(needed)}"
-        yield f"{source}: there is no teacher. Set trainer.teacher.model.path"
+        yield f"{source}: there is no teacher. Set trainer.teacher.model.path or .backend"
     if has_teacher and not needed:
         yield (
             "trainer.teacher is set: nothing in the objective reads it. Set "

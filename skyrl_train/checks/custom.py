@@ -18,16 +18,17 @@ def custom_problems(config: Config) -> Iterator[str]:
     """Names that cannot be imported, and objects with the wrong signature."""
     rollout, source = config.generator.rollout, config.trainer.source
     if rollout is not None:
-        yield from _imported_problems("generator.rollout", rollout, _rollout_problems)
+        yield from imported_problems("generator.rollout", rollout, _rollout_problems)
     if ":" in source:
-        yield from _imported_problems("trainer.source", source, _source_problems)
+        yield from imported_problems("trainer.source", source, _source_problems)
     elif source not in SOURCES:
         close = nearest(source, SOURCES)
         hint = f"did you mean {close}? " if close else "unknown source. "
         yield f"trainer.source is {source!r}: {hint}It must be {' or '.join(SOURCES)}, or your own module:attribute"
 
 
-def _imported_problems(key: str, name: str, problems: Any) -> Iterator[str]:
+def imported_problems(key: str, name: str, problems: Any) -> Iterator[str]:
+    """Problems of the object `module:attribute`. Args: problems: found object -> ends of sentences about it."""
     try:
         found = imported(key, name)
     except ValueError as error:
@@ -40,9 +41,9 @@ def _imported_problems(key: str, name: str, problems: Any) -> Iterator[str]:
 def _rollout_problems(found: Any) -> Iterator[str]:
     if not callable(found):
         yield f"it is a {type(found).__name__}. Define `async def rollout(prompt, sampling_params, engines)`"
-    elif not _is_async(found):
+    elif not is_async(found):
         yield "it is not async. Define it with `async def`"
-    elif not _takes(found, 3):
+    elif not takes(found, 3):
         yield f"it takes {inspect.signature(found)}. It must take (prompt, sampling_params, engines)"
 
 
@@ -50,12 +51,12 @@ def _source_problems(found: Any) -> Iterator[str]:
     if not callable(found):
         yield f"it is a {type(found).__name__}. Name a class or function that returns a source for SourceParts"
         return
-    if not _takes(found, 1):
+    if not takes(found, 1):
         yield f"it takes {inspect.signature(found)}. It must take one argument, SourceParts"
     if inspect.isclass(found):
         if missing := [method for method in METHODS if not _defines(found, method)]:
             yield f"it has no {', '.join(missing)}. A source has {', '.join(METHODS)}"
-        elif not _is_async(getattr(found, METHODS[0])):
+        elif not is_async(getattr(found, METHODS[0])):
             yield "its next is not async. Define it with `async def`"
 
 
@@ -65,11 +66,12 @@ def _defines(found: type, method: str) -> bool:
     return owner is not None and not getattr(owner, "_is_protocol", False)
 
 
-def _is_async(found: Any) -> bool:
+def is_async(found: Any) -> bool:
+    """Whether calling it returns a coroutine."""
     return inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__)
 
 
-def _takes(found: Any, num_arguments: int) -> bool:
+def takes(found: Any, num_arguments: int) -> bool:
     """Whether it can be called with this many positional arguments."""
     try:
         inspect.signature(found).bind(*[None] * num_arguments)

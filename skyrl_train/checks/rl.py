@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from skyrl_train.algorithms.build import algorithm_problems, build_objective, uses_rollout_logprobs
 from skyrl_train.algorithms.tables import compares_samples
 from skyrl_train.checks.custom import custom_problems
+from skyrl_train.checks.distillation import teacher_problems
 from skyrl_train.checks.engines import (
     endpoint_problems,
     engine_problems,
@@ -125,12 +126,9 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"trainer.algorithm.dynamic_sampling.type is {algorithm.dynamic_sampling.type}: only the sources "
             f"on_policy and streaming apply it, and trainer.source is {config.trainer.source}. Set it to null"
         )
-    teacher = config.trainer.teacher.model
-    has_teacher = teacher.path is not None or bool(teacher.path_of_data_source)
+    has_teacher = config.trainer.teacher.is_there
     problems = list(algorithm_problems(algorithm.values, algorithm.parameters, has_teacher=has_teacher))
-    for source, path in teacher.path_of_data_source.items():
-        if not isinstance(path, str) or not path:
-            yield f"trainer.teacher.model.path_of_data_source.{source} is {path}: it must be the path of a model"
+    yield from teacher_problems(config)
     yield from problems
     is_stale = config.trainer.source == "streaming" and config.trainer.staleness > 0
     if is_stale and not problems and not uses_rollout_logprobs(build_objective(algorithm.values, 1.0, 1)):

@@ -15,8 +15,8 @@ from skyrl_train.cluster.pool.settings import all_engine_settings
 from skyrl_train.cluster.ranks.critic_group import CriticGroup
 from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
-from skyrl_train.cluster.ranks.rank_arguments import critic_arguments, frozen_arguments, policy_arguments
-from skyrl_train.cluster.ranks.scorer_group import FrozenGroup, ScorerGroup, base_model_scorer
+from skyrl_train.cluster.ranks.rank_arguments import critic_arguments, frozen_arguments, num_likeliest, policy_arguments
+from skyrl_train.cluster.ranks.scorer_group import FrozenGroup, ScorerGroup, base_model_scorer, own_teacher_scorer
 from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.sharing import OwnDevices, build_sharing
@@ -75,7 +75,7 @@ async def launch(
     try:
         version = 0 if saved is None else saved.num_steps
         settings = all_engine_settings(config, max_model_len, backend, version)
-        processes = await _spawn(config, cluster, placement, settings, logs)
+        processes = await _spawn(config, cluster, placement, settings, objective, logs)
         await _start(processes, config, objective, num_optimizer_steps, saved)
         if processes.policy.is_running:
             await processes.weight_sync.senders.connect()
@@ -132,7 +132,12 @@ async def launch_policy(
 
 
 async def _spawn(
-    config: Config, cluster: Cluster, placement: Placement, settings: list[EngineSettings], logs: str
+    config: Config,
+    cluster: Cluster,
+    placement: Placement,
+    settings: list[EngineSettings],
+    objective: Objective,
+    logs: str,
 ) -> Processes:
     trainer, slots, sharing = config.trainer, placement.slots, build_sharing(config)
     modules = trainer.custom_modules
@@ -154,6 +159,8 @@ async def _spawn(
     policy = PolicyGroup(groups[0])
     if trainer.algorithm.needs_reference and trainer.policy.model.lora.rank > 0:
         scorers.append(base_model_scorer(policy))
+    if trainer.teacher.backend == "policy":
+        scorers.append(own_teacher_scorer(policy, num_likeliest(trainer, objective)))
     return Processes(
         cluster=cluster,
         placement=placement,

@@ -180,13 +180,21 @@ class TeacherModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
-    """Frozen model that the policy learns from (algorithm.distillation); not started without a path."""
+    """Model that the policy learns from (algorithm.distillation): a frozen one if there is a path, or itself."""
 
+    backend: Annotated[str, OneOf(("megatron", "policy"))]
     model: TeacherModelConfig
     megatron_config: MegatronConfig
 
+    @property
+    def is_there(self) -> bool:
+        """Whether anything scores the samples as a teacher."""
+        return self.backend == "policy" or self.model.path is not None or bool(self.model.path_of_data_source)
+
     def frozen_models(self, num_ranks: int) -> tuple[ScoringModel, ...]:
         """One for each distinct path."""
+        if self.backend == "policy":
+            return ()
         default, key = self.model.path, "trainer.teacher.model"
         sources: dict[str, tuple[str, ...] | None] = {} if default is None else {default: None}
         for source, path in self.model.path_of_data_source.items():

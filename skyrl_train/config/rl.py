@@ -152,6 +152,7 @@ class DistillationConfig:
     distillation_kl_estimator: Annotated[str, KL_ESTIMATORS]
     distillation_topk: Count
     distillation_reduction: Annotated[str, REDUCTIONS] | None
+    distillation_hint: Text | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from skyrl_train.cluster.pool.settings import served_model_name
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config
 from skyrl_train.data.chat import ChatTemplate
+from skyrl_train.data.hints import KEY, Hints, check_template, hint_of_template
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.entrypoints.run import Run
 from skyrl_train.envs.registry import env_creator
@@ -49,6 +50,7 @@ class Experiment(Run[Config, Processes]):
         check_scoring_models(config.trainer, self.tokenizer)
         self.train_prompts = self.get_train_prompts()
         self.val_prompts = self.get_val_prompts()
+        self.hints = self.get_hints()
         for env_class in {prompt.env_class for prompt in (*self.train_prompts, *self.val_prompts)}:
             env_creator(env_class)
 
@@ -57,6 +59,19 @@ class Experiment(Run[Config, Processes]):
 
     def get_val_prompts(self) -> list[Prompt]:
         return self._load(self.config.data.val_data) if self.config.data.val_data else []
+
+    def get_hints(self) -> Hints | None:
+        """The hints in the prompts of teachers. Raises: ValueError for a row that does not fit the template."""
+        hint, generator = self.config.trainer.algorithm.distillation.distillation_hint, self.config.generator
+        if hint is None:
+            return None
+        chat = ChatTemplate(self.tokenizer, generator.chat_template_kwargs)
+        if "{" not in hint:
+            return Hints(imported(KEY, hint), chat)
+        response = generator.sampling_params.max_generate_length if generator.max_turns == 1 else None
+        longest = self.model_config.max_position_embeddings
+        check_template(hint, self.train_prompts, chat, max_tokens=longest, max_response=response)
+        return Hints(hint_of_template(hint), chat)
 
     def _load(self, sources: tuple[str, ...]) -> list[Prompt]:
         loaded = load_prompts(
@@ -140,7 +155,7 @@ class Experiment(Run[Config, Processes]):
         )
         source = self.get_source(source_parts)
         return Parts(
-            step=assembly.step(source, Publisher(assembly.residency, timers)),
+            step=assembly.step(source, Publisher(assembly.residency, timers), hints=self.hints),
             evaluation=Evaluation(
                 self.val_prompts,
                 collector,

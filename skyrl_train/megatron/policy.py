@@ -11,8 +11,9 @@ from torch import Tensor
 
 from skyrl_train.algorithms.inputs import PerSample, TokenInputs
 from skyrl_train.algorithms.objective import Objective, objective_loss
+from skyrl_train.batching.hinted import aligned
 from skyrl_train.megatron.passes.old_logprobs import LogprobCheck, OldLogprobs, old_logprobs
-from skyrl_train.megatron.passes.step import batch_logprobs, batch_logprobs_and_entropy
+from skyrl_train.megatron.passes.step import batch_logprobs, batch_logprobs_and_entropy, batch_topk
 from skyrl_train.megatron.trained import TrainedModel
 from skyrl_train.megatron.weights.all_stages import to_every_stage
 from skyrl_train.megatron.weights.export import adapter_specs, export, export_specs, merged
@@ -45,6 +46,15 @@ class MegatronPolicy(TrainedModel):
         with self.model.lora.off():
             logprobs = self._logprobs(batch)
         return logprobs if self.ranks.reports else None
+
+    def teacher_logprobs(self, batch: TrainBatch, topk: int) -> dict[str, Tensor] | None:
+        """Fields of the policy as its own teacher, with the current weights, like `MegatronScorer.teacher_logprobs`."""
+        self._memory.require("teacher_logprobs", WEIGHTS)
+        objective, size = self._objective, self.model.vocab_size
+        chunk = objective.logprobs_chunk_size
+        with self._tracer("teacher_logprobs"):
+            fields = batch_topk(self.model, self._packer, batch, objective.temperature, chunk, topk, size)
+        return aligned(fields, batch) if self.ranks.reports else None
 
     def _logprobs(self, batch: TrainBatch) -> Tensor | None:
         """[T] float32 at the objective's temperature; None before the last pipeline stage."""

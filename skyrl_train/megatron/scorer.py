@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import AutoConfig
 
+from skyrl_train.batching.hinted import aligned
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.hf.hub import local_folder
 from skyrl_train.megatron.model.model import build_model, dtype_of
@@ -59,7 +60,7 @@ class MegatronScorer:
 
         Returns: teacher_logprobs [T] float32 and, with `topk`, teacher_topk_ids [T, k] int32 and
         teacher_topk_logprobs [T, k] float32 of the likeliest tokens; all are 0 where the batch's micro-batches have no
-        sample.
+        sample. T are the tokens of the policy's batch, also for a `HintedBatch`, whose prompts are 0.
         """
         self._memory.require("teacher_logprobs", WEIGHTS)
         with self._tracer("teacher_logprobs"):
@@ -67,7 +68,7 @@ class MegatronScorer:
                 self._model, self._packer, batch, self._temperature, self._chunk, self._topk, self._num_candidates
             )
         self._tracer.step += 1
-        return fields if self.ranks.reports else None
+        return aligned(fields, batch) if self.ranks.reports else None
 
     def offload(self) -> Moved:
         """Free the weights on the device; they are copied to the host the first time only."""

@@ -55,6 +55,11 @@ def _problems(config: Config) -> Iterator[str]:
         "trainer.algorithm.dynamic_sampling.type": config.trainer.algorithm.dynamic_sampling.type,
         "trainer.over_sampling_batch_size": config.trainer.over_sampling_batch_size,
     }
+    if config.trainer.algorithm.distillation.distillation_hint is not None:
+        yield (
+            "trainer.algorithm.distillation.distillation_hint is set: it is filled from rows of training data, and the "
+            "jobs of a service have tokens alone. Set it to null"
+        )
     for key, value in shaping.items():
         if value not in (None, False):
             yield (

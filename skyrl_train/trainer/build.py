@@ -12,6 +12,7 @@ from skyrl_train.cluster.launch import PolicyProcesses, Processes, launch, launc
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config
 from skyrl_train.config.training import TrainingConfig
+from skyrl_train.data.hints import Hints
 from skyrl_train.hf.flops import num_experts
 from skyrl_train.ranks import SavedState
 from skyrl_train.rollout.source import GroupSource
@@ -98,8 +99,10 @@ class Assembly:
             return Residency(sync, scorers, report)
         return Colocated(policy, scorers, engines, sync, processes.sharing.release, report)
 
-    def step(self, source: GroupSource, publisher: Publisher, *, always_updates: bool = False) -> TrainingStep:
-        """Args: always_updates: update also without a learning signal."""
+    def step(
+        self, source: GroupSource, publisher: Publisher, *, hints: Hints | None = None, always_updates: bool = False
+    ) -> TrainingStep:
+        """Args: hints: of the prompts that teachers read; always_updates: update also without a learning signal."""
         config, trainer, policy = self._config, self._config.trainer, self._processes.policy
         group, own = self._processes.critic, _objective(config)
         return TrainingStep(
@@ -111,6 +114,7 @@ class Assembly:
             scorers=Scorers(
                 trainer, policy, self._processes.scorers, self.residency, has_selections=bool(own.selections)
             ),
+            hints=hints,
             publisher=publisher,
             first_check=FirstCheck(self._check, policy, self._processes.engines),
             logprob_bound=LogprobBound(

@@ -51,15 +51,19 @@ class Scorers:
         self._trainer, self._policy, self._scorers, self._residency = trainer, policy, scorers, residency
         self._has_selections = has_selections
 
-    async def score(self, shards: Shards, data_sources: Sequence[str]) -> dict[str, Sequence[Any]]:
+    async def score(
+        self, shards: Shards, data_sources: Sequence[str], hinted: Shards | None = None
+    ) -> dict[str, Sequence[Any]]:
         """`Signals.refs` of all scorers.
 
-        Args: data_sources: of each sample's prompt. Raises: ValueError for a sample that no teacher is for.
+        Args: data_sources: of each sample's prompt; hinted: the shards with the prompts that teachers read.
+        Raises: ValueError for a sample that no teacher is for.
         """
         refs: dict[str, Sequence[Any]] = {}
-        for scorer, own in self._assigned(shards, data_sources):
+        for scorer, is_chosen in self._assigned(data_sources):
+            read = shards if hinted is None or not scorer.is_teacher else hinted
             await self._residency.for_scoring(scorer)
-            refs[scorer.signal] = await scorer.score(own)
+            refs[scorer.signal] = await scorer.score(read if is_chosen is None else read.only(is_chosen))
         return refs
 
     async def score_with_policy(self, shards: Shards, refs: Mapping[str, Sequence[Any]]) -> Signals:
@@ -71,11 +75,11 @@ class Scorers:
         fetched = await self._policy.keep_old_logprobs(shards, ref_logprobs)
         return Signals(refs, has_old_logprobs=True, fetched=fetched)
 
-    def _assigned(self, shards: Shards, data_sources: Sequence[str]) -> list[tuple[ScorerGroup, Shards]]:
-        """Scorers with the shards that each scores, without those that have no sample in this step."""
+    def _assigned(self, data_sources: Sequence[str]) -> list[tuple[ScorerGroup, list[bool] | None]]:
+        """Scorers, without those that have no sample in this step, and which samples each scores; None for all."""
         of_source = {source: scorer for scorer in self._scorers for source in scorer.data_sources or ()}
         if not of_source:
-            return [(scorer, shards) for scorer in self._scorers]
+            return [(scorer, None) for scorer in self._scorers]
         teacher = self._trainer.teacher.model
         missing = set(data_sources) - of_source.keys() - teacher.path_of_data_source.keys()
         if missing and teacher.path is None:
@@ -83,18 +87,15 @@ class Scorers:
                 f"the data source {min(missing)} has no teacher. Add it to trainer.teacher.model.path_of_data_source, "
                 "or set trainer.teacher.model.path, the teacher of all others"
             )
-        default = next(
-            (scorer for scorer in self._scorers if scorer.signal.startswith("teacher") and scorer.data_sources is None),
-            None,
-        )
-        assigned = []
+        default = next((scorer for scorer in self._scorers if scorer.is_teacher and scorer.data_sources is None), None)
+        assigned: list[tuple[ScorerGroup, list[bool] | None]] = []
         for scorer in self._scorers:
-            if scorer.data_sources is None and scorer is not default:
-                assigned.append((scorer, shards))
+            if not scorer.is_teacher:
+                assigned.append((scorer, None))
                 continue
             is_chosen = [of_source.get(source, default) is scorer for source in data_sources]
             if any(is_chosen):
-                assigned.append((scorer, shards.only(is_chosen)))
+                assigned.append((scorer, is_chosen))
         return assigned
 
     def _needs_old_logprobs(self, shards: Shards) -> bool:

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.build import build_experience
+from skyrl_train.batching.hinted import with_prompts
 from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.batching.select import selections_of
 from skyrl_train.batching.split import balance_metrics, mini_batches_of, split
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup, UpdateRefused
 from skyrl_train.cluster.ranks.shards import Shards
 from skyrl_train.config import Config
+from skyrl_train.data.hints import Hints
 from skyrl_train.ranks import LogprobLimit
 from skyrl_train.rollout.source import GroupSource
 from skyrl_train.tracking.timers import Timers
@@ -47,6 +49,7 @@ class TrainingStep:
     limits: MicroBatchLimits
     timers: Timers
     critic: Critic | None = None
+    hints: Hints | None = None
     groups: Sequence[Group] = ()
     """Groups of the last step."""
     # Identifies the old logprobs that ranks keep; it is not the global step.
@@ -78,7 +81,7 @@ class TrainingStep:
         values, metrics = None, Metrics()
         with self.timers("fwd_logprobs_values_reward"):
             sources = [group.prompt.data_source for group in groups for _ in group.samples]
-            scored = await self.scorers.score(shards, sources)
+            scored = await self.scorers.score(shards, sources, self._hinted(shards, groups))
             if self.critic is not None:
                 values = await self.critic.values(batch, len(groups), shards.step_id)
         if credit is None and not (self.config.trainer.algorithm.use_kl_in_reward and "ref_logprobs" in scored):
@@ -98,6 +101,12 @@ class TrainingStep:
         metrics |= await self._update(groups, batch, shards, {"advantages": credit.advantages, **chosen}, signals)
         metrics |= await self.publisher.publish(groups)
         return self.source.metrics() | credit.metrics | metrics | self.residency.metrics()
+
+    def _hinted(self, shards: Shards, groups: Sequence[Group]) -> Shards | None:
+        """The shards with the prompts that teachers read; None if these are the policy's."""
+        if self.hints is None:
+            return None
+        return Shards(with_prompts(shards.batches, self.hints.prompts(groups), self.limits))
 
     async def _update_critic(self, batch: ExperienceBatch, credit: Credit) -> Metrics:
         if self.critic is None or credit.returns is None:

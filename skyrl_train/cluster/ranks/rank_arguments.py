@@ -11,6 +11,7 @@ from skyrl_train.algorithms.objective import Objective
 from skyrl_train.cluster.pool.settings import lora_arguments
 from skyrl_train.config import Config
 from skyrl_train.config.policy import MegatronConfig, ScoringModel
+from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.hf.hub import seen_from_anywhere
 
@@ -47,10 +48,9 @@ def critic_arguments(config: Config, policy_steps: int) -> dict[str, Any]:
 def frozen_arguments(config: Config, model: ScoringModel, objective: Objective) -> dict[str, Any]:
     """Keyword arguments of `MegatronScorer`, apart from the rendezvous."""
     trainer = config.trainer
-    topk = trainer.algorithm.distillation.distillation_topk if "topk_logprobs" in objective.needs else 0
     return {
         "name": model.name,
-        "topk": topk if model.is_teacher else 0,
+        "topk": num_likeliest(trainer, objective) if model.is_teacher else 0,
         "policy_path": seen_from_anywhere(trainer.policy.model.path),
         "model_path": seen_from_anywhere(model.model_path),
         "config": _traced_absolutely(model.megatron_config),
@@ -58,6 +58,11 @@ def frozen_arguments(config: Config, model: ScoringModel, objective: Objective) 
         "seed": trainer.seed,
         "temperature": config.generator.sampling_params.temperature,
     }
+
+
+def num_likeliest(trainer: TrainerConfig, objective: Objective) -> int:
+    """Number of likeliest tokens that teachers report."""
+    return trainer.algorithm.distillation.distillation_topk if "topk_logprobs" in objective.needs else 0
 
 
 def _traced_absolutely(config: MegatronConfig) -> MegatronConfig:

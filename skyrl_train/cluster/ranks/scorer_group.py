@@ -20,13 +20,25 @@ class ScorerGroup:
     """Computes one signal for every token of a step's shards; the results stay on the ranks."""
 
     def __init__(
-        self, name: str, signal: str, model: ModelGroup, method: str, data_sources: Sequence[str] | None = None
+        self,
+        name: str,
+        signal: str,
+        model: ModelGroup,
+        method: str,
+        data_sources: Sequence[str] | None = None,
+        arguments: tuple[Any, ...] = (),
     ) -> None:
         """Args: name: in metrics and logs; signal: its field in TokenInputs; method: of the ranks' worker;
-        data_sources: of the prompts whose samples it scores, None for all that no other scorer of its method names.
+        data_sources: of the prompts whose samples it scores, None for all that no other scorer of its method names;
+        arguments: further ones of the method.
         """
         self.name, self.signal, self.model, self.data_sources = name, signal, model, data_sources
-        self._method = method
+        self._method, self._arguments = method, arguments
+
+    @property
+    def is_teacher(self) -> bool:
+        """Whether the policy learns from the signal."""
+        return self.signal.startswith("teacher")
 
     @property
     def is_policy(self) -> bool:
@@ -40,7 +52,7 @@ class ScorerGroup:
         for start in range(0, len(shards.refs), ranks[0].dp_size):
             wave = shards.refs[start : start + ranks[0].dp_size]
             # All ranks run when any does: a rank without a shard repeats one, since its expert peers may need it.
-            args = [(wave[min(rank.dp_rank, len(wave) - 1)],) for rank in ranks]
+            args = [(wave[min(rank.dp_rank, len(wave) - 1)], *self._arguments) for rank in ranks]
             results = await self.model.group.each_kept(self._method, args)
             reporting = {rank.dp_rank: result for rank, result in zip(ranks, results, strict=True) if rank.reports}
             scored += [reporting[index] for index in range(len(wave))]
@@ -50,3 +62,8 @@ class ScorerGroup:
 def base_model_scorer(policy: PolicyGroup) -> ScorerGroup:
     """The reference of the KL term of a policy with adapters: the policy with these off."""
     return ScorerGroup("reference", "ref_logprobs", policy, "reference_logprobs")
+
+
+def own_teacher_scorer(policy: PolicyGroup, topk: int) -> ScorerGroup:
+    """The policy as its own teacher. Args: topk: number of likeliest tokens that it reports."""
+    return ScorerGroup("teacher", "teacher", policy, "teacher_logprobs", arguments=(topk,))

@@ -60,6 +60,7 @@ def test_an_endpoint_with_a_key_may_listen_anywhere_and_one_that_is_off_need_not
 
 
 DISTILLATION = "trainer.algorithm.distillation.distillation"
+OWN, HINT = "trainer.teacher.backend=policy", f"{DISTILLATION}_hint="
 TYPE, TEACHER = f"{DISTILLATION}_type=", "trainer.teacher.model.path=model"
 LOSS, ENGINES = "trainer.algorithm.policy_loss_type", "generator.num_inference_engines=4"
 SOURCES, NO_KL = "trainer.teacher.model.path_of_data_source=", "trainer.algorithm.use_kl_loss=false"
@@ -91,6 +92,20 @@ def test_the_base_and_the_quickstart_pass():
                 ),
                 (["trainer.algorithm.advantage_estimator=zero", NO_KL], "is zero: without distillation .* no gradient"),
                 ([TYPE + "loss", SOURCES + "{math: 3}"], "path_of_data_source.math is 3: it must be the path"),
+                ([OWN, TYPE + "loss"], "backend is policy: with the policy's own prompt .* Set .*distillation_hint"),
+                ([OWN, TEACHER, TYPE + "loss", HINT + "'{prompt} {answer}'"], "policy and trainer.teacher.model has a"),
+                ([HINT + "'{prompt} {answer}'"], "hint is set: there is no teacher that reads it"),
+                ([OWN, TYPE + "loss", HINT + "'the answer is {answer}'"], r"Put \{prompt\} where the row's own"),
+                ([OWN, TYPE + "loss", HINT + "'{prompt'"], r"expected '}' before end of string. Write a brace"),
+                ([OWN, TYPE + "loss", HINT + "answer"], "distillation_hint is 'answer': write module:attribute"),
+                ([OWN, TYPE + "loss", HINT + "os:getcwd"], r"must be a function of \(group, sample\)"),
+                (
+                    [
+                        *(OWN, TYPE + "loss", HINT + "'{prompt} {answer}'", "trainer.placement.release=exit"),
+                        *("trainer.placement.colocate_all=true", "trainer.algorithm.advantage_estimator=gae"),
+                    ],
+                    "release is exit: with a critic, the policy's processes would end",
+                ),
                 (
                     [TEACHER, TYPE + "loss", "trainer.teacher.megatron_config.context_parallel_size=2"],
                     "trainer.placement.teacher_num_nodes .* is 1 ranks",

@@ -11,7 +11,14 @@ from skyrl_train.tracking.names import metric_units
 from tests.support.jobs import WITHOUT_VLLM, running, write_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-RECIPES = {"dapo": "regular", "gspo": "gspo", "dr_grpo": "regular", "cispo": "cispo", "ppo": "regular"}
+RECIPES = {
+    "dapo": "regular",
+    "gspo": "gspo",
+    "dr_grpo": "regular",
+    "cispo": "cispo",
+    "opsd": "regular",
+    "ppo": "regular",
+}
 ONE_AFTER_ANOTHER = """\
 import sys
 

@@ -250,13 +250,16 @@ def test_a_checkpoint_goes_to_an_absolute_path():
         READER.save("models/a")
 
 
-def test_a_service_has_no_last_step_and_no_checkpoints():
+def test_a_service_has_no_last_step_no_checkpoints_and_no_rows():
     with pytest.raises(ConfigError, match="scheduler is linear: it decays towards the last step"):
         check_service(load_config(["trainer.policy.optimizer_config.scheduler=linear"]))
     with pytest.raises(ConfigError, match="trainer.resume_mode is latest: a service writes no checkpoints"):
         check_service(load_config(["trainer.resume_mode=latest"]))
     with pytest.raises(ConfigError, match="trainer.source or generator.rollout is set: a service trains on"):
         check_service(load_config(["generator.rollout=asyncio:create_subprocess_exec"]))
+    hint = ["trainer.teacher.backend=policy", "trainer.algorithm.distillation.distillation_hint='{prompt} {answer}'"]
+    with pytest.raises(ConfigError, match="distillation_hint is set: .* the jobs of a service have tokens alone"):
+        check_service(load_config([*hint, "trainer.algorithm.distillation.distillation_type=loss"]), files=False)
 
 
 @pytest.mark.parametrize(

@@ -42,15 +42,19 @@ class NoResidency:
     async def for_training(self) -> None: ...
 
 
-def scored(monkeypatch: pytest.MonkeyPatch, *overrides: str, sources: list[str] = SOURCES) -> dict[str, Any]:
-    """Name of each scorer -> micro-batches of both shards: samples 2, 0 in one each, 1 and 3 together."""
+def scored(
+    monkeypatch: pytest.MonkeyPatch, *overrides: str, sources: list[str] = SOURCES, hinted: bool = False
+) -> dict[str, Any]:
+    """Name of each scorer -> micro-batches of both shards: samples 2, 0 in one each, 1 and 3 together; hinted: 2 and 0
+    together."""
     monkeypatch.setattr(shards_module, "ray", SimpleNamespace(put=lambda batch: batch))
     trainer = load_config(["trainer.policy_mini_batch_size=1024", *overrides]).trainer
     model: Any = SimpleNamespace()
     scorers = [Recorded(m.name, m.signal, model, "logprobs", m.data_sources) for m in trainer.frozen_models]
     shards = Shards([shard([2, 0], (((0,), (1,)),)), shard([1, 3], (((0, 1), ()),))])
     residency: Any = NoResidency()
-    refs = asyncio.run(Scorers(trainer, model, scorers, residency).score(shards, sources))
+    own = Shards([shard([2, 0], (((0, 1),),)), shard([1, 3], (((0, 1),),))]) if hinted else None
+    refs = asyncio.run(Scorers(trainer, model, scorers, residency).score(shards, sources, own))
     assert refs == {scorer.signal: scorer.scored for scorer in scorers if hasattr(scorer, "scored")}
     return {scorer.name: getattr(scorer, "scored", None) for scorer in scorers}
 
@@ -72,6 +76,17 @@ def test_every_teacher_scores_the_samples_of_its_data_sources_in_micro_batches_o
         "teacher_0": [(((), ()),), (((0, 1), ()),)],
         "teacher_1": [(((0,), (1,)),), (((), ()),)],
         "teacher_2": None,
+    }
+
+
+def test_teachers_alone_read_the_hints(monkeypatch: pytest.MonkeyPatch):
+    together = [(((0, 1),),), (((0, 1),),)]
+    assert scored(monkeypatch, "trainer.teacher.model.path=a", hinted=True) == {"reference": ALL, "teacher": together}
+    sources = "trainer.teacher.model.path_of_data_source={math: m}"
+    assert scored(monkeypatch, "trainer.teacher.model.path=a", sources, hinted=True) == {
+        "reference": ALL,
+        "teacher_0": [(((),),), (((0, 1),),)],
+        "teacher_1": [(((0, 1),),), (((),),)],
     }
 
 

@@ -1,0 +1,63 @@
+"""Checks of teachers and of the hints in their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from string import Formatter
+from typing import Any
+
+from skyrl_train.checks.custom import imported_problems, is_async, takes
+from skyrl_train.config import Config
+
+HINT = "trainer.algorithm.distillation.distillation_hint"
+
+
+def teacher_problems(config: Config) -> Iterator[str]:
+    """Teachers and hints that do not fit together."""
+    trainer, teacher = config.trainer, config.trainer.teacher
+    hint = trainer.algorithm.distillation.distillation_hint
+    for source, path in teacher.model.path_of_data_source.items():
+        if not isinstance(path, str) or not path:
+            yield f"trainer.teacher.model.path_of_data_source.{source} is {path}: it must be the path of a model"
+    if hint is not None:
+        yield from _hint_problems(hint)
+    if hint is not None and not teacher.is_there:
+        yield (
+            f"{HINT} is set: there is no teacher that reads it. Set "
+            "trainer.teacher.backend=policy, or trainer.teacher.model.path"
+        )
+    if teacher.backend != "policy":
+        return
+    if teacher.model.path is not None or teacher.model.path_of_data_source:
+        yield (
+            "trainer.teacher.backend is policy and trainer.teacher.model has a path: the policy scores its own "
+            "samples. Remove the path, or set backend=megatron for a frozen teacher"
+        )
+    if hint is None:
+        yield (
+            "trainer.teacher.backend is policy: with the policy's own prompt it would teach what it samples already. "
+            f"Set {HINT}"
+        )
+    if trainer.placement.release == "exit" and trainer.algorithm.needs_critic:
+        yield (
+            "trainer.teacher.backend is policy and trainer.placement.release is exit: with a critic, the policy's "
+            "processes would end before its update reads what they scored. Set release=offload or backend=megatron"
+        )
+
+
+def _hint_problems(hint: str) -> Iterator[str]:
+    if "{" not in hint:
+        yield from imported_problems(HINT, hint, _function_problems)
+        return
+    try:
+        fields = [field for _, field, _, _ in Formatter().parse(hint)]
+    except ValueError as error:
+        yield f"{HINT} is {hint!r}: {error}. Write a brace of the text as {{{{ or }}}}"
+        return
+    if "prompt" not in fields:
+        yield f"{HINT} is {hint!r}: it is the whole last user message. Put {{prompt}} where the row's own text goes"
+
+
+def _function_problems(found: Any) -> Iterator[str]:
+    if not callable(found) or is_async(found) or not takes(found, 2):
+        yield "it must be a function of (group, sample) that returns chat messages, or None for the sample's own prompt"
