@@ -114,7 +114,14 @@ def write_world(folder: Path, num_rows: int = 32) -> Path:
     """Model, data, experiment and environments of a tiny run."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tiny_model(folder / "model")
-    rows = [{"prompt": [{"role": "user", "content": f"{n}+{n % 7}="}], "data_source": "sums"} for n in range(num_rows)]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{n}+{n % 7}="}],
+            "data_source": "sums",
+            "reward_spec": {"ground_truth": str(n + n % 7)},
+        }
+        for n in range(num_rows)
+    ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "configs/experiment").mkdir(parents=True)
     (folder / "configs/experiment/tiny.yaml").write_text(EXPERIMENT)
