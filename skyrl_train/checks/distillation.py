@@ -26,6 +26,7 @@ def teacher_problems(config: Config) -> Iterator[str]:
             f"{HINT} is set: there is no teacher that reads it. Set "
             "trainer.teacher.backend=policy, or trainer.teacher.model.path"
         )
+    yield from _served_problems(config)
     if teacher.backend != "policy":
         return
     if teacher.model.path is not None or teacher.model.path_of_data_source:
@@ -42,6 +43,34 @@ def teacher_problems(config: Config) -> Iterator[str]:
         yield (
             "trainer.teacher.backend is policy and trainer.placement.release is exit: with a critic, the policy's "
             "processes would end before its update reads what they scored. Set release=offload or backend=megatron"
+        )
+
+
+def _served_problems(config: Config) -> Iterator[str]:
+    trainer, teacher = config.trainer, config.trainer.teacher
+    given = f"trainer.teacher.backend is {teacher.backend}"
+    for model in trainer.served_teachers if teacher.backend == "remote" else trainer.teacher.models(1):
+        if isinstance(model.model_path, str) and (teacher.backend == "remote") != model.model_path.startswith("http"):
+            wanted = "the URL of a running server, http://host:port" if teacher.backend == "remote" else "a model"
+            yield f"{given} and {model.path_key} is {model.model_path}: it must be {wanted}"
+    if not teacher.is_served:
+        return
+    temperature = config.generator.sampling_params.temperature
+    if temperature != 1:
+        yield (
+            f"{given} and generator.sampling_params.temperature is {temperature:g}: engines score given tokens at "
+            "temperature 1 alone. Set temperature=1 or backend=megatron"
+        )
+    kind = trainer.algorithm.distillation.distillation_type
+    if kind is not None and kind.startswith("topk"):
+        yield (
+            f"{given} and distillation_type is {kind}: engines report logprobs of the sampled tokens alone. Set "
+            "distillation_type=advantage or loss, or backend=megatron"
+        )
+    if teacher.backend == "engine" and trainer.placement.colocate_all:
+        yield (
+            f"{given} and trainer.placement.colocate_all is true: the engines of a teacher need devices of their own. "
+            "Set backend=megatron, or serve the teacher elsewhere and set backend=remote"
         )
 
 

@@ -35,3 +35,6 @@ def check_scoring_models(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerB
             check_tokenizer(tokenizer, config.vocab_size, model.model_path)
             if model.is_teacher:
                 check_same_tokens(tokenizer, load_tokenizer(folder), model.path_key, model.model_path)
+    for model in trainer.served_teachers if trainer.teacher.backend == "engine" else ():
+        # Any model that the engine knows; a server's tokens are compared when the run connects.
+        check_same_tokens(tokenizer, load_tokenizer(local_folder(model.model_path)), model.path_key, model.model_path)

@@ -11,7 +11,8 @@ from skyrl_train.algorithms.objective import Objective
 from skyrl_train.cluster.devices import require_gpus_for_snapshots, require_kernels_for_adapters, sync_backend
 from skyrl_train.cluster.placement import Demand, Placement
 from skyrl_train.cluster.pool.pool import EnginePool
-from skyrl_train.cluster.pool.settings import all_engine_settings
+from skyrl_train.cluster.pool.settings import all_engine_settings, api_key, teacher_engine_settings
+from skyrl_train.cluster.pool.teacher import TeacherEngines
 from skyrl_train.cluster.ranks.critic_group import CriticGroup
 from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
@@ -24,7 +25,9 @@ from skyrl_train.cluster.weight_sync import WeightSync
 from skyrl_train.config import Config
 from skyrl_train.config.policy import ScoringModel
 from skyrl_train.config.training import TrainingConfig
+from skyrl_train.engines.remote.scoring import ServedTeacher
 from skyrl_train.engines.settings import EngineSettings
+from skyrl_train.hf.hub import local_folder
 from skyrl_train.ranks import SavedState
 
 POLICY, ENGINES = "policy ranks", "engines"
@@ -40,6 +43,8 @@ class Processes:
     scorers: tuple[ScorerGroup, ...]
     """Frozen models, such as the reference of a KL term."""
     critic: CriticGroup | None
+    teachers: tuple[TeacherEngines | ServedTeacher, ...]
+    """Engines or servers of `trainer.served_teachers`."""
     engines: EnginePool
     weight_sync: WeightSync
     sharing: OwnDevices
@@ -47,6 +52,7 @@ class Processes:
 
     async def stop(self) -> None:
         await self.engines.shutdown()
+        await asyncio.gather(*(teacher.shutdown() for teacher in self.teachers))
         await asyncio.gather(*(group.shutdown() for group in self.groups))
         self.placement.remove()
         await self.sharing.release.close()
@@ -61,10 +67,12 @@ async def launch(
     num_optimizer_steps: int,
     logs: str,
     saved: SavedState | None = None,
+    teacher_max_model_len: int = 0,
 ) -> Processes:
     """Place and start policy, critic, frozen models and engines, and connect the weight sync.
 
-    Args: saved: state from which policy and critic resume, and which the engines then serve.
+    Args: saved: state from which policy and critic resume, and which the engines then serve; teacher_max_model_len: of
+        engines that score with a teacher, if there are any.
     Raises: PlacementError if the cluster has no room; RemoteFailed if a process cannot start.
     """
     backend = sync_backend(config, cluster)
@@ -75,7 +83,8 @@ async def launch(
     try:
         version = 0 if saved is None else saved.num_steps
         settings = all_engine_settings(config, max_model_len, backend, version)
-        processes = await _spawn(config, cluster, placement, settings, objective, logs)
+        teachers = _teachers(config, placement, teacher_max_model_len, backend, logs)
+        processes = await _spawn(config, cluster, placement, settings, teachers, objective, logs)
         await _start(processes, config, objective, num_optimizer_steps, saved)
         if processes.policy.is_running:
             await processes.weight_sync.senders.connect()
@@ -136,6 +145,7 @@ async def _spawn(
     cluster: Cluster,
     placement: Placement,
     settings: list[EngineSettings],
+    teachers: tuple[TeacherEngines | ServedTeacher, ...],
     objective: Objective,
     logs: str,
 ) -> Processes:
@@ -167,6 +177,7 @@ async def _spawn(
         policy=policy,
         scorers=tuple(scorers),
         critic=critic,
+        teachers=teachers,
         engines=engines,
         weight_sync=WeightSync(policy, engines, settings[0].generator),
         sharing=sharing,
@@ -188,7 +199,38 @@ async def _start(
     if (critic := processes.critic) is not None:
         state = None if saved is None else saved.critic
         trainers.append((critic, partial(critic.start, critic_arguments(config, num_optimizer_steps), state)))
-    await processes.sharing.start(processes.engines, trainers)
+    starts = (teacher.start() for teacher in processes.teachers)
+    await asyncio.gather(processes.sharing.start(processes.engines, trainers), *starts)
+
+
+def _teachers(
+    config: Config, placement: Placement, max_model_len: int, backend: str, logs: str
+) -> tuple[TeacherEngines | ServedTeacher, ...]:
+    """Engines, or connections to servers, that score with a teacher."""
+    trainer, generator, found = config.trainer, config.generator, []
+    for model in trainer.served_teachers:
+        teacher: TeacherEngines | ServedTeacher
+        if trainer.teacher.backend == "remote":
+            teacher = ServedTeacher(
+                model.model_path,
+                api_key(generator),
+                policy_path=local_folder(trainer.policy.model.path),
+                max_model_len=max_model_len,
+                timeout_s=trainer.timeout_s,
+            )
+        else:
+            settings = teacher_engine_settings(config, model, max_model_len, backend)
+            slots, restarts = placement.slots[_engines(model)], generator.max_engine_restarts
+            pool = EnginePool(
+                slots, settings, logs, trainer.timeout_s, max_restarts=restarts, name=f"{model.name}-engine"
+            )
+            teacher = TeacherEngines(pool)
+        found.append(teacher)
+    return tuple(found)
+
+
+def _engines(model: ScoringModel) -> str:
+    return f"engines of the {model.name}"
 
 
 def _ranks(model: ScoringModel) -> str:
@@ -200,6 +242,10 @@ def _demands(config: Config) -> list[Demand]:
     place = trainer.placement
     demands = [Demand(POLICY, place.num_policy_ranks, 1)]
     demands += [Demand(_ranks(model), model.num_ranks, 1) for model in trainer.scoring_models]
+    if trainer.teacher.backend == "engine":
+        teacher = trainer.teacher
+        count, width = teacher.num_inference_engines, teacher.inference_engine_tensor_parallel_size
+        demands += [Demand(_engines(model), count, width) for model in trainer.served_teachers]
     if generator.run_engines_locally:
         width = generator.inference_engine_tensor_parallel_size
         return [*demands, Demand(ENGINES, generator.num_inference_engines, width)]

@@ -182,7 +182,9 @@ class TeacherModelConfig:
 class TeacherConfig:
     """Model that the policy learns from (algorithm.distillation): a frozen one if there is a path, or itself."""
 
-    backend: Annotated[str, OneOf(("megatron", "policy"))]
+    backend: Annotated[str, OneOf(("megatron", "policy", "engine", "remote"))]
+    num_inference_engines: Count
+    inference_engine_tensor_parallel_size: Count
     model: TeacherModelConfig
     megatron_config: MegatronConfig
 
@@ -191,8 +193,13 @@ class TeacherConfig:
         """Whether anything scores the samples as a teacher."""
         return self.backend == "policy" or self.model.path is not None or bool(self.model.path_of_data_source)
 
-    def frozen_models(self, num_ranks: int) -> tuple[ScoringModel, ...]:
-        """One for each distinct path."""
+    @property
+    def is_served(self) -> bool:
+        """Whether engines or running servers score the samples."""
+        return self.backend in ("engine", "remote")
+
+    def models(self, num_ranks: int) -> tuple[ScoringModel, ...]:
+        """One for each distinct path; num_ranks is for those with ranks of their own."""
         if self.backend == "policy":
             return ()
         default, key = self.model.path, "trainer.teacher.model"

@@ -311,7 +311,16 @@ class TrainerConfig(TrainingConfig):
         adapters."""
         has_reference = self.algorithm.needs_reference and self.policy.model.lora.rank == 0
         reference = [self.ref.frozen_model(self.placement.num_ref_ranks)] if has_reference else []
-        return (*reference, *self.teacher.frozen_models(self.placement.num_teacher_ranks))
+        return (*reference, *(() if self.teacher.is_served else self._teachers))
+
+    @property
+    def served_teachers(self) -> tuple[ScoringModel, ...]:
+        """Teachers that engines or running servers score with, instead of ranks."""
+        return self._teachers if self.teacher.is_served else ()
+
+    @property
+    def _teachers(self) -> tuple[ScoringModel, ...]:
+        return self.teacher.models(self.placement.num_teacher_ranks)
 
     @property
     def scoring_models(self) -> tuple[ScoringModel, ...]:

@@ -69,7 +69,8 @@ class Experiment(Run[Config, Processes]):
         if "{" not in hint:
             return Hints(imported(KEY, hint), chat)
         response = generator.sampling_params.max_generate_length if generator.max_turns == 1 else None
-        longest = self.model_config.max_position_embeddings
+        # An engine generates a token after those that it scores.
+        longest = self.model_config.max_position_embeddings - self.config.trainer.teacher.is_served
         check_template(hint, self.train_prompts, chat, max_tokens=longest, max_response=response)
         return Hints(hint_of_template(hint), chat)
 

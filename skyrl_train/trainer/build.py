@@ -24,7 +24,7 @@ from skyrl_train.trainer.from_config import micro_batch_limits, objective, stale
 from skyrl_train.trainer.performance import MemoryReport
 from skyrl_train.trainer.publisher import Publisher
 from skyrl_train.trainer.residency import Colocated, Residency
-from skyrl_train.trainer.scorers import Critic, Scorers, critic_scorer
+from skyrl_train.trainer.scorers import Critic, EngineScorer, Scorers, critic_scorer
 from skyrl_train.trainer.sft import FineTuning
 from skyrl_train.trainer.step import TrainingStep
 
@@ -32,6 +32,21 @@ from skyrl_train.trainer.step import TrainingStep
 def max_model_len(config: Config, model: PretrainedConfig) -> int:
     """Tokens of the longest prompt with its response that an engine has to take."""
     return min(config.generator.longest_conversation, model.max_position_embeddings)
+
+
+def teacher_max_model_len(config: Config, model: PretrainedConfig) -> int:
+    """Tokens that an engine of a teacher has to take: those of the longest sample, and one that it generates.
+
+    Raises: ValueError if a sample may fill the model's context, which leaves no room for that one.
+    """
+    positions, longest = model.max_position_embeddings, config.generator.longest_conversation
+    teacher = config.trainer.teacher
+    if teacher.is_served and longest >= positions:
+        raise ValueError(
+            f"trainer.teacher.backend is {teacher.backend}: engines score samples of fewer than the model's "
+            f"{positions} positions, and max_input_length + max_generate_length is {longest}. Lower one of them"
+        )
+    return positions if config.trainer.algorithm.distillation.distillation_hint is not None else longest + 1
 
 
 async def launch_training(
@@ -47,6 +62,7 @@ async def launch_training(
         config,
         cluster,
         max_model_len=max_model_len(config, model),
+        teacher_max_model_len=teacher_max_model_len(config, model),
         objective=_objective(config),
         num_optimizer_steps=num_optimizer_steps,
         logs=logs,
@@ -105,6 +121,8 @@ class Assembly:
         """Args: hints: of the prompts that teachers read; always_updates: update also without a learning signal."""
         config, trainer, policy = self._config, self._config.trainer, self._processes.policy
         group, own = self._processes.critic, _objective(config)
+        served = zip(trainer.served_teachers, self._processes.teachers, strict=True)
+        teachers = [EngineScorer(model.name, engines, model.data_sources) for model, engines in served]
         return TrainingStep(
             config=config,
             source=source,
@@ -112,7 +130,11 @@ class Assembly:
             residency=self.residency,
             critic=None if group is None else Critic(config, self._model, group, self.residency),
             scorers=Scorers(
-                trainer, policy, self._processes.scorers, self.residency, has_selections=bool(own.selections)
+                trainer,
+                policy,
+                (*self._processes.scorers, *teachers),
+                self.residency,
+                has_selections=bool(own.selections),
             ),
             hints=hints,
             publisher=publisher,

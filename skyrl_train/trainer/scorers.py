@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from skyrl_train.algorithms.build import build_critic_objective
+from skyrl_train.batching.hinted import aligned
 from skyrl_train.batching.split import mini_batches_of, split
 from skyrl_train.cluster.ranks.critic_group import CriticGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
@@ -35,6 +38,39 @@ class Signals:
     `old_logprobs` and `old_entropy` for selections of tokens."""
 
 
+class Engines(Protocol):
+    """Engines of a teacher (`TeacherEngines`, `ServedTeacher`)."""
+
+    async def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
+        """Per prompt the logprob of each token at temperature 1; 0 for the first."""
+
+
+class EngineScorer:
+    """A teacher whose logprobs come from engines; it holds none of the devices of trainers."""
+
+    is_teacher = True
+
+    def __init__(self, name: str, engines: Engines, data_sources: Sequence[str] | None = None) -> None:
+        """Args: name, data_sources: like those of `ScorerGroup`."""
+        self.name = self.signal = name
+        self.data_sources, self._engines = data_sources, engines
+
+    async def score(self, shards: Shards) -> list[Any]:
+        """References to the fields of each shard, like those of a teacher on ranks; 0 for samples of no micro-batch."""
+        places = [
+            (shard, slice(*batch.cu_seqlens[sample : sample + 2].tolist()))
+            for shard, batch in enumerate(shards.batches)
+            for mini_batch in batch.mini_batches
+            for sample in itertools.chain(*mini_batch)
+        ]
+        prompts = [shards.batches[shard].token_ids[tokens].tolist() for shard, tokens in places]
+        logprobs = [torch.zeros(len(batch.token_ids)) for batch in shards.batches]
+        for (shard, tokens), values in zip(places, await self._engines.prompt_logprobs(prompts), strict=True):
+            logprobs[shard][tokens] = torch.tensor(values, dtype=torch.float32)
+        pairs = zip(logprobs, shards.batches, strict=True)
+        return shards.put_each([aligned({"teacher_logprobs": values}, batch) for values, batch in pairs])
+
+
 class Scorers:
     """Scores a step's shards with the reference and other frozen models, then with the policy."""
 
@@ -42,7 +78,7 @@ class Scorers:
         self,
         trainer: TrainerConfig,
         policy: PolicyGroup,
-        scorers: Sequence[ScorerGroup],
+        scorers: Sequence[ScorerGroup | EngineScorer],
         residency: Residency,
         *,
         has_selections: bool = False,
@@ -62,7 +98,8 @@ class Scorers:
         refs: dict[str, Sequence[Any]] = {}
         for scorer, is_chosen in self._assigned(data_sources):
             read = shards if hinted is None or not scorer.is_teacher else hinted
-            await self._residency.for_scoring(scorer)
+            if isinstance(scorer, ScorerGroup):
+                await self._residency.for_scoring(scorer)
             refs[scorer.signal] = await scorer.score(read if is_chosen is None else read.only(is_chosen))
         return refs
 
@@ -75,7 +112,7 @@ class Scorers:
         fetched = await self._policy.keep_old_logprobs(shards, ref_logprobs)
         return Signals(refs, has_old_logprobs=True, fetched=fetched)
 
-    def _assigned(self, data_sources: Sequence[str]) -> list[tuple[ScorerGroup, list[bool] | None]]:
+    def _assigned(self, data_sources: Sequence[str]) -> list[tuple[ScorerGroup | EngineScorer, list[bool] | None]]:
         """Scorers, without those that have no sample in this step, and which samples each scores; None for all."""
         of_source = {source: scorer for scorer in self._scorers for source in scorer.data_sources or ()}
         if not of_source:
@@ -88,7 +125,7 @@ class Scorers:
                 "or set trainer.teacher.model.path, the teacher of all others"
             )
         default = next((scorer for scorer in self._scorers if scorer.is_teacher and scorer.data_sources is None), None)
-        assigned: list[tuple[ScorerGroup, list[bool] | None]] = []
+        assigned: list[tuple[ScorerGroup | EngineScorer, list[bool] | None]] = []
         for scorer in self._scorers:
             if not scorer.is_teacher:
                 assigned.append((scorer, None))

@@ -60,7 +60,9 @@ class FakeServer:
         found: dict[str, Any] = {
             "/health": lambda body, query: None,
             "/version": lambda body, query: {"version": self.version},
-            "/v1/models": lambda body, query: {"data": [{"id": "served", "parent": None}]},
+            "/v1/models": lambda body, query: {
+                "data": [{"id": "served", "parent": None, "max_model_len": self.max_model_len}]
+            },
             "/v1/completions": self.complete,
             "/tokenize": self.tokenize,
         }
@@ -112,6 +114,10 @@ class FakeServer:
         drawn = body["prompt"][::-1][: body["max_tokens"]]
         logprobs = {"token_logprobs": [-0.5 * token for token in drawn]}
         choice = {"text": "text", "token_ids": drawn, "finish_reason": "length", "logprobs": logprobs}
+        if "prompt_logprobs" in body:
+            likeliest = {"1": {"logprob": -0.1}}  # vLLM adds others
+            rows = [likeliest | {str(token): {"logprob": -0.5 * token}} for token in body["prompt"][1:]]
+            choice["prompt_logprobs"] = [None, *rows]
         return {"choices": [choice]}
 
     def pause(self, body: Any, query: Any) -> Any:

@@ -40,10 +40,12 @@ class EnginePool:
         visible_devices: Sequence[str | None] | None = None,
         *,
         max_restarts: int = 0,
+        name: str = "engine",
     ) -> None:
         """Request the engines' processes from Ray and return at once.
-        Args: visible_devices: per engine, unless Ray sets them; max_restarts: consecutive restarts of an engine."""
-        names = tuple(f"engine-{index}" for index in range(len(settings)))
+        Args: visible_devices: per engine, unless Ray sets them; max_restarts: consecutive restarts of an engine; name:
+        of an engine in logs."""
+        names = tuple(f"{name}-{index}" for index in range(len(settings)))
         self._calls = Calls(names, timeout_s, log_folder)
         devices = visible_devices or [None] * len(slots)
         self.replicas = tuple(

@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from skyrl_train.cluster.sharing import build_sharing
 from skyrl_train.config import Config
-from skyrl_train.config.policy import LoraConfig
-from skyrl_train.engines.settings import EngineSettings
+from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.config.policy import LoraConfig, ScoringModel
+from skyrl_train.engines.settings import EngineSettings, Margin
 from skyrl_train.hf.hub import seen_from_anywhere
 
 
@@ -20,7 +21,7 @@ def all_engine_settings(
     """Args: backend: transport of the weight sync; policy_version: the first that the engines serve; a resumed run must
     not repeat the random numbers of its start."""
     generator, trainer, sharing = config.generator, config.trainer, build_sharing(config)
-    variable, lora = generator.remote_api_key_env, trainer.policy.model.lora
+    lora = trainer.policy.model.lora
     num_servers = len(generator.remote_inference_engine_urls)
     return [
         EngineSettings(
@@ -31,7 +32,7 @@ def all_engine_settings(
             max_model_len=max_model_len,
             seed=_seed(trainer.seed + index, policy_version),
             rpc_timeout_s=trainer.timeout_s,
-            api_key=None if generator.run_engines_locally or variable is None else os.environ[variable],
+            api_key=None if generator.run_engines_locally else api_key(generator),
             margin=sharing.engine_margin(max_model_len if trainer.verify_sync_every else 0),
             enable_sleep_mode=sharing.is_shared,
             cached_sequences=sharing.cached_sequences,
@@ -41,6 +42,44 @@ def all_engine_settings(
         )
         for index in range(generator.num_inference_engines if generator.run_engines_locally else num_servers)
     ]
+
+
+def teacher_engine_settings(
+    config: Config, model: ScoringModel, max_model_len: int, backend: str
+) -> list[EngineSettings]:
+    """Settings of the engines of one teacher: those of the policy's engines, without an endpoint.
+
+    Args: max_model_len: tokens of the longest sample that they score, and one more; backend: of the weight sync.
+    """
+    trainer, teacher = config.trainer, config.trainer.teacher
+    generator = replace(
+        config.generator,
+        run_engines_locally=True,
+        weight_sync_backend=backend,
+        enable_http_endpoint=False,
+        num_inference_engines=teacher.num_inference_engines,
+        inference_engine_tensor_parallel_size=teacher.inference_engine_tensor_parallel_size,
+    )
+    return [
+        EngineSettings(
+            generator=generator,
+            index=index,
+            model_path=seen_from_anywhere(model.model_path),
+            served_model_name=model.name,
+            max_model_len=max_model_len,
+            seed=trainer.seed + index,
+            rpc_timeout_s=trainer.timeout_s,
+            margin=Margin(scored_tokens=max_model_len),
+            custom_modules=trainer.custom_modules,
+        )
+        for index in range(teacher.num_inference_engines)
+    ]
+
+
+def api_key(generator: GeneratorConfig) -> str | None:
+    """API key of running servers."""
+    variable = generator.remote_api_key_env
+    return None if variable is None else os.environ[variable]
 
 
 def _seed(seed: int, policy_version: int) -> int:

@@ -42,6 +42,10 @@ class Shards:
             ]
         )
 
+    def put_each(self, results: Sequence[Any]) -> list[Any]:
+        """References to the result of each shard."""
+        return [ray.put(result) for result in results]
+
     def put(self, values: Tensor, batch: TokenBatch) -> list[Any]:
         """References to each shard's part of values [T] of the batch."""
         parts = torch.split(values, batch.lengths.tolist())

@@ -20,6 +20,7 @@ from typing import Any
 from skyrl_train.engines.protocol import EngineDeadError, EngineFacts
 from skyrl_train.engines.remote.client import ServerClient, ServerError, ServerUnreachableError
 from skyrl_train.engines.remote.facts import ServerFacts, check_server, check_tokenizer, probe
+from skyrl_train.engines.remote.scoring import prompt_logprobs
 from skyrl_train.engines.settings import EngineSettings, PauseMode, room_to_answer, still_running
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.control import ControlMessage, WeightSyncError
@@ -88,14 +89,7 @@ class RemoteEngine:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
-        async def score(token_ids: list[int]) -> list[float]:
-            body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-            call = self._generation.post("/v1/completions", body, self._settings.rpc_timeout_s)
-            rows = (await self._call(call))["choices"][0]["prompt_logprobs"]
-            pairs = zip(rows[1:], token_ids[1:], strict=True)
-            return [0.0] + [row[str(token_id)]["logprob"] for row, token_id in pairs]
-
-        return list(await asyncio.gather(*(score(token_ids) for token_ids in prompts)))
+        return await self._call(prompt_logprobs(self._generation, prompts, self._settings.rpc_timeout_s))
 
     async def sleep(self, *, keep_weights: bool = False) -> None: ...
 

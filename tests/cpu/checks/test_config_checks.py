@@ -61,6 +61,7 @@ def test_an_endpoint_with_a_key_may_listen_anywhere_and_one_that_is_off_need_not
 
 DISTILLATION = "trainer.algorithm.distillation.distillation"
 OWN, HINT = "trainer.teacher.backend=policy", f"{DISTILLATION}_hint="
+SERVED = "trainer.teacher.backend=engine"
 TYPE, TEACHER = f"{DISTILLATION}_type=", "trainer.teacher.model.path=model"
 LOSS, ENGINES = "trainer.algorithm.policy_loss_type", "generator.num_inference_engines=4"
 SOURCES, NO_KL = "trainer.teacher.model.path_of_data_source=", "trainer.algorithm.use_kl_loss=false"
@@ -92,6 +93,26 @@ def test_the_base_and_the_quickstart_pass():
                 ),
                 (["trainer.algorithm.advantage_estimator=zero", NO_KL], "is zero: without distillation .* no gradient"),
                 ([TYPE + "loss", SOURCES + "{math: 3}"], "path_of_data_source.math is 3: it must be the path"),
+                (
+                    [SERVED, TEACHER, TYPE + "loss", "generator.sampling_params.temperature=0.7"],
+                    "backend is engine and .*temperature is 0.7: engines score given tokens at temperature 1 alone",
+                ),
+                (
+                    [SERVED, TEACHER, TYPE + "topk_forward"],
+                    "distillation_type is topk_forward: engines report logprobs of the sampled tokens alone",
+                ),
+                (
+                    [SERVED, TEACHER, TYPE + "loss", "trainer.placement.colocate_all=true"],
+                    "colocate_all is true: the engines of a teacher need devices of their own",
+                ),
+                (
+                    ["trainer.teacher.backend=remote", TEACHER, TYPE + "loss"],
+                    "backend is remote and trainer.teacher.model.path is model: it must be the URL of a running server",
+                ),
+                (
+                    ["trainer.teacher.model.path=http://h:8000", TYPE + "loss"],
+                    "is megatron and trainer.teacher.model.path is http://h:8000: it must be a model",
+                ),
                 ([OWN, TYPE + "loss"], "backend is policy: with the policy's own prompt .* Set .*distillation_hint"),
                 ([OWN, TEACHER, TYPE + "loss", HINT + "'{prompt} {answer}'"], "policy and trainer.teacher.model has a"),
                 ([HINT + "'{prompt} {answer}'"], "hint is set: there is no teacher that reads it"),

@@ -27,16 +27,31 @@ OVERRIDES = [
 ]
 
 
+IN_ONE_PROCESS = """\
+import sys
+
+import skyrl_train
+
+if __name__ == "__main__":
+    skyrl_train.run(skyrl_train.load_config(sys.argv[2:], experiment="opd"))
+    own = ["trainer.run_name=engines", "trainer.teacher.backend=engine", "trainer.max_training_steps=1"]
+    own.append("trainer.algorithm.distillation.distillation_type=advantage")
+    skyrl_train.run(skyrl_train.load_config([*sys.argv[2:], *own], experiment="opd"))
+"""
+
+
 def test_each_sample_is_scored_once_by_the_teacher_of_its_data_source(tmp_path: Path):
-    """Both teachers have the policy's initial weights, so the reverse KL is 0 until the first update has moved it."""
+    """Both teachers have the policy's initial weights, so the reverse KL is 0 until the first update has moved it: on
+    ranks, and in a second run with engines."""
     world = write_world(tmp_path)
     shutil.copytree(world / "model", world / "twin")
     rows = [json.loads(line) for line in (world / "rows.jsonl").read_text().splitlines()]
     for row in rows[::3]:
         row["data_source"] = "other"
     (world / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with running(world, *OVERRIDES, experiment="opd") as job:
-        assert job.wait() == 0, job.output
+    (world / "both.py").write_text(IN_ONE_PROCESS)
+    with running(world, *OVERRIDES, main="both") as job:
+        assert job.wait(400) == 0, job.story()
     first, second = job.metrics
     for name in ("policy/teacher_kl", "policy/teacher_kl_max", "policy/distillation_loss"):
         assert first[name] == pytest.approx(0, abs=1e-4)
@@ -45,3 +60,9 @@ def test_each_sample_is_scored_once_by_the_teacher_of_its_data_source(tmp_path: 
     assert second["policy/teacher_kl_max"] > 1e-3
     logs = {path.name for path in (job.run_dir / "logs").rglob("*.log")}
     assert {"teacher_0-0.log", "teacher_1-0.log", "policy-1.log"} <= logs
+    job.run_name = "engines"
+    (scored,) = job.metrics
+    assert scored["policy/teacher_kl"] == pytest.approx(0, abs=1e-5) and scored["policy/teacher_kl_max"] < 1e-4
+    assert scored["policy/grad_norm"] > 0
+    logs = {path.name for path in (job.run_dir / "logs").rglob("*.log")}
+    assert {"teacher_0-engine-0.log", "teacher_1-engine-0.log"} <= logs and not {"teacher_0-0.log"} & logs

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from skyrl_train.batching.hinted import with_prompts
+from skyrl_train.batching.limits import MicroBatchLimits
+from skyrl_train.batching.split import split
 from skyrl_train.cluster.ranks import shards as shards_module
 from skyrl_train.cluster.ranks.scorer_group import ScorerGroup
 from skyrl_train.cluster.ranks.shards import Shards
 from skyrl_train.config import load_config
 from skyrl_train.megatron.policy import _by_field
-from skyrl_train.trainer.scorers import Scorers
-from skyrl_train.types import TrainBatch
+from skyrl_train.trainer.scorers import EngineScorer, Scorers
+from skyrl_train.types import TeacherPrompt, TrainBatch
+from tests.cpu.batching.test_split import experience_of
 
 SOURCES = ["math", "code", "math", "poems"]
 """Of samples 0 to 3."""
@@ -88,6 +93,35 @@ def test_teachers_alone_read_the_hints(monkeypatch: pytest.MonkeyPatch):
         "teacher_0": [(((),),), (((0, 1),),)],
         "teacher_1": [(((0, 1),),), (((),),)],
     }
+
+
+@pytest.mark.parametrize("hinted", [False, True])
+def test_engines_score_the_chosen_samples_at_the_tokens_of_the_policys_shards(
+    monkeypatch: pytest.MonkeyPatch, hinted: bool
+):
+    """The logprob of each token is its negative id; the teacher's prompt has two tokens more than the sample's one."""
+    monkeypatch.setattr(shards_module, "ray", SimpleNamespace(put=lambda batch: batch))
+    limits = MicroBatchLimits(dp_size=2, max_tokens=12, max_sample_tokens=100)
+    batches: Any = split(experience_of([4, 3, 6, 5]), limits)
+    if hinted:
+        batches = with_prompts(batches, [TeacherPrompt(1, torch.tensor([90, 91, 92]))] * 4, limits)
+    read: list[list[int]] = []
+
+    class Negative:
+        async def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
+            read.extend(prompts)
+            return [[0.0, *(-float(token) for token in prompt[1:])] for prompt in prompts]
+
+    shards = Shards(batches).only([True, False, True, True])
+    found = asyncio.run(EngineScorer("teacher", Negative()).score(shards))
+    merged = Shards(split(experience_of([4, 3, 6, 5]), limits)).merged(
+        [fields["teacher_logprobs"] for fields in found], experience_of([4, 3, 6, 5])
+    )
+    expected = -torch.arange(18.0)
+    expected[[0, 4, 5, 6, 7, 13]] = 0  # first tokens, and the sample that is not chosen
+    assert torch.equal(merged, expected)
+    start = [90, 91, 92] if hinted else []
+    assert sorted(read) == sorted([*start, *ids[hinted:]] for ids in ([0, 1, 2, 3], [*range(7, 13)], [*range(13, 18)]))
 
 
 def test_teachers_of_one_path_are_one_model(monkeypatch: pytest.MonkeyPatch):
