@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from string import Formatter
 from typing import Any
 
 from skyrl_train.checks.custom import imported_problems, is_async, takes
+from skyrl_train.checks.engines import SERVER_URL
 from skyrl_train.config import Config
 
 HINT = "trainer.algorithm.distillation.distillation_hint"
@@ -27,6 +29,12 @@ def teacher_problems(config: Config) -> Iterator[str]:
             "trainer.teacher.backend=policy, or trainer.teacher.model.path"
         )
     yield from _served_problems(config)
+    by_policy = teacher.backend == "policy" or bool(trainer.base_teachers)
+    if by_policy and trainer.placement.release == "exit" and trainer.algorithm.needs_critic:
+        yield (
+            "trainer.placement.release is exit and the policy's ranks score as a teacher: with a critic, their "
+            "processes would end before the update reads what they scored. Set release=offload"
+        )
     if teacher.backend != "policy":
         return
     if teacher.model.path is not None or teacher.model.path_of_data_source:
@@ -39,19 +47,18 @@ def teacher_problems(config: Config) -> Iterator[str]:
             "trainer.teacher.backend is policy: with the policy's own prompt it would teach what it samples already. "
             f"Set {HINT}"
         )
-    if trainer.placement.release == "exit" and trainer.algorithm.needs_critic:
-        yield (
-            "trainer.teacher.backend is policy and trainer.placement.release is exit: with a critic, the policy's "
-            "processes would end before its update reads what they scored. Set release=offload or backend=megatron"
-        )
 
 
 def _served_problems(config: Config) -> Iterator[str]:
     trainer, teacher = config.trainer, config.trainer.teacher
     given = f"trainer.teacher.backend is {teacher.backend}"
-    for model in trainer.served_teachers if teacher.backend == "remote" else trainer.teacher.models(1):
-        if isinstance(model.model_path, str) and (teacher.backend == "remote") != model.model_path.startswith("http"):
-            wanted = "the URL of a running server, http://host:port" if teacher.backend == "remote" else "a model"
+    variable = config.generator.remote_api_key_env
+    if teacher.backend == "remote" and variable is not None and not os.environ.get(variable):
+        yield f"generator.remote_api_key_env is {variable}: this environment variable is not set. Export it first"
+    for model in teacher.models(1):
+        is_url = SERVER_URL.match(str(model.model_path)) is not None
+        if is_url != (teacher.backend == "remote"):
+            wanted = "a model" if is_url else "a running server, written http://host:port without /v1 or another path"
             yield f"{given} and {model.path_key} is {model.model_path}: it must be {wanted}"
     if not teacher.is_served:
         return

@@ -169,8 +169,11 @@ async def _spawn(
     policy = PolicyGroup(groups[0])
     if trainer.algorithm.needs_reference and trainer.policy.model.lora.rank > 0:
         scorers.append(base_model_scorer(policy))
+    topk = num_likeliest(trainer, objective)
+    for model in trainer.base_teachers:
+        scorers.append(own_teacher_scorer(policy, topk, model.name, model.data_sources, is_base=True))
     if trainer.teacher.backend == "policy":
-        scorers.append(own_teacher_scorer(policy, num_likeliest(trainer, objective)))
+        scorers.append(own_teacher_scorer(policy, topk, is_base=False))
     return Processes(
         cluster=cluster,
         placement=placement,

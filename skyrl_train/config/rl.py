@@ -308,10 +308,18 @@ class TrainerConfig(TrainingConfig):
     @property
     def frozen_models(self) -> tuple[ScoringModel, ...]:
         """Models with processes of their own that score each step; with LoRA the reference is the policy without
-        adapters."""
+        adapters, and so is a teacher of the same path."""
         has_reference = self.algorithm.needs_reference and self.policy.model.lora.rank == 0
         reference = [self.ref.frozen_model(self.placement.num_ref_ranks)] if has_reference else []
-        return (*reference, *(() if self.teacher.is_served else self._teachers))
+        elsewhere = (*self.served_teachers, *self.base_teachers)
+        return (*reference, *(model for model in self._teachers if model not in elsewhere))
+
+    @property
+    def base_teachers(self) -> tuple[ScoringModel, ...]:
+        """Teachers whose weights are those of the policy without its adapters."""
+        if self.teacher.backend != "megatron" or self.policy.model.lora.rank == 0:
+            return ()
+        return tuple(model for model in self._teachers if model.model_path == self.policy.model.path)
 
     @property
     def served_teachers(self) -> tuple[ScoringModel, ...]:

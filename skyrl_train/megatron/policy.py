@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -47,12 +48,17 @@ class MegatronPolicy(TrainedModel):
             logprobs = self._logprobs(batch)
         return logprobs if self.ranks.reports else None
 
-    def teacher_logprobs(self, batch: TrainBatch, topk: int) -> dict[str, Tensor] | None:
-        """Fields of the policy as its own teacher, with the current weights, like `MegatronScorer.teacher_logprobs`."""
+    def teacher_logprobs(self, batch: TrainBatch, topk: int, is_base: bool) -> dict[str, Tensor] | None:
+        """Fields of the policy as its own teacher, like `MegatronScorer.teacher_logprobs`.
+
+        Args: is_base: with the adapters off; otherwise with the current weights.
+        """
         self._memory.require("teacher_logprobs", WEIGHTS)
         objective, size = self._objective, self.model.vocab_size
         chunk = objective.logprobs_chunk_size
-        with self._tracer("teacher_logprobs"):
+        lora = self.model.lora
+        adapters = contextlib.nullcontext() if lora is None or not is_base else lora.off()
+        with self._tracer("teacher_logprobs"), adapters:
             fields = batch_topk(self.model, self._packer, batch, objective.temperature, chunk, topk, size)
         return aligned(fields, batch) if self.ranks.reports else None
 

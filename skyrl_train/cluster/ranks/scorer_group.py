@@ -64,6 +64,9 @@ def base_model_scorer(policy: PolicyGroup) -> ScorerGroup:
     return ScorerGroup("reference", "ref_logprobs", policy, "reference_logprobs")
 
 
-def own_teacher_scorer(policy: PolicyGroup, topk: int) -> ScorerGroup:
-    """The policy as its own teacher. Args: topk: number of likeliest tokens that it reports."""
-    return ScorerGroup("teacher", "teacher", policy, "teacher_logprobs", arguments=(topk,))
+def own_teacher_scorer(
+    policy: PolicyGroup, topk: int, name: str = "teacher", data_sources: Sequence[str] | None = None, *, is_base: bool
+) -> ScorerGroup:
+    """The policy as its own teacher. Args: topk: number of likeliest tokens that it reports; is_base: with its adapters
+    off."""
+    return ScorerGroup(name, name, policy, "teacher_logprobs", data_sources, (topk, is_base))

@@ -107,11 +107,22 @@ def test_the_base_and_the_quickstart_pass():
                 ),
                 (
                     ["trainer.teacher.backend=remote", TEACHER, TYPE + "loss"],
-                    "backend is remote and trainer.teacher.model.path is model: it must be the URL of a running server",
+                    "backend is remote and trainer.teacher.model.path is model: it must be a running server, written http://host:port",
                 ),
                 (
                     ["trainer.teacher.model.path=http://h:8000", TYPE + "loss"],
                     "is megatron and trainer.teacher.model.path is http://h:8000: it must be a model",
+                ),
+                (
+                    ["trainer.teacher.backend=remote", "trainer.teacher.model.path=http://h:8000/v1", TYPE + "loss"],
+                    "path is http://h:8000/v1: it must be a running server, written http://host:port without /v1",
+                ),
+                (
+                    [
+                        *("trainer.teacher.backend=remote", "trainer.teacher.model.path=http://h:8000", TYPE + "loss"),
+                        "generator.remote_api_key_env=NO_SUCH_KEY",
+                    ],
+                    "remote_api_key_env is NO_SUCH_KEY: this environment variable is not set",
                 ),
                 ([OWN, TYPE + "loss"], "backend is policy: with the policy's own prompt .* Set .*distillation_hint"),
                 ([OWN, TEACHER, TYPE + "loss", HINT + "'{prompt} {answer}'"], "policy and trainer.teacher.model has a"),
@@ -125,7 +136,7 @@ def test_the_base_and_the_quickstart_pass():
                         *(OWN, TYPE + "loss", HINT + "'{prompt} {answer}'", "trainer.placement.release=exit"),
                         *("trainer.placement.colocate_all=true", "trainer.algorithm.advantage_estimator=gae"),
                     ],
-                    "release is exit: with a critic, the policy's processes would end",
+                    "release is exit and the policy's ranks score as a teacher: with a critic, their processes",
                 ),
                 (
                     [TEACHER, TYPE + "loss", "trainer.teacher.megatron_config.context_parallel_size=2"],

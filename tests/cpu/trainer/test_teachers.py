@@ -124,6 +124,16 @@ def test_engines_score_the_chosen_samples_at_the_tokens_of_the_policys_shards(
     assert sorted(read) == sorted([*start, *ids[hinted:]] for ids in ([0, 1, 2, 3], [*range(7, 13)], [*range(13, 18)]))
 
 
+def test_with_adapters_the_policys_own_ranks_score_as_the_teacher_of_its_path():
+    lora = ["trainer.policy_mini_batch_size=1024", "trainer.policy.model.path=a", "trainer.policy.model.lora.rank=2"]
+    teachers = ["trainer.teacher.model.path=a", "trainer.teacher.model.path_of_data_source={math: m}"]
+    trainer = load_config([*lora, *teachers]).trainer
+    assert [model.name for model in trainer.base_teachers] == ["teacher_0"]
+    assert [model.name for model in trainer.frozen_models] == ["teacher_1"]
+    assert not load_config([*lora[:2], *teachers]).trainer.base_teachers
+    assert not load_config([*lora, *teachers, "trainer.teacher.backend=engine"]).trainer.base_teachers
+
+
 def test_teachers_of_one_path_are_one_model(monkeypatch: pytest.MonkeyPatch):
     one = "trainer.teacher.model.path_of_data_source={math: m, code: m, poems: m}"
     assert scored(monkeypatch, one) == {"reference": ALL, "teacher": ALL}

@@ -194,7 +194,7 @@ def _own_teacher(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, int]) -
     batch = share_of(trial, one, policy.ranks)
     hinted, found = hinted_share(trial, one, policy.ranks), []
     for _ in range(2):
-        fields = policy.teacher_logprobs(hinted, topk)
+        fields = policy.teacher_logprobs(hinted, topk, is_base=False)
         assert fields is not None
         found.append({"tokens": _token_indices(trial.experience, batch.sample_ids), **fields})
         policy.update(batch)

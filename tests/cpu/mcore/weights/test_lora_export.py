@@ -176,14 +176,17 @@ def _train(rendezvous: Rendezvous, arguments: tuple[Any, ...]) -> dict[str, Any]
     )
     batch = share_of(trial, one, policy.ranks, num_mini_batches=2)
     before = policy.reference_logprobs(batch)
+    first = policy.teacher_logprobs(batch, 2, is_base=True)
     start = policy.prompt_logprobs(batch)
     policy.keep_old_logprobs(batch)
     policy.update(batch)
     after = policy.reference_logprobs(batch)
+    teachers = (first, *(policy.teacher_logprobs(batch, 2, is_base) for is_base in (True, False)))
     module = policy.model.modules[0]
     policy.save_hf(target)
     return {
         "reference": (before, after),
+        "teachers": teachers,
         "start": start,
         "end": policy.prompt_logprobs(batch),
         "with_gradient": [name for name, p in module.named_parameters() if p.requires_grad or hasattr(p, "main_grad")],
@@ -221,6 +224,9 @@ def test_training_ends_at_the_same_adapter_and_leaves_the_base_as_it_is(
 
     before, after = alone["reference"]
     assert torch.equal(before, after), "the reference did not move"
+    first, base, own = (fields["teacher_logprobs"] for fields in alone["teachers"])
+    assert torch.equal(first, before) and torch.equal(base, before), "nor did a teacher without adapters"
+    assert not torch.equal(own, base)
     assert not torch.equal(alone["start"], before) and not torch.equal(alone["start"], alone["end"])
 
 
