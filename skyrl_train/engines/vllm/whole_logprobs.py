@@ -39,7 +39,7 @@ class KeepsLogprobs(Scheduler):
         for outputs in by_client.values():
             for output in outputs.outputs:
                 if output.finish_reason is not None:
-                    output.new_logprobs = self._with_kept(output)
+                    output.new_logprobs = self.take(output.request_id, output.new_logprobs)
                 elif output.new_logprobs is not None and self._may_wait(output.request_id):
                     self._kept.setdefault(output.request_id, []).append(output.new_logprobs)
                     output.new_logprobs = None
@@ -53,15 +53,10 @@ class KeepsLogprobs(Scheduler):
                 self._kept.pop(request.request_id, None)
         return ended
 
-    def take(self, request_id: str) -> LogprobsLists | None:
-        """What was kept of a request; it is forgotten here."""
-        kept = self._kept.pop(request_id, None)
-        return None if kept is None else joined(kept)
-
-    def _with_kept(self, output: EngineCoreOutput) -> LogprobsLists | None:
-        kept = self._kept.pop(output.request_id, [])
-        last = [] if output.new_logprobs is None else [output.new_logprobs]
-        return joined(kept + last) if kept or last else None
+    def take(self, request_id: str, last: LogprobsLists | None = None) -> LogprobsLists | None:
+        """What was kept of a request, which is forgotten here, and the last."""
+        parts = self._kept.pop(request_id, []) + ([] if last is None else [last])
+        return joined(parts) if parts else None
 
     def _may_wait(self, request_id: str) -> bool:
         params = self.requests[request_id].sampling_params

@@ -24,11 +24,12 @@ OF_EXPERT_TENSOR_RANKS = "lora-rng-of-expert-tensor-ranks"
 
 def seed_dropout(seed: int) -> None:
     """Add the states to the tracker, once, after joining the layout."""
+    ranks = dist.get_process_group_ranks
     owners = {
         OF_THIS_RANK: dist.get_rank(),
         # A group is identified by its lowest rank.
-        OF_TENSOR_RANKS: min(_ranks(parallel_state.get_tensor_model_parallel_group())),
-        OF_EXPERT_TENSOR_RANKS: min(_ranks(parallel_state.get_expert_tensor_parallel_group())),
+        OF_TENSOR_RANKS: min(ranks(parallel_state.get_tensor_model_parallel_group())),
+        OF_EXPERT_TENSOR_RANKS: min(ranks(parallel_state.get_expert_tensor_parallel_group())),
     }
     for name, owner in owners.items():
         # Hashed, because the tracker rejects a seed that it has, and sums of seed and rank may coincide.
@@ -40,7 +41,3 @@ def drop(x: Tensor, p: float, state: str) -> Tensor:
     """Args: p: probability; state: one of the names above."""
     with get_cuda_rng_tracker().fork(state):
         return F.dropout(x, p)
-
-
-def _ranks(group: dist.ProcessGroup) -> list[int]:
-    return dist.get_process_group_ranks(group)
