@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from string import Formatter
 from typing import Any
 
+from skyrl_train.algorithms.build import build_objective
 from skyrl_train.checks.custom import imported_problems, is_async, takes
 from skyrl_train.checks.engines import SERVER_URL
 from skyrl_train.config import Config
+from skyrl_train.config.rl import AlgorithmConfig
 
 HINT = "trainer.algorithm.distillation.distillation_hint"
 
@@ -68,17 +70,25 @@ def _served_problems(config: Config) -> Iterator[str]:
             f"{given} and generator.sampling_params.temperature is {temperature:g}: engines score given tokens at "
             "temperature 1 alone. Set temperature=1 or backend=megatron"
         )
-    kind = trainer.algorithm.distillation.distillation_type
-    if kind is not None and kind.startswith("topk"):
+    if "topk_logprobs" in _needs(trainer.algorithm):
+        kind = trainer.algorithm.distillation.distillation_type
+        reader = f"distillation_type is {kind}" if kind else "a function reads topk_logprobs"
         yield (
-            f"{given} and distillation_type is {kind}: engines report logprobs of the sampled tokens alone. Set "
-            "distillation_type=advantage or loss, or backend=megatron"
+            f"{given} and {reader}: engines report "
+            "logprobs of the sampled tokens alone. Set distillation_type=advantage or loss, or backend=megatron"
         )
     if teacher.backend == "engine" and trainer.placement.colocate_all:
         yield (
             f"{given} and trainer.placement.colocate_all is true: the engines of a teacher need devices of their own. "
             "Set backend=megatron, or serve the teacher elsewhere and set backend=remote"
         )
+
+
+def _needs(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    try:
+        return build_objective(algorithm.values, 1.0, 1).needs
+    except ValueError:  # reported with the algorithm
+        return ()
 
 
 def _hint_problems(hint: str) -> Iterator[str]:

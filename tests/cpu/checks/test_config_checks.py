@@ -106,6 +106,10 @@ def test_the_base_and_the_quickstart_pass():
                     "colocate_all is true: the engines of a teacher need devices of their own",
                 ),
                 (
+                    [SERVED, TEACHER, f"{LOSS}=skyrl_train.algorithms.distillation:topk_reverse"],
+                    "backend is engine and a function reads topk_logprobs: engines report",
+                ),
+                (
                     ["trainer.teacher.backend=remote", TEACHER, TYPE + "loss"],
                     "backend is remote and trainer.teacher.model.path is model: it must be a running server, written http://host:port",
                 ),
