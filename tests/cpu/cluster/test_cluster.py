@@ -44,18 +44,21 @@ class Member:
     def answer(self, value: int) -> int:
         return value
 
-    def fail(self, after_s: float, text: str) -> None:
-        time.sleep(after_s)
+    def fail(self, text: str) -> None:
         raise ArithmeticError(text)
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def wait_for(self, file: Path) -> None:
+        while not file.exists():
+            time.sleep(0.02)
+
     def process(self) -> int:
         return os.getpid()
 
     def fail_in(self, other: Any) -> None:
-        ray.get(other.fail.remote(0, "first of all"))
+        ray.get(other.fail.remote("first of all"))
 
     def ask(self, other: Any) -> None:
         ray.get(other.answer.remote(1))
@@ -184,13 +187,14 @@ def test_results_come_in_the_order_of_the_members(members: list[Any], calls: Cal
     assert asyncio.run(calls.gather("answer", refs)) == [None, 1, 2]
 
 
-def test_the_first_failure_is_raised_at_once_with_process_and_log(members: list[Any], calls: Calls):
-    refs = [members[0].sleep.remote(4), members[1].fail.remote(0.2, "one"), members[2].fail.remote(4, "two")]
+def test_the_first_failure_is_raised_at_once_with_process_and_log(members: list[Any], calls: Calls, tmp_path: Path):
+    """The others end only after it was raised."""
+    waits = [members[n].wait_for.remote(tmp_path / "ended") for n in (0, 2)]
     with pytest.raises(RemoteFailed) as caught:
-        asyncio.run(calls.gather("update", refs))
-    assert not ray.wait(refs[:1], timeout=0)[0], "it must not wait for the others"
+        asyncio.run(calls.gather("update", [waits[0], members[1].fail.remote("one"), waits[1]]))
     assert str(caught.value) == "policy-1 failed to update: ArithmeticError: one (log: runs/x/logs/policy-1.log)"
-    ray.wait(refs, num_returns=3, timeout=10)
+    (tmp_path / "ended").touch()
+    ray.get(waits)
 
 
 def test_a_failure_inside_a_call_of_another_process_is_told_without_ray(members: list[Any], calls: Calls):
@@ -199,18 +203,20 @@ def test_a_failure_inside_a_call_of_another_process_is_told_without_ray(members:
     assert str(caught.value) == "policy-0 failed to sync: ArithmeticError: first of all (log: runs/x/logs/policy-0.log)"
 
 
-def test_a_member_that_does_not_answer_is_named_at_the_deadline(members: list[Any]):
+def test_a_member_that_does_not_answer_is_named_at_the_deadline(members: list[Any], tmp_path: Path):
     calls = Calls(("a", "b"), timeout_s=0.5, log_folder="logs")
-    refs = [members[0].answer.remote(1), members[1].sleep.remote(2)]
+    answered, never = members[0].answer.remote(1), members[1].wait_for.remote(tmp_path / "ended")
+    ray.wait([answered], timeout=60)
     with pytest.raises(RemoteFailed, match=r"^b did not update within 0.5 s \(logs: logs\)$"):
-        asyncio.run(calls.gather("update", refs))
-    ray.wait(refs, num_returns=2, timeout=10)
+        asyncio.run(calls.gather("update", [answered, never]))
+    (tmp_path / "ended").touch()
+    ray.get(never)
 
 
-def test_a_killed_member_is_noticed_within_seconds(members: list[Any], calls: Calls):
+def test_a_killed_member_is_noticed_within_seconds(members: list[Any], calls: Calls, tmp_path: Path):
     """Kills the last member, so it stands last of those that use it."""
     pid = ray.get(members[2].process.remote())
-    refs = [members[0].sleep.remote(8), members[2].sleep.remote(600)]
+    refs = [members[0].wait_for.remote(tmp_path / "ended"), members[2].sleep.remote(600)]
 
     async def main() -> None:
         waiting = asyncio.ensure_future(calls.gather("update", refs, [0, 2]))
@@ -222,6 +228,7 @@ def test_a_killed_member_is_noticed_within_seconds(members: list[Any], calls: Ca
     with pytest.raises(RemoteFailed, match="policy-2 died when asked to update"):
         asyncio.run(main())
     assert time.monotonic() - started < 30
+    (tmp_path / "ended").touch()
     with pytest.raises(RemoteFailed) as caught:
         asyncio.run(calls.gather("sync", [members[1].ask.remote(members[2])], [1]))
     assert str(caught.value) == (

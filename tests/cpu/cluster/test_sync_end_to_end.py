@@ -7,7 +7,6 @@ import asyncio
 import logging
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -268,15 +267,13 @@ def assert_a_sync_is_repeated(world: World, death: str, caplog: pytest.LogCaptur
     """One of two engines fails in the middle of a sync; the other gets the weights."""
     groups = run(world.train())
     world.order.write_text(death)
-    started = time.monotonic()
     with caplog.at_level(logging.WARNING):
         run(world.weight_sync.publish(groups))
-    seconds = time.monotonic() - started
     assert not world.order.exists(), "no engine was in the middle of a sync"
-    assert seconds < (SYNC_TIMEOUT_S * 2 + 15 if death == "stop" else SYNC_TIMEOUT_S + 5)
     run(world.assert_all_serve_the_policy(groups, 1))
     (report,) = [record.getMessage() for record in caplog.records if "retrying" in record.getMessage()]
     assert "engine-" in report and "failed to send weights" in report
+    assert ("core process died" in report) == (death == "core"), "a death is noticed without waiting for the deadline"
 
 
 def test_a_sync_in_which_an_engine_hangs_is_repeated_with_the_others(world: World, caplog: pytest.LogCaptureFixture):
