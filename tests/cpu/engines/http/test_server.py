@@ -22,7 +22,7 @@ from tests.support.live_engine import PROMPTS, World, cmdline, live_world, run
 from tests.support.settings import changed
 
 pytestmark = pytest.mark.slow
-LONG = 150
+LONG = 300
 NUM_SYNCS = 10
 
 
@@ -477,12 +477,12 @@ def test_a_dead_core_fails_running_and_waiting_requests_and_the_port_is_free_aft
             if "EngineCore" in process.name() or "spawn_main" in " ".join(cmdline(process)):
                 process.send_signal(signal.SIGKILL)
         killed = time.monotonic()
-        ended = await asyncio.wait_for(asyncio.gather(*tasks), 20)
+        ended = await asyncio.wait_for(asyncio.gather(*tasks), 60)
         assert ended == ["error"] * 3
         return time.monotonic() - killed
 
     waited = run(main())
     run(world.engine.shutdown())
     assert is_free(int(world.url.rsplit(":")[-1]))
-    assert waited < 5
+    assert waited < 30
     caplog.clear()  # pytest keeps what uvicorn logged, an error with all that its frames hold
