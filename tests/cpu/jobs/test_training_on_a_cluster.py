@@ -27,7 +27,6 @@ ON_TWO_NODES = [
     "trainer.placement.policy_num_nodes=2",
     "trainer.placement.policy_num_gpus_per_node=1",
     "trainer.policy.megatron_config.pipeline_model_parallel_size=2",
-    "generator.num_inference_engines=2",
 ]
 
 
@@ -117,7 +116,7 @@ def test_a_submitted_job_trains_on_both_nodes(world: Path, cluster: Any):
 
 def test_plain_python_beside_a_cluster_joins_it_and_leaves_it_clean(world: Path, cluster: Any):
     overrides = ["trainer.run_name=joined", *ON_TWO_NODES, "trainer.max_training_steps=1000", "trainer.epochs=1000"]
-    overrides += ["generator.num_inference_engines=1", WITHOUT_VLLM]
+    overrides.append(WITHOUT_VLLM)
     with running(world, *overrides, environment={"RAY_ADDRESS": cluster.address}) as job:
         job.wait_for_step(1)
         job.process.send_signal(signal.SIGTERM)
