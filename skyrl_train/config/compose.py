@@ -6,7 +6,8 @@ origin; Hydra's own message is about struct mode, and a misspelt key in an exper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +30,8 @@ from skyrl_train.config.files import (
     leave_out_foreign,
     shown_path,
 )
-from skyrl_train.config.overrides import hydra_line, is_searchpath, parse, problem, quoted_list, strings
+from skyrl_train.config.overrides import hydra_line, is_searchpath, literal, parse, problem, strings
+from skyrl_train.config.skyrl_04.translate import Translation, translate
 from skyrl_train.spelling import nearest
 
 OmegaConf.register_new_resolver("dtype_name", lambda bf16: "bfloat16" if bf16 else "float32", replace=True)
@@ -45,24 +47,36 @@ def _corrections(source: str, max_staleness: int | None, loss: str) -> list[str]
 
 OmegaConf.register_new_resolver("corrections", _corrections, replace=True)
 
-Composed = tuple[dict[str, Any], Callable[[str], str]]
-"""Untyped values, and the origin of a dotted key: ` (in FILE)`, ` (on the command line)` or ""."""
+
+@dataclass(frozen=True)
+class Composed:
+    """The result of a composition."""
+
+    values: dict[str, Any]
+    """Untyped, interpolations resolved."""
+    where: Callable[[str], str]
+    """Origin of a dotted key: ` (in FILE)`, ` (on the command line)` or ""."""
+    chosen: frozenset[str] = frozenset()
+    """Keys, or sections, that experiments and overrides set."""
+    translation: Translation = Translation()  # noqa: RUF009
+    """What became of the keys of skyrl_train 0.4 on the command line."""
 
 
 def compose(schema: type, base: Path, overrides: Sequence[str], folders: Sequence[Path] = ()) -> Composed:
-    """Values of `base`, the chosen experiments and the overrides, interpolations resolved.
+    """Values of `base`, the chosen experiments and the overrides.
 
     Raises: ConfigError with all misspelt overrides, or with the first error of Hydra.
     """
     base = base.resolve()
     extra = list(dict.fromkeys(f.resolve() for f in folders if f.resolve() != base.parent))
-    parsed = [parse(text) for text in overrides]
+    parsed, translation = translate([parse(text, schema) for text in overrides], schema)
     problems = [p for override in parsed if (p := problem(override, schema, [base.parent, *extra])) is not None]
+    problems += translation.problems
     if problems:
         raise ConfigError(problems)
     lines = [hydra_line(override, schema) for override in parsed if not is_searchpath(override)]
     paths = [path for override in parsed if is_searchpath(override) for path in strings(override)]
-    lines.append(f"hydra.searchpath={quoted_list([*paths, *(f'file://{folder}' for folder in extra)])}")
+    lines.append(f"hydra.searchpath={literal([*paths, *(f'file://{folder}' for folder in extra)])}")
     with initialize_config_dir(str(base.parent), version_base=None):
         try:
             config = hydra_compose(base.stem, lines, return_hydra_config=True)
@@ -73,7 +87,7 @@ def compose(schema: type, base: Path, overrides: Sequence[str], folders: Sequenc
             raise ConfigError(f"invalid YAML: {error}") from None
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(str(error)) from None
-    return _finished(schema, config, parsed, files)
+    return _finished(schema, config, parsed, files, translation)
 
 
 def base_yaml(schema: type, base: Path) -> str:
@@ -100,26 +114,43 @@ def resolved(config: DictConfig) -> dict[str, Any]:
 def of_hydra(schema: type, config: DictConfig) -> Composed:
     """Like `compose`, for what a running `@hydra.main` composed."""
     if not HydraConfig.initialized():
-        return resolved(config), lambda path: ""
+        return Composed(resolved(config), lambda path: "")
     hydra = HydraConfig.get()
     lines = list(hydra.overrides.task)
     files = chosen_files(cast(DictConfig, hydra), hydra.job.config_name, [*hydra.overrides.hydra, *lines])
-    return _finished(schema, config.copy(), [parse(line) for line in lines], files)
+    return _finished(schema, config.copy(), [parse(line) for line in lines], files, Translation())
 
 
-def _finished(schema: type, config: DictConfig, overrides: Sequence[Override], files: Sequence[ConfigFile]) -> Composed:
+def _finished(
+    schema: type,
+    config: DictConfig,
+    overrides: Sequence[Override],
+    files: Sequence[ConfigFile],
+    translation: Translation,
+) -> Composed:
     check_files(schema, files)
     OmegaConf.set_struct(config, False)
     config.pop("hydra", None)
     leave_out_foreign(config, schema, files)
-    return resolved(config), _origins(schema, overrides, files)
+    chosen = {key for file in files if file.is_experiment for key in dotted_keys(schema, file.values)}
+    return Composed(
+        resolved(config),
+        _origins(schema, overrides, files, translation.sources),
+        frozenset(chosen | {override.key_or_group for override in overrides}),
+        translation,
+    )
 
 
-def _origins(schema: type, overrides: Sequence[Override], files: Sequence[ConfigFile]) -> Callable[[str], str]:
+def _origins(
+    schema: type, overrides: Sequence[Override], files: Sequence[ConfigFile], sources: Mapping[str, str]
+) -> Callable[[str], str]:
+    """Args: sources: key -> the `key=value` of skyrl_train 0.4 that it was translated from."""
     set_by_hand = {override.key_or_group for override in overrides}
     set_by_file = [(file.shown, set(dotted_keys(schema, file.values))) for file in files]
 
     def where(path: str) -> str:
+        if path in sources:
+            return f" (from {sources[path]} on the command line)"
         if any(f"{path}.".startswith(f"{key}.") for key in set_by_hand):
             return " (on the command line)"
         for shown, paths in reversed(set_by_file):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.resources
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class ConfigFile:
     """Contents from the top level down, interpolations unresolved."""
     is_lower_base: bool
     """Base of another program, on which this one builds; it may have keys that this program does not."""
+    is_experiment: bool = False
 
 
 def shipped_folder() -> Path:
@@ -62,7 +64,8 @@ def chosen_files(hydra: DictConfig, base: str | None, lines: Sequence[str]) -> l
         if matches:
             package = default.package or ""
             lower = name != base and "/" not in name
-            found.append(ConfigFile(shown[0], package, _contents(matches[0], package), is_lower_base=lower))
+            contents = _contents(matches[0], package)
+            found.append(ConfigFile(shown[0], package, contents, is_lower_base=lower, is_experiment="/" in name))
     return found
 
 
@@ -77,11 +80,16 @@ def _folder(source: DictConfig) -> Path | None:
 
 def _contents(file: Path, package: str) -> dict[str, Any]:
     """Contents of a file, nested below its package."""
-    loaded = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    values: dict[str, Any] = {name: item for name, item in cast(dict[str, Any], loaded).items() if name != "defaults"}
+    loaded = _loaded(file, file.stat().st_mtime_ns)
+    values: dict[str, Any] = {name: item for name, item in loaded.items() if name != "defaults"}
     for name in reversed(package.split(".")) if package else ():
         values = {name: values}
     return values
+
+
+@functools.lru_cache(maxsize=32)  # reading the base took a third of the time of a configuration
+def _loaded(file: Path, changed_ns: int) -> dict[str, Any]:
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(file), resolve=False))
 
 
 def shown_path(file: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,33 @@ from skyrl_train.config.redaction import BY_NAME
 from skyrl_train.config.schema import field_types, is_free_form, key_types, unknown_key
 
 
-def parse(text: str) -> Override:
+def parse(text: str, schema: type | None = None) -> Override:
+    """An override. Args: schema: to find the free-form keys, below which a name may be `module:attribute`.
+
+    Raises: ConfigError.
+    """
     try:
-        return OverridesParser.create().parse_override(text)
+        return OverridesParser.create().parse_override(text if schema is None else _nested(text, schema))
     except HydraException as error:
         shown, reason = BY_NAME.argument(text), str(error).splitlines()[0]
         if shown != text:  # the reason quotes a part of the secret
             reason = "put quotes around the value, inside those of the shell, as in \"key='a,b c'\""
         raise ConfigError(f"cannot read {shown!r} on the command line, expected key=value: {reason}") from None
+
+
+def _nested(text: str, schema: type) -> str:
+    """`KEY.module:attribute.name=value` with the name in a mapping, since Hydra's grammar has no colons in keys."""
+    key, equals, value = text.partition("=")
+    if not equals or ":" not in key:
+        return text
+    for section, kind in key_types(schema).items():
+        if not is_free_form(kind):
+            continue
+        match = re.fullmatch(rf"\+{{0,2}}{re.escape(section)}\.([\w.]+:\w+)((?:\.\w+)*)", key)
+        if match is not None:
+            names = [_mapping_key(match[1]), *match[2].split(".")[1:]]
+            return f"++{section}=" + "".join(f"{{{name}:" for name in names) + value + "}" * len(names)
+    return text
 
 
 def is_searchpath(override: Override) -> bool:
@@ -38,13 +58,34 @@ def strings(override: Override) -> list[str]:
     return [str(item) for item in value]
 
 
-def quoted_list(items: Sequence[str]) -> str:
-    return "[" + ",".join("'" + item.replace("'", "\\'") + "'" for item in items) + "]"
+def literal(value: Any) -> str:
+    """A value as the text of an override; text is quoted."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ",".join(map(literal, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_mapping_key(str(key))}:{literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, str):
+        escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), value)
+        return f"'{escaped}'"
+    return repr(value)
+
+
+def _mapping_key(name: str) -> str:
+    return re.sub(r"([^\w.-])", r"\\\1", name)
 
 
 def _below_free_form(path: str, kinds: Mapping[str, Any]) -> bool:
     parts = path.split(".")
     return any(is_free_form(kinds.get(".".join(parts[:n]))) for n in range(1, len(parts)))
+
+
+def is_known(path: str, kinds: Mapping[str, Any]) -> bool:
+    """Whether the schema has the key, or it is below a free-form one."""
+    return path in kinds or _below_free_form(path, kinds)
 
 
 def problem(override: Override, schema: type, folders: Sequence[Path]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
@@ -16,8 +16,11 @@ from skyrl_train.algorithms.tables import import_modules
 from skyrl_train.config import compose
 from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.files import experiments, shipped_folder
+from skyrl_train.config.overrides import parse
 from skyrl_train.config.redaction import Secrets, secrets_of
 from skyrl_train.config.schema import build
+from skyrl_train.config.skyrl_04.notice import tell
+from skyrl_train.config.skyrl_04.translate import translate
 
 T = TypeVar("T")
 
@@ -51,9 +54,11 @@ class Program(Generic[T]):
 
         Args: folders: also searched for `experiment/NAME.yaml`. Raises: ConfigError.
         """
-        return self._built(*compose.compose(self.schema, self.base, overrides, [Path(f) for f in folders]))
+        return self._built(compose.compose(self.schema, self.base, overrides, [Path(f) for f in folders]))
 
-    def _built(self, values: dict[str, Any], where: Callable[[str], str]) -> T:
+    def _built(self, composed: compose.Composed) -> T:
+        values, where = composed.values, composed.where
+        tell(composed.translation, values, composed.chosen)
         modules = values["trainer"].get("custom_modules")
         try:
             import_modules([modules] if isinstance(modules, str) else modules or ())
@@ -80,11 +85,17 @@ class Program(Generic[T]):
             base = Path(flags.config_file)
             if not base.is_file() or base.suffix != ".yaml":
                 raise ConfigError(f"--config-file is {base}: there is no such .yaml file")
-        config = self._built(*compose.compose(self.schema, base, flags.overrides, folders))
+        config = self._built(compose.compose(self.schema, base, flags.overrides, folders))
         if flags.cfg == "job":
             print(to_yaml(config), end="")
             raise SystemExit(0)
         return config
+
+    def naming_old_keys(self, error: ConfigError, argv: Sequence[str]) -> ConfigError:
+        """An error of what `read` returned, with the keys of skyrl_train 0.4 that its problems come from."""
+        overrides = self._parser().parse_intermixed_args(list(argv)).overrides
+        _, translation = translate([parse(text, self.schema) for text in overrides], self.schema)
+        return translation.naming_old_keys(error)
 
     def _parser(self) -> _Parser:
         names = ", ".join(experiments([self.base.parent]))
@@ -105,7 +116,7 @@ class Program(Generic[T]):
 
         Raises: ConfigError.
         """
-        return self._built(*compose.of_hydra(self.schema, cfg))
+        return self._built(compose.of_hydra(self.schema, cfg))
 
     def base_yaml(self) -> str:
         """Every key of the schema with its value in the base, `${...}` as written."""

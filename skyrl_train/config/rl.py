@@ -267,6 +267,7 @@ class TrainerConfig(TrainingConfig):
     verify_sync_every: CountOrZero
     logprob_difference: LogprobDifferenceConfig
     custom_modules: tuple[Text, ...]
+    strict_config: bool
     ref: RefConfig
     critic: CriticConfig
     teacher: TeacherConfig

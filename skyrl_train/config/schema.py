@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 
 from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.redaction import BY_NAME, MASK
+from skyrl_train.config.skyrl_04.table import table
 
 T = TypeVar("T")
-REFUSED = {"trainer.critic.model.lora": "a critic has no adapters, all its weights are trained. Remove the key"}
-"""Sections of skyrl_train 0.4 that do not exist, and why."""
+MISSPELT = 0.8
+"""Least similarity of the last name to the one that is suggested: another word is another key, not a misspelling."""
 
 
 @functools.cache  # evaluating annotations took a fifth of the time of reading a configuration
@@ -77,22 +78,24 @@ def type_name(kind: Any) -> str:
 
 
 def unknown_key(path: str, schema: type) -> str:
-    """The error for an unknown key: with the nearest known one, else with six keys of its section.
+    """The error for an unknown key: what a key of skyrl_train 0.4 is here; for a misspelt one the right one; else six
+    keys of its section.
 
     The last name counts twice, the path once, so a right name in a wrong or misspelt section is found.
     """
-    for section, reason in REFUSED.items():
-        if f"{path}.".startswith(f"{section}."):
-            return f"unknown key {path}: {reason}"
+    if (said := table().hint(path)) is not None:
+        return f"unknown key {path}: {said}"
     kinds = key_types(schema)
     leaf = path.rpartition(".")[2]
 
+    def likeness(candidate: str) -> float:
+        return difflib.SequenceMatcher(None, leaf, candidate.rpartition(".")[2]).ratio()
+
     def score(candidate: str) -> float:
-        by_name = difflib.SequenceMatcher(None, leaf, candidate.rpartition(".")[2]).ratio()
-        return 2 * by_name + difflib.SequenceMatcher(None, path, candidate).ratio()
+        return 2 * likeness(candidate) + difflib.SequenceMatcher(None, path, candidate).ratio()
 
     best = max(kinds, key=score)
-    if score(best) >= 1.9:
+    if score(best) >= 1.9 and likeness(best) >= MISSPELT:
         return f"unknown key {path}: did you mean {best}?"
     section = path.rpartition(".")[0]
     while section and not dataclasses.is_dataclass(kinds.get(section)):

@@ -84,8 +84,11 @@ def execute(command: Command[T], argv: Sequence[str]) -> int:
 
     def work() -> int:
         config = command.program.read(argv)
-        prepare(command, config)
-        command.check(config, None, True)
+        try:
+            prepare(command, config)
+            command.check(config, None, True)
+        except ConfigError as error:
+            raise command.program.naming_old_keys(error, argv) from error
         return run(command, config, console, argv=argv).code
 
     return guarded(work, console)

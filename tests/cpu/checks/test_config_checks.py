@@ -289,7 +289,7 @@ def test_the_base_and_the_quickstart_pass():
             "contains 'http://h:8000/v1': .* Write http://host:port, without",
         ),
         ([*REMOTE, f"{URLS}=[http://h:1,http://h:2,http://h:1]"], "contains http://h:1 twice"),
-        (["generator.weight_sync_backend=nccl"], "is nccl: .* one of auto, shm, broadcast"),
+        (["generator.weight_sync_backend=mpi"], "is mpi: .* one of auto, shm, broadcast"),
         ([STOCK], "vllm_nccl: it is for stock vLLM servers .*. Use auto"),
         ([*REMOTE, STOCK, "trainer.verify_sync_every=0"], "comparing logprobs is the only check. Set it to at least 1"),
         ([*REMOTE, "generator.remote_api_key_env=NOT_SET"], "NOT_SET: this environment variable is not set"),
