@@ -189,8 +189,8 @@ def test_the_base_and_the_quickstart_pass():
             "over_sampling_batch_size is 99 and .*type is replace: .* Set dynamic_sampling.type=filter or null",
         ),
         (
-            ["trainer.over_sampling_batch_size=1024"],
-            "is 1024: not more than trainer.train_batch_size 1024.* or to null",
+            ["trainer.over_sampling_batch_size=8"],
+            "is 8: not more than trainer.train_batch_size 8.* or to null",
         ),
         (["trainer.over_sampling_batch_size=101"], "is 101: more than the 100 prompts .* Set it to at most 100"),
         (["generator.n_samples_per_prompt=1"], "n_samples_per_prompt is 1: grpo compares .* at least 2"),
