@@ -47,8 +47,9 @@ def step_block(
         title += f" · {seconds(metrics[STEP_TIME])}"
     rule = Rule(Text(title, style="bold"), align="left", style="dim")
     sections = [reward_cells(metrics), update_cells(metrics), time_cells(metrics) + speed_cells(metrics)]
-    sections.append(staleness_cells(metrics))
-    return Group(rule, cell_table([cells for cells in sections if cells], cells_per_row))
+    table = cell_table([cells for cells in sections if cells], cells_per_row)
+    waits = waiting_line(metrics)
+    return Group(rule, table, Text(waits)) if waits else Group(rule, table)
 
 
 def reward_cells(metrics: Mapping[str, float]) -> list[Cell]:
@@ -91,13 +92,15 @@ def speed_cells(metrics: Mapping[str, float]) -> list[Cell]:
     return cells + picked(metrics, [*shares, ("driver", "perf/driver_share")], percent)
 
 
-def staleness_cells(metrics: Mapping[str, float]) -> list[Cell]:
-    """Staleness of the tokens (mean/maximum), and who waits for whom, of a streaming source."""
+def waiting_line(metrics: Mapping[str, float]) -> str:
+    """Who waits for whom, and staleness, of a streaming source: `trainer waited 4 %, engines idle 2 %, staleness 0.9
+    (max 2)`; empty for other sources."""
     if "async/staleness_mean" not in metrics:
-        return []
-    cells = [("staleness", f"{metrics['async/staleness_mean']:.2f}/{metrics['async/staleness_max']:.0f}")]
-    shares = [("train idle", "async/trainer_wait_share"), ("engine idle", "async/engine_idle_share")]
-    return cells + picked(metrics, shares, percent)
+        return ""
+    shares = [("trainer waited", "async/trainer_wait_share"), ("engines idle", "async/engine_idle_share")]
+    parts = [f"{label} {100 * metrics[name]:.0f} %" for label, name in shares if name in metrics]
+    staleness = f"staleness {metrics['async/staleness_mean']:.1f} (max {metrics['async/staleness_max']:.0f})"
+    return ", ".join([*parts, staleness])
 
 
 def picked(

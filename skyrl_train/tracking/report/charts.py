@@ -15,12 +15,14 @@ from matplotlib.ticker import Formatter, FuncFormatter, MaxNLocator, PercentForm
 from skyrl_train.tracking.format import compact
 from skyrl_train.tracking.names import STEP_TIME, phases_of
 from skyrl_train.tracking.report.history import History, Series
+from skyrl_train.tracking.report.timeline import draw_timeline, shown_steps
 
 BLUE, ORANGE, GREEN, RED, PURPLE, TEAL, GREY = (
     "#2563eb", "#f59e0b", "#16a34a", "#dc2626", "#7c3aed", "#0d9488", "#94a3b8",
 )  # fmt: skip
 PHASE_COLORS = {
     "timing/generate": BLUE,
+    "timing/wait_for_groups": "#fecaca",
     "timing/convert_to_training_input": PURPLE,
     "timing/fwd_logprobs_values_reward": TEAL,
     "timing/policy_train": ORANGE,
@@ -59,8 +61,8 @@ class Chart:
     """Formatter of the value axis."""
     wide: bool = False
     """Two columns of the grid."""
-    stacked: bool = False
-    """The phases of the step as areas instead of lines."""
+    drawn_as: Literal["curves", "phases", "timeline"] = "curves"
+    """Or the phases of each step as areas; or the last steps in seconds, by who was busy."""
 
 
 THIN = {"linewidth": 1.2}
@@ -108,13 +110,32 @@ CHARTS = (
         (Curve("perf/generate_tokens_per_s", BLUE, "generate"), Curve("perf/train_tokens_per_s", ORANGE, "train")),
         formatter=FuncFormatter(lambda value, _: compact(value)),
     ),
-    Chart("Time per step (s)", (Curve(STEP_TIME, GREY),), wide=True, stacked=True),
+    Chart("Time per step (s)", (Curve(STEP_TIME, GREY),), wide=True, drawn_as="phases"),
+    Chart(
+        "Staleness of the trained tokens (steps)",
+        (Curve("async/staleness_max", GREY, "largest", THIN), Curve("async/staleness_mean", PURPLE, "mean")),
+    ),
+    Chart("Who waits for whom", (), wide=True, drawn_as="timeline"),
+    Chart(
+        "Waiting (% of the time)",
+        (
+            Curve("async/trainer_wait_share", ORANGE, "trainer, for groups"),
+            Curve("async/engine_idle_share", BLUE, "engines, for the trainer"),
+        ),
+        formatter=PercentFormatter(1.0, symbol=""),
+    ),
 )
 
 
 def charts_for(history: History) -> list[Chart]:
     """The charts for which the run has at least one value, in their fixed order."""
-    return [chart for chart in CHARTS if any(series for _, _, series in _curves(chart, history))]
+    return [chart for chart in CHARTS if _has_values(chart, history)]
+
+
+def _has_values(chart: Chart, history: History) -> bool:
+    if chart.drawn_as == "timeline":
+        return bool(shown_steps(history))
+    return any(series for _, _, series in _curves(chart, history))
 
 
 def _curves(chart: Chart, history: History) -> list[tuple[Curve, str, Series]]:
@@ -130,13 +151,16 @@ def _curves(chart: Chart, history: History) -> list[tuple[Curve, str, Series]]:
 def draw(chart: Chart, axes: Axes, history: History) -> None:
     """Title, curves, and an x axis of whole steps with room for a single point."""
     curves = _curves(chart, history)
-    if chart.stacked:
+    axes.set_title(chart.title)
+    if chart.drawn_as == "timeline":
+        draw_timeline(axes, history, PHASE_COLORS, GREY)
+        return
+    if chart.drawn_as == "phases":
         draw_phases(axes, history)
     else:
         draw_curves(chart, axes, curves)
-    axes.set_title(chart.title)
     longest = max(len(series) for _, _, series in curves)
-    smoothed = longest >= SMOOTHED_FROM and not chart.stacked
+    smoothed = longest >= SMOOTHED_FROM and chart.drawn_as == "curves"
     note = f" (thick line: mean over {smoothing_window(longest)} steps)" if smoothed else ""
     axes.set_xlabel("step" + note, labelpad=2)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))

@@ -12,6 +12,7 @@ from skyrl_train.tracking.jsonl import read_json_lines
 from skyrl_train.tracking.run_dir import read_record
 
 STEP = "trainer/global_step"
+LAG = "eval/lag_steps"
 SCORES = {
     "eval/all/avg_score": "held-out score",
     "sft/eval_loss": "held-out loss",
@@ -50,9 +51,18 @@ def load_history(path: Path) -> History:
     for row in without_passed_steps([row for row in read_json_lines(path) if STEP in row], STEP):
         merged = rows.setdefault(int(row[STEP]), {})
         merged |= {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+    _move_evaluations(rows)
     if not rows:
         raise ValueError(f"{path} contains no step: the run ended before its first one")
     return History(rows)
+
+
+def _move_evaluations(rows: dict[int, dict[str, float]]) -> None:
+    """Scores of evaluations beside training belong to the step whose weights they began with."""
+    for step, row in rows.items():
+        begun = rows.get(step - int(row.get(LAG, 0)), row)
+        if begun is not row:
+            begun |= {name: row.pop(name) for name in [*row] if name.startswith("eval/") and name != LAG}
 
 
 def without_passed_steps(rows: Sequence[Mapping[str, Any]], step: str) -> list[Mapping[str, Any]]:

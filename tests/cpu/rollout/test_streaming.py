@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import random
+import re
 import subprocess
 from collections.abc import Awaitable, Callable
 from dataclasses import fields, replace
@@ -27,7 +28,7 @@ from skyrl_train.rollout.streaming.saved_groups import SavedGroup, from_bytes, t
 from skyrl_train.rollout.streaming.streaming import StreamingSource
 from skyrl_train.rollout.streaming.watchdog import NoProgress, Situation
 from skyrl_train.rollout.trace import Trace
-from skyrl_train.tracking.console import staleness_cells
+from skyrl_train.tracking.console import waiting_line
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.types import UNKNOWN_VERSION, Generation, Group, Prompt, Sample, SamplingParams
 from tests.support.rollouts import Quiet, engines_of, prompt, sample
@@ -594,9 +595,9 @@ def test_the_console_shows_staleness_and_who_waits():
         return metrics
 
     metrics = asyncio.run(main())
-    assert dict(staleness_cells(metrics))["staleness"] == "1.00/1"
-    assert [label for label, _ in staleness_cells(metrics)] == ["staleness", "train idle", "engine idle"]
-    assert staleness_cells({}) == []
+    assert re.fullmatch(r"trainer waited \d+ %, engines idle \d+ %, staleness 1.0 \(max 1\)", waiting_line(metrics))
+    assert waiting_line({"async/staleness_mean": 0.94, "async/staleness_max": 2.0}) == "staleness 0.9 (max 2)"
+    assert waiting_line({}) == ""
 
 
 def test_more_samples_than_engines_can_generate_are_warned_of(caplog: pytest.LogCaptureFixture):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ import torch
 from skyrl_train.tracking.names import TABLE, metric_units
 from skyrl_train.tracking.report.charts import charts_for, moving_mean
 from skyrl_train.tracking.report.figure import COLUMNS, grid_places
-from skyrl_train.tracking.report.history import load_history, summarize
+from skyrl_train.tracking.report.history import History, load_history, summarize
 from skyrl_train.tracking.report.report import NUM_SAMPLES, chosen_samples, main, write_report
+from skyrl_train.tracking.report.timeline import TRAINER, bars, shown_steps
 from skyrl_train.tracking.run_dir import create_run_dir, read_record, write_record
 from skyrl_train.tracking.transcripts import transcript_of
 from skyrl_train.types import Sample
@@ -289,6 +291,53 @@ def test_prompt_of_a_transcript_ends_where_the_policy_first_speaks():
     assert two_turns.response == "assistant: 5\nuser: no\nassistant: 4"
     silent = transcript_of(3, sample(0, ("user", "1+1=")))
     assert (silent.prompt, silent.response) == ("1+1=", "")
+
+
+def streaming_row(step: int, end_s: float, **more: float) -> Row:
+    times = {"timing/step": 10.0, "timing/wait_for_groups": 2.0, "timing/policy_train": 6.0, "timing/sync_weights": 1.0}
+    return {"trainer/global_step": step, "trainer/unix_time_s": end_s, "async/running": 4.0} | times | more
+
+
+def test_the_timeline_shows_when_trainer_and_engines_waited():
+    """Step 2 writes a checkpoint for 3 s; in the 13 s until step 3 the engines idled for a tenth, at the end."""
+    rows: dict[int, Any] = {
+        2: streaming_row(2, 113.0, **{"timing/save_checkpoints": 3.0, "eval/lag_steps": 1.0, "timing/eval": 50.0}),
+        3: streaming_row(3, 123.0, **{"async/engine_idle_share": 0.1}),
+    }
+    found, begun = bars(rows)
+    assert begun == {2: 0.0, 3: 13.0}, "nobody waited for the evaluation"
+    trainer = [(bar.phase, bar.start_s, bar.seconds) for bar in found if bar.lane == TRAINER]
+    assert trainer[:4] == [
+        ("timing/wait_for_groups", 0.0, 2.0), ("timing/policy_train", 2.0, 6.0),
+        ("timing/sync_weights", 8.0, 1.0), ("timing/step", 9.0, 4.0),
+    ]  # fmt: skip
+    assert [start for _, start, _ in trainer[4:]] == [13.0, 15.0, 21.0, 22.0]
+    engines = [(bar.phase, bar.start_s, bar.seconds) for bar in found if bar.lane != TRAINER and bar.seconds]
+    assert engines == [
+        ("timing/generate", 0.0, 23.0), ("timing/wait_for_groups", pytest.approx(11.7), pytest.approx(1.3)),
+        ("timing/sync_weights", 9.0, 1.0), ("timing/sync_weights", 22.0, 1.0),
+    ]  # fmt: skip
+
+
+def test_the_timeline_has_the_last_steps_since_a_restart_and_only_of_a_streaming_run(tmp_path: Path):
+    ends = [10.0 * step + (500 if step > 5 else 0) for step in range(1, 9)]
+    rows = {step: streaming_row(step, end_s) for step, end_s in enumerate(ends, 1)}
+    assert list(shown_steps(History(rows))) == [6, 7, 8]
+    assert list(shown_steps(History({step: rows[step] for step in range(1, 6)}))) == [1, 2, 3, 4, 5]
+    synchronous = {step: {k: v for k, v in row.items() if k != "async/running"} for step, row in rows.items()}
+    titles = [chart.title for chart in charts_for(History(rows))]
+    assert titles == ["Time per step (s)", "Who waits for whom"]
+    assert [chart.title for chart in charts_for(History(synchronous))] == ["Time per step (s)"]
+
+
+def test_the_score_of_an_evaluation_beside_training_is_shown_at_the_step_where_it_began(tmp_path: Path):
+    rows: list[Row] = [{"trainer/global_step": step} for step in range(1, 6)]
+    rows[3] |= {"eval/all/avg_score": 0.5, "eval/lag_steps": 2.0, "timing/eval": 9.0}
+    rows[4] |= {"eval/all/avg_score": 0.6}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    history = load_history(tmp_path / "metrics.jsonl")
+    assert history.series("eval/all/avg_score") == {2: 0.5, 5: 0.6}
+    assert history.series("eval/lag_steps") == {4: 2.0} and history.series("timing/eval") == {4: 9.0}
 
 
 def test_documented_table_of_metrics_is_the_one_in_the_code():
