@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 
 from skyrl_train.service.job import Job
@@ -113,20 +114,14 @@ class Feed:
     """Metrics of finished jobs for any number of readers, numbered from 1; the last KEPT are kept."""
 
     def __init__(self) -> None:
-        self._records: list[Metrics] = []
-        self._first = 1
-        self._more = asyncio.Event()
-
-    @property
-    def last(self) -> int:
+        self._records: deque[Metrics] = deque(maxlen=KEPT)
+        self.last = 0
         """Number of the newest record, 0 before the first."""
-        return self._first + len(self._records) - 1
+        self._more = asyncio.Event()
 
     def add(self, record: Metrics) -> None:
         self._records.append(record)
-        if len(self._records) > KEPT:
-            del self._records[0]
-            self._first += 1
+        self.last += 1
         self._more.set()
         self._more = asyncio.Event()
 
@@ -138,4 +133,5 @@ class Feed:
                 await asyncio.wait_for(more.wait(), timeout_s)
             except TimeoutError:
                 return max(number, self.last), []
-        return self.last, self._records[max(0, number + 1 - self._first) :]
+        num_passed = number + len(self._records) - self.last
+        return self.last, list(self._records)[max(0, num_passed) :]
