@@ -99,7 +99,13 @@ def test_engines_on_shared_devices_continue_frozen_rollouts_after_the_update(wor
         "trainer.placement.colocate_all=true",
         "generator.sampling_params.max_generate_length=48",
         "trainer.max_tokens_per_microbatch=512",
+        "trainer.algorithm.prox_logp_method=loglinear",
     )
     assert code == 0, job.story()
     assert [row["async/staleness_max"] <= 2 for row in job.metrics] == [True] * 4
     assert job.metrics[-1]["async/staleness_max"] > 0
+    for row in job.metrics:
+        has_tokens = [row[f"async/share_{n}_behind"] > 0 for n in range(3)]
+        assert [f"policy/staleness_{n}/loss_metrics/clip_ratio" in row for n in range(3)] == has_tokens, (
+            "as the ranks say"
+        )
