@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -181,7 +182,6 @@ def test_training_goes_on_with_the_engine_that_is_left(tmp_path: Path):
     """Two engines share GPUs with two ranks; one is killed when the last sample of the first step is scored."""
     world = write_world(tmp_path / "world")
     (world / "deadly.py").write_text(DEADLY)
-    log = world / "runs/left/logs/engine-1.log"
     overrides = [
         "trainer.run_name=left",
         "environment.env_class=deadly:Deadly",
@@ -190,7 +190,7 @@ def test_training_goes_on_with_the_engine_that_is_left(tmp_path: Path):
         "generator.num_inference_engines=2",
         "data.val_data=[]",
     ]
-    environment = {"DEADLY_CALL": "32", "DEADLY_LOG": str(log)}
+    environment = {"DEATHS": json.dumps({32: str(world / "runs/left/logs/engine-1.log")})}
     code, job = run_to_end(world, *COLOCATED, *overrides, "trainer.bf16=true", environment=environment)
     assert code == 0, job.story()
     assert job.output.count("not restarting engine-1") == 1 and "not restarting engine-0" not in job.output

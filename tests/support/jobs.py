@@ -63,23 +63,28 @@ class Digits(BaseTextEnv):
         reward = sum(c.isdigit() for c in action) / 8
         return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
 
-class Hangs(Digits):
-    def step(self, action):
-        Path("hanging").touch()
-        time.sleep(100_000)
-
 class Slow(Digits):
     def step(self, action):
         time.sleep(0.5)
         return super().step(action)
+
+# From the moment when a file tells it to.
+class Hangs(Slow):
+    def step(self, action):
+        if Path("hang").exists():
+            Path("hanging").touch()
+            time.sleep(100_000)
+        return super().step(action)
 """
 
-# Kills the engine in the n-th call of its step in the run.
+# Kills a process in the n-th call of its step in the run; which, says DEATHS: {"n": "driver" or "path of its log"}.
 DEADLY = """\
 import itertools
+import json
 import os
 from pathlib import Path
 
+import psutil
 from rewards import Digits
 from tests.support.jobs import actor_of
 
@@ -87,8 +92,9 @@ CALLS = itertools.count(1)
 
 class Deadly(Digits):
     def step(self, action):
-        if next(CALLS) == int(os.environ["DEADLY_CALL"]):
-            actor_of(Path(os.environ["DEADLY_LOG"])).kill()
+        deaths = json.loads(os.environ.get("DEATHS", "{}"))
+        if dies := deaths.get(str(next(CALLS))):
+            (psutil.Process() if dies == "driver" else actor_of(Path(dies))).kill()
         return super().step(action)
 """
 
@@ -189,7 +195,7 @@ class Job:
         """The actor that writes this log file (`policy-0`, `engine-0`)."""
         return actor_of(self.run_dir / f"logs/{name}.log")
 
-    def left_behind(self, patience_s: float = 60) -> list[str]:
+    def left_behind(self, patience_s: float = 120) -> list[str]:
         """Processes that outlive the job."""
         deadline = time.monotonic() + patience_s
         while (found := self._left()) and time.monotonic() < deadline:

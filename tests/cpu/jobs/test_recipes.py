@@ -19,7 +19,9 @@ RECIPES = {
     "opsd": "regular",
     "ppo": "regular",
 }
+# Threads of several Rays (2.60) may abort the interpreter while it ends, after the last run.
 ONE_AFTER_ANOTHER = """\
+import os
 import sys
 
 import skyrl_train
@@ -28,6 +30,8 @@ if __name__ == "__main__":
     for name in "NAMES".split():
         own = [f"trainer.run_name={name}" if value == "trainer.run_name=recipes" else value for value in sys.argv[2:]]
         skyrl_train.run(skyrl_train.load_config(own, experiment=name))
+    sys.stdout.flush()
+    os._exit(0)
 """
 TINY = [
     WITHOUT_VLLM,

@@ -67,20 +67,20 @@ def test_a_run_survives_an_engine_and_its_driver_and_trains_each_row_once(world:
     run_dir = world / "runs/killed"
     call, delay_s = random.randint(10, 60), random.uniform(0, 3)
     print(f"the engine dies in call {call}, the driver {delay_s:.2f} s after that and the first step")
-    death = {"DEADLY_CALL": str(call), "DEADLY_LOG": str(run_dir / "logs/engine-0.log")}
+    death = {"DEATHS": json.dumps({call: f"{run_dir}/logs/engine-0.log"})}
     with running(world, *own, environment=death) as job:
         job.wait_for("restarting engine-0")
         job.wait_for_step(1)
         time.sleep(delay_s)
         os.kill(job.process.pid, signal.SIGKILL)
         job.process.wait(60)
+        assert not (left := job.left_behind()), left
     saved = source_of(max(run_dir.glob("checkpoints/global_step_*/checkpoint.json")))
     ledger = saved["ledger"]
     assert ledger["trained"] == 8 * saved["step"] and ledger["generated"] == ledger["trained"] + ledger["waiting"]
     assert len(saved["pending"]) + ledger["waiting"] == 8 * (saved["step"] < 4)
     assert saved["order"]["position"] == min(32, 8 * saved["step"] + 8)
-    never = {"DEADLY_CALL": "-1", "DEADLY_LOG": ""}
-    code, resumed = run_to_end(world, *own, "trainer.resume_mode=latest", environment=never)
+    code, resumed = run_to_end(world, *own, "trainer.resume_mode=latest")
     assert code == 0, resumed.story()
     rows = {row["trainer/global_step"]: row for row in resumed.metrics if "trainer/epoch" in row}
     assert sorted(rows) == [1, 2, 3, 4] and "eval/all/avg_score" in rows[4]

@@ -176,7 +176,7 @@ def test_conversations_train_and_sigterm_to_the_whole_process_group_finishes_the
     with running(world, "trainer.run_name=guesses", *GUESS, *endless) as job:
         job.wait_for_step(2)
         job.interrupt(signal.SIGTERM)
-        assert job.wait(120) == 143, job.story()
+        assert job.wait() == 143, job.story()
         assert "stopping after this step" in job.output
         assert_whole_steps(job)
         assert_interrupted(job)

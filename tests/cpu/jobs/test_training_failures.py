@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import DEADLY, MAIN, WITHOUT_VLLM, Job, error_of, run_to_end, running, write_world
+from tests.support.jobs import DEADLY, MAIN, WITHOUT_VLLM, Job, error_of, run_to_end, write_world
 from tests.support.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -35,42 +35,35 @@ def status(job: Job) -> str:
     return json.loads((job.run_dir / "run.json").read_text())["status"]
 
 
-def test_a_killed_policy_rank_of_two_ends_within_seconds_a_run_whose_engine_is_of_another_kind(world: Path):
-    """examples/custom's engine, which serves each version of the policy until then."""
+def test_a_run_goes_on_without_its_engine_and_ends_with_its_rank(world: Path):
+    """Of an engine of another kind (examples/custom), which serves each version of the policy. The environment kills it
+    when it scores the last sample of the first step, so that the sync of that step finds it dead, and one of two ranks
+    in the middle of the third. tests/cpu/trainer/test_publish.py has the other moments."""
+    (world / "deadly.py").write_text(DEADLY)
     overrides = [
         WITHOUT_VLLM,
         "trainer.verify_sync_every=1",
-        "trainer.run_name=rank",
+        "trainer.run_name=deaths",
         "trainer.max_training_steps=100",
         "trainer.epochs=100",
-        "environment.env_class=rewards:Slow",
+        "trainer.timeout_s=100_000",
+        "environment.env_class=deadly:Deadly",
         "trainer.placement.policy_num_gpus_per_node=2",
     ]
-    with running(world, *overrides) as job:
-        job.wait_for_step(2)
-        job.find("policy-1").kill()
-        assert job.wait(120) == 1, "it must not wait for trainer.timeout_s (200 s)"
-        message = error_of(job)
-        assert "policy-1" in message and "policy-1.log" in message
-        assert "crashed or was killed" in message
-        assert "Traceback" in (job.run_dir / "logs/driver.log").read_text()
-        assert not (left := job.left_behind()), left
-        assert (job.run_dir / "report.html").exists()
+    logs = world / "runs/deaths/logs"
+    deaths = {32: f"{logs}/engine-0.log", 70: f"{logs}/policy-1.log"}
+    code, job = run_to_end(world, *overrides, environment={"DEATHS": json.dumps(deaths)})
+    assert code == 1 and status(job) == "failed", "it must not wait for trainer.timeout_s"
+    assert job.output.count("restarting engine-0 (1 of ") == 1 and "engine-0 was restarted" in job.output
+    message = error_of(job)
+    assert "policy-1" in message and "policy-1.log" in message
+    assert "crashed or was killed" in message
+    assert "Traceback" in (job.run_dir / "logs/driver.log").read_text()
+    assert (job.run_dir / "report.html").exists()
+    assert [row["trainer/global_step"] for row in job.metrics] == [1, 2]
     assert all(row["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5 for row in job.metrics)
     assert all(row["policy/grad_norm"] > 0 for row in job.metrics)
     assert "vllm" not in (job.run_dir / "logs/engine-0.log").read_text().lower()
-
-
-def test_a_run_goes_on_when_its_only_engine_is_killed_after_its_last_answer(world: Path):
-    """By the environment that scores the last sample of the first step: the sync of that step finds it dead.
-    tests/cpu/trainer/test_publish.py has the other moments."""
-    (world / "deadly.py").write_text(DEADLY)
-    overrides = ["trainer.run_name=replaced", "environment.env_class=deadly:Deadly", "trainer.verify_sync_every=1"]
-    log = world / "runs/replaced/logs/engine-0.log"
-    code, job = run_to_end(world, *overrides, environment={"DEADLY_CALL": "32", "DEADLY_LOG": str(log)})
-    assert code == 0 and status(job) == "finished", job.story()
-    assert [line["trainer/global_step"] for line in job.metrics] == [1, 2]
-    assert job.output.count("restarting engine-0 (1 of ") == 1 and "engine-0 was restarted" in job.output
 
 
 def test_a_run_whose_engine_holds_other_weights_ends_before_it_trains(world: Path):

@@ -11,7 +11,7 @@ import pytest
 from tests.support.jobs import START_S, WITHOUT_VLLM, assert_interrupted, assert_whole_steps, running, write_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-PATIENCE_S = 120
+PATIENCE_S = 240
 """For an end that takes seconds, on a machine that may stand still."""
 LONG = ["trainer.max_training_steps=1000", "trainer.epochs=1000", "environment.env_class=rewards:Slow"]
 
@@ -24,7 +24,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ctrl_c_finishes_the_step_in_flight_and_a_killed_driver_takes_its_processes_with_it(world: Path):
     """Two starts of one run, which goes on. SIGTERM to the driver alone is in test_training_on_a_cluster.py, and to the
     whole process group in test_training.py."""
-    with running(world, "trainer.run_name=twofold", *LONG) as job:
+    with running(world, "trainer.run_name=twofold", *LONG, WITHOUT_VLLM) as job:
         job.wait_for_step(1)
         done = len(job.metrics)
         time.sleep(0.3)  # into the next step
@@ -36,7 +36,7 @@ def test_ctrl_c_finishes_the_step_in_flight_and_a_killed_driver_takes_its_proces
         assert_interrupted(job)
     last = len(job.metrics)
     assert [path.name for path in (job.run_dir / "checkpoints").iterdir()] == [f"global_step_{last}"]
-    with running(world, "trainer.run_name=twofold", *LONG, "trainer.resume_mode=latest") as job:
+    with running(world, "trainer.run_name=twofold", *LONG, WITHOUT_VLLM, "trainer.resume_mode=latest") as job:
         job.wait_for_step(last + 2)
         assert len(job.processes()) > 5
         job.process.kill()
@@ -49,6 +49,7 @@ def test_ctrl_c_finishes_the_step_in_flight_and_a_killed_driver_takes_its_proces
 
 
 def test_a_second_ctrl_c_ends_at_once(world: Path):
+    (world / "hang").touch()
     with running(world, "trainer.run_name=twice", WITHOUT_VLLM, "environment.env_class=rewards:Hangs") as job:
         job.wait_until((world / "hanging").exists, "begin a step", START_S)
         job.interrupt()
