@@ -16,15 +16,19 @@ METHODS = ("next", "metrics", "state", "resume")
 
 def custom_problems(config: Config) -> Iterator[str]:
     """Names that cannot be imported, and objects with the wrong signature."""
-    rollout, source = config.generator.rollout, config.trainer.source
-    if rollout is not None:
-        yield from imported_problems("generator.rollout", rollout, _rollout_problems)
+    yield from rollout_problems(config)
+    source = config.trainer.source
     if ":" in source:
         yield from imported_problems("trainer.source", source, _source_problems)
     elif source not in SOURCES:
         close = nearest(source, SOURCES)
         hint = f"did you mean {close}? " if close else "unknown source. "
         yield f"trainer.source is {source!r}: {hint}It must be {' or '.join(SOURCES)}, or your own module:attribute"
+
+
+def rollout_problems(config: Config) -> Iterator[str]:
+    if config.generator.rollout is not None:
+        yield from imported_problems("generator.rollout", config.generator.rollout, _rollout_signature_problems)
 
 
 def imported_problems(key: str, name: str, problems: Any) -> Iterator[str]:
@@ -38,7 +42,7 @@ def imported_problems(key: str, name: str, problems: Any) -> Iterator[str]:
         yield f"{key} is {name}: {problem}"
 
 
-def _rollout_problems(found: Any) -> Iterator[str]:
+def _rollout_signature_problems(found: Any) -> Iterator[str]:
     if not callable(found):
         yield f"it is a {type(found).__name__}. Define `async def rollout(prompt, sampling_params, engines)`"
     elif not is_async(found):

@@ -73,6 +73,23 @@ def training_sampling_problems(sampling: SamplingConfig) -> Iterator[str]:
             )
 
 
+def length_problems(config: Config) -> Iterator[str]:
+    """Prompts or conversations that are longer than engines may take."""
+    generator, prompt = config.generator, config.trainer.max_prompt_length
+    if generator.max_input_length < prompt:
+        yield (
+            f"generator.max_input_length is {generator.max_input_length}: prompts up to trainer.max_prompt_length "
+            f"{prompt} would be ended before their first turn. Set it to at least {prompt}"
+        )
+    limit, longest = generator.engine_init_kwargs.get("max_model_len"), generator.longest_conversation
+    if limit is not None and longest > limit:
+        yield (
+            f"generator.max_input_length + max_generate_length is {longest} tokens: more than "
+            f"generator.engine_init_kwargs.max_model_len {limit}. Lower max_input_length or max_generate_length, or "
+            "raise max_model_len"
+        )
+
+
 def engine_problems(config: Config) -> Iterator[str]:
     """An unknown kind of engine, or the problems of the configured kind."""
     try:

@@ -27,6 +27,13 @@ def model_problems(config: Config) -> Iterator[str]:
             yield from _cut(own, model.megatron_config, f"{model.key}.megatron_config")
 
 
+def served_model_problems(config: Config) -> Iterator[str]:
+    """The problems of a model that engines alone load."""
+    shape = yield from _shape(config.trainer.policy.model.path, "trainer.policy.model.path")
+    if shape is not None:
+        yield from _engine(shape, config)
+
+
 def cut_problems(model_path: str, key: str, megatron: MegatronConfig, path: str) -> Iterator[str]:
     """Why the model at `model_path` (with its key) cannot have the layout `megatron` (with its key `path`)."""
     shape = yield from _shape(model_path, key)

@@ -14,6 +14,7 @@ from skyrl_train.checks.distillation import teacher_problems
 from skyrl_train.checks.engines import (
     endpoint_problems,
     engine_problems,
+    length_problems,
     training_sampling_problems,
     transport_problems,
 )
@@ -174,19 +175,7 @@ def _limits(config: Config) -> Iterator[str]:
     bounds, key = trainer.logprob_difference, "trainer.logprob_difference"
     if bounds.warn is not None and bounds.fail is not None and bounds.fail < bounds.warn:
         yield f"{key}.fail is {bounds.fail:g}: it is below {key}.warn {bounds.warn:g}. Set it to at least that value"
-    prompt = trainer.max_prompt_length
-    if generator.max_input_length < prompt:
-        yield (
-            f"generator.max_input_length is {generator.max_input_length}: prompts up to trainer.max_prompt_length "
-            f"{prompt} would be ended before their first turn. Set it to at least {prompt}"
-        )
-    limit, longest = generator.engine_init_kwargs.get("max_model_len"), generator.longest_conversation
-    if limit is not None and longest > limit:
-        yield (
-            f"generator.max_input_length + max_generate_length is {longest} tokens: more than "
-            f"generator.engine_init_kwargs.max_model_len {limit}. Lower max_input_length or max_generate_length, or "
-            "raise max_model_len"
-        )
+    yield from length_problems(config)
     if generator.weight_sync_timeout_s > trainer.timeout_s:
         yield (
             f"generator.weight_sync_timeout_s is {generator.weight_sync_timeout_s:g}: longer than trainer.timeout_s "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from skyrl_train.config.policy import LoraConfig, MegatronConfig
@@ -108,11 +108,16 @@ def data_file_problems(data: DataConfig) -> Iterator[str]:
     """Data sources that are missing or have an unknown format."""
     if not data.train_data:
         yield "data.train_data is empty: nothing to train on. Name files (parquet, json, jsonl) or hub_name:split"
-    for key, names in (("train_data", data.train_data), ("val_data", data.val_data)):
-        for name in names:
-            if DATA_FILE.search(name):
-                is_remote = "://" in name or glob.has_magic(name)
-                if not is_remote and not Path(name).expanduser().is_file():
-                    yield f"data.{key} contains {name}: there is no such file in {Path.cwd()}"
-            elif not HUB_SPLIT.match(name):
-                yield f"data.{key} contains {name}: it must be a .parquet, .json or .jsonl file, or hub_name:split"
+    yield from source_problems("train_data", data.train_data)
+    yield from source_problems("val_data", data.val_data)
+
+
+def source_problems(key: str, names: Sequence[str]) -> Iterator[str]:
+    """Like `data_file_problems`, for one key."""
+    for name in names:
+        if DATA_FILE.search(name):
+            is_remote = "://" in name or glob.has_magic(name)
+            if not is_remote and not Path(name).expanduser().is_file():
+                yield f"data.{key} contains {name}: there is no such file in {Path.cwd()}"
+        elif not HUB_SPLIT.match(name):
+            yield f"data.{key} contains {name}: it must be a .parquet, .json or .jsonl file, or hub_name:split"

@@ -140,6 +140,34 @@ async def launch_policy(
     return processes
 
 
+@dataclass(frozen=True, slots=True)
+class EngineProcesses:
+    """Engines alone, which serve the files of a model, for an evaluation without training."""
+
+    placement: Placement
+    engines: EnginePool
+
+    async def stop(self) -> None:
+        await self.engines.shutdown()
+        self.placement.remove()
+
+
+async def launch_engines(config: Config, cluster: Cluster, *, max_model_len: int, logs: str) -> EngineProcesses:
+    """Place and start engines. One that dies is not replaced. Args, Raises: like `launch`."""
+    generator = config.generator
+    settings = all_engine_settings(config, max_model_len, sync_backend(config, cluster))
+    demands = [Demand(ENGINES, generator.num_inference_engines, generator.inference_engine_tensor_parallel_size)]
+    placement = await Placement.reserve(demands, config.trainer.placement, use_gpus=cluster.has_gpus)
+    engines = EnginePool(placement.slots[ENGINES], settings, logs, config.trainer.timeout_s)
+    processes = EngineProcesses(placement, engines)
+    try:
+        await engines.start()
+    except BaseException:
+        await processes.stop()
+        raise
+    return processes
+
+
 async def _spawn(
     config: Config,
     cluster: Cluster,

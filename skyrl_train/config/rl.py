@@ -263,7 +263,8 @@ class TrainerConfig(TrainingConfig):
     update_epochs_per_batch: Count
     max_prompt_length: Count
     log_samples_interval: CountOrNever
-    num_logged_samples: CountOrZero
+    num_logged_samples: Annotated[int, Bounds(low=-1)]
+    dump_eval_results: bool
     verify_sync_every: CountOrZero
     logprob_difference: LogprobDifferenceConfig
     custom_modules: tuple[Text, ...]
@@ -362,6 +363,7 @@ class EnvironmentConfig:
     """The environments that score the responses."""
 
     env_class: Text
+    pass_threshold: float
     allowed_env_classes: tuple[Text, ...]
     step_timeout_s: AboveZero
     skyrl_gym: SkyrlGymConfig

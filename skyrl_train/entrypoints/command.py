@@ -45,6 +45,8 @@ class Command(Generic[T]):
     """check(config, rows left in the training data or None, whether to check files) raises ConfigError."""
     run: str | type[Run]
     """Its Run; `module:Class` is imported after the configuration is checked, because that takes seconds."""
+    has_report: bool = True
+    """Whether a report of curves is written at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,8 @@ def _run(
     finally:
         if run_dir is not None:
             run_dir.finish(status)
-            _write_report(run_dir, status, console)
+            if command.has_report:
+                _write_report(run_dir, status, console)
             if training is not None and training.loop is not None:
                 loop = training.loop
                 lines = last_lines(status, loop.exported, loop.newest_checkpoint, resume)

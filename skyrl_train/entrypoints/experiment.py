@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 from rich.console import Console
 
@@ -26,6 +27,7 @@ from skyrl_train.rollout.sample import Sampler
 from skyrl_train.rollout.source import SOURCES, GroupSource, SourceParts
 from skyrl_train.tracking.progress import ConsoleProgress
 from skyrl_train.tracking.run_dir import RunDir
+from skyrl_train.tracking.samples import EVALUATIONS, SampleLog
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.tracking.transcripts import TranscriptLog
@@ -34,7 +36,7 @@ from skyrl_train.trainer.evaluation import Evaluation
 from skyrl_train.trainer.from_config import sampling_params
 from skyrl_train.trainer.publisher import Publisher
 from skyrl_train.trainer.trainer import Parts, Trainer
-from skyrl_train.types import Prompt
+from skyrl_train.types import Generate, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +49,16 @@ class Experiment(Run[Config, Processes]):
     def __init__(self, config: Config, console: Console) -> None:
         """Raises: ValueError for a bad row, an unknown environment or a model that cannot be loaded."""
         super().__init__(config, console)
-        check_scoring_models(config.trainer, self.tokenizer)
+        self.check_models()
         self.train_prompts = self.get_train_prompts()
         self.val_prompts = self.get_val_prompts()
         self.hints = self.get_hints()
         for env_class in {prompt.env_class for prompt in (*self.train_prompts, *self.val_prompts)}:
             env_creator(env_class)
+
+    def check_models(self) -> None:
+        """Raises: ValueError for a reference, critic or teacher that cannot score the policy's tokens."""
+        check_scoring_models(self.config.trainer, self.tokenizer)
 
     def get_train_prompts(self) -> list[Prompt]:
         return self._load(self.config.data.train_data)
@@ -126,21 +132,46 @@ class Experiment(Run[Config, Processes]):
         config = self.config
         env_pool = EnvPool(config.environment.skyrl_gym.max_env_workers, config.environment.step_timeout_s)
         at_end.callback(env_pool.close, timeout_s=5)
+        samples = self.get_samples(run_dir, tracker, at_end)
+        return self.get_trainer(self._parts(processes, self.get_rollout(env_pool), tracker, samples))
+
+    def get_samples(self, run_dir: RunDir, tracker: Tracker, at_end: ExitStack) -> SampleLog:
+        """The log of samples, closed by `at_end`."""
         transcripts = TranscriptLog(run_dir.samples, self._console)
         at_end.callback(transcripts.close)
-        return self.get_trainer(self._parts(processes, self.get_rollout(env_pool), tracker, transcripts))
+        decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
+        return SampleLog(transcripts, run_dir.path / EVALUATIONS, decode, tracker)
 
-    def _parts(self, processes: Processes, rollout: Rollout, tracker: Tracker, transcripts: TranscriptLog) -> Parts:
-        config, trainer, generator = self.config, self.config.trainer, self.config.generator
+    def get_collector(self, generate: Generate, rollout: Rollout) -> Collector:
+        generator = self.config.generator
         engines = Engines(
-            processes.engines.generate,
+            generate,
             self.tokenizer,
             ChatTemplate(self.tokenizer, generator.chat_template_kwargs),
             max_input_length=generator.max_input_length,
             max_turns=generator.max_turns,
-            config=config,
+            config=self.config,
         )
-        collector, timers = Collector(rollout, engines), Timers()
+        return Collector(rollout, engines)
+
+    def get_evaluation(self, collector: Collector, samples: SampleLog) -> Evaluation:
+        config, generator = self.config, self.config.generator
+        keep = {"keep": samples.evaluation} if config.trainer.dump_eval_results else {}
+        return Evaluation(
+            self.val_prompts,
+            collector,
+            ConsoleProgress(self._console, "evaluate"),
+            n_samples=generator.eval_n_samples_per_prompt,
+            sampling_params=sampling_params(generator.eval_sampling_params),
+            batch_size=config.trainer.eval_batch_size,
+            max_failed_share=generator.max_failed_share,
+            pass_threshold=config.environment.pass_threshold,
+            **keep,
+        )
+
+    def _parts(self, processes: Processes, rollout: Rollout, tracker: Tracker, samples: SampleLog) -> Parts:
+        config, generator, timers = self.config, self.config.generator, Timers()
+        collector = self.get_collector(processes.engines.generate, rollout)
         assembly = Assembly(config, self.model_config, processes, timers)
         source_parts = SourceParts(
             config=config,
@@ -157,17 +188,9 @@ class Experiment(Run[Config, Processes]):
         source = self.get_source(source_parts)
         return Parts(
             step=assembly.step(source, Publisher(assembly.residency, timers), hints=self.hints),
-            evaluation=Evaluation(
-                self.val_prompts,
-                collector,
-                ConsoleProgress(self._console, "evaluate"),
-                n_samples=generator.eval_n_samples_per_prompt,
-                sampling_params=sampling_params(generator.eval_sampling_params),
-                batch_size=trainer.eval_batch_size,
-                max_failed_share=generator.max_failed_share,
-            ),
+            evaluation=self.get_evaluation(collector, samples),
             tracker=tracker,
-            transcripts=transcripts,
+            samples=samples,
         )
 
     def introduction(self, layout: str) -> dict[str, str]:

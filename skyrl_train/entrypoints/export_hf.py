@@ -80,7 +80,7 @@ def _read(argv: Sequence[str]) -> dict[str, str]:
     return arguments
 
 
-def find_checkpoint(path: str) -> Checkpoint:
+def find_checkpoint(path: str, key: str = "checkpoint") -> Checkpoint:
     """The checkpoint in a folder, or the newest intact one in the folder of checkpoints or of a run.
 
     Raises: ValueError if there is none, or it is damaged.
@@ -92,7 +92,7 @@ def find_checkpoint(path: str) -> Checkpoint:
         if (newest := Checkpoints(str(parent), -1).newest_intact()) is not None:
             return newest
     what = "contains no checkpoint (global_step_N)" if folder.is_dir() else "does not exist"
-    raise ValueError(f"checkpoint is {folder}: it {what}. Name the folder of a checkpoint, or of a run that has one")
+    raise ValueError(f"{key} is {folder}: it {what}. Name the folder of a checkpoint, or of a run that has one")
 
 
 def _target(path: str | None, checkpoint: Checkpoint) -> Path:

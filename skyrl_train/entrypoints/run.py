@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Generic, TextIO, TypeVar
 
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from skyrl_train.checks.model_folder import checked_folder
 from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
@@ -47,11 +47,9 @@ class Run(ABC, Generic[C, P]):
         """
         self.config, self._console = config, console
         self._started = time.perf_counter()
-        path = config.trainer.policy.model.path
-        self.model_folder, self.model_config = checked_folder("trainer.policy.model.path", path)
-        adapter_file.check(self.model_folder, config.trainer.policy.model.lora)
+        self.model_folder, self.model_config = self.load_model()
         self.tokenizer = self.get_tokenizer()
-        check_tokenizer(self.tokenizer, self.model_config.vocab_size, path)
+        check_tokenizer(self.tokenizer, self.model_config.vocab_size, config.trainer.policy.model.path)
         self.checkpoint: Checkpoint | None = None
         self._checkpoint_lock: TextIO | None = None
         """Held for the lifetime of this object."""
@@ -74,6 +72,13 @@ class Run(ABC, Generic[C, P]):
     @abstractmethod
     def introduction(self, layout: str) -> dict[str, str]:
         """Label -> line about model, data and steps, for the head of the console."""
+
+    def load_model(self) -> tuple[str, PretrainedConfig]:
+        """Folder and configuration of the model. Raises: ValueError like the constructor."""
+        model = self.config.trainer.policy.model
+        folder, config = checked_folder("trainer.policy.model.path", model.path)
+        adapter_file.check(folder, model.lora)
+        return folder, config
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.model_folder)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 
 import numpy as np
 
 from skyrl_train.envs.registry import aggregate_env_metrics
+from skyrl_train.rollout.pass_at_k import estimate, pass_rates
 from skyrl_train.types import Group, Metrics, Sample
 
 
-def rollout_metrics(groups: Sequence[Group]) -> Metrics:
+def rollout_metrics(groups: Sequence[Group], pass_threshold: float = 0.0) -> Metrics:
     """`generate/*`, `reward/*` and `environment/*` of the samples of one step.
+
+    Args: pass_threshold: a sample passes if its reward is above it.
 
     Lengths count the tokens that the policy wrote, over all turns. Averages by reward are 0 without such samples;
     "non_zero" means a positive reward.
@@ -23,7 +27,9 @@ def rollout_metrics(groups: Sequence[Group]) -> Metrics:
     num_tokens = np.array(
         [int(sample.loss_mask.sum()) or len(sample.token_ids) - sample.prompt_length for sample in samples]
     )
-    scores = _scores(groups)
+    passed: dict[int, list[bool]] = defaultdict(list)
+    for group in groups:
+        passed[len(group.samples)].append(any(sample.reward > pass_threshold for sample in group.samples))
     return {
         "generate/batch_num_seq": float(len(samples)),
         "generate/min_num_tokens": float(num_tokens.min()),
@@ -34,18 +40,20 @@ def rollout_metrics(groups: Sequence[Group]) -> Metrics:
         "generate/avg_tokens_zero_rewards": _mean_or_zero(num_tokens[rewards == 0]),
         "generate/share_stopped_by_length": float(np.mean([sample.stop_reason == "length" for sample in samples])),
         "generate/avg_turns": float(np.mean([sample.turns for sample in samples])),
-        "reward/avg_raw_reward": scores["avg_score"],
-        "reward/mean_positive_reward": scores["mean_positive_reward"],
-        **{f"reward/avg_{name}": value for name, value in scores.items() if name.startswith("pass_at_")},
+        "reward/avg_raw_reward": float(rewards.mean()),
+        "reward/mean_positive_reward": float(np.maximum(rewards, 0.0).mean()),
+        **{f"reward/avg_pass_at_{size}": float(np.mean(passed[size])) for size in sorted(passed)},
         **_named_rewards(samples),
         **_env_metrics(groups),
     }
 
 
-def evaluation_metrics(groups: Sequence[Group]) -> Metrics:
-    """`avg_score`, `pass_at_{n}` and `mean_positive_reward` as `eval/all/...` and for each data source.
+def evaluation_metrics(groups: Sequence[Group], pass_threshold: float = 0.0) -> Metrics:
+    """Scores and metrics of environments as `eval/all/...` and for each data source.
 
-    `pass_at_{n}` is a mean over the groups of n samples, for each n that occurs; the others are means over samples.
+    `avg_score` and `mean_positive_reward` are means over samples, `pass_at_{k}` are the estimates of pass_at_k.py, and
+    `..._stderr` standard errors over the prompts (of the means of their samples, for `avg_score`).
+    Args: pass_threshold: a sample passes if its reward is above it.
     """
     if not groups:  # all of them failed
         return {}
@@ -53,18 +61,24 @@ def evaluation_metrics(groups: Sequence[Group]) -> Metrics:
     for group in groups:
         by_source[group.prompt.data_source].append(group)
     named = [("all", groups), *((source.replace("/", "_"), of_source) for source, of_source in by_source.items())]
-    return {f"eval/{name}/{key}": value for name, some in named for key, value in _scores(some).items()}
-
-
-def _scores(groups: Sequence[Group]) -> Metrics:
-    rewards = _rewards([sample for group in groups for sample in group.samples])
-    passed: dict[int, list[bool]] = defaultdict(list)
-    for group in groups:
-        passed[len(group.samples)].append(any(sample.reward > 0 for sample in group.samples))
     return {
-        "avg_score": float(rewards.mean()),
-        **{f"pass_at_{size}": float(np.mean(passed[size])) for size in sorted(passed)},
+        f"eval/{name}/{key}": value
+        for name, some in named
+        for key, value in (_scores(some, pass_threshold) | _env_metrics(some)).items()
+    }
+
+
+def _scores(groups: Sequence[Group], pass_threshold: float) -> Metrics:
+    rewards = _rewards([sample for group in groups for sample in group.samples])
+    rates = pass_rates([[sample.reward > pass_threshold for sample in group.samples] for group in groups])
+    estimates = {"avg_score": estimate([fmean(sample.reward for sample in group.samples) for group in groups])}
+    estimates |= {f"pass_at_{k}": rate for k, rate in rates.items()}
+    errors = {name: each.standard_error for name, each in estimates.items()}
+    return {
+        **{name: each.value for name, each in estimates.items()},
+        "avg_score": float(rewards.mean()),  # over samples: groups with failed rollouts have fewer
         "mean_positive_reward": float(np.maximum(rewards, 0.0).mean()),
+        **{f"{name}_stderr": error for name, error in errors.items() if error is not None},
     }
 
 

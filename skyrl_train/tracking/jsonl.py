@@ -26,7 +26,7 @@ class JsonLinesWriter:
         Raises: OSError, e.g. for a full disk or a deleted folder. The rest of the line is written before the next one,
         so every line is complete once the disk has room.
         """
-        self._unwritten += json.dumps(_without_nan(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        self._unwritten += json_line(row)
         if not self._path.exists():
             created = self._path.open("ab", buffering=0)
             self._file.close()
@@ -40,6 +40,11 @@ class JsonLinesWriter:
         self._file.close()
 
 
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """One line; NaN and infinities become null, numbers of numpy and torch numbers, and other objects text."""
+    return json.dumps(_without_nan(row), ensure_ascii=False, allow_nan=False, default=_plain).encode() + b"\n"
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON lines file; a truncated line (its writer was killed) is skipped with a warning."""
     rows: list[dict[str, Any]] = []
@@ -51,11 +56,16 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _plain(value: Any) -> Any:
+    """A number or list of numbers as such, anything else as text."""
+    return _without_nan(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
 def _without_nan(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {str(key): _without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_without_nan(item) for item in value]
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import netrc
 import os
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlparse
 
 import yaml
@@ -22,6 +23,8 @@ from skyrl_train.tracking.console import ConsoleSink
 from skyrl_train.tracking.jsonl import JsonLinesWriter
 
 log = logging.getLogger(__name__)
+MAX_TABLE_ROWS = 1000
+"""Samples of a table at Weights & Biases."""
 WANDB_ID = "wandb_run_id"
 """File in the run's folder with its run id at Weights & Biases."""
 
@@ -116,9 +119,20 @@ class WandbSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
+    def log_samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A table of the first MAX_TABLE_ROWS samples; what is not a number is text."""
+        shown = rows[:MAX_TABLE_ROWS]
+        data = [[cell if isinstance(cell, int | float) else _as_text(cell) for cell in row.values()] for row in shown]
+        table = self._wandb.Table(columns=list(rows[0]), data=data)
+        self._run.log({name: table}, step=step)
+
     def close(self) -> None:
         self._run.finish()
         self._wandb.teardown()  # ends the service process, which finish() leaves running
+
+
+def _as_text(cell: Any) -> str:
+    return cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False)
 
 
 @contextlib.contextmanager
@@ -155,6 +169,13 @@ class Tracker:
         """Never raises an error of a sink. A failed sink is tried again at the next step (a disk may have room)."""
         for index, sink in enumerate(self._sinks):
             self._guard(index, functools.partial(sink.log, step, metrics))
+
+    def log_samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Pass samples to the sinks that show tables (Weights & Biases), before the metrics of their step.
+        Args: rows: column -> value of JSON, the same columns in each."""
+        for index, sink in enumerate(self._sinks):
+            if rows and hasattr(sink, "log_samples"):
+                self._guard(index, functools.partial(sink.log_samples, step, name, rows))
 
     def close(self) -> None:
         """Close all sinks; a second call does nothing."""

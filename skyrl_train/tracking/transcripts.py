@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.panel import Panel
@@ -16,10 +16,12 @@ from skyrl_train.tracking.format import number
 from skyrl_train.tracking.jsonl import JsonLinesWriter
 
 if TYPE_CHECKING:
-    from skyrl_train.types import Sample
+    from skyrl_train.types import Prompt, Sample
 
 log = logging.getLogger(__name__)
 
+REFERENCES = ("ground_truth", "reference", "answer", "solution")
+"""Columns of reference answers."""
 MAX_SHOWN_CHARS = 600
 """Characters of each prompt and response on the console; the file has the complete text."""
 
@@ -32,20 +34,57 @@ class Transcript:
     """All turns: the policy's text and the environment's replies."""
     reward: float
     stop_reason: str
+    uid: str = ""
+    """Uid of the prompt; the samples of a group share it."""
+    data_source: str = ""
+    env_class: str = ""
+    reference: Any = None
+    """Reference answer of the row; None if it has none."""
+    turns: int = 0
+    num_tokens: int = 0
+    """Tokens that the policy wrote."""
+    policy_version: int = 0
+    env_metrics: Mapping[str, Any] = field(default_factory=dict)
+    named_rewards: Mapping[str, float] = field(default_factory=dict)
+    text: str = ""
+    """All tokens of the sample, special ones included: what the model read and wrote."""
 
 
-def transcript_of(step: int, sample: Sample) -> Transcript:
-    """A sample as text; the prompt is everything before the policy's first turn."""
+def transcript_of(step: int, sample: Sample, prompt: Prompt | None = None, text: str = "") -> Transcript:
+    """A sample as text; its prompt is everything before the policy's first turn. Args: prompt: its row; text: of its
+    tokens."""
     messages = sample.transcript
     spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"][-sample.turns :]
     first = spoken[0] if sample.turns and spoken else len(messages)
     return Transcript(
-        step, conversation(messages[:first]), conversation(messages[first:]), sample.reward, sample.stop_reason
+        step=step,
+        prompt=conversation(messages[:first]),
+        response=conversation(messages[first:]),
+        reward=sample.reward,
+        stop_reason=sample.stop_reason,
+        uid="" if prompt is None else prompt.uid,
+        data_source="" if prompt is None else prompt.data_source,
+        env_class="" if prompt is None else prompt.env_class,
+        reference=None if prompt is None else reference_of(prompt.extras),
+        turns=sample.turns,
+        num_tokens=int(sample.loss_mask.sum()),
+        policy_version=sample.policy_version,
+        env_metrics=sample.env_metrics,
+        named_rewards=sample.named_rewards,
+        text=text,
     )
 
 
+def reference_of(row: Mapping[str, Any]) -> Any:
+    """The reference answer in a row: `reward_spec.ground_truth`, or a column that is named like one."""
+    spec = row.get("reward_spec")
+    if isinstance(spec, Mapping) and "ground_truth" in spec:
+        return spec["ground_truth"]
+    return next((row[name] for name in REFERENCES if name in row), None)
+
+
 class TranscriptLog:
-    """Appends transcripts to a file and shows the first `num_shown` of each call on the console."""
+    """Appends transcripts to a file and shows the first of `num_shown` prompts of each call on the console."""
 
     def __init__(self, path: Path, console: Console | None = None, num_shown: int = 2) -> None:
         self._writer = JsonLinesWriter(path)
@@ -55,7 +94,10 @@ class TranscriptLog:
 
     def log(self, transcripts: Sequence[Transcript]) -> None:
         """Write transcripts; a full disk is logged once, and the missing lines are written when there is room."""
-        for transcript in transcripts[: self._num_shown]:
+        first_of: dict[str | int, Transcript] = {}
+        for index, transcript in enumerate(transcripts):
+            first_of.setdefault(transcript.uid or index, transcript)
+        for transcript in list(first_of.values())[: self._num_shown]:
             self._console.print(transcript_panel(transcript))
         for transcript in transcripts:
             try:

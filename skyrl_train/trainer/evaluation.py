@@ -29,18 +29,27 @@ class Evaluation:
         sampling_params: SamplingParams,
         batch_size: int,
         max_failed_share: float,
+        pass_threshold: float = 0.0,
+        keep: Callable[[int, Sequence[Group]], object] = lambda step, groups: None,
     ) -> None:
+        """Args: pass_threshold: a sample passes if its reward is above it; keep(step, groups): writes the samples."""
         self._prompts, self._collector, self._progress = prompts, collector, progress
         self._admission = Admission(max_failed_share)
         self._n_samples, self._sampling_params, self._batch_size = n_samples, sampling_params, batch_size
+        self._pass_threshold, self._keep = pass_threshold, keep
 
     @property
     def has_prompts(self) -> bool:
         return bool(self._prompts)
 
-    async def run(self, seed: int) -> Metrics:
-        """Return `eval/*`. Args: seed: determines the samples for given weights."""
-        return evaluation_metrics(await self.groups(seed, self._progress))
+    async def run(self, seed: int, step: int) -> Metrics:
+        """Return `eval/*`. Args: seed: determines the samples for given weights; step: of these weights."""
+        return self.scored(step, await self.groups(seed, self._progress))
+
+    def scored(self, step: int, groups: Sequence[Group]) -> Metrics:
+        """`eval/*` of the groups, whose samples are kept. Args: step: of the weights that sampled them."""
+        self._keep(step, groups)
+        return evaluation_metrics(groups, self._pass_threshold)
 
     async def groups(self, seed: int, progress: Progress) -> list[Group]:
         """Groups of all held-out prompts, without failed ones. Args: seed: like `run`; progress: shows them."""
@@ -112,7 +121,7 @@ class EvaluationBeside:
         groups = running.task.result()
         spans = [span for group in groups for sample in group.samples for span in sample.version_spans]
         own = sum(count for version, count in spans if version == running.version)
-        return evaluation_metrics(groups) | {
+        return self._evaluation.scored(running.step, groups) | {
             "eval/lag_steps": float(step - running.step),
             "eval/policy_version": float(running.version),
             "eval/share_of_version": own / max(1, sum(count for _, count in spans)),

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from skyrl_train.config import Config
 from skyrl_train.rollout.metrics import rollout_metrics
 from skyrl_train.rollout.seeds import seed
+from skyrl_train.tracking.samples import SampleLog
 from skyrl_train.tracking.sinks import Tracker
-from skyrl_train.tracking.transcripts import TranscriptLog, transcript_of
 from skyrl_train.trainer.evaluation import Evaluation, EvaluationBeside
 from skyrl_train.trainer.loop import Loop
 from skyrl_train.trainer.performance import rollout_performance
@@ -25,7 +25,7 @@ class Parts:
     step: TrainingStep
     evaluation: Evaluation
     tracker: Tracker
-    transcripts: TranscriptLog
+    samples: SampleLog
 
 
 class Trainer(Loop):
@@ -57,7 +57,7 @@ class Trainer(Loop):
     async def evaluate(self) -> Metrics:
         """Scores of greedy or sampled responses to the held-out prompts."""
         await self._parts.step.residency.for_rollout()
-        return await self._parts.evaluation.run(self._evaluation_seed)
+        return await self._parts.evaluation.run(self._evaluation_seed, self.global_step)
 
     @property
     def _evaluation_seed(self) -> int:
@@ -102,10 +102,10 @@ class Trainer(Loop):
         self._parts.step.groups = ()
         metrics, groups = await self._parts.step.step(), self._parts.step.groups
         self._log_samples(groups)
-        return metrics | rollout_metrics(groups) | rollout_performance(groups, self._timers)
+        rollouts = rollout_metrics(groups, self._config.environment.pass_threshold)
+        return metrics | rollouts | rollout_performance(groups, self._timers)
 
     def _log_samples(self, groups: Sequence[Group]) -> None:
         trainer = self._config.trainer
         if trainer.log_samples_interval > 0 and self.global_step % trainer.log_samples_interval == 0:
-            chosen = [group.samples[0] for group in groups[: trainer.num_logged_samples]]
-            self._parts.transcripts.log([transcript_of(self.global_step + 1, sample) for sample in chosen])
+            self._parts.samples.training(self.global_step + 1, groups, trainer.num_logged_samples)

@@ -85,6 +85,7 @@ def test_a_run_folder_holds_all_that_is_promised(whole: Job):
         "report.png",
         "logs",
         "exports",
+        "evaluations",
         "tensorboard",
     } <= names
     logs = {path.name for path in (whole.run_dir / "logs").iterdir()}
@@ -93,10 +94,11 @@ def test_a_run_folder_holds_all_that_is_promised(whole: Job):
     assert json.loads((whole.run_dir / "run.json").read_text())["status"] == "finished"
 
 
-def test_the_console_ends_with_the_paths_of_the_report(whole: Job):
-    last = whole.output.strip().splitlines()[-2:]
+def test_the_console_ends_with_the_paths_of_the_report_and_of_the_model(whole: Job):
+    last = whole.output.strip().splitlines()[-3:]
     assert last[0].split()[-1] == str(whole.run_dir / "report.html")
     assert last[1].strip() == str(whole.run_dir / "report.png")
+    assert last[2] == f"model   {whole.run_dir}/exports/global_step_3"
 
 
 def test_each_step_is_one_object_with_its_number(whole: Job):
@@ -168,6 +170,16 @@ def test_transcripts_are_kept(whole: Job):
     rows = [json.loads(line) for line in (whole.run_dir / "samples.jsonl").read_text().splitlines()]
     assert {row["step"] for row in rows} == {1, 2, 3}
     assert all({"prompt", "response", "reward"} <= row.keys() for row in rows)
+    assert [row["step"] for row in rows].count(1) == 32, "whole groups"
+    files = sorted((whole.run_dir / "evaluations").iterdir())
+    assert [file.name for file in files] == [f"global_step_{step}.jsonl" for step in (0, 2, 3)]
+    scores = {
+        row["trainer/global_step"]: row["eval/all/avg_score"] for row in whole.metrics if "eval/all/avg_score" in row
+    }
+    for file, score in zip(files, scores.values(), strict=True):
+        evaluated = [json.loads(line) for line in file.read_text().splitlines()]
+        assert sum(row["reward"] for row in evaluated) / len(evaluated) == pytest.approx(score)
+        assert all("<" in row["text"] and row["data_source"] == "sums" for row in evaluated), "special tokens are kept"
 
 
 def test_conversations_train_and_sigterm_to_the_whole_process_group_finishes_the_step_in_flight(world: Path):

@@ -268,19 +268,43 @@ def test_evaluation_metrics_are_given_for_all_and_for_each_data_source():
         made_group((1, 0.0), (1, 0.0), data_source="sums"),
         made_group((1, 1.0), (1, -2.0), data_source="openai/gsm8k"),
     ]
+    root = 3**0.5
     assert evaluation_metrics(groups) == pytest.approx(
         {
             "eval/all/avg_score": 0.0,
+            "eval/all/avg_score_stderr": 0.5 / root,  # of 0.5, 0 and -0.5
+            "eval/all/pass_at_1": 1 / 3,
+            "eval/all/pass_at_1_stderr": (1 / 12) ** 0.5 / root,  # of 0.5, 0 and 0.5
             "eval/all/pass_at_2": 2 / 3,
+            "eval/all/pass_at_2_stderr": (1 / 3) ** 0.5 / root,  # of 1, 0 and 1
             "eval/all/mean_positive_reward": 2 / 6,
             "eval/sums/avg_score": 0.25,
+            "eval/sums/avg_score_stderr": 0.25,
+            "eval/sums/pass_at_1": 0.25,
+            "eval/sums/pass_at_1_stderr": 0.25,
             "eval/sums/pass_at_2": 0.5,
+            "eval/sums/pass_at_2_stderr": 0.5,
             "eval/sums/mean_positive_reward": 0.25,
             "eval/openai_gsm8k/avg_score": -0.5,
+            "eval/openai_gsm8k/pass_at_1": 0.5,
             "eval/openai_gsm8k/pass_at_2": 1.0,
             "eval/openai_gsm8k/mean_positive_reward": 0.5,
         }
     )
+
+
+def test_a_dense_reward_passes_above_the_threshold():
+    groups = [made_group((1, 0.14), (1, 0.0)), made_group((1, 0.6), (1, 0.5))]
+    assert evaluation_metrics(groups)["eval/all/pass_at_2"] == rollout_metrics(groups)["reward/avg_pass_at_2"] == 1.0
+    assert evaluation_metrics(groups, 0.5)["eval/all/pass_at_2"] == 0.5
+    assert evaluation_metrics(groups, 0.5)["eval/all/pass_at_1"] == 0.25
+    assert rollout_metrics(groups, 0.5)["reward/avg_pass_at_2"] == 0.5
+
+
+def test_an_evaluation_has_the_metrics_of_the_environments():
+    measured = [(1, 0.0, {"env_metrics": {"turns": turns}}) for turns in (2, 1)]
+    metrics = evaluation_metrics([made_group(*measured, env_class="guess_number")])
+    assert metrics["eval/all/environment/turns"] == 1.5
 
 
 def test_a_greedy_response_joins_the_group_untrained_and_its_failure_is_the_groups():

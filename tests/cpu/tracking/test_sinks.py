@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -219,6 +220,23 @@ def test_wandb_without_a_key_writes_an_offline_run(tmp_path: Path, monkeypatch: 
     tracker.log(1, {"reward/avg_raw_reward": 0.5})
     tracker.close()
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_samples_are_a_table_at_wandb_and_nothing_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tables: list[Any] = []
+    make = wandb.Table
+    monkeypatch.setattr(wandb, "Table", lambda **given: tables.append(given) or make(**given))
+    tracker = tracker_of(["jsonl", "wandb"], tmp_path)
+    tracker.log_samples(1, "samples/eval", [])
+    tracker.log_samples(1, "samples/eval", [{"uid": "0", "reward": 0.5, "env_metrics": {"turns": 1}}] * 1001)
+    tracker.log(1, {"reward/avg_raw_reward": 0.5})
+    tracker.close()
+    (table,) = tables
+    assert table["columns"] == ["uid", "reward", "env_metrics"] and len(table["data"]) == 1000
+    assert table["data"][0] == ["0", 0.5, '{"turns": 1}']
+    assert read_json_lines(tmp_path / "metrics.jsonl")[0]["reward/avg_raw_reward"] == 0.5
 
 
 def test_a_run_that_goes_on_is_the_same_run_at_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,177 @@
+"""One evaluation without training: engines alone, serving a model or the export of a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, PretrainedConfig
+
+from skyrl_train.cluster.launch import EngineProcesses, launch_engines
+from skyrl_train.config import Config
+from skyrl_train.entrypoints.experiment import Experiment
+from skyrl_train.entrypoints.export_hf import find_checkpoint
+from skyrl_train.entrypoints.run import connect
+from skyrl_train.hf.checkpoint import INDEX
+from skyrl_train.hf.hub import local_folder
+from skyrl_train.rollout.env_pool import EnvPool
+from skyrl_train.rollout.metrics import evaluation_metrics
+from skyrl_train.rollout.seeds import seed
+from skyrl_train.tracking.progress import ConsoleProgress
+from skyrl_train.tracking.run_dir import RunDir
+from skyrl_train.tracking.sinks import build_tracker
+from skyrl_train.trainer.build import max_model_len
+from skyrl_train.trainer.run_state import Checkpoint, load_checkpoint
+from skyrl_train.types import Group, Metrics, Prompt
+
+
+class Generation(Experiment):
+    """Samples responses to data.val_data and scores them. Users replace its parts by overriding `get_*`."""
+
+    is_done = False
+
+    def __init__(self, config: Config, console: Console) -> None:
+        """Raises: ValueError for a bad row, an unknown environment, a model or a checkpoint that cannot be used."""
+        self.evaluated = chosen_checkpoint(config)
+        path = config.trainer.policy.model.path
+        super().__init__(with_model(config, path if self.evaluated is None else _model_path(self.evaluated)), console)
+
+    def load_model(self) -> tuple[str, PretrainedConfig]:
+        """Any model that the engines can serve; Megatron does not have to."""
+        folder = local_folder(self.config.trainer.policy.model.path)
+        return folder, AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+    def check_models(self) -> None:
+        """Nothing scores here."""
+
+    def get_train_prompts(self) -> list[Prompt]:
+        return []
+
+    def get_hints(self) -> None:
+        """No teacher scores here."""
+
+    def find_checkpoint(self) -> bool:
+        """Nothing resumes. Raises: ValueError if the run's folder, which may be renamed, holds the checkpoint."""
+        run_dir = Path(self.config.trainer.run_dir).expanduser().resolve()
+        if self.evaluated is not None and self.evaluated.folder.is_relative_to(run_dir):
+            raise ValueError(
+                f"trainer.run_dir is {run_dir}: it holds the checkpoint that is evaluated. Choose another folder for "
+                "the evaluation"
+            )
+        return False
+
+    def request_stop(self) -> bool:
+        """An evaluation has no steps to finish."""
+        return False
+
+    async def run(self, run_dir: RunDir) -> None:
+        """Start the engines, evaluate, and always stop them."""
+        config = with_model(self.config, await self._served_folder(run_dir))
+        checkpoint = "" if self.evaluated is None else f" (checkpoint {self.evaluated.folder})"
+        n_samples = config.generator.eval_n_samples_per_prompt
+        lines = (
+            f"run     {config.trainer.run_name} in {run_dir.path}",
+            f"model   {config.trainer.policy.model.path}{checkpoint}",
+            f"data    {len(self.val_prompts)} prompts x {n_samples} samples of {', '.join(config.data.val_data)}",
+        )
+        self._console.print("\n".join(lines), highlight=False, soft_wrap=True)
+        with connect() as cluster:
+            longest = max_model_len(config, self.model_config)
+            engines = await launch_engines(config, cluster, max_model_len=longest, logs=str(run_dir.logs))
+            try:
+                self._say("engines are up")
+                await self._evaluate(run_dir, engines)
+            finally:
+                await asyncio.shield(engines.stop())
+
+    async def _evaluate(self, run_dir: RunDir, processes: EngineProcesses) -> None:
+        config = self.config
+        step = 0 if self.evaluated is None else self.evaluated.state.global_step
+        loggers = tuple(name for name in config.trainer.logger if name != "console")
+        with ExitStack() as at_end:
+            quiet = replace(config, trainer=replace(config.trainer, logger=loggers))
+            tracker = build_tracker(quiet, run_dir.path)
+            at_end.callback(tracker.close)
+            env_pool = EnvPool(config.environment.skyrl_gym.max_env_workers, config.environment.step_timeout_s)
+            at_end.callback(env_pool.close, timeout_s=5)
+            samples = self.get_samples(run_dir, tracker, at_end)
+            collector = self.get_collector(processes.engines.generate, self.get_rollout(env_pool))
+            evaluation = self.get_evaluation(collector, samples)
+            progress = ConsoleProgress(self._console, "evaluate")
+            groups = await evaluation.groups(seed("eval", config.trainer.seed, step), progress)
+            metrics = evaluation_metrics(groups, config.environment.pass_threshold)
+            tracker.log(step, metrics)
+            files = samples.evaluation(step, groups, parquet=True)
+        self._console.print(result_table(groups, metrics))
+        self._console.print("\n".join(f"samples {file}" for file in files), highlight=False, soft_wrap=True)
+
+    async def _served_folder(self, run_dir: RunDir) -> str:
+        """Folder of the model: the configured one, the run's own export of the checkpoint, or a new export."""
+        if self.evaluated is None:
+            return self.config.trainer.policy.model.path
+        folder = self.evaluated.folder
+        own = folder.parent.parent / "exports" / folder.name
+        if (own / INDEX).exists():
+            return str(own)
+        target = run_dir.path / "model"
+        self._say(f"exporting {folder}")
+        command = ("-m", "skyrl_train.entrypoints.export_hf", f"checkpoint={folder}", f"export_path={target}")
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=pipe, stderr=pipe)
+        try:
+            output, errors = await process.communicate()
+        except asyncio.CancelledError:
+            process.kill()
+            raise
+        if process.returncode:
+            story = (output + errors).decode(errors="replace").strip()
+            raise RuntimeError(f"the checkpoint {folder} could not be exported: {story}")
+        return str(target)
+
+
+def chosen_checkpoint(config: Config) -> Checkpoint | None:
+    """The checkpoint of trainer.resume_mode; None to evaluate trainer.policy.model.path. Raises: ValueError."""
+    trainer = config.trainer
+    if trainer.resume_mode is None:
+        return None
+    if trainer.resume_mode == "latest":
+        return find_checkpoint(trainer.ckpt_path, "trainer.ckpt_path")
+    return load_checkpoint(Path(trainer.resume_path or "").expanduser().resolve())
+
+
+def _model_path(checkpoint: Checkpoint) -> str:
+    """The model from which the checkpoint's run started: it has the same shape and tokenizer."""
+    if not checkpoint.state.model:
+        raise ValueError(f"{checkpoint.folder} was written by a version of skyrl_train that did not record the model")
+    return str(checkpoint.state.model["path"])
+
+
+def with_model(config: Config, path: str) -> Config:
+    """The configuration of engines that serve the folder as it is, on devices of their own."""
+    trainer = config.trainer
+    model = replace(trainer.policy.model, path=path, lora=replace(trainer.policy.model.lora, rank=0, path=None))
+    policy, placement = replace(trainer.policy, model=model), replace(trainer.placement, colocate_all=False)
+    trainer = replace(trainer, policy=policy, placement=placement, verify_sync_every=0)
+    return replace(config, trainer=trainer)
+
+
+def result_table(groups: list[Group], metrics: Metrics) -> Table:
+    """Scores of all prompts and of each data source, with their standard errors."""
+    names = list(dict.fromkeys(name.split("/")[1] for name in metrics))
+    scores = [name.removeprefix("eval/all/") for name in metrics if name.startswith("eval/all/")]
+    shown = [name for name in scores if name.startswith(("avg_score", "pass_at_")) and not name.endswith("_stderr")]
+    table = Table("data", *(name.replace("_at_", "@").replace("avg_", "") for name in shown))
+    for name in names:
+        cells = []
+        for score in shown:
+            value, error = metrics.get(f"eval/{name}/{score}"), metrics.get(f"eval/{name}/{score}_stderr")
+            cells.append("" if value is None else f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
+        table.add_row(name, *cells)
+    num_samples = sum(len(group.samples) for group in groups)
+    table.caption = f"{num_samples} samples of {len(groups)} prompts; ± one standard error over the prompts"
+    return table

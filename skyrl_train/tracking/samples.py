@@ -1,0 +1,94 @@
+"""Samples of training and evaluation as text: which are written where, and sent to trackers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.tracking.jsonl import json_line
+from skyrl_train.tracking.sinks import Tracker
+from skyrl_train.tracking.transcripts import Transcript, TranscriptLog, transcript_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from skyrl_train.types import Group
+
+log = logging.getLogger(__name__)
+
+EVALUATIONS = "evaluations"
+"""Folder of the samples of evaluations in a run's folder."""
+
+
+class SampleLog:
+    """Writes samples of training into samples.jsonl, and those of each evaluation into a file of its own."""
+
+    def __init__(
+        self, transcripts: TranscriptLog, evaluations: Path, decode: Callable[[Tensor], str], tracker: Tracker
+    ) -> None:
+        """Args: evaluations: folder of their files; decode: token ids to text, with special tokens."""
+        self._transcripts, self._evaluations, self._decode, self._tracker = transcripts, evaluations, decode, tracker
+
+    def training(self, step: int, groups: Sequence[Group], max_samples: int) -> None:
+        """Write the samples of the first groups. Args: max_samples: -1 for all."""
+        rows = self._rows(step, groups)
+        rows = rows if max_samples < 0 else rows[:max_samples]
+        self._transcripts.log(rows)
+        self._tracker.log_samples(step, "samples/train", [plain(row) for row in rows])
+
+    def evaluation(self, step: int, groups: Sequence[Group], *, parquet: bool = False) -> list[Path]:
+        """Write all samples; a file that cannot be written (full disk) is logged. Returns: the files."""
+        rows = [plain(row) for row in self._rows(step, groups)]
+        self._tracker.log_samples(step, "samples/eval", rows)
+        target = self._evaluations / f"global_step_{step}.jsonl"
+        try:
+            self._evaluations.mkdir(parents=True, exist_ok=True)
+            files = [_replaced(target, lambda draft: draft.write_bytes(b"".join(map(json_line, rows))))]
+            if parquet:
+                files.append(_replaced(target.with_suffix(".parquet"), lambda draft: write_parquet(draft, rows)))
+        except OSError as error:
+            log.warning("the samples of the evaluation of step %d cannot be written: %s", step, error)
+            return []
+        return files
+
+    def close(self) -> None:
+        self._transcripts.close()
+
+    def _rows(self, step: int, groups: Sequence[Group]) -> list[Transcript]:
+        return [
+            transcript_of(step, sample, group.prompt, self._decode(sample.token_ids))
+            for group in groups
+            for sample in group.samples
+        ]
+
+
+def plain(row: Transcript) -> dict[str, Any]:
+    """Values of JSON; what an environment reports and JSON does not have becomes text."""
+    values: dict[str, Any] = json.loads(json_line(asdict(row)))
+    return values
+
+
+def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """One column per field; what differs in form from row to row (reference, metrics, named rewards) is JSON text.
+    Raises: OSError."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = ("reference", "env_metrics", "named_rewards")
+    flat = [{name: json.dumps(row[name]) if name in texts else row[name] for name in row} for row in rows]
+    pq.write_table(pa.Table.from_pylist(flat), path)
+
+
+def _replaced(path: Path, write: Callable[[Path], object]) -> Path:
+    """Write a file that appears when it is complete. Raises: OSError."""
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        write(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return path
