@@ -3,6 +3,7 @@
     python -m benchmarks.step --update-only --shape qwen3-4b
     python -m benchmarks.step --update-only --shape qwen3-4b --parts --trace kernels.txt
     python -m benchmarks.step --update-only --shape qwen3-4b --pp 2 --gpus 2 --samples 128
+    python -m benchmarks.step --methods --shape tiny --samples 16 --sample-tokens 256 --float32
     python -m benchmarks.step --shape qwen3-0.6b --gpus 1 --colocate
     python -m benchmarks.step --shape qwen3-0.6b --gpus 2
 
@@ -10,6 +11,9 @@ With --update-only: MegatronPolicy.update on local ranks, without engines, in tu
 same micro-batches (overhead: the median of their ratios); samples of --sample-tokens, micro-batches of --max-tokens.
 --parts (lib/update_parts.py; of each part the slowest rank) and --trace (lib/kernel_shares.py; rank 0) say where the
 time of an update goes.
+
+With --methods: what each loss and correction adds to an update, and each estimator to a step (lib/method_cost.py):
+the median of --steps ratios to `regular`.
 
 Otherwise whole GRPO steps through the main job: 64 prompts of 128 tokens x 8 samples x 512 new tokens (every response
 has exactly that length: the end-of-text token has an id that the model cannot draw), no KL term unless --kl; --gpus are
@@ -38,6 +42,7 @@ from benchmarks.lib.random_model import DIGIT_SHARE, model_config, write_prompts
 from benchmarks.lib.results import write_json
 
 WARM_UP = 2
+SHARES = ("kernel_shares", "added_to_update", "credit_of_update")
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -48,6 +53,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     update.add_argument("--update-only", action="store_true")
     add_batch(update)
     update.add_argument("--parts", action="store_true", help="time the parts of an update too, each waited for")
+    update.add_argument("--methods", action="store_true", help="compare the updates of all losses and corrections")
     update.add_argument("--trace", help="write the kernels of one update to this file, and print their shares by group")
     whole = parser.add_argument_group("whole steps")
     whole.add_argument("--engines", type=int, default=1)
@@ -101,6 +107,23 @@ def measure_update(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "grad_norm": next(rank["metrics"]["policy/grad_norm"] for rank in ranks if rank["metrics"]),
         "parts_s": {part: max(rank["parts_s"][part] for rank in ranks) for part in first["parts_s"]},
         "kernel_shares": first["kernel_shares"],
+    }
+
+
+def measure_methods(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Shares of an update of `regular`, of the slowest rank."""
+    from benchmarks.lib.method_cost import comparison, run
+    from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+
+    job = replace(update_job(folder, args), warm_up=WARM_UP, steps=args.steps)
+    ranks = run_on_ranks(run, comparison(job), args.gpus, timeout_s=3000)
+    first = ranks[0]
+    regular = first["regular_s"]
+    added = {name: max(statistics.median(rank["ratios"][name]) for rank in ranks) - 1 for name in first["ratios"]}
+    return {
+        "regular_s": regular,
+        "added_to_update": added,
+        "credit_of_update": {name: seconds / regular for name, seconds in first["credit_s"].items()},
     }
 
 
@@ -160,7 +183,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     for name, value in result.items():
         if isinstance(value, dict):
             for inner, number in value.items():
-                table.add_row(f"{name}: {inner}", f"{number:.1%}" if name == "kernel_shares" else f"{number:.4g}")
+                table.add_row(f"{name}: {inner}", f"{number:.1%}" if name in SHARES else f"{number:.4g}")
         elif isinstance(value, float):
             share = name in ("overhead", "mfu", "mfu_of_schedule", "bare_mfu", "idle", "idle_in_theory")
             table.add_row(name, f"{value:.1%}" if share or name.startswith("neither") else f"{value:.4g}")
@@ -176,9 +199,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or Path(scratch, "model")
         make_model(folder, args)
-        measured = measure_update(folder, args) if args.update_only else measure_steps(folder, args, Path(scratch))
+        if args.methods:
+            measured = measure_methods(folder, args)
+        else:
+            measured = measure_update(folder, args) if args.update_only else measure_steps(folder, args, Path(scratch))
     given = {name: str(value) for name, value in vars(args).items() if value is not None}
-    what = "update" if args.update_only else "GRPO step, colocated" if args.colocate else "GRPO step"
+    what = "update" if args.update_only or args.methods else "GRPO step, colocated" if args.colocate else "GRPO step"
     result = {"title": title(args, what)} | measured
     show(result, console)
     write_json(args.json, {"arguments": given} | result)

@@ -102,14 +102,14 @@ def run(rendezvous: Rendezvous, job: Job) -> dict[str, Any]:
     """Seconds of each measured step, both ways, and what the first way reports of itself."""
     policy, batch = build(rendezvous, job)
     place = policy.ranks
-    logprob_s = [_timed(lambda: policy.prompt_logprobs(batch)) for _ in range(2)][-1]
+    logprob_s = [timed(lambda: policy.prompt_logprobs(batch)) for _ in range(2)][-1]
     reports, seconds, bare, peak_bytes = [], [], [], 0
     bare_step = _bare_step(policy, batch)
     for _ in range(job.warm_up + job.steps):  # in turns, so that a device that slows down slows both
         _reset_peak()
-        seconds.append(_timed(lambda: reports.append(policy.update(batch))))
+        seconds.append(timed(lambda: reports.append(policy.update(batch))))
         peak_bytes = max(peak_bytes, _peak_bytes())
-        bare.append(_timed(bare_step))
+        bare.append(timed(bare_step))
     parts = measure_parts(policy, batch, job.steps) if job.parts else {}
     kernels: dict[str, float] = {}
     if job.trace and rendezvous.rank == 0:
@@ -136,7 +136,7 @@ def run(rendezvous: Rendezvous, job: Job) -> dict[str, Any]:
     }
 
 
-def _timed(work: Any) -> float:
+def timed(work: Any) -> float:
     """Seconds of the work on the slowest rank."""
     synchronize()
     dist.barrier()
