@@ -44,6 +44,7 @@ CANNOT_BE_HAD = {
 }
 KNOWN = key_types(Config)
 MEGATRON = "trainer.policy.megatron_config"
+OFF_POLICY = "trainer.algorithm.off_policy_correction"
 
 
 def problems(arguments: list[str]) -> tuple[str, ...]:
@@ -134,6 +135,11 @@ def test_every_rule_leads_to_keys_that_exist_and_leaves_no_value_of_an_unknown_k
         (["trainer.eval_interval=0", "trainer.strategy=fsdp"], "trainer.eval_interval", -1),
         (["data.train_data=[openai/gsm8k]", "trainer.strategy=fsdp"], "data.train_data", ("openai/gsm8k:train",)),
         (["trainer.algorithm.use_tis=true"], "trainer.algorithm.corrections", ("token_tis",)),
+        (
+            [f"{OFF_POLICY}.tis_ratio_type=token", f"{OFF_POLICY}.sequence_mask_metric=product"],
+            "trainer.algorithm.corrections",
+            ("token_tis", "product_mask"),
+        ),
         (
             [
                 "trainer.algorithm.off_policy_correction.tis_ratio_type=sequence",
