@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from rich.console import Console
 
@@ -19,10 +19,6 @@ from skyrl_train.config.rl import RL
 from skyrl_train.entrypoints import command
 from skyrl_train.entrypoints.experiment import Experiment
 from skyrl_train.entrypoints.main_base import COMMAND
-
-T = TypeVar("T")
-WAIT_S = 0.5
-"""Seconds between checks for Ctrl-C: a signal that another thread receives does not wake this one."""
 
 
 def load_config(
@@ -44,38 +40,40 @@ def load_config(
 def run(config: Config, *, experiment: type[Experiment] = Experiment) -> Path:
     """Train and return the folder of the run; prints what the command prints.
 
-    With a running event loop, as in a notebook, training has its own thread. Ctrl-C, or a notebook's stop button, ends
-    it after the current step, a second one immediately.
+    With a running event loop, as in a notebook, training has its own thread, and this one waits for it. Ctrl-C, or a
+    notebook's stop button, ends training after the current step, a second one immediately.
 
     Args: experiment: subclass with your own parts (`get_rollout`, `get_source`, `get_trainer`, ...).
     Raises: ConfigError for an invalid configuration; KeyboardInterrupt if interrupted; the error of a failed run.
     """
-    interrupts, training = command.Interrupts(), dataclasses.replace(COMMAND, run=experiment)
+    interrupts = command.Interrupts()
+    return command.beside_a_running_loop(partial(_train, config, experiment, interrupts), interrupts)
 
-    def work() -> command.Ended:
-        command.prepare(training, config)
-        training.check(config, None, True)
-        return command.run(training, config, Console(), interrupts)
 
-    ended = _beside_a_running_loop(work, interrupts)
+async def run_async(config: Config, *, experiment: type[Experiment] = Experiment) -> Path:
+    """Like `run`, while the event loop of the caller continues: `await skyrl_train.run_async(config)`.
+
+    Cancelling it ends training after the current step, and then returns.
+    """
+    interrupts = command.Interrupts()
+    with ThreadPoolExecutor(1, thread_name_prefix="skyrl-train") as thread:
+        training = asyncio.wrap_future(thread.submit(_train, config, experiment, interrupts))
+        try:
+            return await asyncio.shield(training)
+        except asyncio.CancelledError:
+            interrupts.request()
+            await asyncio.wait([training])
+            training.exception()  # KeyboardInterrupt of the run that was told to stop
+            raise
+
+
+def _train(config: Config, experiment: type[Experiment], interrupts: command.Interrupts) -> Path:
+    training = dataclasses.replace(COMMAND, run=experiment)
+    command.prepare(training, config)
+    training.check(config, None, True)
+    ended = command.run(training, config, Console(), interrupts)
     if ended.error is not None:
         raise ended.error
     if ended.code:
         raise KeyboardInterrupt
     return Path(config.trainer.run_dir).expanduser().resolve()
-
-
-def _beside_a_running_loop(work: Callable[[], T], interrupts: command.Interrupts) -> T:
-    """The result of `work`, in a separate thread if this one already runs an event loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return work()
-    with ThreadPoolExecutor(1, thread_name_prefix="skyrl-train") as thread:
-        future = thread.submit(work)
-        while not future.done():
-            try:
-                wait([future], timeout=WAIT_S)
-            except KeyboardInterrupt:
-                interrupts.request()
-        return future.result()

@@ -12,6 +12,7 @@ from skyrl_train.config import Config
 from skyrl_train.config.generator import GeneratorConfig, SamplingConfig
 from skyrl_train.config.values import is_loopback
 from skyrl_train.engines.protocol import engine_kind
+from skyrl_train.engines.settings import require_local_cache_size
 from skyrl_train.weight_sync.channels.table import transport
 
 SERVER_URL = re.compile(r"^https?://[^/\s]+/?$")
@@ -144,6 +145,11 @@ def _paths_of_remote_code(value: Any, path: str) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _paths_of_remote_code(item, path)
+
+
+def check_cache(config: Config) -> None:
+    """Raises: ValueError without a GPU on this machine and a size of the KV cache, where engines run here."""
+    require_local_cache_size(config.generator)
 
 
 def transport_problems(config: Config) -> Iterator[str]:

@@ -36,13 +36,20 @@ class Host:
     """A Ray actor that makes one object and forwards calls to it, one at a time. The object's constructor must not
     fail: Ray keeps only the stack's text of an error in an actor's constructor."""
 
+    _name = "starting"
+
     def __init__(self, entry_point: str, log_path: str, visible_devices: str | None, *args: Any) -> None:
         """Args: entry_point: `module:Class`, called with args; visible_devices: None for Ray's choice."""
+        self._name = Path(log_path).stem
         if visible_devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
         log_to(log_path)
         talk_through_node_address()
         self._object: Any = resolve_name(entry_point)(*args)
+
+    def __repr__(self) -> str:
+        """In Ray's dashboard, `ray list actors` and logs, such as policy-0 or engine-1."""
+        return self._name
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         try:

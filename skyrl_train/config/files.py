@@ -112,10 +112,27 @@ def check_files(schema: type, files: Sequence[ConfigFile]) -> None:
         if file.package == "experiment":
             problems.append(f"{file.shown}: the first line is missing. Add `# @package _global_`")
             continue
-        if not file.is_lower_base:
+        if not file.is_lower_base and (other := _other_program(file, schema)) is not None:
+            problems.append(other)
+        elif not file.is_lower_base:
             problems += [f"{unknown_key(path, schema)} (in {file.shown})" for path in _foreign(file, schema)]
     if problems:
         raise ConfigError(problems)
+
+
+def _other_program(file: ConfigFile, schema: type) -> str | None:
+    """The error for an experiment of another program: it has keys that this schema lacks and the other one has."""
+    from skyrl_train.config.rl import RL  # both import this module
+    from skyrl_train.config.sft import SFT
+
+    foreign = _foreign(file, schema)
+    for program in (RL, SFT):
+        if foreign and not issubclass(schema, program.schema) and not _foreign(file, program.schema):
+            return (
+                f"{file.shown} is an experiment of another program: this one has no {', '.join(foreign[:3])}. Run "
+                f"python -m {program.module} +experiment={Path(file.shown).stem}"
+            )
+    return None
 
 
 def _foreign(file: ConfigFile, schema: type) -> list[str]:

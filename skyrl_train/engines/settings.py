@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.policy import LoraConfig
+from skyrl_train.device import device_type as own_device_type
 from skyrl_train.hf.adapter import SLOT_RANKS, linear_shapes, slot_problem, targets
 
 log = logging.getLogger(__name__)
@@ -84,14 +85,26 @@ class EngineSettings:
         return replace(self, generator=replace(self.generator, **keys))
 
 
-def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, Any]:
-    """Keyword arguments of vLLM's AsyncEngineArgs. Raises: ValueError without a GPU and a size of the KV cache."""
-    generator = settings.generator
+def require_cache_size(generator: GeneratorConfig, device_type: str) -> None:
+    """Raises: ValueError without a GPU and a size of the KV cache."""
     if device_type == "cpu" and generator.kv_cache_memory_gb is None:
         raise ValueError(
             "generator.kv_cache_memory_gb is null: without a GPU every engine would claim most of the host's memory. "
             "Set it, for example to 0.25"
         )
+
+
+def require_local_cache_size(generator: GeneratorConfig) -> None:
+    """Like `require_cache_size` before a run, where it is known: vLLM's own engines on this machine alone."""
+    is_known = generator.backend == "vllm" and generator.run_engines_locally and not os.environ.get("RAY_ADDRESS")
+    if is_known:
+        require_cache_size(generator, own_device_type())
+
+
+def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs. Raises: ValueError without a GPU and a size of the KV cache."""
+    generator = settings.generator
+    require_cache_size(generator, device_type)
     arguments: dict[str, Any] = {
         "model": settings.model_path,
         "served_model_name": settings.served_model_name,

@@ -12,8 +12,10 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=RunConfig)
+W = TypeVar("W")
+WAIT_S = 0.5
+"""Seconds between checks for Ctrl-C: a signal that another thread receives does not wake this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +86,8 @@ class Terminated(KeyboardInterrupt):
 
 
 def execute(command: Command[T], argv: Sequence[str]) -> int:
-    """Run a command line and return the exit code. Every failure is one message."""
-    console = Console()
+    """Run a command line and return the exit code. Every failure is one message. Works beside a running event loop."""
+    console, interrupts = Console(), Interrupts()
 
     def work() -> int:
         config = command.program.read(argv)
@@ -91,9 +96,25 @@ def execute(command: Command[T], argv: Sequence[str]) -> int:
             command.check(config, None, True)
         except ConfigError as error:
             raise command.program.naming_old_keys(error, argv) from error
-        return run(command, config, console, argv=argv).code
+        return run(command, config, console, interrupts, argv).code
 
-    return guarded(work, console)
+    return guarded(lambda: beside_a_running_loop(work, interrupts), console)
+
+
+def beside_a_running_loop(work: Callable[[], W], interrupts: Interrupts) -> W:
+    """The result of `work`, in a separate thread if this one already runs an event loop, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    with ThreadPoolExecutor(1, thread_name_prefix="skyrl-train") as thread:
+        future = thread.submit(work)
+        while not future.done():
+            try:
+                wait([future], timeout=WAIT_S)
+            except KeyboardInterrupt:
+                interrupts.request()
+        return future.result()
 
 
 def guarded(work: Callable[[], int], console: Console) -> int:
@@ -172,7 +193,9 @@ def _run(
     except KeyboardInterrupt as interrupt:
         status, code = "interrupted", _exit_code(interrupt)
     except Exception as error:
-        report_failure(error, run_dir, console, secrets)
+        if run_dir is not None and not (run_dir.has_metrics or (training is not None and training.loop is not None)):
+            run_dir = run_dir.give_way()
+        report_failure(error, run_dir, console, secrets, moved_from=config.trainer.run_dir)
         failure = error
     finally:
         if run_dir is not None:
@@ -233,9 +256,14 @@ async def _until_signal(
     return received[0] if received else None
 
 
-def report_failure(error: Exception, run_dir: RunDir | None, console: Console, secrets: Secrets = BY_NAME) -> None:
-    """Print the error; the traceback goes into the run's folder, if there is one."""
-    where = ""
+def report_failure(
+    error: Exception, run_dir: RunDir | None, console: Console, secrets: Secrets = BY_NAME, moved_from: str = ""
+) -> None:
+    """Print the error; the traceback goes into the run's folder, if there is one.
+    Args: moved_from: the folder in which the error's log files were before it gave way to an earlier run."""
+    message, where = str(error), ""
+    if run_dir is not None and moved_from:
+        message = message.replace(f"{Path(moved_from).expanduser().resolve()}/", f"{run_dir.path}/")
     if run_dir is not None:
         path, stack = run_dir.logs / "driver.log", secrets.text("".join(traceback.format_exception(error)))
         try:
@@ -245,7 +273,7 @@ def report_failure(error: Exception, run_dir: RunDir | None, console: Console, s
         except OSError as full:
             where = f"\n{path} could not be written ({full}). Full traceback:\n{stack}"
     kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
-    print_error(f"{kind}{error}{where}", console, secrets)
+    print_error(f"{kind}{message}{where}", console, secrets)
 
 
 def print_error(message: str, console: Console, secrets: Secrets | None = None) -> None:
@@ -255,15 +283,14 @@ def print_error(message: str, console: Console, secrets: Secrets | None = None) 
 
 
 def _write_report(run_dir: RunDir, status: str, console: Console) -> None:
-    metrics = run_dir.path / "metrics.jsonl"
-    if status != "finished" and not (metrics.exists() and metrics.stat().st_size):
+    if status != "finished" and not run_dir.has_metrics:
         return  # nothing to show, and the reason has been said
     from skyrl_train.tracking.report.history import load_history, summarize
     from skyrl_train.tracking.report.report import write_report
 
     try:
         html, png = write_report(run_dir.path)
-        summary = summarize(run_dir.path, load_history(metrics)).line()
+        summary = summarize(run_dir.path, load_history(run_dir.metrics)).line()
     except (ValueError, OSError) as error:
         console.print(f"no report: {error}", highlight=False, soft_wrap=True, markup=False)
         return

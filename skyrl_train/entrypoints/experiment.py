@@ -9,6 +9,7 @@ from functools import partial
 
 from rich.console import Console
 
+from skyrl_train.checks.engines import check_cache
 from skyrl_train.checks.model_folder import check_scoring_models
 from skyrl_train.cluster.launch import Processes
 from skyrl_train.cluster.pool.settings import served_model_name
@@ -18,12 +19,12 @@ from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.data.hints import KEY, Hints, check_template, hint_of_template
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.entrypoints.run import Run
-from skyrl_train.envs.registry import env_creator
+from skyrl_train.envs.registry import env_creator, row_problem
 from skyrl_train.imports import imported
 from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.contract import Engines, Rollout
 from skyrl_train.rollout.env_pool import EnvPool
-from skyrl_train.rollout.sample import Sampler
+from skyrl_train.rollout.sample import Sampler, env_config
 from skyrl_train.rollout.source import SOURCES, GroupSource, SourceParts
 from skyrl_train.tracking.progress import ConsoleProgress
 from skyrl_train.tracking.run_dir import RunDir
@@ -53,8 +54,28 @@ class Experiment(Run[Config, Processes]):
         self.train_prompts = self.get_train_prompts()
         self.val_prompts = self.get_val_prompts()
         self.hints = self.get_hints()
-        for env_class in {prompt.env_class for prompt in (*self.train_prompts, *self.val_prompts)}:
-            env_creator(env_class)
+        check_cache(config)
+        self._check_environments()
+
+    def _check_environments(self) -> None:
+        """Raises: ValueError for an unknown environment, or one that cannot be created for its first row."""
+        environment, generator = self.config.environment, self.config.generator
+        prompts = {prompt.env_class: prompt for prompt in reversed([*self.train_prompts, *self.val_prompts])}
+        for env_class, prompt in prompts.items():
+            asked = "" if env_class == environment.env_class else " (a row asks for it, in its column env_class)"
+            try:
+                env_creator(env_class)
+            except ValueError as error:
+                raise ValueError(f"{error}{asked}") from error
+            if generator.rollout is None:
+                kwargs = environment.skyrl_gym.env_kwargs.get(env_class, {})
+                extras = {**prompt.extras, "max_turns": generator.max_turns}
+                if problem := row_problem(env_class, env_config(kwargs, self.config.extra), extras):
+                    raise ValueError(
+                        f"the environment {env_class}{asked} cannot be created for prompt {prompt.uid}, whose row has "
+                        f"the columns {', '.join(prompt.extras) or 'prompt alone'}: {problem}. Add what is missing to "
+                        f"the rows, or to environment.skyrl_gym.env_kwargs.{env_class}"
+                    )
 
     def check_models(self) -> None:
         """Raises: ValueError for a reference, critic or teacher that cannot score the policy's tokens."""

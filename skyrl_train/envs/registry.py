@@ -54,8 +54,26 @@ def env_creator(env_class: str) -> Callable[..., BaseTextEnv]:
     meant = f" (did you mean {' or '.join(close)}?)" if close else ""
     raise ValueError(
         f"unknown environment {env_class!r}{meant}. Use one of "
-        f"{', '.join(sorted(skyrl_gym.registry))}, or your own `module:Class`"
+        f"{', '.join(sorted(skyrl_gym.registry))}, or your own `module:Class`. To register it, write "
+        f"skyrl_gym.register(id={env_class!r}, entry_point='module:Class') in a module and name that module in "
+        "trainer.custom_modules"
     )
+
+
+def row_problem(env_class: str, env_config: Any, extras: Mapping[str, Any]) -> str | None:
+    """Why an environment of skyrl-gym or of this package cannot be created for a row; None if it can.
+
+    The environment is closed at once. Other environments may be expensive to create: they are not tried.
+    """
+    spec = skyrl_gym.registry.get(env_class)
+    if spec is None or not str(spec.entry_point).startswith(("skyrl_gym.", "skyrl_train.")):
+        return None
+    try:
+        make_env(env_class, env_config, extras).close()
+    # Anything that a constructor raises, such as AssertionError for a column that is missing.
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def aggregate_env_metrics(env_class: str, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -31,9 +31,8 @@ class Sampler:
         extra: the user's own values, as `env_config.extra` of every environment.
         """
         self._env_pool = env_pool
-        own = {"extra": dict(extra or {})}
-        self._env_configs = {name: _env_config(own | dict(kwargs)) for name, kwargs in env_kwargs.items()}
-        self._empty_env_config = _env_config(own)
+        self._env_configs = {name: env_config(kwargs, extra) for name, kwargs in env_kwargs.items()}
+        self._empty_env_config = env_config({}, extra)
 
     async def sample(self, prompt: Prompt, sampling_params: SamplingParams, engines: Engines) -> Sample:
         """Play one episode: until the environment is done, `max_turns` generations, or a conversation longer than
@@ -87,8 +86,9 @@ def _rendered(episode: Episode, render: Callable[[], list[int]]) -> list[int]:
         raise episode.failure(f"its messages cannot be rendered for the policy: {error}") from error
 
 
-def _env_config(kwargs: Mapping[str, Any]) -> DictConfig:
-    """Fields are attributes and keys, as skyrl-gym's environments read them; read-only, since samples share it."""
-    config = OmegaConf.create(dict(kwargs))
+def env_config(kwargs: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> DictConfig:
+    """Settings of an environment: fields are attributes and keys, as skyrl-gym's environments read them; read-only,
+    since samples share it. Args: extra: the user's own values, as `extra`."""
+    config = OmegaConf.create({"extra": dict(extra or {}), **kwargs})
     OmegaConf.set_readonly(config, True)
     return config

@@ -1,6 +1,7 @@
 """The folder of a run; `runs/NAME` is always the newest run of that name.
 
-An earlier run in the folder is renamed to `NAME.1`, the next to `NAME.2` and so on (higher is newer). A resumed run
+An earlier run in the folder is renamed to `NAME.1`, the next to `NAME.2` and so on (higher is newer), and gets its name
+back if the new one fails before it has trained anything (its files are then in `NAME.failed`). A resumed run
 (`trainer.resume_mode`) stays in its folder and appends to its files. A folder that is in use, or that is not a run's,
 is refused and never moved or written.
 """
@@ -14,6 +15,7 @@ import logging
 import os
 import platform
 import re
+import shutil
 import socket
 import sys
 import time
@@ -46,6 +48,8 @@ class RunDir:
     path: Path
     lock: TextIO
     """Open file with an exclusive lock, which the system releases when the process ends."""
+    earlier: Path | None = None
+    """New folder of the earlier run of this name, if there was one."""
 
     @property
     def run_id(self) -> str:
@@ -63,6 +67,35 @@ class RunDir:
     @property
     def samples(self) -> Path:
         return self.path / "samples.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def has_metrics(self) -> bool:
+        return self.metrics.exists() and self.metrics.stat().st_size > 0
+
+    def give_way(self) -> RunDir:
+        """After a start that failed, give the folder back to the earlier run of this name, if there was one.
+
+        Returns: the folder of the failed start, which is then `NAME.failed`; an older one of that name is removed.
+        """
+        if self.earlier is None:
+            return self
+        failed = self.path.with_name(f"{self.path.name}.failed")
+        try:
+            if read_record(failed).get("status") == "failed":
+                shutil.rmtree(failed)
+            self.path.rename(failed)
+            self.earlier.rename(self.path)
+        except OSError as error:
+            log.warning("the earlier run stays in %s: %s", self.earlier, error)
+            return self if self.path.exists() else RunDir(failed, self.lock)
+        log.warning(
+            "nothing was trained: the earlier run is in %s again, the files of this start in %s", self.path, failed
+        )
+        return RunDir(failed, self.lock)
 
     def finish(self, status: str) -> None:
         """Write the status ("finished", "interrupted", "failed") into run.json and release the folder.
@@ -113,14 +146,15 @@ def create_run_dir(
         "run_id": uuid.uuid4().hex,
     }
     try:
+        moved = None
         if not resumes:
-            move_earlier_run(path)
+            moved = move_earlier_run(path)
         elif _require_run(path) and (earlier := read_record(path)):
             ended = {key: earlier[key] for key in EARLIER if key in earlier}
             record["run_id"] = earlier.get("run_id", record["run_id"])
             record["earlier"] = [*earlier.get("earlier", []), ended]
         path.mkdir(parents=True, exist_ok=True)
-        run_dir = RunDir(path, lock=lock_folder(path, *OWN_LOCK))
+        run_dir = RunDir(path, lock_folder(path, *OWN_LOCK), moved)
         run_dir.logs.mkdir(exist_ok=True)
         run_dir.logs.chmod(0o700)  # libraries may write secrets there
         _write_private(run_dir.config, config_yaml)

@@ -18,7 +18,7 @@ from skyrl_train.tracking.run_dir import HeldFolder
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.from_config import model_of, settings_of
-from skyrl_train.trainer.problems import Problems, SkippedUpdates
+from skyrl_train.trainer.problems import Anomalies, Problems, SkippedUpdates
 from skyrl_train.trainer.run_state import CRITIC, RECORD, Checkpoints, RunState, write_groups
 from skyrl_train.types import Metrics
 
@@ -66,7 +66,7 @@ class Loop(ABC):
         """Folder of the newest export."""
         self.run_folder: HeldFolder | None = None
         """The run's folder, which must not be moved or deleted."""
-        self._problems, self._skipped = Problems(), SkippedUpdates()
+        self._problems, self._skipped, self._anomalies = Problems(), SkippedUpdates(), Anomalies()
 
     @abstractmethod
     async def step(self) -> Metrics:
@@ -147,6 +147,7 @@ class Loop(ABC):
                 metrics = await self._step_or_checkpoint()
             self.global_step += 1
             self._skipped.count(metrics)
+            self._anomalies.note(self.global_step, metrics)
             metrics |= await self._export_and_evaluate()
             if config.ckpt_interval > 0 and self._is_due(config.ckpt_interval, also_last=True):
                 await self._save_checkpoint()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections import deque
+from statistics import median
 
 from skyrl_train.types import Metrics
 
@@ -12,6 +15,14 @@ WARN_AFTER = 3
 """Consecutive steps without an update before a warning."""
 END_AFTER = 10
 """Consecutive steps without an update before the run ends: each used other rows with the same weights."""
+
+
+CONSTANT_AFTER = 5
+"""Consecutive steps whose rewards are all the same number before a warning."""
+LARGE_NORM = 100.0
+"""Gradient norm over the median of the last steps above which it is a warning."""
+NORMS = 50
+"""Steps of that median; a tenth of them is needed for one."""
 
 
 class RunIncomplete(RuntimeError):
@@ -34,6 +45,43 @@ class Problems:
         """Raises: RunIncomplete with all problems."""
         if self._noted:
             raise RunIncomplete("the run is incomplete: " + "; ".join(self._noted))
+
+
+class Anomalies:
+    """Signs in the metrics that a run learns nothing or is about to diverge; each is a warning."""
+
+    def __init__(self) -> None:
+        self._norms: deque[float] = deque(maxlen=NORMS)
+        self._reward, self._num_equal = math.nan, 0
+
+    def note(self, step: int, metrics: Metrics) -> None:
+        """Args: metrics: of the step."""
+        self._note_rewards(step, metrics)
+        norm = metrics.get("policy/grad_norm", math.nan)
+        if not math.isfinite(norm):
+            return
+        if len(self._norms) >= NORMS // 10 and norm > LARGE_NORM * (usual := median(self._norms)) > 0:
+            log.warning(
+                "policy/grad_norm of step %d is %.3g, %.0f times the median of the last %d steps (%.3g). It is clipped "
+                "to trainer.policy.optimizer_config.max_grad_norm; if it stays large, lower lr, and read samples.jsonl",
+                step, norm, norm / usual, len(self._norms), usual,
+            )  # fmt: skip
+        self._norms.append(norm)
+
+    def _note_rewards(self, step: int, metrics: Metrics) -> None:
+        if metrics.get("reward/zero_variance_share") != 1.0:
+            self._num_equal = 0
+            return
+        reward = metrics["reward/avg_raw_reward"]
+        self._num_equal = self._num_equal + 1 if reward == self._reward else 1
+        self._reward = reward
+        if self._num_equal == CONSTANT_AFTER:
+            log.warning(
+                "every reward of the last %d steps, up to step %d, was %g: nothing is learned. Look at samples.jsonl: "
+                "does the environment read the right column (reference), and do responses end before "
+                "generator.sampling_params.max_generate_length?",
+                CONSTANT_AFTER, step, reward,
+            )  # fmt: skip
 
 
 class SkippedUpdates:

@@ -121,6 +121,61 @@ def test_a_failed_run_raises_its_error(world: Path):
         skyrl_train.run(config, experiment=Fails)  # type: ignore[arg-type]
 
 
+def test_a_notebook_can_await_a_run_and_go_on_meanwhile(world: Path):
+    config = skyrl_train.load_config(["trainer.run_name=awaited"], experiment="tiny")
+
+    async def cell() -> tuple[Path, int]:
+        ticks = 0
+        training = asyncio.ensure_future(skyrl_train.run_async(config, experiment=NoTraining))  # type: ignore[arg-type]
+        while not training.done():
+            ticks += 1
+            await asyncio.sleep(0.001)
+        return await training, ticks
+
+    folder, ticks = asyncio.run(cell())
+    assert folder == world / "runs/awaited" and ticks > 1
+    assert NoTraining.made.thread is not threading.main_thread()
+
+
+class Endless(NoTraining):
+    """Runs until it is told to stop."""
+
+    async def run(self, run_dir: Any) -> None:
+        self.stop = asyncio.Event()
+        await asyncio.wait_for(self.stop.wait(), 20)
+
+
+def test_a_cancelled_run_ends_after_its_step(world: Path, capsys: pytest.CaptureFixture[str]):
+    config = skyrl_train.load_config(["trainer.run_name=cancelled"], experiment="tiny")
+
+    async def cell() -> None:
+        training = asyncio.ensure_future(skyrl_train.run_async(config, experiment=Endless))  # type: ignore[arg-type]
+        while not hasattr(getattr(Endless, "made", None), "stop"):
+            await asyncio.sleep(0.001)
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+
+    asyncio.run(cell())
+    assert Endless.made.stop.is_set() and "stopping after this step" in capsys.readouterr().out
+
+
+def test_a_start_that_fails_gives_the_folder_back_to_the_run_that_was_there(
+    world: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = skyrl_train.load_config(["trainer.run_name=kept"], experiment="tiny")
+    skyrl_train.run(config, experiment=NoTraining)  # type: ignore[arg-type]
+    (world / "runs/kept/mine").touch()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="rank 1 died"):
+            skyrl_train.run(config, experiment=Fails)  # type: ignore[arg-type]
+        assert (world / "runs/kept/mine").exists() and not (world / "runs/kept.1").exists()
+        assert f"Full traceback: {world}/runs/kept.failed/logs/driver.log" in capsys.readouterr().out
+        assert "rank 1 died" in (world / "runs/kept.failed/logs/driver.log").read_text()
+    skyrl_train.run(config, experiment=NoTraining)  # type: ignore[arg-type]
+    assert (world / "runs/kept.1/mine").exists(), "a run that succeeds takes the name"
+
+
 def test_importing_the_package_is_quick_and_its_names_are_imported_when_used():
     code = "import sys, skyrl_train; assert not {'torch', 'ray', 'vllm'} & sys.modules.keys(); skyrl_train.run; "
     code += "import skyrl_train.entrypoints.run; assert callable(skyrl_train.run) and callable(skyrl_train.load_config)"

@@ -61,6 +61,37 @@ def test_a_misspelt_key_in_an_experiment_file_names_file_and_nearest(world: Path
     assert "configs/experiment/wrong.yaml" in message
 
 
+def test_an_experiment_of_another_program_is_named_with_its_command(world: Path, capsys: pytest.CaptureFixture[str]):
+    message = error(capsys, experiment_name="sft_quickstart")
+    assert "sft_quickstart.yaml is an experiment of another program: this one has no data.max_length" in message
+    assert "Run python -m skyrl_train.entrypoints.main_sft +experiment=sft_quickstart" in message
+
+
+def test_an_unknown_environment_says_who_asks_for_it_and_how_to_register_it(
+    world: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows = [{"prompt": [{"role": "user", "content": "1+1="}], "env_class": "multiply"}] * 32
+    (world / "asking.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    message = error(capsys, "data.train_data=[asking.jsonl]")
+    assert "unknown environment 'multiply'" in message and "a row asks for it, in its column env_class" in message
+    assert "skyrl_gym.register(id='multiply', entry_point='module:Class')" in message
+    assert "trainer.custom_modules" in message
+
+
+def test_rows_without_what_their_environment_reads_and_an_engine_without_a_cache_size_are_found_before_ray(
+    world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    rows = [{"prompt": [{"role": "user", "content": "1+1="}], "data_source": "sums"}] * 32
+    (world / "bare.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    message = error(capsys, "environment.env_class=gsm8k", "data.train_data=[bare.jsonl]")
+    assert "the environment gsm8k cannot be created for prompt 0, whose row has the columns" in message
+    assert "reward_spec" in message and "Add what is missing to the rows" in message
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("skyrl_train.engines.settings.own_device_type", lambda: "cpu")
+    message = error(capsys, "generator.kv_cache_memory_gb=null")
+    assert "generator.kv_cache_memory_gb is null: without a GPU every engine would claim" in message
+
+
 def test_a_missing_model_is_named(world: Path, capsys: pytest.CaptureFixture[str]):
     message = error(capsys, "trainer.policy.model.path=./absent")
     assert "trainer.policy.model.path" in message and "./absent" in message

@@ -71,7 +71,7 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["trainer.train_batchsize=4"], "unknown key trainer.train_batchsize: did you mean trainer.train_batch_size?"),
         (["data.max_lenght=4"], "unknown key data.max_lenght: did you mean data.max_length?"),
         (["data.too_long=cut"], "data.too_long is 'cut': It must be one of drop, truncate"),
-        (["+experiment=quickstart"], "unknown key trainer.algorithm"),
+        (["+experiment=quickstart"], "Run python -m skyrl_train.entrypoints.main_base +experiment=quickstart"),
         (["data.train_data=[gone.jsonl]"], "data.train_data contains gone.jsonl: there is no such file in"),
         (["data.train_data=[]"], "data.train_data is empty: nothing to train on"),
         (["data.val_data=[gone.jsonl]"], "data.val_data contains gone.jsonl: there is no such file in"),

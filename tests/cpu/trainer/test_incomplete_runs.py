@@ -16,7 +16,7 @@ from skyrl_train.config.sft import load_sft_config
 from skyrl_train.entrypoints.run import Run
 from skyrl_train.tracking.jsonl import JsonLinesWriter
 from skyrl_train.tracking.run_dir import HeldFolder, create_run_dir
-from skyrl_train.trainer.problems import END_AFTER, RunIncomplete, SkippedUpdates
+from skyrl_train.trainer.problems import END_AFTER, Anomalies, RunIncomplete, SkippedUpdates
 from skyrl_train.trainer.run_state import Checkpoints, load_checkpoint
 from skyrl_train.types import Metrics
 from tests.support.counting import Counting, steps, trainer_config
@@ -119,6 +119,24 @@ def test_steps_without_an_update_and_single_skipped_ones_are_no_sign_of_trouble(
     for number in range(4 * END_AFTER):
         skipped.count(updates(1, number % 2))
     assert skipped.problem is None and not skipped.is_stuck
+
+
+def test_a_gradient_norm_a_hundred_times_its_median_is_a_warning(caplog: pytest.LogCaptureFixture):
+    anomalies = Anomalies()
+    for step, norm in enumerate([500.0, 1.0, 2.0, 3.0, 2.0, 199.0, 2.0, float("nan"), 201.0], start=1):
+        anomalies.note(step, {"policy/grad_norm": norm})
+    (message,) = caplog.messages
+    assert message.startswith("policy/grad_norm of step 9 is 201, 100 times the median of the last 7 steps (2)")
+
+
+def test_rewards_that_are_always_the_same_number_are_a_warning_once(caplog: pytest.LogCaptureFixture):
+    anomalies = Anomalies()
+    constant = {"reward/zero_variance_share": 1.0, "reward/avg_raw_reward": 0.0}
+    others = [constant | {"reward/avg_raw_reward": 1.0}, {**constant, "reward/zero_variance_share": 0.9}]
+    for step, metrics in enumerate([constant] * 4 + others + [constant] * 7, start=1):
+        anomalies.note(step, metrics)
+    (message,) = caplog.messages
+    assert message.startswith("every reward of the last 5 steps, up to step 11, was 0: nothing is learned.")
 
 
 def deleted(folder: Path) -> None:
