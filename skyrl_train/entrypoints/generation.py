@@ -163,6 +163,7 @@ def with_model(config: Config, path: str) -> Config:
 def result_table(groups: list[Group], metrics: Metrics) -> Table:
     """Scores of all prompts and of each data source, with their standard errors."""
     names = list(dict.fromkeys(name.split("/")[1] for name in metrics))
+    names = names[:1] if len(names) == 2 else names  # a single data source is all of them
     scores = [name.removeprefix("eval/all/") for name in metrics if name.startswith("eval/all/")]
     shown = [name for name in scores if name.startswith(("avg_score", "pass_at_")) and not name.endswith("_stderr")]
     table = Table("data", *(name.replace("_at_", "@").replace("avg_", "") for name in shown))
