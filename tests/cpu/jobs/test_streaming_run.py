@@ -85,7 +85,7 @@ def test_a_run_survives_an_engine_and_its_driver_and_trains_each_row_once(world:
     rows = {row["trainer/global_step"]: row for row in resumed.metrics if "trainer/epoch" in row}
     assert sorted(rows) == [1, 2, 3, 4] and "eval/all/avg_score" in rows[4]
     assert all(row["async/staleness_max"] <= 1 and row["generate/batch_num_seq"] == 32 for row in rows.values())
-    nothing_lost = {"generated": 32, "waiting": 0, "trained": 32, "filtered": 0, "failed": 0}
+    nothing_lost = {"generated": 32, "waiting": 0, "trained": 32, "filtered": 0, "failed": 0, "cancelled": 0}
     assert source_of(run_dir / "checkpoints/global_step_4/checkpoint.json")["ledger"] == nothing_lost
 
 
