@@ -42,7 +42,7 @@ from benchmarks.lib.random_model import DIGIT_SHARE, model_config, write_prompts
 from benchmarks.lib.results import write_json
 
 WARM_UP = 2
-SHARES = ("kernel_shares", "added_to_update", "credit_of_update")
+SHARES = ("kernel_shares", "added_to_update", "objective_of_update", "credit_of_update")
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -123,6 +123,7 @@ def measure_methods(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "regular_s": regular,
         "added_to_update": added,
+        "objective_of_update": {name: seconds / regular for name, seconds in first["objective_s"].items()},
         "credit_of_update": {name: seconds / regular for name, seconds in first["credit_s"].items()},
     }
 

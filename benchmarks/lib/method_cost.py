@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.lib.update_ranks import Job, build, experience, timed
 from skyrl_train.algorithms.build import build_objective
-from skyrl_train.algorithms.objective import Objective
+from skyrl_train.algorithms.inputs import PerSample, TokenInputs
+from skyrl_train.algorithms.objective import Objective, objective_loss
 from skyrl_train.algorithms.selection import MiniBatch, selected
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, LOSSES
 from skyrl_train.config import load_config
@@ -27,6 +28,7 @@ from skyrl_train.trainer.credit import CreditAssignment
 from skyrl_train.types import ExperienceBatch, TrainBatch
 
 REGULAR = "regular"
+OBJECTIVE_REPEATS = 50
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def _algorithm(override: str) -> AlgorithmConfig:
 
 
 def run(rendezvous: Rendezvous, given: Comparison) -> dict[str, Any]:
-    """Seconds of an update of `regular`; method -> ratio to it in each round; estimator -> seconds of a batch."""
+    """Seconds of an update of `regular`; method -> ratio to it in each round, and seconds of its objective alone;
+    estimator -> seconds of a batch."""
     job = given.job
     policy, batch = build(rendezvous, job)
     signals: dict[str, dict[str, Any]] = {name: _selected(each, batch) for name, each in given.objectives.items()}
@@ -77,6 +80,7 @@ def run(rendezvous: Rendezvous, given: Comparison) -> dict[str, Any]:
     return {
         "regular_s": statistics.median(regular),
         "ratios": ratios,
+        "objective_s": {name: _objective_seconds(given.objectives[name], batch, signals[name]) for name in ratios},
         "credit_s": dict(_credit_seconds(given.estimators, experience(job, vocab_size))),
     }
 
@@ -104,6 +108,25 @@ def _selected(objective: Objective, batch: TrainBatch) -> dict[str, torch.Tensor
     return selected(
         objective.selections, MiniBatch(batch.token_ids, batch.cu_seqlens, batch.loss_mask, advantages, signals)
     )
+
+
+def _objective_seconds(objective: Objective, batch: TrainBatch, chosen: Mapping[str, torch.Tensor]) -> float:
+    """Seconds of the objective and its gradient on given logprobs: without the model, and so without its noise."""
+    sample = torch.repeat_interleave(batch.cu_seqlens.diff().long())
+    old = batch.signals["rollout_logprobs"] + 0.1
+    signals = {**batch.signals, **chosen, "old_logprobs": old}
+    if "entropy" in objective.needs:
+        signals["entropy"] = -old
+    signals = {name: values.to(device()) for name, values in signals.items()}
+    mask, weights = batch.loss_mask.to(device()), {k: v.to(device()) for k, v in batch.loss_weights.items()}
+    per_sample = PerSample(sample.to(device()), len(batch.sample_ids), mask)
+
+    def work() -> None:
+        logprobs = signals["old_logprobs"].clone().requires_grad_()
+        loss, _ = objective_loss(objective, TokenInputs(logprobs, mask, per_sample, signals), weights)
+        loss.backward()
+
+    return statistics.median(_seconds(work) for _ in range(OBJECTIVE_REPEATS))
 
 
 def _credit_seconds(estimators: Mapping[str, AlgorithmConfig], batch: ExperienceBatch) -> Iterator[tuple[str, float]]:
