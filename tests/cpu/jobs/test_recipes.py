@@ -1,4 +1,4 @@
-"""Two steps of each recipe of configs/experiment on a tiny model."""
+"""Two steps of each recipe of configs/experiment on a tiny model, and one of methods that need more than a group."""
 
 from __future__ import annotations
 
@@ -19,19 +19,40 @@ RECIPES = {
     "opsd": "regular",
     "ppo": "regular",
 }
+METHODS = {
+    "remax": ["generator.n_samples_per_prompt=1"],
+    "gdpo": ["environment.env_class=named:NamedDigits", "trainer.algorithm.gdpo_reward_weights={short: 0.5}"],
+}
+"""Estimator -> what it needs."""
+RUNS = {name: (name, list[str]()) for name in RECIPES} | {
+    name: ("dr_grpo", [f"trainer.algorithm.advantage_estimator={name}", "trainer.max_training_steps=1", *own])
+    for name, own in METHODS.items()
+}
+"""Name of the run -> its experiment and overrides."""
 # Threads of several Rays (2.60) may abort the interpreter while it ends, after the last run.
-ONE_AFTER_ANOTHER = """\
+ONE_AFTER_ANOTHER = f"""\
 import os
 import sys
 
 import skyrl_train
 
 if __name__ == "__main__":
-    for name in "NAMES".split():
-        own = [f"trainer.run_name={name}" if value == "trainer.run_name=recipes" else value for value in sys.argv[2:]]
-        skyrl_train.run(skyrl_train.load_config(own, experiment=name))
+    given = dict(value.split("=", 1) for value in sys.argv[2:])
+    for name, (experiment, own) in {RUNS!r}.items():
+        values = given | dict(value.split("=", 1) for value in own) | {{"trainer.run_name": name}}
+        overrides = [f"{{key}}={{value}}" for key, value in values.items()]
+        skyrl_train.run(skyrl_train.load_config(overrides, experiment=experiment))
     sys.stdout.flush()
     os._exit(0)
+"""
+NAMED = """\
+from rewards import Digits
+
+class NamedDigits(Digits):
+    def step(self, action):
+        output = super().step(action)
+        named = {"digits": output["reward"], "short": float(len(action) < 6)}
+        return {**output, "metadata": {"rewards": named}}
 """
 TINY = [
     WITHOUT_VLLM,
@@ -46,7 +67,8 @@ TINY = [
 def test_every_recipe_trains(tmp_path: Path):
     """In one process, which imports once."""
     world = write_world(tmp_path / "world")
-    (world / "recipes.py").write_text(ONE_AFTER_ANOTHER.replace("NAMES", " ".join(RECIPES)))
+    (world / "recipes.py").write_text(ONE_AFTER_ANOTHER)
+    (world / "named.py").write_text(NAMED)
     with running(world, "trainer.run_name=recipes", *TINY, main="recipes") as job:
         assert job.wait(timeout_s=800) == 0, job.story()
         assert not (left := job.left_behind()), left
@@ -63,3 +85,8 @@ def test_every_recipe_trains(tmp_path: Path):
         assert row["timing/critic_train"] > 0 and "critic/explained_variance" in row
     assert second["critic/loss_metrics/values_mean"] != first["critic/loss_metrics/values_mean"]
     assert not {name for name in second if name.startswith("critic/")} - metric_units().keys()
+    for name in METHODS:
+        job.run_name = name
+        (step,) = [row for row in job.metrics if row["trainer/global_step"] > 0]
+        assert step["policy/num_optimizer_steps"] == 2 and step["policy/grad_norm"] > 0, name
+    assert 0 < step["reward/named/short"] <= 1 and step["reward/named/digits"] == step["reward/avg_raw_reward"]
