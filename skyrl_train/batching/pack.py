@@ -1,9 +1,12 @@
 """Assign the samples of one mini-batch to data-parallel ranks and micro-batches. Integers and floats only.
 
 A *plan* is plan[rank][micro_batch] = list of samples. Every rank gets the same number M of micro-batches: the smallest
-for which there is a plan whose heaviest rank is close to the mean. Samples in order of falling cost go each to the rank
-with the least work so far, and within the rank to the micro-batch with the least. Ranks and micro-batches come out
-nearly equal: the last, small samples fill the differences.
+for which one of two heuristics finds a plan whose heaviest rank is close to the mean.
+
+1. Ranks first: samples in order of falling cost, each to the rank with the least work so far, then the same within the
+   rank. Ranks and micro-batches come out nearly equal: the last, small samples fill the differences.
+2. Micro-batches first, where the token limit leaves too little slack for that: best-fit decreasing over all ranks at
+   once, micro-batches assigned to ranks by cost, then swaps between the heaviest rank and the lightest.
 
 No micro-batch is empty unless there are fewer samples than micro-batches.
 """
@@ -23,6 +26,10 @@ TOLERATED_IMBALANCE = 0.02
 where the token limit leaves no slack, one more per rank reduced 30 % of imbalance to 2 %."""
 MOST_EXTRA_MICRO_BATCHES = 2
 """Multiple of the smallest number that the token limit allows."""
+NEGLIGIBLE_IMBALANCE = 0.005
+MAX_SWAPS_PER_RANK = 16
+SWAP_NEIGHBOURS = 4
+"""Partners of nearly the wanted cost tried for each sample: the nearest one often does not fit."""
 
 
 def distribute(lengths: Sequence[int], limits: MicroBatchLimits) -> Plan:
@@ -40,7 +47,9 @@ def distribute(lengths: Sequence[int], limits: MicroBatchLimits) -> Plan:
     best_excess = float("inf")
     # The token limit is met at the latest when every sample has its own micro-batch.
     while best is None or (best_excess > TOLERATED_IMBALANCE and num_micro_batches <= most):
-        plan = _plan(sizes, costs, num_micro_batches, limits)
+        plan = _ranks_first(sizes, costs, num_micro_batches, limits)
+        if plan is None:
+            plan = _micro_batches_first(sizes, costs, num_micro_batches, limits)
         if plan is not None:
             excess = max(sum(costs[i] for samples in rank for i in samples) for rank in plan) / floor - 1
             if excess < best_excess:
@@ -64,7 +73,7 @@ def fewest_micro_batches(sizes: Sequence[int], limits: MicroBatchLimits) -> int:
     return -(-max(by_tokens, wished, 1) // multiple) * multiple
 
 
-def _plan(
+def _ranks_first(
     sizes: Sequence[int], costs: Sequence[float], num_micro_batches: int, limits: MicroBatchLimits
 ) -> Plan | None:
     """Balance ranks by cost, then the micro-batches of each; None if the token limit does not allow it."""
@@ -157,6 +166,66 @@ def _without_empty(bins: list[list[int]]) -> list[list[int]]:
         if len(fullest) > 1:
             empty.append(fullest.pop())
     return bins
+
+
+def _micro_batches_first(
+    sizes: Sequence[int], costs: Sequence[float], num_micro_batches: int, limits: MicroBatchLimits
+) -> Plan | None:
+    """Fill micro-batches, assign them to ranks by cost, and swap samples until the ranks are even."""
+    footprints = [min(size, limits.max_tokens) for size in sizes]
+    bins = _best_fit(range(len(sizes)), footprints, limits.dp_size * num_micro_batches, limits.max_tokens)
+    if bins is None:
+        return None
+    work = [sum(costs[i] for i in samples) for samples in bins]
+    order = sorted(range(len(bins)), key=lambda b: (-work[b], b))
+    # Each micro-batch is one unit of a rank that takes exactly num_micro_batches of them.
+    ranks = _to_least_loaded(
+        order, [1] * len(bins), work, num_bins=limits.dp_size, room=num_micro_batches, units=num_micro_batches
+    )
+    assert ranks is not None, "as many micro-batches were packed as the ranks take"
+    plan = [[bins[b] for b in rank] for rank in ranks]
+    _even_out(plan, footprints, costs, limits.max_tokens)
+    return plan
+
+
+def _even_out(plan: Plan, footprints: Sequence[int], costs: Sequence[float], room: int) -> None:
+    """Swap a sample of the heaviest rank with one of the lightest while that brings the two closer."""
+    loads = [sum(costs[i] for samples in rank for i in samples) for rank in plan]
+    enough = NEGLIGIBLE_IMBALANCE * sum(loads) / len(loads)
+    for _ in range(MAX_SWAPS_PER_RANK * len(plan)):
+        heavy, light = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[heavy] - loads[light]
+        swap = _best_swap(plan[heavy], plan[light], footprints, costs, room, gap) if gap > enough else None
+        if swap is None:
+            return
+        (k, i), (m, j) = swap
+        plan[heavy][k][plan[heavy][k].index(i)] = j
+        plan[light][m][plan[light][m].index(j)] = i
+        loads[heavy] -= costs[i] - costs[j]
+        loads[light] += costs[i] - costs[j]
+
+
+def _best_swap(
+    heavy: list[list[int]],
+    light: list[list[int]],
+    footprints: Sequence[int],
+    costs: Sequence[float],
+    room: int,
+    gap: float,
+) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """((micro_batch, sample) of heavy, that of light) whose exchange moves closest to half of the gap."""
+    free = [room - sum(footprints[j] for j in samples) for samples in light]
+    candidates = sorted((costs[j], m, j) for m, samples in enumerate(light) for j in samples)
+    best, best_error = None, gap / 2 * 0.99
+    for k, samples in enumerate(heavy):
+        for i in samples:
+            # The partner costs less, so it is no longer, and heavy has room for it.
+            at = bisect_left(candidates, (costs[i] - gap / 2, -1, -1))
+            for cost, m, j in candidates[max(at - SWAP_NEIGHBOURS, 0) : at + SWAP_NEIGHBOURS]:
+                error = abs(costs[i] - cost - gap / 2)
+                if error < best_error and footprints[i] - footprints[j] <= free[m]:
+                    best, best_error = ((k, i), (m, j)), error
+    return best
 
 
 def _small_at_both_ends(rank: list[list[int]], costs: Sequence[float]) -> list[list[int]]:
