@@ -21,7 +21,7 @@ from skyrl_train.algorithms.objective import Objective, objective_loss
 from skyrl_train.algorithms.selection import MiniBatch, selected
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, LOSSES
 from skyrl_train.config import load_config
-from skyrl_train.config.rl import AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.device import device
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.trainer.credit import CreditAssignment

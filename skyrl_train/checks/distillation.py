@@ -11,7 +11,7 @@ from skyrl_train.algorithms.build import build_objective
 from skyrl_train.checks.custom import imported_problems, is_async, takes
 from skyrl_train.checks.engines import SERVER_URL
 from skyrl_train.config import Config
-from skyrl_train.config.rl import AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig
 
 HINT = "trainer.algorithm.distillation.distillation_hint"
 

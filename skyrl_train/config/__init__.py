@@ -1,6 +1,7 @@
 """The configuration: YAML, experiments and overrides -> frozen dataclasses, strictly.
 
-Read `program` (command line), `compose` (Hydra), `schema` (types), then `rl`, `sft` and `verify` (one per program).
+Read `program` (command line), `compose` (Hydra), `schema` (types), then the programs `rl`, with `algorithm`,
+and `sft`.
 """
 
 from skyrl_train.config.errors import ConfigError

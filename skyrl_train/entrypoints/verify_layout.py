@@ -28,7 +28,7 @@ from skyrl_train.checks.model import cut_problems
 from skyrl_train.checks.training import POLICY, layout_problems
 from skyrl_train.config import ConfigError
 from skyrl_train.config.policy import OWN_STAGES, MegatronConfig
-from skyrl_train.config.verify import VERIFY, VerifyLayoutConfig
+from skyrl_train.config.rl import VERIFY, VerifyLayoutConfig
 from skyrl_train.entrypoints.command import print_error
 from skyrl_train.megatron.verify.outcome import BFLOAT16, FLOAT32, Difference, Outcome, compare
 from skyrl_train.types import Metrics

@@ -13,7 +13,7 @@ from skyrl_train.algorithms.controllers import adapted_entropy_coef, adapted_kl_
 from skyrl_train.algorithms.credit import assign_credit, whitened
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.batching.build import credit_inputs, credit_metrics, sample_means
-from skyrl_train.config.rl import AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.types import ExperienceBatch, Metrics
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,10 @@ from skyrl_train.algorithms.reductions import MaxLengths
 from skyrl_train.algorithms.staleness import Buckets
 from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.cluster.pool.settings import lora_arguments
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generator import GeneratorConfig, SamplingConfig
 from skyrl_train.config.policy import LoraConfig, MegatronConfig
-from skyrl_train.config.rl import AlgorithmConfig, TrainerConfig
+from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.hf.flops import model_cost
 from skyrl_train.hf.hub import seen_from_anywhere

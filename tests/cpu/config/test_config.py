@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 
 from skyrl_train.algorithms.tables import LOSSES
 from skyrl_train.config import Config, ConfigError, config_dir, from_hydra, load_config, main_config, to_yaml
+from skyrl_train.config.rl import VERIFY, VerifyLayoutConfig
 from skyrl_train.config.schema import key_types
 from skyrl_train.config.sft import SFT, SftConfig, load_sft_config
-from skyrl_train.config.verify import VERIFY, VerifyLayoutConfig
 
 
 def message(argv: list[str]) -> str:
@@ -377,7 +377,7 @@ def test_fine_tuning_refuses_keys_and_experiments_of_reinforcement_learning():
     for override in (*engines, "trainer.algorithm.use_kl_loss=false"):
         with pytest.raises(ConfigError, match=r"^unknown key .* \(on the command line\)$"):
             load_sft_config([override])
-    with pytest.raises(ConfigError, match=r"unknown key generator: .* \(in .*experiment/quickstart.yaml\)"):
+    with pytest.raises(ConfigError, match=r"quickstart.yaml .* another program: .*main_base \+experiment=quickstart"):
         load_sft_config(["+experiment=quickstart"])
 
 

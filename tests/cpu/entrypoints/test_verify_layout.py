@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from skyrl_train.config.verify import VERIFY
+from skyrl_train.config.rl import VERIFY
 from skyrl_train.entrypoints.verify_layout import checked_layouts, main
 from skyrl_train.megatron.model import bridge
 from skyrl_train.megatron.optimizer import optimizer as optimizers

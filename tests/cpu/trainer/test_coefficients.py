@@ -9,7 +9,7 @@ import torch
 
 from skyrl_train.algorithms.controllers import adapted_entropy_coef, adapted_kl_coef
 from skyrl_train.config import load_config
-from skyrl_train.config.rl import AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.trainer.credit import Coefficients
 from skyrl_train.trainer.from_config import objective
 from skyrl_train.trainer.run_state import RunState
