@@ -58,12 +58,6 @@ class Timers:
             _, start = self._open.pop(key)
             self._spans.setdefault(phase, []).append((start, self._clock()))
 
-    @property
-    def open_s(self) -> dict[str, float]:
-        """Phase -> seconds since it began or since the last reset, of phases that have not ended."""
-        now = self._clock()
-        return {phase: now - start for phase, start in self._open.values()}
-
     def spans(self, phase: str) -> list[Span]:
         """Spans of `phase` since the last reset; one that is still open ends now."""
         now = self._clock()

@@ -257,7 +257,6 @@ class StreamingSource:
         log.error("no rollout ends. %s", stacks(task_name(group.prompt) for _, group in awaited[:SHOWN]))
         requests = self._parts.collector.requests
         return Situation(
-            phases=self._parts.timers.open_s,
             num_running=len(self._buffer.running),
             num_ready=len(self._buffer.ready),
             num_requests=len(requests),

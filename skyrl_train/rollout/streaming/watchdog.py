@@ -6,7 +6,7 @@ import asyncio
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -14,8 +14,6 @@ from typing import Any
 from skyrl_train.config import Config
 from skyrl_train.rollout.env_pool import WORKER_NAME
 
-WAITING = "wait_for_groups"
-"""Phase in which the trainer waits for groups."""
 SHOWN = 4
 
 
@@ -25,10 +23,11 @@ class NoProgress(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What is known when nothing happens."""
+    """What is known when the trainer waits for groups and no rollout ends.
 
-    phases: Mapping[str, float]
-    """What the trainer is doing -> seconds since it began; `tracking/timers.py` has the names."""
+    Weight syncs and calls of ranks have deadlines of their own.
+    """
+
     num_running: int
     num_ready: int
     num_requests: int
@@ -54,12 +53,6 @@ class Situation:
 
     def cause(self) -> str:
         """Which part waits for what, as a clause."""
-        if seconds := self.phases.get("sync_weights"):
-            return f"a weight sync has been running for {seconds:.0f} s, while the engines are paused"
-        if WAITING not in self.phases:
-            busy = [f"{phase} for {seconds:.0f} s" for phase, seconds in self.phases.items() if phase != "step"]
-            at = f"is in {', '.join(busy)}" if busy else "runs no phase of a step"
-            return f"the trainer does not ask for groups, of which {self.num_ready} are ready: it {at}"
         if self.num_requests:
             return (
                 f"the engines hold {self.num_requests} requests and answer none; the oldest was sent "
