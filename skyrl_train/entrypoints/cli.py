@@ -44,3 +44,7 @@ def usage() -> str:
         f"  {name:<10}{purpose} (skyrl_train.entrypoints.{module})" for name, (module, purpose) in PROGRAMS.items()
     ]
     return "\n".join(["usage: skyrl-train COMMAND [+experiment=NAME] [key=value ...]", "", *lines])
+
+
+if __name__ == "__main__":
+    main()
