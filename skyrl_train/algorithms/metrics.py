@@ -35,7 +35,7 @@ class Metric:
     scalar, the micro-batch's part of the sum."""
     reduce: Reduce
     mask: Tensor | None = None
-    """[P] bool: tokens to use instead of those that the policy wrote; without any, it is not logged."""
+    """[P] bool: tokens to reduce over, instead of the policy's; without any, the metric is not logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Total:
     """(sum, number); with the sum of squares between them for TOKEN_STD and TOKEN_EFFECTIVE_SHARE; or the largest value
     alone."""
     is_of_some: bool = False
-    """It has a mask of its own, and is not logged without a token."""
+    """Whether the metric has its own mask; without a token in the mask it is not logged."""
 
     @property
     def value(self) -> float:
@@ -70,7 +70,7 @@ class Total:
 
     @property
     def is_absent(self) -> bool:
-        """Whether it is left out of the log."""
+        """Whether the metric is not logged."""
         return self.is_of_some and self.reduce is not Reduce.SUM and self.sums[-1] in (0, -math.inf)
 
 

@@ -55,7 +55,7 @@ class Term:
     reduction: str = "token_mean"
     """Reduction of its weights, a name of `REDUCTIONS`."""
     is_corrected: bool = False
-    """The corrections multiply it too; the policy's term always."""
+    """Whether corrections multiply the term; they always multiply the policy's term."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,16 @@ class Objective:
     shaping: Bound | None = None
     """f(TokenInputs) -> [P]: the advantages that the policy term and the corrections read instead of the given ones."""
     corrections: tuple[Bound, ...] = ()
-    """f(TokenInputs) -> Correction; their product multiplies the policy term, and others that say so."""
+    """f(TokenInputs) -> Correction; their product multiplies the policy term and all terms with `is_corrected`."""
     kl_estimator: Callable[[Tensor, Tensor], Tensor] = k3
     """Estimator of a KL penalty in the reward, which ranks compute together with the old logprobs."""
     prox_logp_method: str = "recompute"
-    """Where the old logprobs of an update of several optimizer steps come from: "recompute", a pass before it, or
+    """Source of the old logprobs of an update with several optimizer steps: "recompute", a pass before it, or
     "loglinear" (staleness.py)."""
     num_steps: int = 0
-    """Optimizer steps of the update before this pass."""
+    """Number of optimizer steps of the update before this pass."""
     buckets: Buckets | None = None
-    """Where some samples are of older weights: those by which metrics are split."""
+    """Staleness buckets by which metrics are split; None if no sample is stale."""
     name: str = "policy"
     """First part of the names of its metrics."""
 
@@ -114,11 +114,11 @@ class Objective:
         return self.prox_logp_method == "loglinear" and self.num_steps > 0
 
     def after(self, num_steps: int) -> Objective:
-        """The objective of the pass that follows so many optimizer steps of an update."""
+        """The objective of the pass after `num_steps` optimizer steps of an update."""
         return self if self.prox_logp_method == "recompute" else replace(self, num_steps=num_steps)
 
     def old_logprobs(self, logprobs: Tensor, signals: Mapping[str, Tensor]) -> Tensor:
-        """[P]: the old logprobs where no pass computed them. Args: logprobs [P], current ones, without gradient."""
+        """Old logprobs [P] if no pass computed them. Args: logprobs [P], current ones, without gradient."""
         if not self.approximates:  # the first step of an update: the current policy is the old one
             return logprobs
         return loglinear(logprobs, signals["rollout_logprobs"], signals["staleness"], self.num_steps)
@@ -192,7 +192,7 @@ def objective_loss(
 
 
 def _movement(tokens: TokenInputs) -> dict[str, Metric]:
-    """How far the policy has moved in the step, and how far it was from the teacher before it."""
+    """Metrics of the change of the policy within the step, and of its distance to the teacher before it."""
     signals = tokens.signals
     metrics = {}
     if "old_logprobs" in signals:

@@ -1,5 +1,4 @@
-"""Tokens that older weights sampled: logprobs of the policy before the step without a forward pass of their own, and
-metrics by staleness."""
+"""Tokens sampled by older weights: interpolated old logprobs (prox_logp_method=loglinear) and metrics by staleness."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ class Buckets:
 
     last: int
     versions_per_step: int
-    """Optimizer steps, and so policy versions, of a step."""
+    """Number of optimizer steps, and so of policy versions, per step."""
 
     def of(self, staleness: Tensor) -> Tensor:
         """[P] policy versions -> [P] buckets; -1 where unknown. A part of a step counts as a step."""
@@ -45,8 +44,8 @@ class Buckets:
 
 
 SPLIT = ("_ratio", "rollout_train_kl", "rollout_train_ratio_mean", "rollout_train_effective_share")
-"""Last words of the metrics that are split: shares of clipped, truncated and masked tokens, and those that compare
-engine and trainer."""
+"""Suffixes of the metrics that are split by staleness: fractions of clipped, truncated and masked tokens, and
+comparisons of engine and trainer."""
 MEANS = (Reduce.TOKEN_MEAN, Reduce.SAMPLE_MEAN, Reduce.TOKEN_EFFECTIVE_SHARE)
 
 

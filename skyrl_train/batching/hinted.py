@@ -1,4 +1,4 @@
-"""TrainBatches with other prompts, which a teacher scores in place of the policy's."""
+"""TrainBatches with the teacher's prompts in place of the policy's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class HintedBatch(TrainBatch):
     """The samples of a policy's TrainBatch after other prompts, in the same order and in micro-batches of their own."""
 
     source: Tensor = field(kw_only=True)
-    """[T of the policy's batch] int64: index of the same token here, -1 for those of the prompts."""
+    """int64, one per token of the policy's batch: index of the same token in this batch, -1 for prompt tokens."""
 
 
 def with_prompts(

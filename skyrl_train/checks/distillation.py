@@ -17,7 +17,7 @@ HINT = "trainer.algorithm.distillation.distillation_hint"
 
 
 def teacher_problems(config: Config) -> Iterator[str]:
-    """Teachers and hints that do not fit together."""
+    """Problems of teachers and hints that do not fit together."""
     trainer, teacher = config.trainer, config.trainer.teacher
     hint = trainer.algorithm.distillation.distillation_hint
     for source, path in teacher.model.path_of_data_source.items():
@@ -27,8 +27,7 @@ def teacher_problems(config: Config) -> Iterator[str]:
         yield from _hint_problems(hint)
     if hint is not None and not teacher.is_there:
         yield (
-            f"{HINT} is set: there is no teacher that reads it. Set "
-            "trainer.teacher.backend=policy, or trainer.teacher.model.path"
+            f"{HINT} is set, but there is no teacher. Set trainer.teacher.backend=policy, or trainer.teacher.model.path"
         )
     yield from _served_problems(config)
     by_policy = teacher.backend == "policy" or bool(trainer.base_teachers)
@@ -45,10 +44,7 @@ def teacher_problems(config: Config) -> Iterator[str]:
             "samples. Remove the path, or set backend=megatron for a frozen teacher"
         )
     if hint is None:
-        yield (
-            "trainer.teacher.backend is policy: with the policy's own prompt it would teach what it samples already. "
-            f"Set {HINT}"
-        )
+        yield f"trainer.teacher.backend is policy: without a hint, policy and teacher would be identical. Set {HINT}"
 
 
 def _served_problems(config: Config) -> Iterator[str]:
@@ -68,18 +64,18 @@ def _served_problems(config: Config) -> Iterator[str]:
     if temperature != 1:
         yield (
             f"{given} and generator.sampling_params.temperature is {temperature:g}: engines score given tokens at "
-            "temperature 1 alone. Set temperature=1 or backend=megatron"
+            "temperature 1 only. Set temperature=1 or backend=megatron"
         )
     if "topk_logprobs" in _needs(trainer.algorithm):
         kind = trainer.algorithm.distillation.distillation_type
         reader = f"distillation_type is {kind}" if kind else "a function reads topk_logprobs"
         yield (
             f"{given} and {reader}: engines report "
-            "logprobs of the sampled tokens alone. Set distillation_type=advantage or loss, or backend=megatron"
+            "logprobs of the sampled tokens only. Set distillation_type=advantage or loss, or backend=megatron"
         )
     if teacher.backend == "engine" and trainer.placement.colocate_all:
         yield (
-            f"{given} and trainer.placement.colocate_all is true: the engines of a teacher need devices of their own. "
+            f"{given} and trainer.placement.colocate_all is true: the engines of a teacher need dedicated devices. "
             "Set backend=megatron, or serve the teacher elsewhere and set backend=remote"
         )
 
@@ -98,10 +94,10 @@ def _hint_problems(hint: str) -> Iterator[str]:
     try:
         fields = [field for _, field, _, _ in Formatter().parse(hint)]
     except ValueError as error:
-        yield f"{HINT} is {hint!r}: {error}. Write a brace of the text as {{{{ or }}}}"
+        yield f"{HINT} is {hint!r}: {error}. Write a literal brace as {{{{ or }}}}"
         return
     if "prompt" not in fields:
-        yield f"{HINT} is {hint!r}: it is the whole last user message. Put {{prompt}} where the row's own text goes"
+        yield f"{HINT} is {hint!r}: it replaces the last user message. Put {{prompt}} where the row's own text belongs"
 
 
 def _function_problems(found: Any) -> Iterator[str]:

@@ -80,7 +80,7 @@ def length_problems(config: Config) -> Iterator[str]:
     if generator.max_input_length < prompt:
         yield (
             f"generator.max_input_length is {generator.max_input_length}: prompts up to trainer.max_prompt_length "
-            f"{prompt} would be ended before their first turn. Set it to at least {prompt}"
+            f"{prompt} would end before their first turn. Set it to at least {prompt}"
         )
     limit, longest = generator.engine_init_kwargs.get("max_model_len"), generator.longest_conversation
     if limit is not None and longest > limit:

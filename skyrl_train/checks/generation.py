@@ -1,4 +1,4 @@
-"""Checks of the configuration of an evaluation without training: keys of training alone are not looked at."""
+"""Checks of the configuration of an evaluation without training: keys that only affect training are not checked."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from skyrl_train.config import Config
 
 
 def staleness_problems(config: Config) -> Iterator[str]:
-    """Keys that contradict each other or would have no effect."""
+    """Problems of keys that contradict each other or would have no effect."""
     trainer = config.trainer
     if trainer.source == "on_policy":
         for key in ("max_staleness", "pipeline_depth"):
@@ -46,9 +46,9 @@ def staleness_problems(config: Config) -> Iterator[str]:
 def _reasons_to_recompute(config: Config) -> Iterator[str]:
     trainer, algorithm = config.trainer, config.trainer.algorithm
     if trainer.source == "on_policy" or (trainer.source == "streaming" and not trainer.staleness):
-        yield "and no sample is stale: the engine's logprobs would stand for the trainer's"
+        yield "and no sample is stale: the engine's logprobs would replace the trainer's"
     if trainer.policy.model.lora.rank > 0 and trainer.policy.model.lora.dropout > 0:
-        yield "and trainer.policy.model.lora.dropout is above 0: every pass would have the noise of the dropout"
+        yield "and trainer.policy.model.lora.dropout is above 0: the interpolated logprobs would contain dropout noise"
     if algorithm.use_kl_in_reward and algorithm.kl_loss_coef:
         yield "and use_kl_in_reward is true: the penalty needs the forward pass that loglinear saves"
     try:
@@ -56,4 +56,4 @@ def _reasons_to_recompute(config: Config) -> Iterator[str]:
     except ValueError:
         return  # checks/rl.py says why
     if selections:
-        yield f"and {selections[0].name} selects tokens by the values of a forward pass"
+        yield f"and {selections[0].name} selects tokens by values that only a forward pass gives"

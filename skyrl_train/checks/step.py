@@ -36,13 +36,13 @@ def _oversampling(config: Config, num_train_prompts: int | None) -> Iterator[str
     given = f"trainer.over_sampling_batch_size is {started}"
     if trainer.source != "on_policy":
         yield (
-            f"{given}: only trainer.source=on_policy waits for complete steps, and it is {trainer.source} (streaming "
-            "waits for no slow group that is not due). Set over_sampling_batch_size=null"
+            f"{given}: trainer.source is {trainer.source}, and oversampling needs on_policy (streaming does not "
+            "wait for slow groups anyway). Set over_sampling_batch_size=null"
         )
     if trainer.algorithm.dynamic_sampling.type == "replace":
         yield (
-            f"{given} and trainer.algorithm.dynamic_sampling.type is replace: where other prompts are sampled, no "
-            "group needs a copy. Set dynamic_sampling.type=filter or null"
+            f"{given} and trainer.algorithm.dynamic_sampling.type is replace: oversampling samples other prompts "
+            "instead of copying groups. Set dynamic_sampling.type=filter or null"
         )
     if started <= trainer.train_batch_size:
         yield (

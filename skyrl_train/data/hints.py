@@ -1,4 +1,4 @@
-"""Prompts with a hint, which a teacher reads in place of those that the policy answered."""
+"""Prompts with a hint for teachers, in place of those that the policy answered."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def hint_of_template(template: str) -> Hint:
 
 
 class Hints:
-    """Renders the prompts that teachers read."""
+    """Renders the prompts of teachers."""
 
     def __init__(self, hint: Hint, chat: ChatTemplate) -> None:
         self._hint, self._chat = hint, chat
@@ -75,8 +75,8 @@ class Hints:
         if not torch.equal(sample.token_ids[:length], own) or bool(sample.loss_mask[:length].any()):
             raise ValueError(
                 f"{KEY} is set: a sample of prompt {prompt.uid} does not begin with the prompt of its row as the chat "
-                "template renders it, so the hint has no place. Hints need an environment and a rollout that leave "
-                "the row's prompt as it is"
+                "template renders it, so the hint cannot be inserted. Use an environment and a rollout that keep "
+                "the row's prompt unchanged"
             )
         messages = self._hint(group, sample)
         if messages is None:

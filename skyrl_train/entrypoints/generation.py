@@ -1,4 +1,4 @@
-"""One evaluation without training: engines alone, serving a model or the export of a checkpoint."""
+"""One evaluation without training: only engines, which serve a model or the export of a checkpoint."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Generation(Experiment):
         return folder, AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
     def check_models(self) -> None:
-        """Nothing scores here."""
+        """None: an evaluation has no reference model."""
 
     def get_train_prompts(self) -> list[Prompt]:
         return []
 
     def get_hints(self) -> None:
-        """No teacher scores here."""
+        """Empty: an evaluation has no teachers."""
 
     def find_checkpoint(self) -> bool:
         """Nothing resumes. Raises: ValueError if the run's folder, which may be renamed, holds the checkpoint."""
@@ -152,7 +152,7 @@ def _model_path(checkpoint: Checkpoint) -> str:
 
 
 def with_model(config: Config, path: str) -> Config:
-    """The configuration of engines that serve the folder as it is, on devices of their own."""
+    """The configuration of engines that serve the folder unchanged, on dedicated devices."""
     trainer = config.trainer
     model = replace(trainer.policy.model, path=path, lora=replace(trainer.policy.model.lora, rank=0, path=None))
     policy, placement = replace(trainer.policy, model=model), replace(trainer.placement, colocate_all=False)

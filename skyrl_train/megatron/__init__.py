@@ -1,2 +1,2 @@
-"""The policy and the reference on Megatron-core. No other folder imports it. Read `policy`, then `model/`, `passes/`
+"""Policy, critic, reference and teachers on Megatron-core. Read `policy`, then `model/`, `passes/`
 and `weights/`."""

@@ -1,4 +1,4 @@
-"""More prompts than a step trains, of which it takes the first complete groups: nobody waits for the slowest."""
+"""Oversampling: a step starts more prompts than it trains, and takes the first complete groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_train.rollout.source import GroupSource, OnPolicySource, SourceParts,
 from skyrl_train.types import Group, Metrics, Prompt, Sample
 
 MAX_CANCELLED = 2
-"""A row that was cancelled this often is waited for."""
+"""Number of cancellations after which a step waits for a row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class RunDir:
         return self.metrics.exists() and self.metrics.stat().st_size > 0
 
     def give_way(self) -> RunDir:
-        """After a start that failed, give the folder back to the earlier run of this name, if there was one.
+        """After a failed start, rename the earlier run of this name, if there was one, back to this folder.
 
         Returns: the folder of the failed start, which is then `NAME.failed`; an older one of that name is removed.
         """
@@ -93,7 +93,7 @@ class RunDir:
             log.warning("the earlier run stays in %s: %s", self.earlier, error)
             return self if self.path.exists() else RunDir(failed, self.lock)
         log.warning(
-            "nothing was trained: the earlier run is in %s again, the files of this start in %s", self.path, failed
+            "nothing was trained: %s is the previous run again, the files of this start are in %s", self.path, failed
         )
         return RunDir(failed, self.lock)
 

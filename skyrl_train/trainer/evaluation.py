@@ -63,7 +63,7 @@ class Evaluation:
 
 
 class Silent:
-    """Progress that is not shown: that of the training samples has the console."""
+    """Progress that is not shown, because the console shows that of the training samples."""
 
     def start(self, total: int) -> None:
         """Nothing to show."""
@@ -84,7 +84,7 @@ class _Running:
 
 
 class EvaluationBeside:
-    """An evaluation beside training: its requests share the engines with the rollouts, and nobody waits for it.
+    """An evaluation beside training: its requests share the engines with the rollouts, and training continues.
 
     It holds nothing that rollouts wait for, so neither can block the other. Weights that are published meanwhile answer
     what is left of it; the metrics say how much.
@@ -129,7 +129,7 @@ class EvaluationBeside:
         }
 
     async def cancel(self, reason: str) -> None:
-        """End one that runs, without a score. Args: reason: for the log."""
+        """Cancel a running evaluation, without a score. Args: reason: for the log."""
         if self._running is None:
             return
         log.info("the evaluation of step %d has no score: %s", self._running.step, reason)

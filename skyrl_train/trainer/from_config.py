@@ -25,7 +25,7 @@ from skyrl_train.ranks import pad_multiple
 from skyrl_train.types import SamplingParams
 
 MAX_BUCKET = 4
-"""Steps of staleness from which on metrics do not tell samples apart."""
+"""Staleness in steps of the last bucket of metrics, which includes all older samples."""
 
 
 def micro_batch_limits(
@@ -52,7 +52,7 @@ def objective(algorithm: AlgorithmConfig, sampling: SamplingConfig, logprobs_chu
 
 
 def staleness_buckets(trainer: TrainerConfig) -> Buckets | None:
-    """Those of the metrics by staleness; None where all samples are of the current weights."""
+    """Buckets of metrics by staleness; None if all samples come from the current weights."""
     return Buckets(min(trainer.staleness, MAX_BUCKET), trainer.versions_per_step) if trainer.staleness else None
 
 

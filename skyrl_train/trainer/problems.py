@@ -77,7 +77,7 @@ class Anomalies:
         self._reward = reward
         if self._num_equal == CONSTANT_AFTER:
             log.warning(
-                "every reward of the last %d steps, up to step %d, was %g: nothing is learned. Look at samples.jsonl: "
+                "every reward of the last %d steps, up to step %d, was %g: nothing is learned. Check samples.jsonl: "
                 "does the environment read the right column (reference), and do responses end before "
                 "generator.sampling_params.max_generate_length?",
                 CONSTANT_AFTER, step, reward,

@@ -1,4 +1,4 @@
-"""Command lines of skyrl_train 0.4: what each of its keys means here (`table.yaml`), as data.
+"""Translation of command lines of skyrl_train 0.4; `table.yaml` has the meaning of each of its keys.
 
-Read `table` (the rules), `translate` (overrides -> overrides), then `notice` (what a user is told).
+Read `table` (the rules), `translate` (overrides -> overrides), then `notice` (the warning).
 """

@@ -1,4 +1,4 @@
-"""What a user is told about a translated command line: one warning, or in strict configurations one error."""
+"""The warning about a translated command line, or with trainer.strict_config the error."""
 
 from __future__ import annotations
 

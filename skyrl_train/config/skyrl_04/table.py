@@ -84,7 +84,7 @@ class Table:
     patterns: tuple[tuple[re.Pattern[str], Rule], ...]
 
     def find(self, key: str, *, patterns: bool = True) -> tuple[Rule, tuple[str, ...]] | None:
-        """The rule of a key with its parts. Args: patterns: also look at rules with <...>."""
+        """The rule of a key with its parts. Args: patterns: also search rules with <...>."""
         if key in self.exact or not patterns:
             return self.exact.get(key)
         matches = ((pattern.fullmatch(key), rule) for pattern, rule in self.patterns)

@@ -38,7 +38,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Translation:
-    """What became of the keys of 0.4 on a command line; secrets are masked."""
+    """Translation of the keys of 0.4 on a command line; secrets are masked."""
 
     is_old: bool = False
     """Whether it has keys that do not exist here."""

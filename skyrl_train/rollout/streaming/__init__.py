@@ -1,5 +1,5 @@
 """The source of asynchronous training.
 
-Read `buffer` (the rule of staleness), then `streaming` (rollouts around it); `saved_groups` is what checkpoints keep,
-`measures` what the log says of staleness and waiting.
+Read `buffer` (the staleness bound), then `streaming` (the source). `saved_groups` stores finished groups in
+checkpoints, `measures` computes metrics of staleness and waiting, `watchdog` explains a stall.
 """

@@ -1,4 +1,4 @@
-"""Staleness of the tokens of a streaming source, and who waited for whom."""
+"""Metrics of a streaming source: staleness of its tokens, idle time of trainer and engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_train.types import Group, Metrics
 
 @dataclass(slots=True)
 class StreamMetrics:
-    """`async/*` of the last batch of a streaming source: staleness of its tokens, and who waited for whom."""
+    """`async/*` of the last batch: staleness of its tokens, idle time of trainer and engines."""
 
     clock: Callable[[], float] = time.perf_counter
     values: Metrics = field(default_factory=dict)

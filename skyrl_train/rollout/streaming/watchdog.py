@@ -1,4 +1,4 @@
-"""Why no rollout ends: which part waits for what, in one sentence, and where the code of the rollouts stands."""
+"""Explanation of a stall: the cause in one sentence, and the stacks of the rollouts."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Situation:
     """Rollouts that failed since the last batch."""
 
     def error(self, quiet_s: float) -> NoProgress:
-        """Args: quiet_s: seconds without the end of a rollout."""
+        """The error of the stall. Args: quiet_s: seconds since a rollout last ended."""
         more = f" and {len(self.awaited) - SHOWN} more" if len(self.awaited) > SHOWN else ""
         failed = f" {len(self.failures)} rollouts failed since the last step: {'; '.join(self.failures[-SHOWN:])}."
         return NoProgress(
             f"no rollout ended for {quiet_s:g} s, longer than all turns of one may take: {self.cause()}. Step "
             f"{self.step} waits for {', '.join(self.awaited[:SHOWN])}{more}; {self.num_running} groups run and "
-            f"{self.num_ready} are ready.{failed if self.failures else ''} The log has the stacks. If this is no "
-            "fault, raise trainer.timeout_s"
+            f"{self.num_ready} are ready.{failed if self.failures else ''} The log has the stacks. If rollouts "
+            "need more time, raise trainer.timeout_s"
         )
 
     def cause(self) -> str:
@@ -60,7 +60,7 @@ class Situation:
             )
         if self.num_running:
             return "no request is at the engines: environments, or the rollouts' own code, do not return"
-        return "nobody generates: no group runs, and none may start. This is a bug in the source"
+        return "no group runs, and none may start. This is a bug in the source"
 
 
 def deadline_s(config: Config, num_attempts: int) -> float:
@@ -70,7 +70,7 @@ def deadline_s(config: Config, num_attempts: int) -> float:
 
 
 def stacks(names: Iterable[str]) -> str:
-    """Where the tasks of these names and all environments stand, innermost call last."""
+    """Stacks of the tasks of these names and of all environment threads, innermost call last."""
     wanted = set(names)
     texts = [
         f"rollout of {task.get_name()}:\n{_lines(_frames(task.get_coro()))}"

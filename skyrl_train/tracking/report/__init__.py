@@ -1,4 +1,4 @@
 """report.html and report.png of a run.
 
-Read `report`, then `charts`.
+Read `report`, then `charts`; `timeline` is the chart of trainer and engines of asynchronous runs.
 """

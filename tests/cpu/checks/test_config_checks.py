@@ -95,15 +95,15 @@ def test_the_base_and_the_quickstart_pass():
                 ([TYPE + "loss", SOURCES + "{math: 3}"], "path_of_data_source.math is 3: it must be the path"),
                 (
                     [SERVED, TEACHER, TYPE + "loss", "generator.sampling_params.temperature=0.7"],
-                    "backend is engine and .*temperature is 0.7: engines score given tokens at temperature 1 alone",
+                    "backend is engine and .*temperature is 0.7: engines score given tokens at temperature 1 only",
                 ),
                 (
                     [SERVED, TEACHER, TYPE + "topk_forward"],
-                    "distillation_type is topk_forward: engines report logprobs of the sampled tokens alone",
+                    "distillation_type is topk_forward: engines report logprobs of the sampled tokens only",
                 ),
                 (
                     [SERVED, TEACHER, TYPE + "loss", "trainer.placement.colocate_all=true"],
-                    "colocate_all is true: the engines of a teacher need devices of their own",
+                    "colocate_all is true: the engines of a teacher need dedicated devices",
                 ),
                 (
                     [SERVED, TEACHER, f"{LOSS}=skyrl_train.algorithms.distillation:topk_reverse"],
@@ -128,11 +128,11 @@ def test_the_base_and_the_quickstart_pass():
                     ],
                     "remote_api_key_env is NO_SUCH_KEY: this environment variable is not set",
                 ),
-                ([OWN, TYPE + "loss"], "backend is policy: with the policy's own prompt .* Set .*distillation_hint"),
+                ([OWN, TYPE + "loss"], "backend is policy: without a hint, .* Set .*distillation_hint"),
                 ([OWN, TEACHER, TYPE + "loss", HINT + "'{prompt} {answer}'"], "policy and trainer.teacher.model has a"),
-                ([HINT + "'{prompt} {answer}'"], "hint is set: there is no teacher that reads it"),
+                ([HINT + "'{prompt} {answer}'"], "hint is set, but there is no teacher"),
                 ([OWN, TYPE + "loss", HINT + "'the answer is {answer}'"], r"Put \{prompt\} where the row's own"),
-                ([OWN, TYPE + "loss", HINT + "'{prompt'"], r"expected '}' before end of string. Write a brace"),
+                ([OWN, TYPE + "loss", HINT + "'{prompt'"], r"expected '}' before end of string. Write a literal brace"),
                 ([OWN, TYPE + "loss", HINT + "answer"], "distillation_hint is 'answer': write module:attribute"),
                 ([OWN, TYPE + "loss", HINT + "os:getcwd"], r"must be a function of \(group, sample\)"),
                 (
@@ -182,7 +182,7 @@ def test_the_base_and_the_quickstart_pass():
         ),
         (
             ["trainer.over_sampling_batch_size=99", "trainer.source=streaming"],
-            "over_sampling_batch_size is 99: only trainer.source=on_policy .* it is streaming",
+            "over_sampling_batch_size is 99: trainer.source is streaming",
         ),
         (
             ["trainer.over_sampling_batch_size=99", "trainer.algorithm.dynamic_sampling.type=replace"],
