@@ -142,7 +142,7 @@ async def launch_policy(
 
 @dataclass(frozen=True, slots=True)
 class EngineProcesses:
-    """Engines alone, which serve the files of a model, for an evaluation without training."""
+    """Engines without a trainer, which serve the files of a model."""
 
     placement: Placement
     engines: EnginePool

@@ -95,7 +95,7 @@ def require_cache_size(generator: GeneratorConfig, device_type: str) -> None:
 
 
 def require_local_cache_size(generator: GeneratorConfig) -> None:
-    """Like `require_cache_size` before a run, where it is known: vLLM's own engines on this machine alone."""
+    """Like `require_cache_size`, before a run: only for vLLM engines that certainly run on this machine."""
     is_known = generator.backend == "vllm" and generator.run_engines_locally and not os.environ.get("RAY_ADDRESS")
     if is_known:
         require_cache_size(generator, own_device_type())

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint from the files of policy ranks: their weights alone, in processes of this machine."""
+"""Hugging Face export of a checkpoint: policy ranks without optimizer, as processes of this machine."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from skyrl_train.megatron.weights.save import save_model
 from skyrl_train.ranks import Rendezvous
 
 TIMEOUT_S = 6 * 3600.0
-"""For all of it; a rank that fails ends the others at once."""
+"""Timeout in seconds of the whole export; a rank that fails ends the others at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedPolicy:
-    """The files of a policy's ranks, and how these built their model."""
+    """The files of a policy's ranks, and the settings from which they built their model."""
 
     folder: str
     num_ranks: int
     num_steps: int
-    """Optimizer steps in the weights."""
+    """Number of optimizer steps that the weights have had."""
     model_path: str
     megatron: MegatronConfig
     lora: LoraConfig

@@ -25,7 +25,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Share of the sets of k of the n samples that contain one of the c that passed: 1 - C(n - c, k) / C(n, k).
+    """Unbiased pass@k of a prompt with n samples, c of which passed: 1 - C(n - c, k) / C(n, k).
 
     Its expectation is the probability that k new samples contain one (Chen et al. 2021, arXiv:2107.03374).
     """

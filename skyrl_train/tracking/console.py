@@ -93,8 +93,8 @@ def speed_cells(metrics: Mapping[str, float]) -> list[Cell]:
 
 
 def waiting_line(metrics: Mapping[str, float]) -> str:
-    """Who waits for whom, and staleness, of a streaming source: `trainer waited 4 %, engines idle 2 %, staleness 0.9
-    (max 2)`; empty for other sources."""
+    """Idle time and staleness of a streaming source: `trainer waited 4 %, engines idle 2 %, staleness 0.9 (max 2)`;
+    empty for other sources."""
     if "async/staleness_mean" not in metrics:
         return ""
     shares = [("trainer waited", "async/trainer_wait_share"), ("engines idle", "async/engine_idle_share")]

@@ -1,4 +1,4 @@
-"""Samples of training and evaluation as text: which are written where, and sent to trackers."""
+"""Samples of training and evaluation as text, for files and trackers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVALUATIONS = "evaluations"
 
 
 class SampleLog:
-    """Writes samples of training into samples.jsonl, and those of each evaluation into a file of its own."""
+    """Writes samples of training into samples.jsonl, and those of each evaluation into a separate file."""
 
     def __init__(
         self, transcripts: TranscriptLog, evaluations: Path, decode: Callable[[Tensor], str], tracker: Tracker
@@ -67,7 +67,7 @@ class SampleLog:
 
 
 def plain(row: Transcript) -> dict[str, Any]:
-    """Values of JSON; what an environment reports and JSON does not have becomes text."""
+    """The row with JSON values only; other values, such as objects from environments, become text."""
     values: dict[str, Any] = json.loads(json_line(asdict(row)))
     return values
 

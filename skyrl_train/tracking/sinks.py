@@ -24,7 +24,7 @@ from skyrl_train.tracking.jsonl import JsonLinesWriter
 
 log = logging.getLogger(__name__)
 MAX_TABLE_ROWS = 1000
-"""Samples of a table at Weights & Biases."""
+"""Largest number of samples in a table at Weights & Biases."""
 WANDB_ID = "wandb_run_id"
 """File in the run's folder with its run id at Weights & Biases."""
 

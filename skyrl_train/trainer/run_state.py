@@ -31,7 +31,7 @@ DRAFT = f".{RECORD}.draft"
 CRITIC = "critic"
 """Folder of the files of critic ranks."""
 GROUPS = "groups.safetensors"
-"""Finished groups that wait to be trained."""
+"""File of finished groups that are not trained yet."""
 FORMAT = 2
 """2 added digests; without them nothing can be verified, so format 1 is refused."""
 
@@ -56,7 +56,7 @@ class RunState:
     coefficients: dict[str, float] = field(default_factory=dict)
     """Weights that controllers have changed."""
     model: dict[str, Any] = field(default_factory=dict)
-    """How its ranks build the model (from_config.model_of); empty in older checkpoints."""
+    """Settings from which the ranks build the model (from_config.model_of); empty in older checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)

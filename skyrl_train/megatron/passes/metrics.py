@@ -34,7 +34,7 @@ class MicroBatchSums:
 
     def __init__(self) -> None:
         self._kinds: dict[str, tuple[Reduce, bool]] = {}
-        """Name -> (reduction, whether it is of some tokens alone)."""
+        """Name -> (reduction, whether the metric has its own mask)."""
         self._parts: list[list[Tensor]] = []
 
     def add(self, metrics: Mapping[str, Metric], tokens: TokenInputs) -> None:

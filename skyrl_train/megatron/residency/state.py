@@ -108,7 +108,7 @@ def load_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: Para
 
 @torch.no_grad()
 def load_weights(file: Path, modules: list[nn.Module], ranks: ParallelRanks, policy_version: int) -> None:
-    """Copy the file's weights alone, into a model without an optimizer, of whichever layers.
+    """Copy only the file's weights, into a model without an optimizer and with either kind of layers.
     Raises: like `load_state`."""
     state = _read(file, ranks, policy_version)
     for module, shapes, saved in zip(modules, state["shapes"], state["weights"], strict=True):

@@ -1,4 +1,4 @@
-"""Finished groups that wait to be trained, as bytes for checkpoints (a safetensors file; nothing is unpickled)."""
+"""Finished groups as bytes for checkpoints: a safetensors file, so nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ HEADER = "header"
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """A finished group and what the source knows of it."""
+    """A finished group and its bookkeeping."""
 
     group: Group
     epoch: int
     started: int
-    """Step of its ticket."""
+    """Step at which the group started (`Ticket.step`)."""
     finished: int
-    """`Finished.step`"""
+    """Step at which the group was finished (`Finished.step`)."""
 
 
 def to_bytes(groups: Sequence[SavedGroup]) -> bytes:

@@ -62,7 +62,7 @@ class Chart:
     wide: bool = False
     """Two columns of the grid."""
     drawn_as: Literal["curves", "phases", "timeline"] = "curves"
-    """Or the phases of each step as areas; or the last steps in seconds, by who was busy."""
+    """`phases`: areas of each step's phases; `timeline`: phases of trainer and engines in the last steps."""
 
 
 THIN = {"linewidth": 1.2}

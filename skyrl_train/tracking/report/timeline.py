@@ -1,4 +1,4 @@
-"""Who waits for whom in an asynchronous run: the last steps, with what trainer and engines did in each second."""
+"""Timeline of an asynchronous run: phases of trainer and engines in the last steps."""
 
 from __future__ import annotations
 
