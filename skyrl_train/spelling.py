@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 LIKENESS = 0.7
-"""Below it two names are different words: gspo and cispo have 0.67."""
+"""Least similarity of a misspelt name; below it two names are different words (gspo and cispo have 0.67)."""
 
 
 def nearest(name: str, options: Iterable[str]) -> str | None:

@@ -48,7 +48,7 @@ class Host:
         self._object: Any = resolve_name(entry_point)(*args)
 
     def __repr__(self) -> str:
-        """In Ray's dashboard, `ray list actors` and logs, such as policy-0 or engine-1."""
+        """Name in Ray's dashboard, `ray list actors` and logs, such as policy-0 or engine-1."""
         return self._name
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:

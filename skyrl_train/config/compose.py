@@ -59,7 +59,7 @@ class Composed:
     chosen: frozenset[str] = frozenset()
     """Keys, or sections, that experiments and overrides set."""
     translation: Translation = Translation()  # noqa: RUF009
-    """What became of the keys of skyrl_train 0.4 on the command line."""
+    """Translation of the keys of skyrl_train 0.4 on the command line."""
 
 
 def compose(schema: type, base: Path, overrides: Sequence[str], folders: Sequence[Path] = ()) -> Composed:

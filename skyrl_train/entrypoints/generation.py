@@ -42,7 +42,7 @@ class Generation(Experiment):
         super().__init__(with_model(config, path if self.evaluated is None else _model_path(self.evaluated)), console)
 
     def load_model(self) -> tuple[str, PretrainedConfig]:
-        """Any model that the engines can serve; Megatron does not have to."""
+        """No check against Megatron: any model that the engines can serve."""
         folder = local_folder(self.config.trainer.policy.model.path)
         return folder, AutoConfig.from_pretrained(folder, trust_remote_code=False)
 

@@ -34,7 +34,7 @@ class Ledger:
     """Groups of a source by outcome."""
 
     generated: int = 0
-    """All groups that ended, cancelled ones too."""
+    """Number of groups that ended, including cancelled ones."""
     waiting: int = 0
     trained: int = 0
     """Given to the training step."""
@@ -42,7 +42,7 @@ class Ledger:
     """Complete, and excluded on purpose."""
     failed: int = 0
     cancelled: int = 0
-    """Not needed by their step; their rows start again."""
+    """Groups that their step did not need; their rows start again."""
 
     def check(self) -> None:
         """Raises: RuntimeError unless every group has exactly one outcome."""

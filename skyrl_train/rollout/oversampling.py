@@ -90,7 +90,8 @@ class OverSamplingSource:
         return {**self._order.state, "cancelled": cancelled}
 
     def resume(self, state: SourceState) -> None:
-        """Also after a state of OnPolicySource. Raises: ValueError for that of another source, or of other rows."""
+        """Continue after a state of this source or OnPolicySource. Raises: ValueError for a state of another source or
+        of other rows."""
         state = dict(state)
         cancelled = state.pop("cancelled", [])
         self._order.resume(state)

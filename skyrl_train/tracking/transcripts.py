@@ -47,7 +47,7 @@ class Transcript:
     env_metrics: Mapping[str, Any] = field(default_factory=dict)
     named_rewards: Mapping[str, float] = field(default_factory=dict)
     text: str = ""
-    """All tokens of the sample, special ones included: what the model read and wrote."""
+    """All tokens of the sample as text, including special tokens."""
 
 
 def transcript_of(step: int, sample: Sample, prompt: Prompt | None = None, text: str = "") -> Transcript:

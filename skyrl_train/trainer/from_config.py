@@ -105,7 +105,7 @@ def settings_of(trainer: TrainingConfig) -> dict[str, Any]:
 
 
 def model_of(trainer: TrainingConfig) -> dict[str, Any]:
-    """Everything from which the policy's ranks build their model, for exports of a checkpoint without its run."""
+    """Settings from which the policy's ranks build their model, for exports of a checkpoint without its run."""
     policy, lora = trainer.policy, lora_arguments(trainer.policy.model.lora)
     adapters = {field.name: getattr(lora, field.name) for field in dataclasses.fields(LoraConfig)}
     return {

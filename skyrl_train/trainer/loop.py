@@ -91,7 +91,7 @@ class Loop(ABC):
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether a step that failed had not begun to train, so that weights and source are those of the last one."""
+        """Whether a failed step had not begun to train, so that weights and source are those of the last step."""
         return False
 
     @property

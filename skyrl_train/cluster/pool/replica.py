@@ -85,7 +85,7 @@ class EngineReplica:
     async def generate(
         self, requests: list[Request], mark_dead: Callable[[EngineReplica, str], None]
     ) -> AsyncIterator[list[tuple[int, Generation]]]:
-        """Yield answers as requests finish; the others are aborted when the caller leaves.
+        """Yield answers as requests finish; if the caller stops iterating, the others are aborted.
 
         Args: mark_dead: called once for an engine that died or hangs.
         Raises: EngineLostError, after `mark_dead`; RemoteFailed if a request of a living engine fails or times out."""

@@ -19,10 +19,10 @@ UNTIL_DOT = "env"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a key means for some of its values; table.yaml explains the fields."""
+    """Translation of some values of a key; table.yaml explains the fields."""
 
     values: tuple[Any, ...] | None = None
-    """None: all."""
+    """Values to which the case applies; None: all values."""
     like: str | None = None
     when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     only: str | None = None
@@ -63,7 +63,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Meaning:
-    """What a configuration does differently from the same one in 0.4."""
+    """Difference between a configuration here and the same one in 0.4."""
 
     text: str
     when: Mapping[str, tuple[Any, ...]]

@@ -24,12 +24,12 @@ STRICT = "trainer.strict_config"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One key of the command line."""
+    """One key on the command line."""
 
     key: str
     value: Any
     override: Override
-    """What was given, or one entry of a mapping that was given."""
+    """The override as given, or one entry of a mapping in it."""
 
     @property
     def text(self) -> str:

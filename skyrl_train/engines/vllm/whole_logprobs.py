@@ -54,7 +54,7 @@ class KeepsLogprobs(Scheduler):
         return ended
 
     def take(self, request_id: str, last: LogprobsLists | None = None) -> LogprobsLists | None:
-        """What was kept of a request, which is forgotten here, and the last."""
+        """Remove and return the logprobs kept of a request, with the last ones."""
         parts = self._kept.pop(request_id, []) + ([] if last is None else [last])
         return joined(parts) if parts else None
 

@@ -23,7 +23,7 @@ class NoProgress(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What is known when the trainer waits for groups and no rollout ends.
+    """State of a run in which the trainer waits for groups and no rollout ends.
 
     Weight syncs and calls of ranks have deadlines of their own.
     """

@@ -20,7 +20,7 @@ TRAINER, ENGINES = 1.0, 0.0
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a lane did from `start_s` on, in seconds since the first bar."""
+    """Phase of a lane; `start_s` is in seconds since the first bar."""
 
     lane: float
     start_s: float
