@@ -19,7 +19,19 @@ SourceState = dict[str, Any]
 """JSON values that determine what comes next, for checkpoints."""
 
 
-class GroupSource(Protocol):
+class Resumable(Protocol):
+    """A source of rows or groups as checkpoints, which are written between steps, see it."""
+
+    @property
+    def state(self) -> SourceState:
+        """Position after the last rows or groups that it returned."""
+
+    def resume(self, state: SourceState) -> None:
+        """Continue after a saved state; called once at most, before the first step. Raises: ValueError for a state that
+        does not fit."""
+
+
+class GroupSource(Resumable, Protocol):
     """Gives the trainer the groups of each step."""
 
     async def next(self) -> list[Group]:
@@ -27,13 +39,6 @@ class GroupSource(Protocol):
 
     def metrics(self) -> Metrics:
         """Metrics of the last groups that cannot be computed from them."""
-
-    @property
-    def state(self) -> SourceState:
-        """Position after the last group that `next` returned. Checkpoints are written between steps."""
-
-    def resume(self, state: SourceState) -> None:
-        """Continue after a saved state; called once at most, before the first `next`."""
 
 
 @runtime_checkable

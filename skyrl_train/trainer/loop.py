@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.ranks.critic_group import CriticGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.config.training import TrainingConfig
-from skyrl_train.rollout.source import HoldsGroups
+from skyrl_train.rollout.source import HoldsGroups, Resumable
 from skyrl_train.tracking.run_dir import HeldFolder
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
@@ -23,17 +23,6 @@ from skyrl_train.trainer.run_state import CRITIC, RECORD, Checkpoints, RunState,
 from skyrl_train.types import Metrics
 
 log = logging.getLogger(__name__)
-
-
-class Resumable(Protocol):
-    """Source of a step's rows or groups, as checkpoints see it."""
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """JSON values that determine what comes next."""
-
-    def resume(self, state: dict[str, Any]) -> None:
-        """Continue after a saved state. Raises: ValueError for one that does not fit."""
 
 
 class Loop(ABC):
