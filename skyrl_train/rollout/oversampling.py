@@ -87,17 +87,15 @@ class OverSamplingSource:
     def state(self) -> SourceState:
         """The order, and the cancelled rows."""
         cancelled = [[row.prompt.uid, row.epoch, row.num_cancelled] for row in self._waiting]
-        return {**self._order.state, "cancelled": cancelled}
+        return {"order": self._order.state, "cancelled": cancelled}
 
     def resume(self, state: SourceState) -> None:
         """Continue after a state of this source or OnPolicySource. Raises: ValueError for a state of another source or
         of other rows."""
-        state = dict(state)
-        cancelled = state.pop("cancelled", [])
-        self._order.resume(state)
+        self._order.resume(state.get("order", state))
         self._epoch = self._order.epoch
         rows = {prompt.uid: prompt for prompt in self._parts.prompts}
-        self._waiting.extend(Row(rows[uid], epoch, number) for uid, epoch, number in cancelled)
+        self._waiting.extend(Row(rows[uid], epoch, number) for uid, epoch, number in state.get("cancelled", []))
 
     async def _race(self) -> list[tuple[Row, Group]]:
         """The rows and groups of the step, as started; the other rows wait again."""

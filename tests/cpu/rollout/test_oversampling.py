@@ -187,6 +187,7 @@ def test_a_resumed_source_starts_with_the_cancelled_rows():
     first = World(turns=lambda uid, number: 50 if uid in order[:2] else 3)
     first.steps(1)
     state = first.source.state
+    assert state.keys() == {"order", "cancelled"}, "a resumed run looks for the order there"
     assert state["cancelled"] == [[order[0], 0, 1], [order[1], 0, 1]]
     resumed = World()
     resumed.source.resume(state)

@@ -113,6 +113,14 @@ def test_a_run_with_another_source_does_not_resume_and_a_state_of_ones_own_comes
         chosen_checkpoint(reinforcement(resume), NUM_ROWS)
 
 
+def test_a_run_with_cancelled_rows_resumes(tmp_path: Path):
+    trainer = load_config([f"trainer.run_dir={tmp_path}/run", "trainer.seed=3", "trainer.resume_mode=latest"]).trainer
+    order = state_of(trainer, 4).source
+    save(trainer, 4, source={"order": order, "cancelled": [["u1", 0, 1]]})
+    chosen = chosen_checkpoint(trainer, NUM_ROWS)
+    assert chosen is not None and chosen.state.source["cancelled"] == [["u1", 0, 1]]
+
+
 @pytest.mark.parametrize(
     "content", ["{", "[1]", '{"format": 1}', '{"format": 1, "state": {"order": 2}}', '{"format": 0}']
 )
