@@ -57,8 +57,9 @@ def hint_of_template(template: str) -> Hint:
 class Hints:
     """Renders the prompts of teachers."""
 
-    def __init__(self, hint: Hint, chat: ChatTemplate) -> None:
-        self._hint, self._chat = hint, chat
+    def __init__(self, hint: Hint, chat: ChatTemplate, max_tokens: int | None = None) -> None:
+        """Args: max_tokens: of the longest sample with its hint; None if unknown."""
+        self._hint, self._chat, self.max_tokens = hint, chat, max_tokens
 
     def prompts(self, groups: Sequence[Group]) -> list[TeacherPrompt]:
         """The teacher's prompt for every sample of the groups, in order.
@@ -90,8 +91,8 @@ class Hints:
 
 def check_template(
     template: str, prompts: Sequence[Prompt], chat: ChatTemplate, *, max_tokens: int, max_response: int | None
-) -> None:
-    """Fill the template with every row.
+) -> int:
+    """Fill the template with every row. Returns: tokens of the longest prompt with its hint.
 
     Args: max_tokens: positions of the model; max_response: tokens that may follow a prompt, None if that depends on the
         conversation. Raises: ValueError naming the first row that lacks a column, or the longest one if it is too long.
@@ -107,3 +108,4 @@ def check_template(
             f"{KEY}: the prompt of row {prompts[longest].uid} with its hint has {length} tokens{response}, more than "
             f"the {max_tokens} positions of the model. Shorten the hint, or lower max_generate_length"
         )
+    return length

@@ -32,7 +32,7 @@ from skyrl_train.tracking.samples import EVALUATIONS, SampleLog
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.tracking.transcripts import TranscriptLog
-from skyrl_train.trainer.build import Assembly, launch_training
+from skyrl_train.trainer.build import Assembly, launch_training, teacher_max_model_len
 from skyrl_train.trainer.evaluation import Evaluation
 from skyrl_train.trainer.from_config import sampling_params
 from skyrl_train.trainer.publisher import Publisher
@@ -67,7 +67,7 @@ class Experiment(Run[Config, Processes]):
                 env_creator(env_class)
             except ValueError as error:
                 raise ValueError(f"{error}{asked}") from error
-            if generator.rollout is None:
+            if generator.rollout is None and type(self).get_rollout is Experiment.get_rollout:
                 kwargs = environment.skyrl_gym.env_kwargs.get(env_class, {})
                 extras = {**prompt.extras, "max_turns": generator.max_turns}
                 if problem := row_problem(env_class, env_config(kwargs, self.config.extra), extras):
@@ -80,6 +80,7 @@ class Experiment(Run[Config, Processes]):
     def check_models(self) -> None:
         """Raises: ValueError for a reference, critic or teacher that cannot score the policy's tokens."""
         check_scoring_models(self.config.trainer, self.tokenizer)
+        teacher_max_model_len(self.config, self.model_config)
 
     def get_train_prompts(self) -> list[Prompt]:
         return self._load(self.config.data.train_data)
@@ -98,8 +99,8 @@ class Experiment(Run[Config, Processes]):
         response = generator.sampling_params.max_generate_length if generator.max_turns == 1 else None
         # An engine generates a token after those that it scores.
         longest = self.model_config.max_position_embeddings - self.config.trainer.teacher.is_served
-        check_template(hint, self.train_prompts, chat, max_tokens=longest, max_response=response)
-        return Hints(hint_of_template(hint), chat)
+        length = check_template(hint, self.train_prompts, chat, max_tokens=longest, max_response=response)
+        return Hints(hint_of_template(hint), chat, None if response is None else length + response)
 
     def _load(self, sources: tuple[str, ...]) -> list[Prompt]:
         loaded = load_prompts(
@@ -127,7 +128,7 @@ class Experiment(Run[Config, Processes]):
         mini_batches = trainer.train_batch_size // trainer.policy_mini_batch_size
         num_optimizer_steps = self.num_steps * mini_batches * trainer.update_epochs_per_batch
         processes = await launch_training(
-            self.config, self.model_config, cluster, num_optimizer_steps, logs, self.saved
+            self.config, self.model_config, cluster, num_optimizer_steps, logs, self.saved, self.hints
         )
         for index, url in enumerate(processes.engines.urls):
             served = f"{served_model_name(self.config)}@{processes.policy.policy_version}"

@@ -34,19 +34,22 @@ def max_model_len(config: Config, model: PretrainedConfig) -> int:
     return min(config.generator.longest_conversation, model.max_position_embeddings)
 
 
-def teacher_max_model_len(config: Config, model: PretrainedConfig) -> int:
+def teacher_max_model_len(config: Config, model: PretrainedConfig, hints: Hints | None = None) -> int:
     """Tokens that an engine of a teacher has to take: those of the longest sample, and one that it generates.
 
+    Args: hints: of its prompts; samples of unknown length may fill the model's context.
     Raises: ValueError if a sample may fill the model's context, which leaves no room for that one.
     """
-    positions, longest = model.max_position_embeddings, config.generator.longest_conversation
-    teacher = config.trainer.teacher
+    positions, generator, teacher = model.max_position_embeddings, config.generator, config.trainer.teacher
+    longest = generator.max_input_length + generator.sampling_params.max_generate_length
     if teacher.is_served and longest >= positions:
         raise ValueError(
             f"trainer.teacher.backend is {teacher.backend}: engines score samples of fewer than the model's "
             f"{positions} positions, and max_input_length + max_generate_length is {longest}. Lower one of them"
         )
-    return positions if config.trainer.algorithm.distillation.distillation_hint is not None else longest + 1
+    if hints is None:
+        return longest + 1
+    return positions if hints.max_tokens is None else max(longest, hints.max_tokens) + 1
 
 
 async def launch_training(
@@ -56,13 +59,15 @@ async def launch_training(
     num_optimizer_steps: int,
     logs: str,
     saved: SavedState | None = None,
+    hints: Hints | None = None,
 ) -> Processes:
-    """Start the processes of reinforcement learning. Args, raises: like `launch`."""
+    """Start the processes of reinforcement learning. Args: hints: of the prompts of teachers; the others like `launch`,
+    as is what it raises."""
     return await launch(
         config,
         cluster,
         max_model_len=max_model_len(config, model),
-        teacher_max_model_len=teacher_max_model_len(config, model),
+        teacher_max_model_len=teacher_max_model_len(config, model, hints),
         objective=_objective(config),
         num_optimizer_steps=num_optimizer_steps,
         logs=logs,

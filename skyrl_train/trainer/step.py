@@ -106,7 +106,9 @@ class TrainingStep:
         """The shards with the prompts that teachers read; None if these are the policy's."""
         if self.hints is None:
             return None
-        return Shards(with_prompts(shards.batches, self.hints.prompts(groups), self.limits))
+        is_served = self.config.trainer.teacher.is_served  # an engine generates a token after those that it scores
+        limits = replace(self.limits, max_sample_tokens=self.limits.max_sample_tokens - is_served)
+        return Shards(with_prompts(shards.batches, self.hints.prompts(groups), limits))
 
     async def _update_critic(self, batch: ExperienceBatch, credit: Credit) -> Metrics:
         if self.critic is None or credit.returns is None:

@@ -130,8 +130,8 @@ class EngineReplica:
         return True
 
     def count_sync(self) -> None:
-        """One completed sync does not prove an engine healthy; the second one does, and resets its restarts: it has
-        generated with the weights, and survived the requests that its predecessors may have died of."""
+        """One completed sync, or batch of a teacher, does not prove an engine healthy; the second one does, and resets
+        its restarts: it has worked with the weights, and survived what its predecessors may have died of."""
         self.syncs += 1
         if self.syncs > 1:
             self.restarts = 0

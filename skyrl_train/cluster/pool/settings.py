@@ -47,7 +47,8 @@ def all_engine_settings(
 def teacher_engine_settings(
     config: Config, model: ScoringModel, max_model_len: int, backend: str
 ) -> list[EngineSettings]:
-    """Settings of the engines of one teacher: those of the policy's engines, without an endpoint.
+    """Settings of the engines of one teacher: those of the policy's engines, without an endpoint and their limit of
+    tokens.
 
     Args: max_model_len: tokens of the longest sample that they score, and one more; backend: of the weight sync.
     """
@@ -59,6 +60,9 @@ def teacher_engine_settings(
         enable_http_endpoint=False,
         num_inference_engines=teacher.num_inference_engines,
         inference_engine_tensor_parallel_size=teacher.inference_engine_tensor_parallel_size,
+        engine_init_kwargs={
+            name: value for name, value in config.generator.engine_init_kwargs.items() if name != "max_model_len"
+        },
     )
     return [
         EngineSettings(

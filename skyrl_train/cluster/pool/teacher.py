@@ -47,6 +47,8 @@ class TeacherEngines:
         found: dict[int, list[float]] = {}
         for part, scores in zip(parts, await asyncio.gather(*calls), strict=True):
             found |= zip(part, scores, strict=True)
+        for engine in engines:
+            engine.count_sync()
         return [found[index] for index in range(len(prompts))]
 
     async def shutdown(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -18,7 +19,11 @@ class Shards:
 
     def __init__(self, batches: Sequence[TrainBatch]) -> None:
         self.batches = batches
-        self.refs = [ray.put(batch) for batch in batches]
+
+    @cached_property
+    def refs(self) -> list[Any]:
+        """References to the batches, which are put into the object store when a rank first needs them."""
+        return [ray.put(batch) for batch in self.batches]
 
     @property
     def step_id(self) -> int:

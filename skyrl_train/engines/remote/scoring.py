@@ -13,11 +13,13 @@ MAX_CONNECTIONS = 64
 
 
 async def prompt_logprobs(client: ServerClient, prompts: Sequence[list[int]], timeout_s: float) -> list[list[float]]:
-    """Like `Engine.prompt_logprobs`."""
+    """Like `Engine.prompt_logprobs`. Args: timeout_s: of each prompt, from when it is sent."""
+    places = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def score(token_ids: list[int]) -> list[float]:
         body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        answer = await client.post("/v1/completions", body, timeout_s)
+        async with places:  # the deadline of a post includes its wait for a connection
+            answer = await client.post("/v1/completions", body, timeout_s)
         pairs = zip(answer["choices"][0]["prompt_logprobs"][1:], token_ids[1:], strict=True)
         return [0.0] + [row[str(token_id)]["logprob"] for row, token_id in pairs]
 

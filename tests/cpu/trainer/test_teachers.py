@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from skyrl_train.batching.hinted import with_prompts
 from skyrl_train.batching.limits import MicroBatchLimits
@@ -17,7 +18,9 @@ from skyrl_train.cluster.ranks import shards as shards_module
 from skyrl_train.cluster.ranks.scorer_group import ScorerGroup
 from skyrl_train.cluster.ranks.shards import Shards
 from skyrl_train.config import load_config
+from skyrl_train.data.hints import Hints
 from skyrl_train.megatron.policy import _by_field
+from skyrl_train.trainer.build import teacher_max_model_len
 from skyrl_train.trainer.scorers import EngineScorer, Scorers
 from skyrl_train.types import TeacherPrompt, TrainBatch
 from tests.cpu.batching.test_split import experience_of
@@ -152,3 +155,25 @@ def test_the_signals_of_several_teachers_are_added_by_field():
         "advantages": [1, 1],
         "teacher_logprobs": [-1, -2],
     }
+
+
+def test_an_engine_of_a_teacher_takes_the_longest_sample_with_its_hint_and_one_token_more():
+    config = load_config(
+        [
+            "trainer.teacher.model.path=a",
+            "trainer.teacher.backend=engine",
+            "generator.max_input_length=100",
+            "generator.sampling_params.max_generate_length=50",
+            "generator.eval_sampling_params.max_generate_length=900",
+        ]
+    )
+    model, chat = PretrainedConfig(max_position_embeddings=512), SimpleNamespace()
+
+    def hinted(max_tokens: int | None) -> Hints:
+        return Hints(lambda group, sample: None, chat, max_tokens)  # type: ignore[arg-type]
+
+    assert teacher_max_model_len(config, model) == 151, "evaluations are not scored"
+    assert teacher_max_model_len(config, model, hinted(170)) == 171
+    assert teacher_max_model_len(config, model, hinted(None)) == 512
+    with pytest.raises(ValueError, match="fewer than the model's 150 positions"):
+        teacher_max_model_len(config, PretrainedConfig(max_position_embeddings=150))
