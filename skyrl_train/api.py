@@ -53,18 +53,23 @@ def run(config: Config, *, experiment: type[Experiment] = Experiment) -> Path:
 async def run_async(config: Config, *, experiment: type[Experiment] = Experiment) -> Path:
     """Like `run`, while the event loop of the caller continues: `await skyrl_train.run_async(config)`.
 
-    Cancelling it ends training after the current step, and then returns.
+    Cancelling it ends training after the current step, a second time immediately, and then returns.
     """
     interrupts = command.Interrupts()
-    with ThreadPoolExecutor(1, thread_name_prefix="skyrl-train") as thread:
-        training = asyncio.wrap_future(thread.submit(_train, config, experiment, interrupts))
+    thread = ThreadPoolExecutor(1, thread_name_prefix="skyrl-train")
+    training = asyncio.wrap_future(thread.submit(_train, config, experiment, interrupts))
+    thread.shutdown(wait=False)  # after this run
+    cancelled: asyncio.CancelledError | None = None
+    while not training.done():
         try:
-            return await asyncio.shield(training)
-        except asyncio.CancelledError:
-            interrupts.request()
             await asyncio.wait([training])
-            training.exception()  # KeyboardInterrupt of the run that was told to stop
-            raise
+        except asyncio.CancelledError as error:
+            cancelled = error
+            interrupts.request()
+    if cancelled is not None:
+        training.exception()  # KeyboardInterrupt of the run that was told to stop
+        raise cancelled
+    return training.result()
 
 
 def _train(config: Config, experiment: type[Experiment], interrupts: command.Interrupts) -> Path:

@@ -72,7 +72,8 @@ class Interrupts:
         if self._send is None:
             self._num_pending += 1
         else:
-            self._send()
+            with contextlib.suppress(RuntimeError):  # the run's event loop has closed: it has ended
+                self._send()
 
     def connect(self, send: Callable[[], object]) -> None:
         """Send requests from now on, first the pending ones."""
@@ -193,20 +194,26 @@ def _run(
     except KeyboardInterrupt as interrupt:
         status, code = "interrupted", _exit_code(interrupt)
     except Exception as error:
-        if run_dir is not None and not (run_dir.has_metrics or (training is not None and training.loop is not None)):
+        if run_dir is not None and _has_not_begun(run_dir, training):
             run_dir = run_dir.give_way()
         report_failure(error, run_dir, console, secrets, moved_from=config.trainer.run_dir)
         failure = error
     finally:
         if run_dir is not None:
+            if status == "interrupted" and _has_not_begun(run_dir, training):
+                run_dir = run_dir.give_way()
             run_dir.finish(status)
             if command.has_report:
                 _write_report(run_dir, status, console)
             if training is not None and training.loop is not None:
                 loop = training.loop
-                lines = last_lines(status, loop.exported, loop.newest_checkpoint, resume)
+                lines = last_lines(status, loop.exported, loop.newest_checkpoint, resume, config.trainer.export_path)
                 console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
     return Ended(code, failure)
+
+
+def _has_not_begun(run_dir: RunDir, training: Run | None) -> bool:
+    return not run_dir.has_metrics and (training is None or training.loop is None)
 
 
 @contextlib.contextmanager

@@ -12,14 +12,16 @@ EXPORT = "python -m skyrl_train.entrypoints.export_hf"
 RESUMING = ("trainer.resume_mode", "trainer.resume_path")
 
 
-def last_lines(status: str, model: Path | None, checkpoint: Path | None, resume: str) -> list[str]:
+def last_lines(status: str, model: Path | None, checkpoint: Path | None, resume: str, export_path: str) -> list[str]:
     """Label and value of each line. Args: status: as in run.json; model: newest export; resume: command."""
     lines = [] if model is None else [f"model   {model}"]
     if status != "finished":
         lines.append(f"ckpt    {checkpoint or 'none: the run cannot be resumed'}")
         lines += [] if checkpoint is None else [f"resume  {resume}"]
     if model is None and checkpoint is not None:
-        lines.append(f"model   not exported. To export it: {EXPORT} checkpoint={shlex.quote(str(checkpoint))}")
+        target = Path(export_path).expanduser().resolve() / checkpoint.name
+        arguments = shlex.join([f"checkpoint={checkpoint}", f"export_path={target}"])
+        lines.append(f"model   not exported. To export it: {EXPORT} {arguments}")
     elif model is None and status == "finished":
         lines.append("model   neither an export nor a checkpoint was written (trainer.hf_save_interval, ckpt_interval)")
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,6 +29,9 @@ from skyrl_train.tracking.sinks import build_tracker
 from skyrl_train.trainer.build import max_model_len
 from skyrl_train.trainer.run_state import Checkpoint, load_checkpoint
 from skyrl_train.types import Group, Metrics, Prompt
+
+END_S = 10.0
+"""Seconds in which a cancelled export ends its processes."""
 
 
 class Generation(Experiment):
@@ -56,12 +60,13 @@ class Generation(Experiment):
         """Empty: an evaluation has no teachers."""
 
     def find_checkpoint(self) -> bool:
-        """Nothing resumes. Raises: ValueError if the run's folder, which may be renamed, holds the checkpoint."""
+        """Nothing resumes. Raises: ValueError if the folder, which would be renamed, is that of a training run."""
         run_dir = Path(self.config.trainer.run_dir).expanduser().resolve()
-        if self.evaluated is not None and self.evaluated.folder.is_relative_to(run_dir):
+        is_above = self.evaluated is not None and self.evaluated.folder.is_relative_to(run_dir)
+        if is_above or any((run_dir / name).exists() for name in ("checkpoints", "exports")):
             raise ValueError(
-                f"trainer.run_dir is {run_dir}: it holds the checkpoint that is evaluated. Choose another folder for "
-                "the evaluation"
+                f"trainer.run_dir is {run_dir}: it holds checkpoints or exports of a training run. Choose another "
+                "folder for the evaluation"
             )
         return False
 
@@ -126,7 +131,9 @@ class Generation(Experiment):
         try:
             output, errors = await process.communicate()
         except asyncio.CancelledError:
-            process.kill()
+            process.terminate()  # a killed process would leave its ranks behind
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), END_S)
             raise
         if process.returncode:
             story = (output + errors).decode(errors="replace").strip()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 RECORD = "run.json"
 """File that marks a run's folder."""
+FAILED_START = "failed_start"
+"""Key of run.json: the folder is that of a start that failed before it trained, and may be removed for another."""
 OWN_LOCK = ("trainer.run_dir", "Choose another trainer.run_name")
 EARLIER = ("status", "started_unix_s", "ended_unix_s", "host", "command")
 """Keys of a start that run.json keeps when the run resumes."""
@@ -79,15 +82,21 @@ class RunDir:
     def give_way(self) -> RunDir:
         """After a failed start, rename the earlier run of this name, if there was one, back to this folder.
 
-        Returns: the folder of the failed start, which is then `NAME.failed`; an older one of that name is removed.
+        Returns: the folder of the failed start, then `NAME.failed`, which replaces that of an older failed start; if
+            anything else has that name, `NAME.failed.1` and so on.
         """
         if self.earlier is None:
             return self
-        failed = self.path.with_name(f"{self.path.name}.failed")
+        names = itertools.chain(
+            [f"{self.path.name}.failed"], (f"{self.path.name}.failed.{n}" for n in itertools.count(1))
+        )
+        folders = map(self.path.with_name, names)
+        failed = next(path for path in folders if not path.exists() or read_record(path).get(FAILED_START))
         try:
-            if read_record(failed).get("status") == "failed":
+            if failed.exists():
                 shutil.rmtree(failed)
             self.path.rename(failed)
+            write_record(failed, {**read_record(failed), FAILED_START: True})
             self.earlier.rename(self.path)
         except OSError as error:
             log.warning("the earlier run stays in %s: %s", self.earlier, error)

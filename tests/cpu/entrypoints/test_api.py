@@ -1,9 +1,11 @@
-"""Training from a script or a notebook. A whole run is in jobs/test_custom_run.py."""
+"""Training import shutil
+from a script or a notebook. A whole run is in jobs/test_custom_run.py."""
 
 from __future__ import annotations
 
 import _thread
 import asyncio
+import shutil
 import signal
 import subprocess
 import sys
@@ -166,12 +168,15 @@ def test_a_start_that_fails_gives_the_folder_back_to_the_run_that_was_there(
     config = skyrl_train.load_config(["trainer.run_name=kept"], experiment="tiny")
     skyrl_train.run(config, experiment=NoTraining)  # type: ignore[arg-type]
     (world / "runs/kept/mine").touch()
+    shutil.copytree(world / "runs/kept", world / "runs/kept.failed")  # a run that somebody keeps under this name
+    (world / "runs/kept.failed/run.json").write_text('{"status": "failed"}')
     for _ in range(2):
         with pytest.raises(RuntimeError, match="rank 1 died"):
             skyrl_train.run(config, experiment=Fails)  # type: ignore[arg-type]
         assert (world / "runs/kept/mine").exists() and not (world / "runs/kept.1").exists()
-        assert f"Full traceback: {world}/runs/kept.failed/logs/driver.log" in capsys.readouterr().out
-        assert "rank 1 died" in (world / "runs/kept.failed/logs/driver.log").read_text()
+        assert f"Full traceback: {world}/runs/kept.failed.1/logs/driver.log" in capsys.readouterr().out
+        assert "rank 1 died" in (world / "runs/kept.failed.1/logs/driver.log").read_text()
+    assert (world / "runs/kept.failed/mine").exists() and not (world / "runs/kept.failed.2").exists()
     skyrl_train.run(config, experiment=NoTraining)  # type: ignore[arg-type]
     assert (world / "runs/kept.1/mine").exists(), "a run that succeeds takes the name"
 

@@ -11,20 +11,21 @@ MODEL, CHECKPOINT = Path("/runs/a/exports/global_step_4"), Path("/runs/a/checkpo
 
 
 def test_a_finished_run_names_its_model():
-    assert last_lines("finished", MODEL, CHECKPOINT, "again") == [f"model   {MODEL}"]
+    assert last_lines("finished", MODEL, CHECKPOINT, "again", "/elsewhere") == [f"model   {MODEL}"]
 
 
 def test_an_interrupted_run_names_its_checkpoint_and_the_commands_that_resume_and_export_it():
-    assert last_lines("interrupted", None, CHECKPOINT, "again") == [
+    assert last_lines("interrupted", None, CHECKPOINT, "again", "/elsewhere") == [
         f"ckpt    {CHECKPOINT}",
         "resume  again",
-        f"model   not exported. To export it: python -m skyrl_train.entrypoints.export_hf checkpoint={CHECKPOINT}",
+        f"model   not exported. To export it: python -m skyrl_train.entrypoints.export_hf checkpoint={CHECKPOINT} "
+        "export_path=/elsewhere/global_step_3",
     ]
 
 
 def test_a_run_without_a_checkpoint_or_a_model_says_so():
-    assert last_lines("failed", None, None, "again") == ["ckpt    none: the run cannot be resumed"]
-    (line,) = last_lines("finished", None, None, "again")
+    assert last_lines("failed", None, None, "again", "/elsewhere") == ["ckpt    none: the run cannot be resumed"]
+    (line,) = last_lines("finished", None, None, "again", "/elsewhere")
     assert line.startswith("model   neither an export nor a checkpoint was written (trainer.hf_save_interval")
 
 

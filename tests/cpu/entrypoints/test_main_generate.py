@@ -152,7 +152,7 @@ def test_a_checkpoint_that_was_not_exported_is_exported_for_the_evaluation(
         (["trainer.max_prompt_length=1"], "no prompt of rows.jsonl is that short"),
         (
             ["trainer.resume_mode=latest", "trainer.ckpt_path=runs/own/checkpoints", "trainer.run_dir=runs/own"],
-            "own: it holds the checkpoint that is evaluated. Choose another folder for the evaluation",
+            "own: it holds checkpoints or exports of a training run. Choose another folder for the evaluation",
         ),
     ],
     ids=lambda value: value[-1][:30] if isinstance(value, list) else "",
