@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -35,15 +36,20 @@ class SampleLog:
 
     def training(self, step: int, groups: Sequence[Group], max_samples: int) -> None:
         """Write the samples of the first groups. Args: max_samples: -1 for all."""
-        rows = self._rows(step, groups)
-        rows = rows if max_samples < 0 else rows[:max_samples]
+        rows = self._rows(step, groups, max_samples)
         self._transcripts.log(rows)
         self._tracker.log_samples(step, "samples/train", [plain(row) for row in rows])
 
-    def evaluation(self, step: int, groups: Sequence[Group], *, parquet: bool = False) -> list[Path]:
-        """Write all samples; a file that cannot be written (full disk) is logged. Returns: the files."""
+    def evaluation(
+        self, step: int, groups: Sequence[Group], logged_at: int | None = None, *, parquet: bool = False
+    ) -> list[Path]:
+        """Write all samples; a file that cannot be written (full disk) is logged.
+
+        Args: step: of the weights; logged_at: step of the trackers, which do not go back; by default the same.
+        Returns: the files.
+        """
         rows = [plain(row) for row in self._rows(step, groups)]
-        self._tracker.log_samples(step, "samples/eval", rows)
+        self._tracker.log_samples(step if logged_at is None else logged_at, "samples/eval", rows)
         target = self._evaluations / f"global_step_{step}.jsonl"
         try:
             self._evaluations.mkdir(parents=True, exist_ok=True)
@@ -55,15 +61,10 @@ class SampleLog:
             return []
         return files
 
-    def close(self) -> None:
-        self._transcripts.close()
-
-    def _rows(self, step: int, groups: Sequence[Group]) -> list[Transcript]:
-        return [
-            transcript_of(step, sample, group.prompt, self._decode(sample.token_ids))
-            for group in groups
-            for sample in group.samples
-        ]
+    def _rows(self, step: int, groups: Sequence[Group], max_samples: int = -1) -> list[Transcript]:
+        samples = ((group.prompt, sample) for group in groups for sample in group.samples)
+        chosen = itertools.islice(samples, None if max_samples < 0 else max_samples)
+        return [transcript_of(step, sample, prompt, self._decode(sample.token_ids)) for prompt, sample in chosen]
 
 
 def plain(row: Transcript) -> dict[str, Any]:

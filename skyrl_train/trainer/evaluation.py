@@ -30,9 +30,10 @@ class Evaluation:
         batch_size: int,
         max_failed_share: float,
         pass_threshold: float = 0.0,
-        keep: Callable[[int, Sequence[Group]], object] = lambda step, groups: None,
+        keep: Callable[[int, Sequence[Group], int], object] = lambda step, groups, logged_at: None,
     ) -> None:
-        """Args: pass_threshold: a sample passes if its reward is above it; keep(step, groups): writes the samples."""
+        """Args: pass_threshold: a sample passes if its reward is above it; keep(step, groups, logged_at):
+        writes the samples."""
         self._prompts, self._collector, self._progress = prompts, collector, progress
         self._admission = Admission(max_failed_share)
         self._n_samples, self._sampling_params, self._batch_size = n_samples, sampling_params, batch_size
@@ -46,9 +47,10 @@ class Evaluation:
         """Return `eval/*`. Args: seed: determines the samples for given weights; step: of these weights."""
         return self.scored(step, await self.groups(seed, self._progress))
 
-    def scored(self, step: int, groups: Sequence[Group]) -> Metrics:
-        """`eval/*` of the groups, whose samples are kept. Args: step: of the weights that sampled them."""
-        self._keep(step, groups)
+    def scored(self, step: int, groups: Sequence[Group], logged_at: int | None = None) -> Metrics:
+        """`eval/*` of the groups, whose samples are kept. Args: step: of the weights that sampled them; logged_at: step
+        with which they are logged, by default the same."""
+        self._keep(step, groups, step if logged_at is None else logged_at)
         return evaluation_metrics(groups, self._pass_threshold)
 
     async def groups(self, seed: int, progress: Progress) -> list[Group]:
@@ -121,7 +123,7 @@ class EvaluationBeside:
         groups = running.task.result()
         spans = [span for group in groups for sample in group.samples for span in sample.version_spans]
         own = sum(count for version, count in spans if version == running.version)
-        return self._evaluation.scored(running.step, groups) | {
+        return self._evaluation.scored(running.step, groups, step) | {
             "eval/lag_steps": float(step - running.step),
             "eval/policy_version": float(running.version),
             "eval/share_of_version": own / max(1, sum(count for _, count in spans)),

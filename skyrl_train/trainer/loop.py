@@ -159,8 +159,11 @@ class Loop(ABC):
             if not self.is_between_steps:
                 raise
             log.error("step %d got no groups, so the run ends: %s", self.global_step + 1, error)
-            await self._save_last(before)
-            raise
+            try:
+                await self._save_last(before)
+            except Exception:
+                log.exception("the checkpoint of step %d could not be written", self.global_step)
+            raise error
 
     async def _save_last(self, source: dict[str, Any] | None = None) -> None:
         """Write the checkpoint of the last step, unless there is one. Args: source: like `_save_checkpoint`."""

@@ -92,7 +92,8 @@ class VocabParallel(torch.autograd.Function):
         for start in range(0, len(logits), ctx.softmax.chunk):
             span = slice(start, start + ctx.softmax.chunk)
             log_p = ctx.softmax.scaled(logits[span, : ctx.width]).sub_(log_z[span, None])
-            grad, upstream = log_p.exp(), grad_logprobs[span]
+            grad = log_p.exp() if ctx.with_entropy else log_p.exp_()
+            upstream = grad_logprobs[span]
             if ctx.with_entropy:
                 # dH/dx_j = -p_j (log p_j + H)
                 entropy_part = log_p.add_(entropy[span, None]).mul_(grad_entropy[span, None])
