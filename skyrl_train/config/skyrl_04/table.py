@@ -12,7 +12,11 @@ from typing import Any
 
 import yaml
 
+from skyrl_train.spelling import nearest
+
 FILE = Path(__file__).with_name("table.yaml")
+OWN_SECTIONS = ("env_kwargs", "max_env_workers")
+"""Names here where 0.4 has that of an environment (`environment.skyrl_gym.NAME`)."""
 UNTIL_DOT = "env"
 """Placeholder for one part of a key; any other stands for the rest of it."""
 
@@ -87,6 +91,8 @@ class Table:
         """The rule of a key with its parts. Args: patterns: also search rules with <...>."""
         if key in self.exact or not patterns:
             return self.exact.get(key)
+        if any(nearest(part, OWN_SECTIONS) for part in key.split(".")[2:3]):
+            return None  # a misspelt key of this project
         matches = ((pattern.fullmatch(key), rule) for pattern, rule in self.patterns)
         return next(((rule, match.groups()) for match, rule in matches if match is not None), None)
 

@@ -291,6 +291,11 @@ def test_keys_of_the_release_in_a_file_or_in_fine_tuning_say_what_they_are_here(
         load_sft_config(["trainer.use_sample_packing=true"])
 
 
+def test_a_misspelt_key_of_this_project_is_no_key_of_the_release():
+    with pytest.raises(ConfigError, match=r"unknown key environment\.skyrl_gym\.env_kwarg"):
+        load_config(["environment.skyrl_gym.env_kwarg.search.topk=5"])
+
+
 def test_no_key_of_the_release_is_taken_for_a_misspelling_of_another():
     for key in DATA["defaults"]:
         if not is_known(key, KNOWN):
