@@ -170,7 +170,8 @@ class TokenInputs:
 
 def needs(*signals: str) -> Callable[[F], F]:
     """Declare optional signals that a function reads: entropy, ref_logprobs, teacher_logprobs, topk_logprobs; a
-    selection: `old_entropy`, ..."""
+    selection: `old_entropy`, ...
+    """
 
     def declare(function: F) -> F:
         function.needs = signals  # type: ignore[attr-defined]

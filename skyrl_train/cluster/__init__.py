@@ -1,5 +1,6 @@
 """Ray: where processes run and how the driver calls them. Read `launch` (what starts in which order), `sharing`, then
-`pool` (engines), `ranks` (models) and `weight_sync`."""
+`pool` (engines), `ranks` (models) and `weight_sync`.
+"""
 
 import os
 

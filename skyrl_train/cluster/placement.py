@@ -66,7 +66,8 @@ class Placement:
     @classmethod
     async def reserve(cls, demands: list[Demand], config: PolicyPlacementConfig, *, use_gpus: bool) -> Placement:
         """Reserve one bundle for each process.
-        Raises: PlacementError, at once if the whole cluster is too small, after `timeout_s` if it is busy."""
+        Raises: PlacementError, at once if the whole cluster is too small, after `timeout_s` if it is busy.
+        """
         needed = [(demand, demand.gpus_each if use_gpus else 0) for demand in demands for _ in range(demand.count)]
         bundles = [{"CPU": config.cpus_per_worker} | ({"GPU": gpus} if gpus else {}) for _, gpus in needed]
         group = await _reserve(demands, bundles, config)

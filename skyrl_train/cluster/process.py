@@ -34,7 +34,8 @@ class DeviceOutOfMemory(RuntimeError):
 
 class Host:
     """A Ray actor that makes one object and forwards calls to it, one at a time. The object's constructor must not
-    fail: Ray keeps only the stack's text of an error in an actor's constructor."""
+    fail: Ray keeps only the stack's text of an error in an actor's constructor.
+    """
 
     _name = "starting"
 
@@ -81,7 +82,8 @@ class AsyncHost(Host):
 
 def explained(error: BaseException, memory: dict[str, float], devices: Sequence[DeviceUse]) -> DeviceOutOfMemory:
     """Error with the holders of the device's memory, the keys that help, and torch's own message.
-    Args: memory: `memory_in_use` of this process; devices: those that it sees."""
+    Args: memory: `memory_in_use` of this process; devices: those that it sees.
+    """
     holders = "; ".join(map(str, devices))
     return DeviceOutOfMemory(
         f"the device is out of memory. This process holds {gib(memory['allocated'])} GiB in tensors, of "
@@ -119,7 +121,8 @@ def host() -> str:
 
 def talk_through_node_address() -> None:
     """Have gloo, also in child processes, use the network that connects the nodes of the cluster. By default it takes
-    the address of the host's name, which on many systems only the host can reach."""
+    the address of the host's name, which on many systems only the host can reach.
+    """
     address = host()
     for name, addresses in psutil.net_if_addrs().items():
         if any(known.address == address for known in addresses):

@@ -58,7 +58,8 @@ class Senders:
 
     async def _connect_beside_engines(self, num_changes: int) -> None:
         """Have each rank send to the engine's worker on its own GPU, if that one is up. All send the same, so the first
-        posts the messages for all."""
+        posts the messages for all.
+        """
         group, pool, everybody = self._policy.group, self._engines, range(len(self._policy.ranks))
         self._beside_engines = sorted(pool.shared_ranks) or list(everybody)
         await asyncio.gather(*(group.one(rank, "close") for rank in everybody if rank not in self._beside_engines))
@@ -72,7 +73,8 @@ class Senders:
 
     async def _join(self, info: ControlMessage, senders: Sequence[int], num_changes: int) -> None:
         """Have every engine join these senders, which check the engines' calls during that time.
-        Args: num_changes: of the engines when the senders were opened."""
+        Args: num_changes: of the engines when the senders were opened.
+        """
         if self._engines.num_changes != num_changes:
             # The senders would wait for an engine whose death a request has noticed.
             raise RemoteFailed("an engine died while connecting the weight sync")
@@ -90,7 +92,8 @@ class Senders:
 
     async def send(self) -> list[SendReport]:
         """Have all ranks export, and the senders send; engines must expect an update.
-        Returns: one report of each sender, or one for all if each of them sent the whole model."""
+        Returns: one report of each sender, or one for all if each of them sent the whole model.
+        """
         group, places = self._policy.group, self._policy.ranks
         reports: list[SendReport] = []
         # One stage after another: engines that receive two senders' broadcasts in different order would deadlock. It is

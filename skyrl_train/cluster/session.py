@@ -71,7 +71,8 @@ def connect() -> Iterator[Cluster]:
 
 def _start_or_join(address: str, **arguments: Any) -> Any:
     """Return Ray's context; retry a local Ray once, beside the remains of the first until this process ends. A node
-    (Ray 2.60) exits if one of its helpers takes more than 15 s to start, as on a machine that stalls."""
+    (Ray 2.60) exits if one of its helpers takes more than 15 s to start, as on a machine that stalls.
+    """
     try:
         return ray.init(address=address, **QUIET, **arguments)
     except Exception as error:
@@ -83,7 +84,8 @@ def _start_or_join(address: str, **arguments: Any) -> Any:
 
 def attach(address: str) -> None:
     """Join a running cluster until `ray.shutdown`. Args: address: host:port, or "auto" for this node's.
-    Raises: ValueError if it does not answer."""
+    Raises: ValueError if it does not answer.
+    """
     _silence_raylet()
     _check_answers(address)
     try:
@@ -128,7 +130,8 @@ def _no_cluster(address: str) -> str:
 
 def worker_environment() -> dict[str, str]:
     """Environment variables of every process of the run, except those that the submitted job sets. Ray refuses a
-    variable that both the job and its driver set, even to the same value."""
+    variable that both the job and its driver set, even to the same value.
+    """
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
     taken = (job.get("runtime_env") or {}).get("env_vars") or {}
     return {name: value for name, value in WORKER_ENVIRONMENT.items() if name not in taken}
@@ -136,14 +139,16 @@ def worker_environment() -> dict[str, str]:
 
 def cpu_environment() -> dict[str, str]:
     """Environment variables of each rank or engine without a GPU, except those that the submitted job sets; they must
-    be set before its process imports torch."""
+    be set before its process imports torch.
+    """
     taken = ray.get_runtime_context().runtime_env.get("env_vars") or {}
     return {name: value for name, value in CPU_ENVIRONMENT.items() if name not in taken}
 
 
 def _silence_raylet() -> None:
     """Keep Ray's paragraph about each dead process (2.60, despite `log_to_driver`) off the console; RemoteFailed is one
-    line."""
+    line.
+    """
     plain = getattr(ray._private.worker, "print_to_stdstream", None)
     if plain is None or hasattr(plain, "__wrapped__"):
         return
@@ -161,7 +166,8 @@ def _silence_raylet() -> None:
 @contextlib.contextmanager
 def _own_process_groups() -> Iterator[None]:
     """Keep signals to the driver's group (`timeout`, a batch system) from Ray's processes. A driver whose Ray was
-    killed waits 60 s for it (2.60) and is then aborted, losing its step and report."""
+    killed waits 60 s for it (2.60) and is then aborted, losing its step and report.
+    """
     popen = ray._private.services.ConsolePopen
     ray._private.services.ConsolePopen = functools.partial(popen, process_group=0)
     try:

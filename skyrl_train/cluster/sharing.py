@@ -1,5 +1,6 @@
 """Start-up decisions that depend on whether engines and trainers share devices. Besides the checks of a configuration
-only this module reads `trainer.placement.colocate_all`; trainer/residency.py moves memory between phases."""
+only this module reads `trainer.placement.colocate_all`; trainer/residency.py moves memory between phases.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ class SharedDevices(OwnDevices):
 
     async def start(self, engines: EnginePool, trainers: Starts) -> None:
         """One after the other, and each leaves the devices once loaded, because an engine sizes itself by the memory
-        free at its start. Engines import vLLM during that time."""
+        free at its start. Engines import vLLM during that time.
+        """
 
         async def start_trainers() -> None:
             for group, start in trainers:
@@ -124,7 +126,8 @@ class SharedDevices(OwnDevices):
     @property
     def cached_sequences(self) -> int | None:
         """An engine's part of the samples in flight, and those of one more prompt, since whole prompts are assigned.
-        The number of clients over HTTP is unknown."""
+        The number of clients over HTTP is unknown.
+        """
         generator, trainer = self._config.generator, self._config.trainer
         if generator.enable_http_endpoint:
             return None

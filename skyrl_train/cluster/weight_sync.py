@@ -64,14 +64,16 @@ class WeightSync:
 
     async def publish(self, groups: Sequence[Group]) -> SyncResult:
         """Send the weights, and where a check is due compare the logprobs of samples that were just generated.
-        Raises: RemoteFailed, SyncCheckFailed; the engines then stop serving."""
+        Raises: RemoteFailed, SyncCheckFailed; the engines then stop serving.
+        """
         result, expected = await self.send(groups)
         await self.verify(expected)
         return result
 
     async def send(self, groups: Sequence[Group]) -> tuple[SyncResult, Any]:
         """First half of `publish`, for which the policy must be on its devices: send, and compute the trainer's side of
-        a check, None if none is due. A check stays due until it was made."""
+        a check, None if none is due. A check stays due until it was made.
+        """
         self._num_syncs += 1
         result = await self._send_to_all()
         if self.check is None:

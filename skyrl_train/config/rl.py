@@ -111,7 +111,8 @@ class TrainerConfig(TrainingConfig):
     @property
     def frozen_models(self) -> tuple[ScoringModel, ...]:
         """Models with processes of their own that score each step; with LoRA the reference is the policy without
-        adapters, and so is a teacher of the same path."""
+        adapters, and so is a teacher of the same path.
+        """
         has_reference = self.algorithm.needs_reference and self.policy.model.lora.rank == 0
         reference = [self.ref.frozen_model(self.placement.num_ref_ranks)] if has_reference else []
         elsewhere = (*self.served_teachers, *self.base_teachers)

@@ -116,7 +116,8 @@ class EncodedText:
 
     def num_tokens(self, num_chars: int) -> int | None:
         """Number of tokens of the first `num_chars` characters; None if the tokenizer merges their end with what
-        follows."""
+        follows.
+        """
         last = bisect_right(self._splits, num_chars, key=lambda split: split[0]) - 1
         _, begin, first = self._splits[last] if last >= 0 else (0, 0, 0)
         alone = self._tokenizer.encode(self._text[begin:num_chars], add_special_tokens=False)

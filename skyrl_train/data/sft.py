@@ -121,7 +121,8 @@ class ExampleReader:
 
     def _prompt_and_response(self, prompt: Any, response: Any) -> Tokens:
         """Only the response is trained. A prompt of messages uses the chat template; a text is used as is, with the
-        end-of-sequence token after the response."""
+        end-of-sequence token after the response.
+        """
         check_text(response, "`response`")
         if not isinstance(prompt, str):
             answer = {"role": "assistant", "content": response}

@@ -1,5 +1,6 @@
 """The one place that asks "is there a GPU". `memory`: the allocator and what it holds; `nvml`: who holds a device.
-torch is imported inside the functions, because the driver and the configuration use this folder without it."""
+torch is imported inside the functions, because the driver and the configuration use this folder without it.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ def empty_cache() -> None:
 
 def memory_in_use() -> dict[str, float]:
     """Bytes of this process: `allocated` by tensors and `reserved` for them; of its device: `free` and `total`. Without
-    a GPU: the process's resident memory, twice, and the machine's."""
+    a GPU: the process's resident memory, twice, and the machine's.
+    """
     if device_type() == "cuda":
         import torch
 

@@ -1,5 +1,6 @@
 """Memory use of this process's GPUs, from the driver's management library (NVML). CUDA reports it too, but its context
-takes half a GiB of the device for the life of the process."""
+takes half a GiB of the device for the life of the process.
+"""
 
 from __future__ import annotations
 

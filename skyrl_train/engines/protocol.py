@@ -59,7 +59,8 @@ class Engine(Protocol):
         self, requests: Sequence[tuple[int, list[int], SamplingParams]]
     ) -> AsyncIterator[list[tuple[int, Generation]]]:
         """Yield (index, generation) as requests finish. While the engine is paused, nothing starts.
-        Args: requests: (index, prompt token ids, parameters)."""
+        Args: requests: (index, prompt token ids, parameters).
+        """
 
     async def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
         """Per prompt the logprob of each token given those before it, at temperature 1; 0 for the first token."""
@@ -88,7 +89,8 @@ class Engine(Protocol):
 
     async def sleep(self, *, keep_weights: bool = False) -> None:
         """Free the device. With keep_weights, `wake_weights` restores the weights from host memory; without, they are
-        undefined until the next update."""
+        undefined until the next update.
+        """
 
     async def wake_weights(self) -> None:
         """Allocate the memory of the weights again."""
@@ -130,7 +132,8 @@ ENGINES: dict[str, EngineKind] = {
 
 def engine_kind(generator: GeneratorConfig) -> EngineKind:
     """The kind that a configuration names; running servers are `remote`.
-    Raises: ValueError for an unknown generator.backend, or a class that lacks methods."""
+    Raises: ValueError for an unknown generator.backend, or a class that lacks methods.
+    """
     name = generator.backend
     given = f"generator.backend is {name}"
     if not generator.run_engines_locally:

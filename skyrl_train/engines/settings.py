@@ -1,5 +1,6 @@
 """Settings of an engine of any kind; vLLM's arguments and environment variables. Imports no vLLM: settings are built in
-other processes, and the environment must be set before vLLM is imported."""
+other processes, and the environment must be set before vLLM is imported.
+"""
 
 from __future__ import annotations
 
@@ -173,7 +174,8 @@ def room_to_answer(prompt_length: int, max_model_len: int) -> int:
 
 def lora_arguments(model_path: str, lora: LoraConfig, seed: int) -> dict[str, Any]:
     """One slot in each adapted layer and no other: vLLM (0.32) cannot score prompts if the output head has a slot.
-    Raises: ValueError for ranks or modules that vLLM has no slots for, or targets that match nothing."""
+    Raises: ValueError for ranks or modules that vLLM has no slots for, or targets that match nothing.
+    """
     modules = targets(linear_shapes(model_path), lora)
     if problem := slot_problem(lora.rank, modules):
         raise ValueError(problem)

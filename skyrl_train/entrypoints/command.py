@@ -267,7 +267,8 @@ def report_failure(
     error: Exception, run_dir: RunDir | None, console: Console, secrets: Secrets = BY_NAME, moved_from: str = ""
 ) -> None:
     """Print the error; the traceback goes into the run's folder, if there is one.
-    Args: moved_from: the folder in which the error's log files were before it gave way to an earlier run."""
+    Args: moved_from: the folder in which the error's log files were before it gave way to an earlier run.
+    """
     message, where = str(error), ""
     if run_dir is not None and moved_from:
         message = message.replace(f"{Path(moved_from).expanduser().resolve()}/", f"{run_dir.path}/")

@@ -19,7 +19,8 @@ class ModelCost:
 
     def train_flops(self, lengths: Tensor) -> float:
         """FLOPs of forward and backward (2 + 4 per multiply-add) for samples of these lengths [B], causal attention
-        counted as half of the square. Recomputed activations are not counted: MFU, not HFU."""
+        counted as half of the square. Recomputed activations are not counted: MFU, not HFU.
+        """
         tokens, squares = float(lengths.sum()), float(lengths.double().square().sum())
         return 6.0 * self.matrix_weights * tokens + 6.0 * self.attention_width * squares / 2
 

@@ -23,7 +23,8 @@ def _sums(x, order, starts, out, width, BLOCK: tl.constexpr):
 def sums(x: Tensor, order: Tensor, starts: Tensor) -> Tensor:
     """out[t] = sum of x[order[j]] for starts[t] <= j < starts[t + 1].
     Args: x [M, H] contiguous; order [M] and starts [T + 1], integers.
-    Returns: [T, H] in x's dtype, added in float32 in the order given."""
+    Returns: [T, H] in x's dtype, added in float32 in the order given.
+    """
     num, width = len(starts) - 1, x.shape[1]
     out = x.new_empty(num, width)
     if num:

@@ -1,2 +1,3 @@
 """Policy, critic, reference and teachers on Megatron-core. Read `policy`, then `model/`, `passes/`
-and `weights/`."""
+and `weights/`.
+"""

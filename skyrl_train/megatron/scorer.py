@@ -35,7 +35,8 @@ class MegatronScorer:
         policy_path: str | None = None,
     ) -> None:
         """Args: name: of its traces; topk: number of likeliest tokens of a teacher; policy_path: the model that
-        learns from these, which must have them in its vocabulary."""
+        learns from these, which must have them in its vocabulary.
+        """
         self.ranks = join(rendezvous, config, seed)
         self._tracer = Tracer(config.torch_profiler_config, name, rendezvous.rank)
         self._chunk, self._temperature = config.logprobs_chunk_size, temperature

@@ -47,7 +47,8 @@ class TrainedModel:
         value_head: str | None = None,
     ) -> None:
         """Args: lora: if its rank is above 0, adapters are trained instead of the model's weights; value_head: name of
-        the head of a critic, None for a language model."""
+        the head of a critic, None for a language model.
+        """
         self.ranks = join(rendezvous, config, seed)
         self._tracer = Tracer(config.torch_profiler_config, objective.name, rendezvous.rank)
         self.num_steps = 0

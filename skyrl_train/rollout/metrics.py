@@ -98,7 +98,8 @@ def _rewards(samples: Sequence[Sample]) -> np.ndarray:
 
 def _env_metrics(groups: Sequence[Group]) -> Metrics:
     """Metrics of environments as `environment/{key}`, or `environment/{env_class}/{key}` if several classes have the
-    same key."""
+    same key.
+    """
     by_class: dict[str, list[dict[str, object]]] = defaultdict(list)
     for group in groups:
         by_class[group.prompt.env_class] += [sample.env_metrics for sample in group.samples if sample.env_metrics]

@@ -91,7 +91,8 @@ class OverSamplingSource:
 
     def resume(self, state: SourceState) -> None:
         """Continue after a state of this source or OnPolicySource. Raises: ValueError for a state of another source or
-        of other rows."""
+        of other rows.
+        """
         self._order.resume(state.get("order", state))
         self._epoch = self._order.epoch
         rows = {prompt.uid: prompt for prompt in self._parts.prompts}

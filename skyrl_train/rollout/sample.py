@@ -88,7 +88,8 @@ def _rendered(episode: Episode, render: Callable[[], list[int]]) -> list[int]:
 
 def env_config(kwargs: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> DictConfig:
     """Settings of an environment: fields are attributes and keys, as skyrl-gym's environments read them; read-only,
-    since samples share it. Args: extra: the user's own values, as `extra`."""
+    since samples share it. Args: extra: the user's own values, as `extra`.
+    """
     config = OmegaConf.create({"extra": dict(extra or {}), **kwargs})
     OmegaConf.set_readonly(config, True)
     return config

@@ -28,7 +28,8 @@ class Resumable(Protocol):
 
     def resume(self, state: SourceState) -> None:
         """Continue after a saved state; called once at most, before the first step. Raises: ValueError for a state that
-        does not fit."""
+        does not fit.
+        """
 
 
 class GroupSource(Resumable, Protocol):

@@ -164,7 +164,8 @@ class TrainingService:
     @property
     def model_name(self) -> str:
         """Name over HTTP for the newest weights; `NAME@VERSION` is an error once another version is served. An answer's
-        `policy_versions` tell which versions generated it (docs/serving.md)."""
+        `policy_versions` tell which versions generated it (docs/serving.md).
+        """
         return self._state.model_name
 
     @property

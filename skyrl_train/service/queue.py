@@ -35,7 +35,8 @@ class JobQueue:
         self, run: Callable[[Job], Awaitable[Metrics]], recover: Callable[[Exception], Awaitable[str]]
     ) -> None:
         """Args: recover: awaited after a job that raised, before its client gets the error; it restores the service and
-        returns a report for the error. If it raises, no job can run any more."""
+        returns a report for the error. If it raises, no job can run any more.
+        """
         self._run, self._recover = run, recover
         self._waiting: asyncio.Queue[tuple[Job, asyncio.Future[Metrics]]] = asyncio.Queue()
         self.broken: str | None = None

@@ -54,7 +54,8 @@ def step_block(
 
 def reward_cells(metrics: Mapping[str, float]) -> list[Cell]:
     """Rewards and response length (mean/longest), or the loss of fine-tuning; held-out values last, because not every
-    step has them."""
+    step has them.
+    """
     cells = picked(metrics, [("reward", "reward/avg_raw_reward"), ("loss", "sft/loss")])
     prefix = "reward/avg_pass_at_"
     cells += picked(metrics, [(f"pass@{name[len(prefix) :]}", name) for name in metrics if name.startswith(prefix)])
@@ -94,7 +95,8 @@ def speed_cells(metrics: Mapping[str, float]) -> list[Cell]:
 
 def waiting_line(metrics: Mapping[str, float]) -> str:
     """Idle time and staleness of a streaming source: `trainer waited 4 %, engines idle 2 %, staleness 0.9 (max 2)`;
-    empty for other sources."""
+    empty for other sources.
+    """
     if "async/staleness_mean" not in metrics:
         return ""
     shares = [("trainer waited", "async/trainer_wait_share"), ("engines idle", "async/engine_idle_share")]

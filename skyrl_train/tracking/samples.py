@@ -75,7 +75,8 @@ def plain(row: Transcript) -> dict[str, Any]:
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """One column per field; what differs in form from row to row (reference, metrics, named rewards) is JSON text.
-    Raises: OSError."""
+    Raises: OSError.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -34,7 +34,8 @@ class Sink(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step, flushed on return. Steps never go back in a process; after a resume, an
-        earlier process may have logged the first steps too."""
+        earlier process may have logged the first steps too.
+        """
 
     def close(self) -> None:
         """Release files and connections; called once."""
@@ -172,7 +173,8 @@ class Tracker:
 
     def log_samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Pass samples to the sinks that show tables (Weights & Biases), before the metrics of their step.
-        Args: rows: column -> value of JSON, the same columns in each."""
+        Args: rows: column -> value of JSON, the same columns in each.
+        """
         for index, sink in enumerate(self._sinks):
             if rows and hasattr(sink, "log_samples"):
                 self._guard(index, functools.partial(sink.log_samples, step, name, rows))

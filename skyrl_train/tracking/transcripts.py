@@ -52,7 +52,8 @@ class Transcript:
 
 def transcript_of(step: int, sample: Sample, prompt: Prompt | None = None, text: str = "") -> Transcript:
     """A sample as text; its prompt is everything before the policy's first turn. Args: prompt: its row; text: of its
-    tokens."""
+    tokens.
+    """
     messages = sample.transcript
     spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"][-sample.turns :]
     first = spoken[0] if sample.turns and spoken else len(messages)

@@ -62,7 +62,8 @@ async def launch_training(
     hints: Hints | None = None,
 ) -> Processes:
     """Start the processes of reinforcement learning. Args: hints: of the prompts of teachers; the others like `launch`,
-    as is what it raises."""
+    as is what it raises.
+    """
     return await launch(
         config,
         cluster,

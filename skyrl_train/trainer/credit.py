@@ -46,7 +46,8 @@ class CreditAssignment:
         kl_coef: float = 0.0,
     ) -> Credit:
         """Args: kl [T]: estimated KL divergence from the reference, subtracted from the rewards with the weight
-        kl_coef; values [T]: those of the critic."""
+        kl_coef; values [T]: those of the critic.
+        """
         inputs = credit_inputs(experience, kl, kl_coef, values)
         result, returns = assign_credit(self._estimator.function, inputs, self._estimator.parameters)
         if self._normalizes:

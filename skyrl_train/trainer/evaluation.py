@@ -33,7 +33,8 @@ class Evaluation:
         keep: Callable[[int, Sequence[Group], int], object] = lambda step, groups, logged_at: None,
     ) -> None:
         """Args: pass_threshold: a sample passes if its reward is above it; keep(step, groups, logged_at):
-        writes the samples."""
+        writes the samples.
+        """
         self._prompts, self._collector, self._progress = prompts, collector, progress
         self._admission = Admission(max_failed_share)
         self._n_samples, self._sampling_params, self._batch_size = n_samples, sampling_params, batch_size
@@ -49,7 +50,8 @@ class Evaluation:
 
     def scored(self, step: int, groups: Sequence[Group], logged_at: int | None = None) -> Metrics:
         """`eval/*` of the groups, whose samples are kept. Args: step: of the weights that sampled them; logged_at: step
-        with which they are logged, by default the same."""
+        with which they are logged, by default the same.
+        """
         self._keep(step, groups, step if logged_at is None else logged_at)
         return evaluation_metrics(groups, self._pass_threshold)
 

@@ -76,7 +76,8 @@ def max_lengths(generator: GeneratorConfig) -> MaxLengths:
 
 def settings_of(trainer: TrainingConfig) -> dict[str, Any]:
     """Key -> value of everything that must not change on resume: the ranks' files depend on the layout, steps and
-    learning rate on the batches, and adapters on their base model."""
+    learning rate on the batches, and adapters on their base model.
+    """
     model = trainer.policy.model
     settings = _sizes("trainer.policy.megatron_config", trainer.policy.megatron_config) | {
         "trainer.placement.policy_num_nodes * policy_num_gpus_per_node": trainer.placement.num_policy_ranks,

@@ -137,7 +137,8 @@ class Scorers:
 
     def _needs_old_logprobs(self, shards: Shards) -> bool:
         """With one mini-batch and one epoch the update's own forward pass gives them, unless dropout makes it another
-        model than the one that sampled; with loglinear every pass does."""
+        model than the one that sampled; with loglinear every pass does.
+        """
         if self._trainer.algorithm.prox_logp_method == "loglinear":
             return False
         one_step = self._trainer.update_epochs_per_batch == 1 and len(shards.batches[0].mini_batches) == 1

@@ -81,7 +81,8 @@ def num_bytes(specs: Iterable[TensorSpec]) -> int:
 
 def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Specs]:
     """Assign tensors, in order, to buckets of at most `bucket_bytes`; a larger tensor travels alone. Both ends call
-    this with the same arguments, so the order of the specs is part of the protocol."""
+    this with the same arguments, so the order of the specs is part of the protocol.
+    """
     if bucket_bytes < ALIGNMENT:
         raise ValueError(f"bucket_bytes is {bucket_bytes}: at least {ALIGNMENT} are needed")
     buckets: list[list[TensorSpec]] = []

@@ -72,7 +72,8 @@ def row_hashes(data: Tensor) -> Tensor:
 
 def digests(specs: Sequence[TensorSpec], hashes: Tensor) -> dict[str, int]:
     """name -> digest in [0, 2**64). Waits for the device.
-    Args: hashes [R] of the tensors' rows, end to end, over any number of buckets."""
+    Args: hashes [R] of the tensors' rows, end to end, over any number of buckets.
+    """
     device = hashes.device
     row_bounds = torch.tensor(offsets(specs), device=device) // ALIGNMENT
     first_rows = torch.repeat_interleave(row_bounds[:-1], row_bounds.diff(), output_size=len(hashes))
@@ -112,7 +113,8 @@ def compare(sent: Mapping[str, int], received: Mapping[str, int]) -> None:
 def check_reports(reports: Sequence[Mapping[str, Any]], sent: Mapping[str, int], receiver: str) -> None:
     """Check that the workers of an engine received and loaded what was sent.
     Args: reports: digests and faults of every worker; receiver: its name in errors.
-    Raises: WeightSyncError naming tensors that differ, are missing or unknown to the engine, or incomplete layers."""
+    Raises: WeightSyncError naming tensors that differ, are missing or unknown to the engine, or incomplete layers.
+    """
     for report in reports:
         compare(sent, report["digests"])
         if report["faults"]:

@@ -50,7 +50,8 @@ class Sender:
 
     def connect(self, check: Check = lambda: None) -> None:
         """Return when all receivers have joined; after an error none of them waits any more.
-        Raises: WeightSyncError if they do not within the deadline; what `check` raises."""
+        Raises: WeightSyncError if they do not within the deadline; what `check` raises.
+        """
         try:
             self._channel.connect(check)
         except BaseException:
@@ -60,7 +61,8 @@ class Sender:
     def send(self, specs: Sequence[TensorSpec], named_tensors: NamedTensors) -> SendReport:
         """Return when every receiver has loaded every tensor.
         Args: specs: of all `named_tensors`, in order. Each tensor is copied before the next is requested.
-        Raises: WeightSyncError if the tensors are not those, or the channel breaks; what a receiver raised."""
+        Raises: WeightSyncError if the tensors are not those, or the channel breaks; what a receiver raised.
+        """
         clock = SendClock()
         with clock.timed("plan_s"):
             _require_each_once(specs)
@@ -121,7 +123,8 @@ def _raise_first_cause(pending: Pending) -> None:
 
 class Receiver:
     """Loads one sender's updates, in one worker of an engine. A failure ends the connection and all that the update
-    has begun; the next sender needs a new receiver."""
+    has begun; the next sender needs a new receiver.
+    """
 
     def __init__(self, channel: ReceiveChannel) -> None:
         self._channel: ReceiveChannel | None = channel

@@ -81,7 +81,8 @@ def _on_this_node(settings: EngineSettings) -> EngineSettings:
 
 def kill_processes(pids: tuple[tuple[int, float], ...], folder: str | None = None) -> None:
     """Kill the processes that are left (a stopped process ignores Ray's request), and remove their temporary folder.
-    Multiprocessing's resource tracker ends after the others, and removes what they leave in /dev/shm."""
+    Multiprocessing's resource tracker ends after the others, and removes what they leave in /dev/shm.
+    """
     trackers: list[psutil.Process] = []
     others: list[psutil.Process] = []
     for pid, created in pids:

@@ -44,7 +44,8 @@ class EnginePool:
     ) -> None:
         """Request the engines' processes from Ray and return at once.
         Args: visible_devices: per engine, unless Ray sets them; max_restarts: consecutive restarts of an engine; name:
-        of an engine in logs."""
+        of an engine in logs.
+        """
         names = tuple(f"{name}-{index}" for index in range(len(settings)))
         self._calls = Calls(names, timeout_s, log_folder)
         devices = visible_devices or [None] * len(slots)
@@ -124,7 +125,8 @@ class EnginePool:
 
     async def drop_failed(self, error: RemoteFailed, before: int) -> str:
         """After a failed call, continue without the engines that died. Returns: their names.
-        Args: before: `num_changes` when the call began. Raises: the error if no engine has died since."""
+        Args: before: `num_changes` when the call began. Raises: the error if no engine has died since.
+        """
         dead = await self.drop_dead()
         if self.num_changes == before:
             raise error
@@ -181,7 +183,8 @@ class EnginePool:
 
     def join_sender(self, info: ControlMessage) -> dict[str, Any]:
         """Connect every engine that is up to a sender of weights.
-        Returns: name -> the running call, for `joined` and for the sender, which watches it while it connects."""
+        Returns: name -> the running call, for `joined` and for the sender, which watches it while it connects.
+        """
         calls, offset = {}, 1
         for replica in self.up:
             calls[replica.name] = replica.actor.call.remote("init_weight_sync", info | {"rank_offset": offset})
@@ -262,7 +265,8 @@ class EnginePool:
 
     async def _each(self, what: str, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> None:
         """Like `_all`, but independent for each engine: those that die are dropped and the others continue.
-        Raises: RemoteFailed if a living engine fails, or none is left."""
+        Raises: RemoteFailed if a living engine fails, or none is left.
+        """
         called = self.up
         results = await _results(replica.call(what, method, *args, timeout_s=timeout_s, **kwargs) for replica in called)
         failed = [(replica, end) for replica, end in zip(called, results, strict=True) if isinstance(end, RemoteFailed)]

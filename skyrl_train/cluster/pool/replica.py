@@ -88,7 +88,8 @@ class EngineReplica:
         """Yield answers as requests finish; if the caller stops iterating, the others are aborted.
 
         Args: mark_dead: called once for an engine that died or hangs.
-        Raises: EngineLostError, after `mark_dead`; RemoteFailed if a request of a living engine fails or times out."""
+        Raises: EngineLostError, after `mark_dead`; RemoteFailed if a request of a living engine fails or times out.
+        """
         actor, timeout_s = self.actor, self.calls.timeout_s
         cause: Exception
         results = actor.stream.options(num_returns="streaming").remote("generate_batch", requests)
@@ -131,7 +132,8 @@ class EngineReplica:
 
     def count_sync(self) -> None:
         """One completed sync, or batch of a teacher, does not prove an engine healthy; the second one does, and resets
-        its restarts: it has worked with the weights, and survived what its predecessors may have died of."""
+        its restarts: it has worked with the weights, and survived what its predecessors may have died of.
+        """
         self.syncs += 1
         if self.syncs > 1:
             self.restarts = 0

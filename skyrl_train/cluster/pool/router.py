@@ -95,7 +95,8 @@ class Router:
 
     def forget_routes(self) -> None:
         """Assign prompts to engines again once their prefix caches are reset; else prompts of a step would be unevenly
-        distributed, each to its engine of the last epoch."""
+        distributed, each to its engine of the last epoch.
+        """
         self._routes.clear()
 
     def remove(self, number: int) -> None:

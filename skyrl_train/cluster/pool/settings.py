@@ -19,7 +19,8 @@ def all_engine_settings(
     config: Config, max_model_len: int, backend: str, policy_version: int = 0
 ) -> list[EngineSettings]:
     """Args: backend: transport of the weight sync; policy_version: the first that the engines serve; a resumed run must
-    not repeat the random numbers of its start."""
+    not repeat the random numbers of its start.
+    """
     generator, trainer, sharing = config.generator, config.trainer, build_sharing(config)
     lora = trainer.policy.model.lora
     num_servers = len(generator.remote_inference_engine_urls)

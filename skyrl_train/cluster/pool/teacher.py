@@ -23,7 +23,8 @@ class TeacherEngines:
 
     async def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
         """Per prompt, like `Engine.prompt_logprobs`. What an engine that dies was scoring is scored again by the others
-        or its replacement. Raises: RemoteFailed if a living engine fails, or none is left."""
+        or its replacement. Raises: RemoteFailed if a living engine fails, or none is left.
+        """
         while True:
             before = self._pool.num_changes
             try:

@@ -68,5 +68,6 @@ def own_teacher_scorer(
     policy: PolicyGroup, topk: int, name: str = "teacher", data_sources: Sequence[str] | None = None, *, is_base: bool
 ) -> ScorerGroup:
     """The policy as its own teacher. Args: topk: number of likeliest tokens that it reports; is_base: with its adapters
-    off."""
+    off.
+    """
     return ScorerGroup(name, name, policy, "teacher_logprobs", data_sources, (topk, is_base))

@@ -42,7 +42,8 @@ class ServerClient:
     async def post(self, path: str, body: Any, timeout_s: float | None, **query: str) -> Any:
         """Return the decoded answer, or None if it is empty.
         Args: body: None for no body; timeout_s: None for no deadline.
-        Raises: ServerUnreachableError, ServerError, TimeoutError."""
+        Raises: ServerUnreachableError, ServerError, TimeoutError.
+        """
         return await self._request("POST", path, body, timeout_s, query)
 
     async def close(self) -> None:

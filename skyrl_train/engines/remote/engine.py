@@ -55,7 +55,8 @@ class RemoteEngine:
 
     async def start(self, *, waits_for_weights: bool) -> EngineFacts:
         """Check that the server suits this run; what it answers before the first weight sync is not controlled.
-        Raises: ServerUnreachableError; ServerUnsuitableError naming the difference and what to do about it."""
+        Raises: ServerUnreachableError; ServerUnsuitableError naming the difference and what to do about it.
+        """
         self._facts = await probe(self._control, self._settings.rpc_timeout_s)
         check_server(self._facts, self._settings)
         await check_tokenizer(self._control, self._settings.model_path)

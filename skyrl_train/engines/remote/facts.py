@@ -45,7 +45,8 @@ class ServerFacts:
 
 async def probe(client: ServerClient, timeout_s: float) -> ServerFacts:
     """Raises: ServerUnreachableError; ServerUnsuitableError if the server is dead, too old, has another API key or no
-    development mode."""
+    development mode.
+    """
     timeout_s = min(PROBE_S, timeout_s)
     try:
         await client.get("/health", timeout_s)

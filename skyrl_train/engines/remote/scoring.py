@@ -33,7 +33,8 @@ class ServedTeacher:
         self, url: str, api_key: str | None, *, policy_path: str, max_model_len: int, timeout_s: float
     ) -> None:
         """Args: policy_path: folder of the policy, whose tokens the server must have; max_model_len: tokens of the
-        longest sample, and one more."""
+        longest sample, and one more.
+        """
         self._client = ServerClient(url, api_key, MAX_CONNECTIONS)
         self._policy_path, self._max_model_len, self._timeout_s = policy_path, max_model_len, timeout_s
 

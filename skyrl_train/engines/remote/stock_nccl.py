@@ -74,12 +74,14 @@ class StockNcclSender:
 
     def connect(self, check: Check = lambda: None) -> None:
         """Block until all workers have joined; they must have received `init_info`, and be joining, by then.
-        Args: check: unused, because vLLM's rendezvous has no hook for it."""
+        Args: check: unused, because vLLM's rendezvous has no hook for it.
+        """
         self._group = self._open_group(self._end.host, self._port, self._world_size, self._end.device)
 
     def send(self, specs: Sequence[TensorSpec], named_tensors: NamedTensors) -> SendReport:
         """Returns when every server has loaded every tensor. The report has no digests.
-        Raises: WeightSyncError if the tensors differ from the specs, or a broadcast times out; a server's own error."""
+        Raises: WeightSyncError if the tensors differ from the specs, or a broadcast times out; a server's own error.
+        """
         group, self._group = self._group, None
         if group is None:
             raise WeightSyncError("the NCCL group is not connected, or failed in the last update. Restart the run")
@@ -136,7 +138,8 @@ def split_updates(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[C
 
 def fill(chunk: Chunk, tensors: Iterator[tuple[str, Tensor]], buffer: Tensor) -> None:
     """Copy the chunk's tensors end to end into a buffer of exactly their size, each before the next is generated.
-    Raises: WeightSyncError if a tensor differs from its spec."""
+    Raises: WeightSyncError if a tensor differs from its spec.
+    """
     start = 0
     for spec in chunk:
         target = buffer[start : start + spec.num_bytes]

@@ -1,2 +1,3 @@
 """A vLLM engine in an actor of its own. Read `engine`, then `core`, `requests` and `weights`. `compat` holds what
-differs between vLLM versions."""
+differs between vLLM versions.
+"""

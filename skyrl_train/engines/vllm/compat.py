@@ -34,7 +34,8 @@ def build_async_llm(arguments: dict[str, Any]) -> AsyncLLM:
 
 def shut_down(llm: AsyncLLM, num_workers: int) -> None:
     """End an engine; kill its core at once if that is the only worker. A graceful shutdown of such a core takes 3 s of
-    garbage collection. Separate workers get it, because they remove the shared memory that they have named."""
+    garbage collection. Separate workers get it, because they remove the shared memory that they have named.
+    """
     if num_workers == 1 and "timeout" in inspect.signature(llm.shutdown).parameters:
         llm.shutdown(timeout=0)
     else:

@@ -52,7 +52,8 @@ class Core:
 
     async def wait(self, awaitable: Awaitable[T], what: str, timeout_s: float | None) -> T:
         """Like `call`, without a deadline if timeout_s is None. vLLM never answers calls that were pending when its
-        core died."""
+        core died.
+        """
         task = asyncio.ensure_future(awaitable)
         waited_s = 0.0
         try:

@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)
 
 def import_vllm(settings: EngineSettings) -> None:
     """Import vLLM, which takes longest of what needs no device. vLLM reads the environment when it is imported, so
-    engines of different settings need different processes."""
+    engines of different settings need different processes.
+    """
     set_environment(settings, device_type())
     with quick_imports():
         from skyrl_train.engines.vllm import (
@@ -118,7 +119,8 @@ class VllmEngine:
         self, requests: Sequence[tuple[int, list[int], SamplingParams]]
     ) -> AsyncIterator[list[tuple[int, Generation]]]:
         """Like `Engine.generate_batch`; batches may overlap. Raises: EngineDeadError; ValueError for a prompt without
-        room to answer."""
+        room to answer.
+        """
         await self._core.wait(self._running.wait(), "waiting for the engine to resume", None)
         stream = self._requests.generate(requests)
         try:
@@ -172,7 +174,8 @@ class VllmEngine:
 
     async def finish_weight_update(self, policy_version: int, sent_digests: dict[str, int]) -> None:
         """Like `Engine.finish_weight_update`. Raises: WeightSyncError with the tensors that differ, are missing or
-        unknown to the engine, or the incomplete layers; the engine then stays paused."""
+        unknown to the engine, or the incomplete layers; the engine then stays paused.
+        """
         await self._weights.finish(policy_version, sent_digests)
         self._versions.move_to(policy_version)
         if self._server is not None:
@@ -181,7 +184,8 @@ class VllmEngine:
 
     async def sleep(self, *, keep_weights: bool = False) -> None:
         """Like `Engine.sleep`. Running requests are frozen and continue when the engine is awake; if the last update
-        failed and the KV cache was not awake since, they are aborted."""
+        failed and the KV cache was not awake since, they are aborted.
+        """
         if self._weights.are_adapters:
             keep_weights = True  # no update brings the base model
         if len(self._asleep) == 1:
@@ -199,7 +203,8 @@ class VllmEngine:
 
     async def _wake_kv_cache_to_sleep(self) -> None:
         """vLLM (0.26) can only sleep with all its memory awake, and its scheduler continues when the last part wakes:
-        with incomplete weights, no request may be left to continue."""
+        with incomplete weights, no request may be left to continue.
+        """
         if not self._weights.are_complete:
             await self._weights.close_failed()
             abort = self._core.llm.pause_generation(mode="abort", clear_cache=True)
@@ -214,7 +219,8 @@ class VllmEngine:
 
     async def wake_kv_cache(self) -> None:
         """Like `Engine.wake_kv_cache`; can be repeated if `resume` failed.
-        Raises: WeightSyncError while the weights are incomplete; EngineDeadError like `wake_weights`."""
+        Raises: WeightSyncError while the weights are incomplete; EngineDeadError like `wake_weights`.
+        """
         if not self._weights.are_complete or "weights" in self._asleep:
             raise WeightSyncError("the engine's weights are asleep or were dropped: wake and update them first")
         if "kv_cache" in self._asleep:

@@ -53,7 +53,8 @@ class ModelSize:
 
 def with_memory_sizes(settings: EngineSettings, device_type: str) -> EngineSettings:
     """Fill in and print the sizes that the user left open; without a GPU, return the settings unchanged.
-    Raises: MemoryError if too little is free; OSError if the driver does not report the free memory."""
+    Raises: MemoryError if too little is free; OSError if the driver does not report the free memory.
+    """
     generator = settings.generator
     is_set = generator.gpu_memory_utilization is not None or "gpu_memory_utilization" in generator.engine_init_kwargs
     if device_type == "cpu" or is_set:
@@ -74,7 +75,8 @@ def with_memory_sizes(settings: EngineSettings, device_type: str) -> EngineSetti
 
 def memory_fraction(devices: Sequence[DeviceUse], margin: Margin, model: ModelSize) -> float:
     """Fraction of the whole device that leaves the margin on each of an engine's devices, in whole thousandths.
-    Raises: MemoryError if the weights do not fit."""
+    Raises: MemoryError if the weights do not fit.
+    """
     margins = []
     for device in devices:
         scores = min(
@@ -108,7 +110,8 @@ def _cache_gb(settings: EngineSettings, max_bytes: int) -> float | None:
 
 def max_cache_bytes(settings: EngineSettings, num_sequences: int) -> int | None:
     """Bytes that this many sequences of `max_model_len` tokens fill on one worker. None if the checkpoint does not say:
-    a layer caches no keys and values, or has other names for their matrices."""
+    a layer caches no keys and values, or has other names for their matrices.
+    """
     config = json.loads(Path(settings.model_path, "config.json").read_text())
     heads, num_layers = config.get("num_key_value_heads") or 1, config.get("num_hidden_layers", 0)
     per_token, layers = 0, set()

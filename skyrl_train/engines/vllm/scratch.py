@@ -22,7 +22,8 @@ VARIABLES = ("TMPDIR", "VLLM_RPC_BASE_PATH")
 
 class Scratch:
     """Folder of this process and its children. Its lock ends with the process, however that ends; the next engine on
-    the node then removes the folder."""
+    the node then removes the folder.
+    """
 
     def __init__(self, parent: Path) -> None:
         self.path = parent / f"{PREFIX}{uuid.uuid4().hex[:8]}"

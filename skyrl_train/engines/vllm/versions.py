@@ -52,7 +52,8 @@ class VersionTracker:
         self, prompt: Any, params: SamplingParams, request_id: str, **arguments: Any
     ) -> AsyncGenerator[tuple[RequestOutput, dict[int, VersionSpans]], None]:
         """Yield the outputs of `AsyncLLM.generate`, each with the spans of the completions that it finishes, by index.
-        Closing the generator aborts the request."""
+        Closing the generator aborts the request.
+        """
         if not self._native:
             request_id = f"{request_id}~{next(self._numbers)}"  # clients may choose ids, and repeat one
             self._starts[request_id] = {}
@@ -78,7 +79,8 @@ class VersionTracker:
 
 def spans_of(starts: Sequence[tuple[int, int]], num_tokens: int) -> VersionSpans:
     """(version, number of its tokens) in order. A stop string removes tokens, and may remove a version. An answer
-    without tokens has one span, of the version that it ended with."""
+    without tokens has one span, of the version that it ended with.
+    """
     bounds = [min(start, num_tokens) for _, start in starts] + [num_tokens]
     spans = [(version, bounds[n + 1] - bounds[n]) for n, (version, _) in enumerate(starts)]
     return tuple(span for span in spans if span[1] > 0) or ((starts[-1][0], 0),)

@@ -48,7 +48,8 @@ class Weights:
 
     async def finish(self, policy_version: int, sent_digests: dict[str, int]) -> None:
         """Check what was received, and make vLLM use it under its version; the caller sets `are_complete`.
-        Raises: WeightSyncError, also if a cached prefix of the old weights remains."""
+        Raises: WeightSyncError, also if a cached prefix of the old weights remains.
+        """
         workers = await self._core.ask_workers("skyrl_sync_report", "checking the weights")
         check_reports(workers, sent_digests, "engine")
         await self._core.call(self._core.llm.finish_weight_update(), "finishing a weight update")
@@ -63,7 +64,8 @@ class Weights:
 
     async def bind_adapter(self, policy_version: int, *, first: bool) -> None:
         """Args: first: bind the adapter that changes nothing instead of the last one received.
-        Raises: WeightSyncError if the slots of a worker do not hold the complete adapter."""
+        Raises: WeightSyncError if the slots of a worker do not hold the complete adapter.
+        """
         assert self._adapter is not None
         for faults in await self._core.ask_workers("skyrl_bind_adapter", "binding the adapter", first):
             if faults:

@@ -67,7 +67,8 @@ def pack_params(
     lengths: list[int], real_lengths: list[int], device: torch.device, *, cp_rank: int, cp_size: int
 ) -> PackedSamples:
     """Describe a pack of samples with padded `lengths`, of which `real_lengths` are tokens. The torch attention reads
-    the lengths, Transformer Engine the cu_seqlens."""
+    the lengths, Transformer Engine the cu_seqlens.
+    """
     padded = bounds(lengths).to(device)
     real = padded if lengths == real_lengths else bounds(real_lengths).to(device)
     return PackedSamples(
@@ -132,7 +133,8 @@ def attend_halves(
     query: Tensor, key: Tensor, value: Tensor, both: tuple[Half, Half], scale: float, flash: Any = _flash
 ) -> Tensor:
     """Attention of the local queries to the gathered keys and values, one call per half.
-    Args: query [T / C, H, D]; key, value [T, G, D], rank by rank; flash: another implementation, for a test."""
+    Args: query [T / C, H, D]; key, value [T, G, D], rank by rank; flash: another implementation, for a test.
+    """
     outs = [
         flash(
             query[half.queries],

@@ -41,7 +41,8 @@ class _Layer:
 
 class Balance:
     """The load-balancing loss of all routers of this rank. `begin_counting`, a forward pass, `begin_training`, the
-    training pass, `finish`. Otherwise routers are unchanged."""
+    training pass, `finish`. Otherwise routers are unchanged.
+    """
 
     def __init__(self, modules: list[Any], coefficient: float) -> None:
         self._coefficient = coefficient

@@ -59,7 +59,8 @@ def install_weight_gradient() -> None:
 
 def grouped_linear(x: Tensor, weights: Sequence[Tensor], tokens_per_expert: Sequence[int]) -> Tensor:
     """Multiply x [T, in], ordered by expert, by the weights [out, in] of the experts -> [T, out]. Gradients of weights
-    with a `main_grad` of Megatron's data-parallel wrapper are added to it, as in Megatron's own linear layers."""
+    with a `main_grad` of Megatron's data-parallel wrapper are added to it, as in Megatron's own linear layers.
+    """
     return _GroupedLinear.apply(x, _Tokens(tokens_per_expert, x.device), *weights)
 
 

@@ -1,5 +1,6 @@
 """Index tables of the torch attention, computed on the host from the lengths of the packed samples. Legend as in
-attention.py."""
+attention.py.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def global_order(lengths: list[int], cp_size: int) -> Tensor:
 
 def halves(lengths: list[int], cp_rank: int, cp_size: int) -> tuple[Half, Half]:
     """The rank's first chunks of all samples with the keys up to their end, and its second chunks with theirs.
-    FlashAttention's causal mask aligns the last query with the last key, as a chunk after its prefix needs."""
+    FlashAttention's causal mask aligns the last query with the last key, as a chunk after its prefix needs.
+    """
     order = global_order(lengths, cp_size)
     starts = [0, *itertools.accumulate(lengths)]
     parts = []

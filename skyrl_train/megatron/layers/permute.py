@@ -33,7 +33,8 @@ class Permutation:
     @classmethod
     def of(cls, routing_map: Tensor, num_rows: int) -> tuple[Permutation, Tensor]:
         """Return the permutation and its [M] int64 indices into the transposed map. No copy to the host.
-        Args: routing_map [T, E] bool with `num_rows` true values."""
+        Args: routing_map [T, E] bool with `num_rows` true values.
+        """
         num_tokens = len(routing_map)
         flat = routing_map.t().reshape(-1).argsort(descending=True, stable=True)[:num_rows]
         token_of_row = flat % max(num_tokens, 1)

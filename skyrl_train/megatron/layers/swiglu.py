@@ -1,5 +1,6 @@
 """SwiGLU in place of Megatron's: one Triton kernel on a GPU and the plain formula elsewhere. Megatron's fused version
-is compiled by torch.compile in every process, again for new shapes."""
+is compiled by torch.compile in every process, again for new shapes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(x: Tensor, weights: Tensor | None = None) -> Tensor:
     """silu(gate) * up of x [..., 2F] = [gate | up], times the weight of each row -> [..., F] in x's dtype.
-    Args: weights: one per row of x, of any shape, or None."""
+    Args: weights: one per row of x, of any shape, or None.
+    """
     if not kernels.serve(x):
         gate, up = x.chunk(2, -1)
         out = F.silu(gate) * up

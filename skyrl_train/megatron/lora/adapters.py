@@ -203,7 +203,8 @@ class Adapter(torch.nn.Module):
 
     def factors(self, read: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (module, whole A [r, in], whole B [out, r]) of all experts, on all ranks of the stage. A collective.
-        Args: read: returns the value of a parameter, or its gradient in tests."""
+        Args: read: returns the value of a parameter, or its gradient in tests.
+        """
         a, b = self.site.join(read(self.lora_A), 1), self.site.join(read(self.lora_B), 0)
         if self.site.is_expert and (group := parallel_state.get_expert_model_parallel_group()).size() > 1:
             a, b = torch.cat(gather_parts(a, group)), torch.cat(gather_parts(b, group))

@@ -1,2 +1,3 @@
 """From a Hugging Face checkpoint to a Megatron model: families, parallel groups and pipeline stages. Read `model`, then
-`bridge` and `families`."""
+`bridge` and `families`.
+"""

@@ -103,7 +103,8 @@ def _common_fields(megatron: MegatronConfig, *, torch_layers: bool) -> dict[str,
 
 def build_bridge(path: str, megatron: MegatronConfig, dtype: torch.dtype, *, torch_layers: bool) -> Bridge:
     """Build the bridge of the model at `path` for the layout of this process (Megatron's groups must exist).
-    Raises: ValueError for a family or variant that would not be computed as Hugging Face does."""
+    Raises: ValueError for a family or variant that would not be computed as Hugging Face does.
+    """
     hf_config = load_hf_config(path)
     bridge = family(hf_config, path)(
         hf_config, dtype=dtype, make_vocab_size_divisible_by=megatron.tensor_model_parallel_size
@@ -148,7 +149,8 @@ def _stages(hf_config: PretrainedConfig, megatron: MegatronConfig) -> dict[str, 
 
 def check_all_weights_are_read(bridge: Bridge, modules: list[GPTModel], folder: str) -> None:
     """Raises: ValueError if the checkpoint in `folder` has weights that no rank holds; mbridge would ignore them.
-    A collective over the pipeline and expert groups."""
+    A collective over the pipeline and expert groups.
+    """
     read = {
         hf_name
         for module in modules

@@ -118,7 +118,8 @@ def _patch_megatron() -> None:
 
 def _l2_norm(chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool) -> Any:
     """Replacement of Megatron's fallback, which sums float32 numbers sequentially on a CPU. Its norm of 1e7 gradients
-    in one tensor was 4e-4 off, of 1.6e8 2 %, so that it depended on the layout, and clipping with it."""
+    in one tensor was 4e-4 off, of 1.6e8 2 %, so that it depended on the layout, and clipping with it.
+    """
     (tensors,) = lists
     norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors])
     return torch.linalg.vector_norm(norms).float().reshape(1), None

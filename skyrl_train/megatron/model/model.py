@@ -60,7 +60,8 @@ def unwrap(module: Any) -> GPTModel:
 
 def uses_torch_layers(transformer_impl: str, dtype: torch.dtype) -> bool:
     """Whether `transformer_impl` selects the torch layers on this machine.
-    Raises: ValueError if Transformer Engine is requested and missing, or with float32."""
+    Raises: ValueError if Transformer Engine is requested and missing, or with float32.
+    """
     present = device_type() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
     if transformer_impl == "transformer_engine" and not present:
         raise ValueError(

@@ -36,7 +36,8 @@ class ValueHead(nn.Module):
 @torch.no_grad()
 def add_value_head(bridge: Bridge, chunk: GPTModel, folder: str, name: str, seed: int) -> None:
     """Make `NAME.weight` of the checkpoint the output layer of the last stage; if there is none, small random weights.
-    Raises: ValueError for a tensor of another shape."""
+    Raises: ValueError for a tensor of another shape.
+    """
     bridge._DIRECT_MAPPING["output_layer.linear.weight"] = f"{name}.weight"
     if not chunk.post_process:
         return

@@ -66,7 +66,8 @@ def set_learning_rate(optimizer: Any, lr: float, weight_decay: float) -> None:
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
     """Learning rate of optimizer step `step` (the first is 0) of `num_steps`. Warm-up rises linearly to lr at its last
-    step; linear and cosine then fall to min_lr_ratio * lr at the last step."""
+    step; linear and cosine then fall to min_lr_ratio * lr at the last step.
+    """
     if step < config.num_warmup_steps:
         return config.lr * (step + 1) / config.num_warmup_steps
     if config.scheduler == "constant_with_warmup":

@@ -122,7 +122,8 @@ def _of_tokens(
     model: Model, packer: Packer, batch: TrainBatch, at_positions: Callable[[Tensor, Targets], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
     """[T, ...] on the CPU for each tensor [P / C, ...] of at_positions(output of the last stage, targets); 0 for tokens
-    of no micro-batch; {} before the last stage."""
+    of no micro-batch; {} before the last stage.
+    """
     micro_batches = [packer.pack(batch, samples) for mini_batch in batch.mini_batches for samples in mini_batch]
 
     def collect(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -71,7 +71,8 @@ class HostMemory:
 
     def restore(self, blocks: Sequence[StorageBlock]) -> int:
         """Allocate the blocks and start copying their contents back; returns the bytes. `settle` ends the copies. The
-        next block is allocated while one is copied."""
+        next block is allocated while one is copied.
+        """
         for block in blocks:
             block.allocate()
             buffer = self._offloaded[block]

@@ -39,7 +39,8 @@ class DeviceMemory:
 
     def offload(self, *parts: str) -> Moved:
         """Copy the parts (all of them by default) to the host and free them on the device; done when it returns. Frozen
-        weights are copied once and then only freed."""
+        weights are copied once and then only freed.
+        """
         started = time.perf_counter()
         self.settle()
         leaving = [part for part in parts or PARTS if part not in self._offloaded]
@@ -66,7 +67,8 @@ class DeviceMemory:
 
     def reload(self, *parts: str) -> Moved:
         """Restore the parts (all of them by default). Weights are complete when it returns. The optimizer is copied
-        while the device computes: `settle` before its use."""
+        while the device computes: `settle` before its use.
+        """
         started = time.perf_counter()
         if dropped := self._dropped.intersection(parts or PARTS):
             raise Offloaded(f"the {' and '.join(sorted(dropped))} of this rank were dropped and cannot be reloaded")

@@ -33,7 +33,8 @@ def state_file(folder: str | Path, rank: int) -> Path:
 
 def save_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> int:
     """Write the file, which appears when it is complete; returns its size in bytes.
-    Raises: OSError, for example if the disk is full."""
+    Raises: OSError, for example if the disk is full.
+    """
     state = _state(modules, optimizer, ranks, policy_version)
     with _unfinished(file) as stream:
         torch.save(state, stream)
@@ -44,7 +45,8 @@ def save_durable_state(
     file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int
 ) -> FileSum:
     """Like `save_state`, but the file survives a loss of power.
-    Returns: size and digest of the bytes as they were written; what the disk returns later is compared with them."""
+    Returns: size and digest of the bytes as they were written; what the disk returns later is compared with them.
+    """
     state = _state(modules, optimizer, ranks, policy_version)
     with _unfinished(file) as stream:
         writer = SummingWriter(stream)
@@ -92,7 +94,8 @@ def _unfinished(file: Path) -> Iterator[BinaryIO]:
 @torch.no_grad()
 def load_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: ParallelRanks, policy_version: int) -> None:
     """Copy the file's values in place.
-    Raises: ValueError if it is missing, of another version, or was written by another rank, layout or model."""
+    Raises: ValueError if it is missing, of another version, or was written by another rank, layout or model.
+    """
     state = _read(file, ranks, policy_version)
     for module, shapes, saved in zip(modules, state["shapes"], state["weights"], strict=True):
         # The optimizer's state is by position, so the order matters: Transformer Engine's experts differ in it.
@@ -109,7 +112,8 @@ def load_state(file: Path, modules: list[nn.Module], optimizer: Any, ranks: Para
 @torch.no_grad()
 def load_weights(file: Path, modules: list[nn.Module], ranks: ParallelRanks, policy_version: int) -> None:
     """Copy only the file's weights, into a model without an optimizer and with either kind of layers.
-    Raises: like `load_state`."""
+    Raises: like `load_state`.
+    """
     state = _read(file, ranks, policy_version)
     for module, shapes, saved in zip(modules, state["shapes"], state["weights"], strict=True):
         if _shapes(module) != shapes:

@@ -51,7 +51,8 @@ class StorageBlock:
 
 class MergedBlock(StorageBlock):
     """Tensors that each own a storage at first, and become views of one when it is allocated. The merge does not happen
-    earlier: there would be two copies on the device."""
+    earlier: there would be two copies on the device.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], *, is_frozen: bool) -> None:
         self._tensors = tensors
@@ -100,7 +101,8 @@ def storage_blocks(
     may_merge: bool = False,
 ) -> list[StorageBlock]:
     """Return blocks of the tensors' storages on the device that are not in `seen`, and add these to it.
-    Args: may_merge: the tensors stay the same objects, never replaced, so merging them is worth it."""
+    Args: may_merge: the tensors stay the same objects, never replaced, so merging them is worth it.
+    """
     single: list[Tensor] = []
     merged: list[Tensor] = []
     for tensor in tensors:

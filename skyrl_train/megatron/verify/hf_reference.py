@@ -25,7 +25,8 @@ from skyrl_train.ranks import Rendezvous
 
 def run_hugging_face(trial: Trial, *, timeout_s: float = 120.0) -> Outcome:
     """Run `hugging_face` in a separate process, which frees its memory.
-    Raises: RuntimeError with the traceback if it failed."""
+    Raises: RuntimeError with the traceback if it failed.
+    """
     (outcome,) = run_on_ranks(_in_process, trial, 1, timeout_s=timeout_s)
     return outcome
 
@@ -141,7 +142,8 @@ def comparable(outcome: Outcome, reference: Outcome) -> Outcome:
 
 def named_gradients(model: Any) -> dict[str, Tensor]:
     """Float32 gradients on the CPU under the checkpoint's names. transformers fuses experts in memory and splits them
-    when it saves."""
+    when it saves.
+    """
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in model.named_parameters()

@@ -68,7 +68,8 @@ def run_objectives(
     trial: Trial, layout: Layout, objectives: Sequence[Objective], *, timeout_s: float = 120.0
 ) -> list[Outcome]:
     """One pass per objective over the same batch and model; all have the trial's reductions and temperature.
-    Raises: RuntimeError with the traceback of the first rank that failed."""
+    Raises: RuntimeError with the traceback of the first rank that failed.
+    """
     arguments = (trial, layout, tuple(objectives))
     of_ranks = run_on_ranks(_run_rank, arguments, layout.world_size, timeout_s=timeout_s)
     return [_joined(trial, parts) for parts in zip(*of_ranks, strict=True)]

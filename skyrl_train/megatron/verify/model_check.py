@@ -47,7 +47,8 @@ class Verdict:
 
 def check_model(config: PretrainedConfig) -> Verdict:
     """Compare the small model of `config` with Hugging Face's on one mini-batch.
-    Raises: RuntimeError or ValueError if one of the two cannot be built."""
+    Raises: RuntimeError or ValueError if one of the two cannot be built.
+    """
     small = shrunk(config)
     verdict = _compare(small, SEEDS[0])
     for seed in SEEDS[1:]:

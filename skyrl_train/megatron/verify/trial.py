@@ -55,7 +55,8 @@ def random_trial(
     bf16: bool = False,
 ) -> Trial:
     """Random tokens and advantages, groups of one, under `trial_objective`.
-    Args: lengths of the samples; padding: a token for a tenth of the positions, or None."""
+    Args: lengths of the samples; padding: a token for a tenth of the positions, or None.
+    """
     generator = torch.Generator().manual_seed(0)
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     total = int(bounds[-1])

@@ -36,7 +36,8 @@ def to_every_stage(specs: Specs, named_tensors: NamedTensors) -> tuple[list[Tens
 
 class _Export:
     """This rank's export. If it fails, zeros replace the missing tensors, because the other ranks wait for them;
-    `raise_error` then ends the gathering."""
+    `raise_error` then ends the gathering.
+    """
 
     def __init__(self, named_tensors: NamedTensors, specs: Specs) -> None:
         self._named_tensors, self._specs = named_tensors, specs

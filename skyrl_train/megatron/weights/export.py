@@ -81,7 +81,8 @@ def expert_names(model: Model, live: LiveTensor) -> tuple[str, ...]:
 
 def export_tasks(model: Model) -> list[ExportTask]:
     """Tasks of this stage in layer order, the same on all ranks of the stage. No collective, no copy. Each Hugging Face
-    name occurs once over all stages."""
+    name occurs once over all stages.
+    """
     tasks = []
     for live in live_tensors(model):
         mcore_names = expert_names(model, live)
@@ -155,7 +156,8 @@ def dtype_of_name(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def merged(lora: Lora | None) -> Read:
     """A `read` for `export` that returns W + alpha / r * B A, added in float32 and rounded once; W without adapters. It
-    needs only the adapters of this rank's part of a weight: no collective."""
+    needs only the adapters of this rank's part of a weight: no collective.
+    """
     deltas: dict[int, Callable[[], Tensor]] = {}
     for layer, adapter in lora.adapters if lora else ():
         for index, weight in enumerate(base_weights(layer)):

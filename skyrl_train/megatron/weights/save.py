@@ -146,7 +146,8 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
 def save_adapter(lora: Lora, folder: str, base_folder: str, base_model: str) -> None:
     """Write one adapter of all stages in PEFT's format into `folder`. A collective over all ranks.
     Args: base_folder: the base model; base_model: its name in the configuration.
-    Raises: ValueError on every rank if it cannot be written; no rank is left waiting."""
+    Raises: ValueError on every rank if it cannot be written; no rank is left waiting.
+    """
     target, owner = Path(folder), is_stage_owner()
     writes = owner and parallel_state.get_pipeline_model_parallel_rank() == 0
     write_together(target, lambda: _require_writable(target) if writes else None)

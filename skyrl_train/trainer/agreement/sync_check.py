@@ -57,7 +57,8 @@ class SyncCheck:
         self, every: int, dtype_name: str, limits: MicroBatchLimits, *, tensor_float: bool, max_tokens: int
     ) -> None:
         """Args: every: 0 means never; dtype_name: the coarser dtype of trainer and engine; limits: the policy's;
-        tensor_float: whether an engine's float32 may be TensorFloat-32; max_tokens: of a sample that engines take."""
+        tensor_float: whether an engine's float32 may be TensorFloat-32; max_tokens: of a sample that engines take.
+        """
         self._every, self._limits, self._max_tokens = every, limits, max_tokens
         self._bound = rounding_bound(dtype_name, tensor_float=tensor_float)
         self._batch: TrainBatch | None = None
@@ -113,7 +114,8 @@ class SyncCheck:
 class FirstCheck:
     """The comparison before the first update of a process, when no sync has been compared yet.
 
-    Scores the first samples with every engine while engines are awake, and with the trainer once it is loaded."""
+    Scores the first samples with every engine while engines are awake, and with the trainer once it is loaded.
+    """
 
     def __init__(self, check: SyncCheck, policy: PolicyGroup, engines: EnginePool) -> None:
         self._check, self._policy, self._engines = check, policy, engines

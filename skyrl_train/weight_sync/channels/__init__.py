@@ -1,2 +1,3 @@
 """Weight transports: shared memory, CUDA IPC and NCCL or gloo broadcast. Read `channel` (the protocol), then
-`table`."""
+`table`.
+"""

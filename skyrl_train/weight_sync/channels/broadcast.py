@@ -107,7 +107,8 @@ class BroadcastSendChannel:
 
     def abort(self) -> None:
         """End the receivers' waits for the rendezvous or a broadcast, through the store; over gloo the group's end does
-        it too."""
+        it too.
+        """
         with contextlib.suppress(RuntimeError):
             self._store.set(GIVEN_UP, "1")
         group, self._group = self._group, None
@@ -125,7 +126,8 @@ class BroadcastReceiveChannel:
     def __init__(self, init_info: ControlMessage, worker_rank: int, device: torch.device, timeout_s: float) -> None:
         """Block until the sender and all receivers have joined.
         Args: init_info: of the sender, with `rank_offset`; worker_rank: counts the workers of this engine from 0.
-        Raises: WeightSyncError if they do not come within the deadline, or the sender gives up or dies."""
+        Raises: WeightSyncError if they do not come within the deadline, or the sender gives up or dies.
+        """
         self._store = join_store(init_info["host"], init_info["port"], timeout_s)
         rank, world_size = init_info["rank_offset"] + worker_rank, init_info["world_size"]
         self._group = BroadcastGroup(self._store, rank, world_size, device, timeout_s, self._check_sender)

@@ -47,7 +47,8 @@ class BroadcastGroup:
         self, store: dist.Store, rank: int, world_size: int, device: torch.device, timeout_s: float, check: Check
     ) -> None:
         """Block until all have joined.
-        Raises: WeightSyncError if they do not within the deadline, or one cannot be connected; what `check` raises."""
+        Raises: WeightSyncError if they do not within the deadline, or one cannot be connected; what `check` raises.
+        """
         self._timeout_s = timeout_s
         self._device = device
         self._backend: Any = None

@@ -93,7 +93,8 @@ class LocalSendChannel:
 
     def wait_taken(self, count: int, check: Check) -> None:
         """Return when every receiver has loaded the first `count` buckets of this update.
-        Raises: PeerLostError if one died or is late; what `check` raises."""
+        Raises: PeerLostError if one died or is late; what `check` raises.
+        """
         deadline = time.monotonic() + self._timeout_s
         while any(taken < count for taken in self._taken):
             for connection in wait(self._receivers, timeout=CHECK_EVERY_S):
@@ -172,7 +173,8 @@ class LocalReceiveChannel:
 
     def wait_ready(self) -> tuple[Any, int | None]:
         """Wait until the bucket is in its slot. Returns: content and file descriptor that the sender sent with it.
-        Raises: WeightSyncError if another one comes, none comes within the deadline, or the sender gives up or dies."""
+        Raises: WeightSyncError if another one comes, none comes within the deadline, or the sender gives up or dies.
+        """
         if not self._connection.poll(self._timeout_s):
             raise WeightSyncError(f"bucket {self.bucket} of the weights did not come within {self._timeout_s:g} s")
         try:

@@ -1,5 +1,6 @@
 """The transports by name. A new one is a file with its two ends, and a line here or its `module:attribute` in
-generator.weight_sync_backend. Imports no torch: what a transport needs is checked before anything heavy starts."""
+generator.weight_sync_backend. Imports no torch: what a transport needs is checked before anything heavy starts.
+"""
 
 from __future__ import annotations
 

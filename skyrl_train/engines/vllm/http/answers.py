@@ -1,5 +1,6 @@
 """ASGI middleware between the HTTP endpoint's clients and vLLM's application: API key, body limit, waiting while the
-engine is paused, and the policy versions and sampling parameters of each answer. Applies to all routes; no vLLM."""
+engine is paused, and the policy versions and sampling parameters of each answer. Applies to all routes; no vLLM.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +184,8 @@ class _Writer:
 
 class WaitsWhilePaused:
     """Holds requests for tokens while the engine is paused. vLLM would queue or reject them, depending on its version
-    and the mode of the pause."""
+    and the mode of the pause.
+    """
 
     def __init__(self, app: ASGIApp, wait_until_running: Callable[[], Awaitable[None]]) -> None:
         """Args: wait_until_running: raises TimeoutError after a while, RuntimeError if the engine is dead."""
@@ -220,7 +222,8 @@ class NeedsKey:
 
 class BoundedBody:
     """Reads a request's body before it is parsed, and rejects one that is longer than the model's context can need.
-    vLLM's /tokenize (0.32) took 6.4 GB and two minutes for 30 MB."""
+    vLLM's /tokenize (0.32) took 6.4 GB and two minutes for 30 MB.
+    """
 
     def __init__(self, app: ASGIApp, max_model_len: int) -> None:
         self._app, self._max_model_len = app, max_model_len
@@ -245,7 +248,8 @@ class BoundedBody:
 
     async def _read(self, announced: str, receive: Receive) -> Message | None:
         """Return the body in one message, or None if it is too long. A body that is not much too long is read to its
-        end: a client that is still writing when the connection closes does not read the answer."""
+        end: a client that is still writing when the connection closes does not read the answer.
+        """
         expected = int(announced) if announced.isdigit() else 0
         if expected > MAX_DROPPED_BYTES:
             return None

@@ -68,7 +68,8 @@ class HttpServer:
 
     async def start(self, policy_version: int) -> str:
         """Returns the endpoint's URL.
-        Raises: ValueError if the port is taken or the host is not an address of this computer."""
+        Raises: ValueError if the port is taken or the host is not an address of this computer.
+        """
         port = self._generator.http_endpoint_port
         listening = _listen(self._generator.http_endpoint_host, port and port + self._settings.index)
         try:

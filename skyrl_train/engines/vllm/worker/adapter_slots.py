@@ -67,7 +67,8 @@ def _lora_of(vllm_config: Any) -> LoraConfig:
 def bind(model_runner: Any, tensors: Mapping[str, Tensor], vllm_config: Any) -> list[str]:
     """Load the adapter into the slot that requests use.
     Args: tensors: by PEFT's names; model_runner: the worker's.
-    Returns: why the slots do not hold the complete adapter, as sentences."""
+    Returns: why the slots do not hold the complete adapter, as sentences.
+    """
     if not tensors:
         return ["no adapter tensor was received; the engine would serve the base model"]
     lora = _lora_of(vllm_config)
@@ -110,7 +111,8 @@ def bind(model_runner: Any, tensors: Mapping[str, Tensor], vllm_config: Any) -> 
 
 def _holds(layer: Any, slot: int, lora: Any) -> bool:
     """Whether the slot holds exactly the adapter's values. Not checked for layers that shard it among ranks, nor for
-    experts with gate and up in one tensor (FusedMoE3DWithLoRA)."""
+    experts with gate and up in one tensor (FusedMoE3DWithLoRA).
+    """
     if type(layer) is FusedMoEWithLoRA and layer.tp_size == 1:
         gate_up_a, gate_up_b = layer.w13_lora_a_stacked, layer.w13_lora_b_stacked
         buffers = (gate_up_a[0], *layer.w2_lora_a_stacked, *gate_up_a[1:])

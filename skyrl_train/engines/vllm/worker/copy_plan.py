@@ -60,7 +60,8 @@ class CopyPlan:
 
     def load(self, named_tensors: list[tuple[str, Tensor]]) -> None:
         """Copy the tensors of one bucket, and keep no reference to them.
-        Raises: WeightSyncError for an unknown or repeated name."""
+        Raises: WeightSyncError for an unknown or repeated name.
+        """
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for name, tensor in named_tensors:

@@ -55,7 +55,8 @@ class LayerwiseReload:
 
     def load(self, named_tensors: list[tuple[str, Tensor]]) -> None:
         """Load tensors in checkpoint format, and keep no reference to them.
-        Raises: WeightSyncError for a repeated name; the model's own error for an unknown one."""
+        Raises: WeightSyncError for a repeated name; the model's own error for an unknown one.
+        """
         for name, _ in named_tensors:
             if name in self._received:
                 raise WeightSyncError(f"tensor {name!r} arrived twice in one weight update")
@@ -156,7 +157,8 @@ class _Views:
 
     def named_by(self, arguments: list[Any]) -> set[str]:
         """Names of the bucket's tensors among the arguments of a weight loader. If a model passes a transformed copy
-        instead of a view, it is of the tensor that it received last."""
+        instead of a view, it is of the tensor that it received last.
+        """
         views = [argument for argument in arguments if isinstance(argument, Tensor) and self.holds(argument)]
         found = {self._names[bisect.bisect_right(self._starts, view.data_ptr()) - 1] for view in views if view.numel()}
         return found or {self._current}

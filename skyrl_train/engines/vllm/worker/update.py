@@ -51,7 +51,8 @@ class ModelUpdate:
 
     def load(self, named_tensors: list[tuple[str, Tensor]]) -> None:
         """Load one bucket of tensors in checkpoint format, and keep no reference to them.
-        Raises: WeightSyncError for a repeated name; the model's own error for an unknown one."""
+        Raises: WeightSyncError for a repeated name; the model's own error for an unknown one.
+        """
         if self._loader is self._layerwise:
             self._specs += [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named_tensors]
             if self._check is not None:
