@@ -26,7 +26,7 @@ from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.program import Program, secrets_in
 from skyrl_train.config.redaction import BY_NAME, Secrets, hidden_in_logs, secrets_of
 from skyrl_train.config.training import RunConfig
-from skyrl_train.entrypoints.ending import last_lines, resume_command
+from skyrl_train.entrypoints.ending import last_lines, print_report, resume_command
 from skyrl_train.imports import imported, quick_imports
 from skyrl_train.tracking.run_dir import RunDir, run_dir_for
 
@@ -204,7 +204,7 @@ def _run(
                 run_dir = run_dir.give_way()
             run_dir.finish(status)
             if command.has_report:
-                _write_report(run_dir, status, console)
+                print_report(run_dir, status, console)
             if training is not None and training.loop is not None:
                 loop = training.loop
                 lines = last_lines(status, loop.exported, loop.newest_checkpoint, resume, config.trainer.export_path)
@@ -288,18 +288,3 @@ def print_error(message: str, console: Console, secrets: Secrets | None = None) 
     """Print a message with its secrets masked. Args: secrets: by default those of the environment."""
     shown = (secrets or secrets_of({})).text(message)
     console.print(f"[bold red]error:[/] {escape(shown)}", highlight=False, soft_wrap=True)
-
-
-def _write_report(run_dir: RunDir, status: str, console: Console) -> None:
-    if status != "finished" and not run_dir.has_metrics:
-        return  # nothing to show, and the reason has been said
-    from skyrl_train.tracking.report.history import load_history, summarize
-    from skyrl_train.tracking.report.report import write_report
-
-    try:
-        html, png = write_report(run_dir.path)
-        summary = summarize(run_dir.path, load_history(run_dir.metrics)).line()
-    except (ValueError, OSError) as error:
-        console.print(f"no report: {error}", highlight=False, soft_wrap=True, markup=False)
-        return
-    console.print(f"{summary}\nreport  {html}\n        {png}", highlight=False, soft_wrap=True)

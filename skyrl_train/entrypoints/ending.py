@@ -1,4 +1,4 @@
-"""Last lines of a run on the console: where its model is, and the command that resumes it."""
+"""Last lines of a run on the console: its report, where its model is, and the command that resumes it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,29 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from skyrl_train.config.redaction import Secrets
+from skyrl_train.tracking.run_dir import RunDir
 
 EXPORT = "python -m skyrl_train.entrypoints.export_hf"
 RESUMING = ("trainer.resume_mode", "trainer.resume_path")
+
+
+def print_report(run_dir: RunDir, status: str, console: Console) -> None:
+    """Write the report, and print a summary and its files."""
+    if status != "finished" and not run_dir.has_metrics:
+        return  # nothing to show, and the reason has been said
+    from skyrl_train.tracking.report.history import load_history, summarize
+    from skyrl_train.tracking.report.report import write_report
+
+    try:
+        html, png = write_report(run_dir.path)
+        summary = summarize(run_dir.path, load_history(run_dir.metrics)).line()
+    except (ValueError, OSError) as error:
+        console.print(f"no report: {error}", highlight=False, soft_wrap=True, markup=False)
+        return
+    console.print(f"{summary}\nreport  {html}\n        {png}", highlight=False, soft_wrap=True)
 
 
 def last_lines(status: str, model: Path | None, checkpoint: Path | None, resume: str, export_path: str) -> list[str]:
