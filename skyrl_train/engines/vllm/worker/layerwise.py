@@ -48,6 +48,7 @@ class LayerwiseReload:
             self.finish()
         with set_current_vllm_config(self._vllm_config):
             _forget_packed_experts(self._model)
+            _allocate_released_weights(self._model)
             self._open = True
             initialize_layerwise_reload(self._model)
         self._received, self._consumed = set(), set()
@@ -196,3 +197,16 @@ def _forget_packed_experts(model: nn.Module) -> None:
             method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
+
+
+def _allocate_released_weights(model: nn.Module) -> None:
+    """Give a released weight memory again, into which the reload copies the new one.
+
+    Latent attention in bfloat16 on CPUs with AMX keeps a packed copy of kv_b_proj alone (vLLM 0.32).
+    """
+    for module in model.modules():
+        projection: Any = getattr(module, "kv_b_proj", None)
+        if getattr(module, "is_amx_bmm_enabled", False) and projection.weight.numel() == 0:
+            shape = projection.output_size_per_partition, projection.input_size_per_partition
+            weight = torch.empty(shape, dtype=projection.params_dtype)
+            projection.weight = nn.Parameter(weight, requires_grad=False)
