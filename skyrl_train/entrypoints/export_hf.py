@@ -52,9 +52,6 @@ def _export(argv: Sequence[str], console: Console) -> int:
         checkpoint.verify()
     except ValueError as error:
         raise ConfigError([str(error)]) from error
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # before torch looks: an export computes nothing, and a run may use the GPUs
-    )
     import torch
 
     from skyrl_train.megatron.export_saved import export_saved
@@ -136,4 +133,6 @@ def saved_policy(checkpoint: Checkpoint) -> SavedPolicy:
 
 
 if __name__ == "__main__":
+    # Before torch looks: an export computes nothing, and a run may use the GPUs.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     sys.exit(main(sys.argv[1:]))

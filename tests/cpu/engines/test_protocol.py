@@ -105,7 +105,7 @@ def test_an_engine_from_outside_the_package_is_built_asked_and_updated(own: Path
 @pytest.mark.parametrize(
     ("backend", "problem"),
     [
-        ("sglang", r"backend is sglang: it must be vllm, or `module:Class` of your own engine"),
+        ("lmdeploy", r"backend is lmdeploy: it must be vllm, or `module:Class` of your own engine"),
         ("nowhere:Engine", "is 'nowhere:Engine', and nowhere cannot be imported .*No module named 'nowhere'"),
         ("my_engines:Robin", "is 'my_engines:Robin', and my_engines .* has no Robin"),
         ("my_engines:Heir", "the class has no start, generate_batch, .*, shutdown. See"),
