@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
-from skyrl_train.envs.addition import AdditionEnv
 
 from skyrl_train.config import Config
+from skyrl_train.envs.built_in import AdditionEnv
 from skyrl_train.tasks import quickstart, tiny
 
 ROWS = "quickstart/named.jsonl"
