@@ -5,7 +5,8 @@
     python -m benchmarks.step --update-only --shape qwen3-4b --pp 2 --gpus 2 --samples 128
     python -m benchmarks.step --methods --shape tiny --samples 16 --sample-tokens 256 --float32
     python -m benchmarks.step --shape qwen3-0.6b --gpus 1 --colocate
-    python -m benchmarks.step --shape qwen3-0.6b --gpus 2
+    python -m benchmarks.step --shape qwen3-0.6b --max-tokens 32768
+    python -m benchmarks.step --shape qwen3-0.6b --max-tokens 32768 trainer.source=streaming
 
 With --update-only: MegatronPolicy.update on local ranks, without engines, in turns with a bare Megatron loop over the
 same micro-batches (overhead: the median of their ratios); samples of --sample-tokens, micro-batches of --max-tokens.
@@ -40,6 +41,7 @@ from benchmarks.lib.main_job import run_main_job
 from benchmarks.lib.policy_job import GIB, add_batch, add_model, make_model, title, update_job
 from benchmarks.lib.random_model import DIGIT_SHARE, model_config, write_prompts
 from benchmarks.lib.results import write_json
+from benchmarks.lib.spread_lengths import SPREAD_LENGTHS
 
 WARM_UP = 2
 SHARES = ("kernel_shares", "added_to_update", "objective_of_update", "credit_of_update")
@@ -62,6 +64,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     whole.add_argument("--prompt-tokens", type=int, default=128)
     whole.add_argument("--samples-per-prompt", type=int, default=8)
     whole.add_argument("--new-tokens", type=int, default=512)
+    whole.add_argument("--shortest", type=int, help="lengths from this to --new-tokens, uniform in their logarithm")
     whole.add_argument("--kl", action="store_true", help="with a reference model and a KL term")
     whole.add_argument("overrides", nargs="*", help="more overrides of the configuration")
     return parser.parse_args(given)
@@ -161,13 +164,14 @@ def measure_steps(folder: Path, args: argparse.Namespace, scratch: Path) -> dict
         f"generator.n_samples_per_prompt={args.samples_per_prompt}",
         f"generator.sampling_params.max_generate_length={args.new_tokens}",
         *(["trainer.placement.colocate_all=true"] if args.colocate else []),
+        *([f"generator.rollout={SPREAD_LENGTHS}", f"+extra.shortest={args.shortest}"] if args.shortest else []),
         *args.overrides,
     ]
     job = run_main_job(scratch / "job", overrides)
     first = WARM_UP + 1
     walls = job.step_walls_s(first)
     rows = job.steps(first)
-    kept = [name for name in rows[0] if name.startswith(("perf/", "memory/", "trainer/driver"))]
+    kept = [name for name in rows[-1] if name.startswith(("perf/", "memory/", "trainer/driver", "async/"))]
     return {
         "ready_s": job.ready_s,
         "step_s": statistics.median(walls),
@@ -175,7 +179,7 @@ def measure_steps(folder: Path, args: argparse.Namespace, scratch: Path) -> dict
         "phases_s": job.median_phases_s(first),
         "neither_generate_nor_update": 1 - job.median_share(("generate", "policy_train"), first),
         "mean_response_tokens": statistics.mean(row["generate/avg_num_tokens"] for row in rows),
-        "metrics": {name: statistics.median(row[name] for row in rows) for name in kept},
+        "metrics": {name: statistics.median(row[name] for row in rows if name in row) for name in kept},
     }
 
 

@@ -43,7 +43,7 @@ class FinishedJob:
     def median_phases_s(self, first: int) -> dict[str, float]:
         """Phase of a step -> median seconds, for steps from `first` on."""
         rows = self.steps(first)
-        names = [name for name in rows[0] if name.startswith("timing/")]
+        names = [name for name in rows[-1] if name.startswith("timing/") and all(name in row for row in rows)]
         return {name.removeprefix("timing/"): statistics.median(row[name] for row in rows) for name in names}
 
 
