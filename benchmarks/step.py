@@ -2,6 +2,7 @@
 
     python -m benchmarks.step --update-only --shape qwen3-4b
     python -m benchmarks.step --update-only --shape qwen3-4b --parts --trace kernels.txt
+    python -m benchmarks.step --update-only --shape qwen3-4b --logits
     python -m benchmarks.step --update-only --shape qwen3-4b --pp 2 --gpus 2 --samples 128
     python -m benchmarks.step --methods --shape tiny --samples 16 --sample-tokens 256 --float32
     python -m benchmarks.step --shape qwen3-0.6b --gpus 1 --colocate
@@ -10,6 +11,7 @@
 
 With --update-only: MegatronPolicy.update on local ranks, without engines, in turns with a bare Megatron loop over the
 same micro-batches (overhead: the median of their ratios); samples of --sample-tokens, micro-batches of --max-tokens.
+--logits compares updates that keep the logits for backward with updates that compute them again, in turns.
 --parts (lib/update_parts.py; of each part the slowest rank) and --trace (lib/kernel_shares.py; rank 0) say where the
 time of an update goes.
 
@@ -54,6 +56,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     update = parser.add_argument_group("--update-only")
     update.add_argument("--update-only", action="store_true")
     add_batch(update)
+    update.add_argument("--logits", action="store_true", help="time and memory with logits kept and computed again")
     update.add_argument("--parts", action="store_true", help="time the parts of an update too, each waited for")
     update.add_argument("--methods", action="store_true", help="compare the updates of all losses and corrections")
     update.add_argument("--trace", help="write the kernels of one update to this file, and print their shares by group")
@@ -74,7 +77,8 @@ def measure_update(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.lib.update_ranks import run
     from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 
-    job = replace(update_job(folder, args), warm_up=WARM_UP, steps=args.steps, parts=args.parts, trace=args.trace)
+    given = update_job(folder, args)
+    job = replace(given, warm_up=WARM_UP, steps=args.steps, logits=args.logits, parts=args.parts, trace=args.trace)
     ranks = run_on_ranks(run, job, args.gpus, timeout_s=900)
     first = ranks[0]
     seconds, bare = statistics.median(first["update_s"]), statistics.median(first["bare_s"])
@@ -106,10 +110,25 @@ def measure_update(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "idle_in_theory": (args.pp - 1) / (num + args.pp - 1),
         "micro_batches": first["micro_batches"],
         "peak_gib": max(rank["peak_bytes"] for rank in ranks) / GIB,
+        **(logits_compared([rank["logits"] for rank in ranks]) if args.logits else {}),
         "layers": "torch" if first["torch_layers"] else "transformer_engine",
         "grad_norm": next(rank["metrics"]["policy/grad_norm"] for rank in ranks if rank["metrics"]),
         "parts_s": {part: max(rank["parts_s"][part] for rank in ranks) for part in first["parts_s"]},
         "kernel_shares": first["kernel_shares"],
+    }
+
+
+def logits_compared(ranks: list[dict[str, list[float]]]) -> dict[str, float]:
+    """Medians; the time of all ranks is the same, the peak is that of the fullest."""
+    kept, again = (statistics.median(ranks[0][name]) for name in ("kept_s", "again_s"))
+    ratios = [after / before for before, after in zip(ranks[0]["kept_s"], ranks[0]["again_s"], strict=True)]
+    peaks = [max(max(rank[name]) for rank in ranks) / GIB for name in ("kept_peak_bytes", "again_peak_bytes")]
+    return {
+        "logits_kept_s": kept,
+        "logits_computed_again_s": again,
+        "cost_of_computing_again": statistics.median(ratios) - 1,
+        "logits_kept_peak_gib": peaks[0],
+        "logits_computed_again_peak_gib": peaks[1],
     }
 
 
@@ -190,7 +209,15 @@ def show(result: dict[str, Any], console: Console) -> None:
             for inner, number in value.items():
                 table.add_row(f"{name}: {inner}", f"{number:.1%}" if name in SHARES else f"{number:.4g}")
         elif isinstance(value, float):
-            share = name in ("overhead", "mfu", "mfu_of_schedule", "bare_mfu", "idle", "idle_in_theory")
+            share = name in (
+                "overhead",
+                "cost_of_computing_again",
+                "mfu",
+                "mfu_of_schedule",
+                "bare_mfu",
+                "idle",
+                "idle_in_theory",
+            )
             table.add_row(name, f"{value:.1%}" if share or name.startswith("neither") else f"{value:.4g}")
         elif isinstance(value, list):
             table.add_row(name, " ".join(f"{one:.3g}" for one in value))

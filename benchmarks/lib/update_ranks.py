@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from benchmarks.lib.kernel_shares import trace
@@ -23,15 +22,15 @@ from skyrl_train.algorithms.objective import Bound, Objective, Term
 from skyrl_train.batching.split import split
 from skyrl_train.config.policy import MegatronConfig, OptimizerConfig
 from skyrl_train.device import device, peak_flops, synchronize
-from skyrl_train.megatron.passes.logprobs import Softmax, vocab_parallel_logprobs
 from skyrl_train.megatron.passes.pipeline import between_stages
+from skyrl_train.megatron.passes.step import head_of
 from skyrl_train.megatron.policy import MegatronPolicy
 from skyrl_train.megatron.verify.layout_check import Layout, rules
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.types import ExperienceBatch, TrainBatch
 
 POLICY_TERM = Term("policy", Bound(regular, {"eps_clip_low": 0.2, "eps_clip_high": 0.2}))
-OBJECTIVE = Objective((POLICY_TERM,), temperature=1.0, logprobs_chunk_size=1024)
+OBJECTIVE = Objective((POLICY_TERM,), temperature=1.0, logprobs_chunk_size=None)
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ class Job:
     bf16: bool
     warm_up: int = 0
     steps: int = 1
+    logits: bool = False
+    """Compare updates that keep logits for backward with updates that compute them again."""
     parts: bool = False
     """Time the parts of an update too."""
     trace: str | None = None
@@ -110,6 +111,7 @@ def run(rendezvous: Rendezvous, job: Job) -> dict[str, Any]:
         seconds.append(timed(lambda: reports.append(policy.update(batch))))
         peak_bytes = max(peak_bytes, _peak_bytes())
         bare.append(timed(bare_step))
+    logits = _compare_logits(policy, batch, job) if job.logits else {}
     parts = measure_parts(policy, batch, job.steps) if job.parts else {}
     kernels: dict[str, float] = {}
     if job.trace and rendezvous.rank == 0:
@@ -131,9 +133,24 @@ def run(rendezvous: Rendezvous, job: Job) -> dict[str, Any]:
         "peak_flops": peak_flops(),
         "peak_bytes": peak_bytes,
         "torch_layers": policy.model.torch_layers,
+        "logits": logits,
         "parts_s": parts,
         "kernel_shares": kernels,
     }
+
+
+def _compare_logits(policy: MegatronPolicy, batch: TrainBatch, job: Job) -> dict[str, list[float]]:
+    """Seconds and peak bytes of updates with recompute_logits false and true, in turns."""
+    model = policy.model
+    found: dict[str, list[float]] = {name: [] for name in ("kept_s", "again_s", "kept_peak_bytes", "again_peak_bytes")}
+    for _ in range(1 + job.steps):
+        for name, recompute in (("kept", False), ("again", True)):
+            policy.model = replace(model, recompute_logits=recompute)
+            _reset_peak()
+            found[f"{name}_s"].append(timed(lambda: policy.update(batch)))
+            found[f"{name}_peak_bytes"].append(_peak_bytes())
+    policy.model = model
+    return {name: values[1:] for name, values in found.items()}
 
 
 def timed(work: Any) -> float:
@@ -149,8 +166,6 @@ def timed(work: Any) -> float:
 
 def _bare_step(policy: MegatronPolicy, batch: TrainBatch) -> Callable[[], None]:
     model, optimizer = policy.model, policy._optimizer
-    group = parallel_state.get_tensor_model_parallel_group()
-    softmax = Softmax(group, model.vocab_size, temperature=1.0, chunk=1024)
     micro_batches = [policy._packer.pack(batch, samples) for samples in batch.mini_batches[0]]
     num_tokens = sum(len(one.token_slice) for one in micro_batches)
     keep_dtype = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}
@@ -165,8 +180,9 @@ def _bare_step(policy: MegatronPolicy, batch: TrainBatch) -> Callable[[], None]:
             **keep_dtype,
         )
 
-        def loss(logits: torch.Tensor) -> Any:
-            logprobs, _ = vocab_parallel_logprobs(logits[0], one.targets.labels, softmax, with_entropy=False)
+        def loss(hidden: torch.Tensor) -> Any:
+            head = head_of(model, temperature=1.0, chunk=None)
+            logprobs, _ = head.logprobs(hidden[0], one.targets.labels[:, None], with_entropy=False)
             value = -logprobs.sum() / num_tokens
             return value, torch.tensor(0, dtype=torch.int), {"loss": value.detach().clone()}
 

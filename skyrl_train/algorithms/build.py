@@ -34,7 +34,7 @@ def bind(function: Callable[..., Any], values: Mapping[str, Any]) -> Bound:
     return Bound(function, own, None if selection is None else bind(selection, values))
 
 
-def build_objective(values: Mapping[str, Any], temperature: float, logprobs_chunk_size: int) -> Objective:
+def build_objective(values: Mapping[str, Any], temperature: float, logprobs_chunk_size: int | None) -> Objective:
     """The configured objective.
 
     Args: values: leaf name of every key of `trainer.algorithm` -> its value.

@@ -97,7 +97,8 @@ class MegatronConfig:
     sequence_parallel: bool
     recompute_granularity: Annotated[str, OneOf(("selective", "full"))] | None
     recompute_modules: tuple[str, ...]
-    logprobs_chunk_size: Count
+    recompute_logits: bool | None
+    logprobs_chunk_size: Count | None
     moe_aux_loss_coeff: NotNegative
     freeze_moe_router: bool
     transformer_config_kwargs: dict[str, Any]

@@ -56,8 +56,6 @@ def _logprob_gradient(
     entropy,
     grad_logprobs,
     grad_entropy,
-    out,
-    row_stride,
     width,
     shard,
     scale,
@@ -67,7 +65,8 @@ def _logprob_gradient(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    x = tl.load(logits + row * row_stride + column, mask=inside, other=float("-inf")).to(tl.float32) * scale
+    place = logits + row * shard + column
+    x = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32) * scale
     log_p = x - tl.load(log_z + row)
     p = tl.exp(log_p)
     up = tl.load(grad_logprobs + row)
@@ -78,7 +77,7 @@ def _logprob_gradient(
         grad -= tl.where(p > 0.0, p * excess * tl.load(grad_entropy + row), 0.0)
     grad += tl.where(column == tl.load(labels + row), up, 0.0)
     grad = tl.where(inside, grad * scale, 0.0)
-    tl.store(out + row * shard + column, grad.to(out.dtype.element_ty), mask=column < shard)
+    tl.store(place, grad.to(logits.dtype.element_ty), mask=column < shard)
 
 
 def statistics(
@@ -101,28 +100,36 @@ def statistics(
     return m, l, s, target
 
 
-def gradient(
+def replace_by_gradient(
     logits: Tensor,
     labels: Tensor,
     log_z: Tensor,
     entropy: Tensor,
     grad_logprobs: Tensor,
-    grad_entropy: Tensor,
+    grad_entropy: Tensor | None,
     width: int,
     temperature: float,
-    *,
-    with_entropy: bool,
-) -> Tensor:
-    """Gradient of the logits [N, V] (0 from column `width` on) for those of logprobs and entropy [N] float32.
+) -> None:
+    """Overwrite contiguous logits [N, V] by their gradient, 0 from column `width` on.
 
     Args: log_z [N]: log of sum(exp(x)) over the whole vocabulary; labels [N]: outside 0 .. width - 1 if another rank
-    holds the label.
+    holds the label; grad_logprobs, grad_entropy [N] float32, the second None if nothing depends on the entropy.
     """
     num, shard = logits.shape
-    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    inputs = logits, labels, log_z, entropy, grad_logprobs, grad_entropy, out
+    assert logits.is_contiguous()
     if num:
+        # Each program reads only the elements that it writes.
+        grads = grad_logprobs, grad_logprobs if grad_entropy is None else grad_entropy
         _logprob_gradient[(num, triton.cdiv(shard, BLOCK))](
-            *inputs, logits.stride(0), width, shard, 1.0 / temperature, with_entropy, BLOCK, num_warps=8
+            logits,
+            labels,
+            log_z,
+            entropy,
+            *grads,
+            width,
+            shard,
+            1.0 / temperature,
+            grad_entropy is not None,
+            BLOCK,
+            num_warps=8,
         )
-    return out

@@ -46,7 +46,7 @@ def micro_batch_limits(
     )
 
 
-def objective(algorithm: AlgorithmConfig, sampling: SamplingConfig, logprobs_chunk_size: int) -> Objective:
+def objective(algorithm: AlgorithmConfig, sampling: SamplingConfig, logprobs_chunk_size: int | None) -> Objective:
     """Objective of an update."""
     return build_objective(algorithm.values, sampling.temperature, logprobs_chunk_size)
 

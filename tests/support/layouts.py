@@ -73,7 +73,7 @@ WHOLE = 100_000
 @functools.cache
 def base_config() -> MegatronConfig:
     config = load_config().trainer.policy.megatron_config
-    return replace(config, logprobs_chunk_size=7)
+    return replace(config, logprobs_chunk_size=7, recompute_logits=True)
 
 
 def layout(processes: int, sizes: dict[str, Any], max_tokens: int = SMALL, **changes: Any) -> Layout:

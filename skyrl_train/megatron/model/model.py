@@ -21,6 +21,7 @@ from skyrl_train.megatron.layers.balance import Balance
 from skyrl_train.megatron.lora.adapters import Lora
 from skyrl_train.megatron.lora.attach import attach
 from skyrl_train.megatron.model.bridge import build_bridge, check_all_weights_are_read, match_hugging_face
+from skyrl_train.megatron.model.output_layer import return_hidden_states
 from skyrl_train.megatron.model.value_head import add_value_head
 
 
@@ -36,6 +37,8 @@ class Model:
     once: mbridge creates a state_dict for it, a quarter of the host's time of an export."""
     dtype: torch.dtype
     torch_layers: bool
+    recompute_logits: bool | None = None
+    """See `MegatronConfig`."""
     balance: Balance | None = None
     """The load-balancing loss of its routers, if used."""
     lora: Lora | None = None
@@ -105,6 +108,8 @@ def build_model(
     bridge.load_weights(bare, folder)
     if value_head is not None:
         add_value_head(bridge, bare[-1], folder, value_head, seed)
+    else:
+        return_hidden_states(bare[-1])
     check_all_weights_are_read(bridge, bare, folder)
     for chunk in bare:
         match_hugging_face(chunk, bridge.hf_config)
@@ -126,6 +131,7 @@ def build_model(
         names=[bridge._weight_name_mapping_mcore_local_to_global(unwrap(one), consider_ep=False) for one in chunks],
         dtype=dtype,
         torch_layers=torch_layers,
+        recompute_logits=config.recompute_logits,
         balance=Balance(bare, config.moe_aux_loss_coeff) if balanced else None,
         lora=adapters,
     )

@@ -22,11 +22,12 @@ from skyrl_train.algorithms.inputs import PerSample, TokenInputs
 from skyrl_train.algorithms.metrics import Metric, Reduce, Total
 from skyrl_train.algorithms.objective import Objective, objective_loss
 from skyrl_train.megatron.model.model import Model
-from skyrl_train.megatron.passes.logprobs import Softmax, vocab_parallel_logprobs
+from skyrl_train.megatron.model.output_layer import output_weight
+from skyrl_train.megatron.passes.head import Head
+from skyrl_train.megatron.passes.logprobs import Softmax
 from skyrl_train.megatron.passes.metrics import LOGPROB_DIFFERENCE, MicroBatchSums, PassMetrics
 from skyrl_train.megatron.passes.packing import MicroBatch, Packer, Targets, unpack
 from skyrl_train.megatron.passes.pipeline import between_stages, forget_messages
-from skyrl_train.megatron.passes.topk import vocab_parallel_logprobs_at, vocab_parallel_topk
 from skyrl_train.types import TrainBatch
 
 
@@ -70,7 +71,9 @@ class ComputeTimers:
         return sum(end - start for start, end in self._spans)
 
 
-def batch_logprobs(model: Model, packer: Packer, batch: TrainBatch, temperature: float, chunk: int) -> Tensor | None:
+def batch_logprobs(
+    model: Model, packer: Packer, batch: TrainBatch, temperature: float, chunk: int | None
+) -> Tensor | None:
     """Logprob of every token of the batch [T] float32 (0 for the first token of a sample); None before the last stage.
 
     A collective over the ranks that hold the model.
@@ -79,15 +82,14 @@ def batch_logprobs(model: Model, packer: Packer, batch: TrainBatch, temperature:
 
 
 def batch_logprobs_and_entropy(
-    model: Model, packer: Packer, batch: TrainBatch, temperature: float, chunk: int, *, with_entropy: bool
+    model: Model, packer: Packer, batch: TrainBatch, temperature: float, chunk: int | None, *, with_entropy: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Like `batch_logprobs`, and the entropy of the distribution of every token, [T] each."""
 
-    softmax = _softmax(model, temperature, chunk)
-
-    def values(logits: Tensor, targets: Targets) -> dict[str, Tensor]:
-        both = vocab_parallel_logprobs(logits, targets.labels, softmax, with_entropy=with_entropy)
-        return dict(zip(("logprobs", "entropy"), both if with_entropy else both[:1], strict=False))
+    def values(hidden: Tensor, targets: Targets) -> dict[str, Tensor]:
+        head = head_of(model, temperature, chunk)
+        logprobs, entropy = head.logprobs(hidden, targets.labels[:, None], with_entropy=with_entropy)
+        return {"logprobs": logprobs[:, 0]} | ({"entropy": entropy} if with_entropy else {})
 
     found = _of_tokens(model, packer, batch, values)
     return found.get("logprobs"), found.get("entropy")
@@ -99,21 +101,21 @@ def batch_values(model: Model, packer: Packer, batch: TrainBatch) -> Tensor | No
 
 
 def batch_topk(
-    model: Model, packer: Packer, batch: TrainBatch, temperature: float, chunk: int, k: int, num_candidates: int
+    model: Model, packer: Packer, batch: TrainBatch, temperature: float, chunk: int | None, k: int, num_candidates: int
 ) -> dict[str, Tensor]:
     """Fields of a teacher: `batch_logprobs` as teacher_logprobs and, with k > 0, its k likeliest tokens.
 
     Args: num_candidates: vocabulary of the model that learns. Returns: see `MegatronScorer.teacher_logprobs`; {} before
     the last stage.
     """
-    softmax = _softmax(model, temperature, chunk)
 
-    def values(logits: Tensor, targets: Targets) -> dict[str, Tensor]:
-        logprobs, _ = vocab_parallel_logprobs(logits, targets.labels, softmax, with_entropy=False)
+    def values(hidden: Tensor, targets: Targets) -> dict[str, Tensor]:
+        head = head_of(model, temperature, chunk)
         if k == 0:
-            return {"teacher_logprobs": logprobs}
-        ids, best = vocab_parallel_topk(logits, k, softmax, num_candidates)
-        return {"teacher_logprobs": logprobs, "teacher_topk_ids": ids, "teacher_topk_logprobs": best}
+            logprobs, _ = head.logprobs(hidden, targets.labels[:, None], with_entropy=False)
+            return {"teacher_logprobs": logprobs[:, 0]}
+        fields = head.logprobs_and_topk(hidden, targets.labels, k, num_candidates)
+        return dict(zip(("teacher_logprobs", "teacher_topk_ids", "teacher_topk_logprobs"), fields, strict=True))
 
     return _of_tokens(model, packer, batch, values)
 
@@ -153,10 +155,9 @@ def forward_backward(
     Args: with_entropy: also log the entropy.
     """
     sums = MicroBatchSums()
-    softmax = _softmax(model, objective.temperature, objective.logprobs_chunk_size)
 
-    def loss(logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, None]:
-        value, metrics, tokens = _loss(logits, micro_batch.targets, objective, softmax, with_entropy=with_entropy)
+    def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, None]:
+        value, metrics, tokens = _loss(model, output, micro_batch.targets, objective, with_entropy=with_entropy)
         sums.add(metrics, tokens)
         return value, None
 
@@ -186,8 +187,8 @@ def _finish_computing() -> None:
 def _count_choices(model: Model, micro_batches: list[MicroBatch], timers: ComputeTimers) -> None:
     """Have the routers count the experts that the mini-batch chooses."""
 
-    def nothing(logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, None]:
-        return logits.new_zeros((), dtype=torch.float32), None
+    def nothing(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, None]:
+        return output.new_zeros((), dtype=torch.float32), None
 
     assert model.balance is not None
     model.balance.begin_counting()
@@ -199,12 +200,16 @@ def _count_choices(model: Model, micro_batches: list[MicroBatch], timers: Comput
 def _run(
     model: Model,
     micro_batches: list[MicroBatch],
-    on_logits: Callable[[Tensor, MicroBatch], tuple[Tensor, Any]],
+    on_output: Callable[[Tensor, MicroBatch], tuple[Tensor, Any]],
     *,
     forward_only: bool,
     timers: ComputeTimers | None = None,
 ) -> list[Any]:
-    """Run Megatron's schedule once; on the last stage it returns what `on_logits` gave beside each loss."""
+    """Run Megatron's schedule once; on the last stage it returns what `on_output` gave beside each loss.
+
+    Args: on_output(output of the last stage, micro_batch): a language model's hidden states (head.py), or a critic's
+        values.
+    """
 
     def forward_step(
         batches: Iterator[MicroBatch], chunk: Any
@@ -220,13 +225,13 @@ def _run(
             **keep_dtype,
         )
 
-        def finish(logits: Tensor) -> tuple[Tensor, Tensor, Any]:
-            value, result = on_logits(logits[0], micro_batch)
+        def finish(output: Tensor) -> tuple[Tensor, Tensor, Any]:
+            value, result = on_output(output[0], micro_batch)
             return value, torch.tensor(0, dtype=torch.int), result
 
         return output, finish
 
-    # Megatron's half-precision wrapper would copy all logits to float32; `_logprobs` does so in chunks.
+    # Megatron's half-precision wrapper would copy the output to float32.
     keep_dtype = {"fp32_output": False} if model.dtype == torch.bfloat16 else {}
     if model.lora is not None:
         model.lora.switch.dropping = not forward_only
@@ -247,28 +252,34 @@ def _run(
     return results
 
 
-def _softmax(model: Model, temperature: float, chunk: int) -> Softmax:
-    return Softmax(parallel_state.get_tensor_model_parallel_group(), model.vocab_size, temperature, chunk)
+def head_of(model: Model, temperature: float, chunk: int | None) -> Head:
+    """The head of a language model, on its last stage."""
+    softmax = Softmax(parallel_state.get_tensor_model_parallel_group(), model.vocab_size, temperature)
+    weight = output_weight(model.modules[-1])
+    return Head(softmax, weight, model.bridge.config.sequence_parallel, chunk, model.recompute_logits)
 
 
 def _loss(
-    output: Tensor, targets: Targets, objective: Objective, softmax: Softmax, *, with_entropy: bool
+    model: Model, output: Tensor, targets: Targets, objective: Objective, *, with_entropy: bool
 ) -> tuple[Tensor, dict[str, Metric], TokenInputs]:
-    """Loss of one micro-batch, and its part of the mini-batch's metrics. Args: output: logits, or a critic's values."""
-    is_critic = "values" in objective.needs
+    """Loss of one micro-batch, and its part of the mini-batch's metrics. Args: output: hidden states, or values."""
+    is_critic, with_topk = "values" in objective.needs, "topk_logprobs" in objective.needs
     signals = dict(targets.signals)
     is_compared = signals.pop("is_compared", None)
     if is_critic:
         predicted = signals["values"] = output[:, 0]
     else:
         needs_entropy = with_entropy or "entropy" in objective.needs
-        predicted, entropy = vocab_parallel_logprobs(output, targets.labels, softmax, with_entropy=needs_entropy)
+        ids = [targets.labels[:, None], *([signals.pop("teacher_topk_ids")] if with_topk else [])]
+        head = head_of(model, objective.temperature, objective.logprobs_chunk_size)
+        logprobs, entropy = head.logprobs(output, torch.cat(ids, 1), with_entropy=needs_entropy)
+        predicted = logprobs[:, 0]
+        if with_topk:
+            signals["topk_logprobs"] = logprobs[:, 1:]
         if "old_logprobs" not in signals:
             signals["old_logprobs"] = objective.old_logprobs(predicted.detach(), signals)
         if "entropy" in objective.needs:
             signals["entropy"] = entropy
-    if "topk_logprobs" in objective.needs:
-        signals["topk_logprobs"] = vocab_parallel_logprobs_at(output, signals.pop("teacher_topk_ids"), softmax)
     context_parallel = parallel_state.get_context_parallel_world_size() > 1
     group = parallel_state.get_context_parallel_group() if context_parallel else None
     per_sample = PerSample(targets.sample, targets.num_samples, targets.loss_mask, group)

@@ -87,7 +87,9 @@ def random_trial(
     )
 
 
-def trial_objective(temperature: float, logprobs_chunk_size: int = 1024, eps_clip_high: float = 0.2) -> Objective:
+def trial_objective(
+    temperature: float, logprobs_chunk_size: int | None = None, eps_clip_high: float = 0.2
+) -> Objective:
     """A clipped policy loss with an entropy and a KL term."""
     return Objective(
         terms=(

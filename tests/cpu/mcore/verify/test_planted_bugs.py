@@ -16,7 +16,7 @@ import torch
 from skyrl_train.batching import split as splitting
 from skyrl_train.megatron.layers import attention, experts, layers
 from skyrl_train.megatron.optimizer import optimizer as optimizers
-from skyrl_train.megatron.passes import logprobs, metrics, packing, step
+from skyrl_train.megatron.passes import head, metrics, packing, step
 from skyrl_train.megatron.verify import layout_check
 from skyrl_train.megatron.verify.layout_check import Layout
 from tests.support.layouts import check, layout, reference
@@ -126,20 +126,34 @@ def train_tool_tokens(patch: Patch) -> None:
 
 
 def modify_a_saved_tensor_in_place(patch: Patch) -> None:
-    """Logits divided by the temperature where they lie, after they were saved for backward."""
-    honest = step.vocab_parallel_logprobs
+    """Hidden states divided by the temperature in place, after they were saved for backward."""
+    honest = head.Head.logprobs
 
-    def wrong(logits: torch.Tensor, labels: torch.Tensor, softmax: logprobs.Softmax, **kwargs: Any) -> Any:
-        result = honest(logits, labels, softmax, **kwargs)
-        logits.data.div_(softmax.temperature)
+    def wrong(self: head.Head, hidden: torch.Tensor, ids: torch.Tensor, **kwargs: Any) -> Any:
+        result = honest(self, hidden, ids, **kwargs)
+        hidden.data.div_(self.softmax.temperature)
         return result
 
-    patch.setattr(step, "vocab_parallel_logprobs", wrong)
+    patch.setattr(head.Head, "logprobs", wrong)
+
+
+def keep_the_weight_gradient_of_the_last_piece_only(patch: Patch) -> None:
+    """The gradient of each piece of positions overwrites that of the piece before it."""
+
+    def wrong(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+        torch.mm(grad.t(), x, out=main_grad)
+
+    patch.setattr(head.WeightGradient, "wgrad_gemm_accum_fp32", staticmethod(wrong))
 
 
 def _change_softmax(patch: Patch, **changes: Any) -> None:
-    build = step._softmax
-    patch.setattr(step, "_softmax", lambda *args: replace(build(*args), **changes))
+    build = step.head_of
+
+    def wrong(*args: Any) -> head.Head:
+        honest = build(*args)
+        return replace(honest, softmax=replace(honest.softmax, **changes))
+
+    patch.setattr(step, "head_of", wrong)
 
 
 def leave_temperature_out(patch: Patch) -> None:
@@ -205,9 +219,9 @@ def sum_metrics_over_data_parallel_ranks_only(patch: Patch) -> None:
 
 
 def skip_the_entropy_gradient(patch: Patch) -> None:
-    backward = logprobs.VocabParallel.backward
+    backward = head._HeadLogprobs.backward
     patch.setattr(
-        logprobs.VocabParallel,
+        head._HeadLogprobs,
         "backward",
         staticmethod(lambda ctx, *grads: backward(ctx, grads[0], torch.zeros_like(grads[1]))),
     )
@@ -226,6 +240,7 @@ BUGS = [
     Planted(count_tool_tokens, "qwen3_tied", DP2, GRADIENT),
     Planted(train_tool_tokens, "qwen3_tied", DP2, GRADIENT),
     Planted(modify_a_saved_tensor_in_place, "qwen3_tied", DP2, GRADIENT),
+    Planted(keep_the_weight_gradient_of_the_last_piece_only, "qwen3", DP2, GRADIENT),
     Planted(leave_temperature_out, "qwen3_tied", DP2, GRADIENT),
     Planted(let_padding_of_the_vocabulary_in, "qwen3_tied", TP2, GRADIENT),
     Planted(keep_key_gradients_at_home, "qwen3_tied", CP2, GRADIENT),
