@@ -141,6 +141,18 @@ def test_recomputing_activations_leaves_the_gradient_as_it_is(name: str, granula
     check(name, layout(2, {"pp": 2}, recompute_granularity=granularity))
 
 
+@pytest.mark.parametrize(
+    ("name", "processes", "sizes"),
+    [("qwen3_tied", 1, {}), ("qwen3_tied", 2, {"tp": 2}), ("qwen3", 2, {"pp": 2})],
+    ids=["one process", "TP2 SP", "PP2"],
+)
+def test_keeping_logits_for_backward_changes_no_bit(name: str, processes: int, sizes: dict[str, Any]):
+    trial = reference(name)[0]
+    again, kept = (run_layout(trial, layout(processes, sizes, recompute_logits=each)) for each in (True, False))
+    assert again.metrics == kept.metrics and torch.equal(again.logprobs, kept.logprobs)
+    assert all(torch.equal(gradient, kept.gradients[name]) for name, gradient in again.gradients.items())
+
+
 def with_terms(trial: Trial, **changes: Any) -> Trial:
     """The trial with every term of its objective changed."""
     terms = tuple(replace(term, **changes) for term in trial.objective.terms)
