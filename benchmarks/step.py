@@ -178,6 +178,7 @@ def measure_steps(folder: Path, args: argparse.Namespace, scratch: Path) -> dict
         f"{megatron}.context_parallel_size={args.cp}",
         f"{megatron}.expert_model_parallel_size={args.ep}",
         f"{megatron}.recompute_granularity={args.recompute or 'null'}",
+        f"{megatron}.recompute_modules=[{args.recompute_modules}]",
         f"generator.num_inference_engines={args.engines}",
         f"generator.max_num_seqs={args.prompts * args.samples_per_prompt}",
         f"generator.n_samples_per_prompt={args.samples_per_prompt}",

@@ -27,6 +27,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vpp", type=int, help="model chunks per pipeline rank")
     parser.add_argument("--impl", choices=("auto", "torch", "transformer_engine"), default="auto")
     parser.add_argument("--recompute", choices=("selective", "full"))
+    parser.add_argument(
+        "--recompute-modules", default="core_attn", help="of --recompute selective, with commas between"
+    )
     parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of a micro-batch")
     parser.add_argument("--json", type=Path, help="write the result to this file")
     parser.add_argument("--model", type=Path, help="keep the checkpoint in this folder, or take it from there")
@@ -50,6 +53,7 @@ def layout(args: argparse.Namespace) -> MegatronConfig:
         context_parallel_size=args.cp,
         expert_model_parallel_size=args.ep,
         recompute_granularity=args.recompute,
+        recompute_modules=tuple(args.recompute_modules.split(",")),
     )
 
 

@@ -11,6 +11,7 @@ per expert adds in float32 (`WeightGradient`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -23,6 +24,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from skyrl_train.megatron.layers.recompute import EXPERT_SWIGLU, recomputes, unsaved_activation
 
 ALIGNMENT = 16
 """Bytes; rows and matrices of a grouped product start at multiples of it. Numbers of tokens are not restricted."""
@@ -271,3 +274,11 @@ class GroupedColumnLinear(GroupedLinear):
 
 class GroupedRowLinear(GroupedLinear):
     shard_axis = 1
+
+    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(*args, config=config, **kwargs)
+        self._recomputes = recomputes(config, EXPERT_SWIGLU)
+
+    def forward(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
+        with unsaved_activation(x) if self._recomputes else contextlib.nullcontext():
+            return super().forward(x, tokens_per_expert)

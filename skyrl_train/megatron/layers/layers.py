@@ -7,6 +7,7 @@ Provider signatures of megatron-core 0.16 and 0.19 differ; this file handles bot
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -24,6 +25,7 @@ from torch import Tensor
 from skyrl_train.megatron.layers.attention import packed_attention
 from skyrl_train.megatron.layers.experts import GroupedColumnLinear, GroupedRowLinear
 from skyrl_train.megatron.layers.norm import rms_norm
+from skyrl_train.megatron.layers.recompute import NORMS, SWIGLU, recomputes, unsaved, unsaved_activation
 
 
 def _known(cls: type, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -59,6 +61,11 @@ class RowLinear(RowParallelLinear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **_known(RowParallelLinear, kwargs))
+        self._recomputes = recomputes(self.config, SWIGLU)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        with unsaved_activation(input_) if self._recomputes else contextlib.nullcontext():
+            return super().forward(input_)  # type: ignore[no-any-return]
 
 
 class NormColumnLinear(ColumnLinear):
@@ -69,10 +76,15 @@ class NormColumnLinear(ColumnLinear):
         self.eps = config.layernorm_epsilon
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._recomputes = recomputes(config, NORMS)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         normed = rms_norm(input_, self.layer_norm_weight, self.eps)
-        return super().forward(normed, *args, **kwargs)
+        if not self._recomputes:
+            return super().forward(normed, *args, **kwargs)
+        again = functools.partial(rms_norm, input_.detach(), self.layer_norm_weight.detach(), self.eps)
+        with unsaved(normed, again):
+            return super().forward(normed, *args, **kwargs)
 
 
 class DuplicatedLinear(torch.nn.Module):

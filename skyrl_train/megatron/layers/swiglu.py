@@ -46,12 +46,19 @@ def swiglu(x: Tensor, weights: Tensor | None = None) -> Tensor:
 
 def _bias_swiglu(x: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
     assert bias is None, "the bridges build layers without bias"
-    return swiglu(x)
+    return _with_recipe(swiglu(x), x)
 
 
 def _weighted_bias_swiglu(x: Tensor, bias: Tensor | None, weights: Tensor, *_: Any) -> Tensor:
     assert bias is None, "the bridges build experts without bias"
-    return swiglu(x, weights)
+    return _with_recipe(swiglu(x, weights), x, weights.detach())
+
+
+def _with_recipe(out: Tensor, x: Tensor, *rest: Tensor) -> Tensor:
+    """The output of swiglu(x, *rest), with how to compute it again (recompute.py)."""
+    if torch.is_grad_enabled():
+        out.again = functools.partial(swiglu, x.detach(), *rest)  # type: ignore[attr-defined]
+    return out
 
 
 @functools.cache

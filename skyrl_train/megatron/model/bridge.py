@@ -21,6 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from skyrl_train.config.policy import OWN_STAGES, MegatronConfig
 from skyrl_train.hf.checkpoint import tensor_files
 from skyrl_train.hf.flops import matrix_weights
+from skyrl_train.megatron.layers.recompute import CHEAP, SWIGLU, recompute_cheap
 from skyrl_train.megatron.model.families import corrections, family
 from skyrl_train.megatron.model.stages import layers_of_stages, megatron_layout
 from skyrl_train.megatron.weights.gather import gather_json
@@ -69,7 +70,21 @@ def load_hf_config(path: str) -> PretrainedConfig:
     return config
 
 
-def _common_fields(megatron: MegatronConfig, *, torch_layers: bool) -> dict[str, Any]:
+def _cheap_recomputation(megatron: MegatronConfig, *, torch_layers: bool) -> set[str]:
+    """Modules that the torch layers recompute themselves.
+    Raises: ValueError for one that Transformer Engine's layers do not have.
+    """
+    if megatron.recompute_granularity != "selective":
+        return set()
+    if not torch_layers and SWIGLU in megatron.recompute_modules:
+        raise ValueError(
+            f"megatron_config.recompute_modules contains {SWIGLU}, which Transformer Engine's layers do not have. Set "
+            "transformer_impl=torch or remove it"
+        )
+    return set(megatron.recompute_modules).intersection(CHEAP if torch_layers else ())
+
+
+def _common_fields(megatron: MegatronConfig, cheap: set[str], *, torch_layers: bool) -> dict[str, Any]:
     tp = megatron.tensor_model_parallel_size
     fields: dict[str, Any] = {
         "sequence_parallel": megatron.sequence_parallel and tp > 1,
@@ -90,7 +105,7 @@ def _common_fields(megatron: MegatronConfig, *, torch_layers: bool) -> dict[str,
     if megatron.recompute_granularity == "full":
         fields |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     if megatron.recompute_granularity == "selective":
-        fields["recompute_modules"] = list(megatron.recompute_modules)
+        fields["recompute_modules"] = [name for name in megatron.recompute_modules if name not in cheap]
     if torch_layers:
         fields |= {
             "use_cpu_initialization": not torch.cuda.is_available(),
@@ -113,7 +128,8 @@ def build_bridge(path: str, megatron: MegatronConfig, dtype: torch.dtype, *, tor
     tied = getattr(hf_config, "tie_word_embeddings", False)
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
     bridge._DIRECT_MAPPING = {**type(bridge)._DIRECT_MAPPING, "output_layer.weight": head}
-    fields = _common_fields(megatron, torch_layers=torch_layers) | corrections(hf_config)
+    cheap = _cheap_recomputation(megatron, torch_layers=torch_layers)
+    fields = _common_fields(megatron, cheap, torch_layers=torch_layers) | corrections(hf_config)
     if getattr(bridge.config, "num_moe_experts", None):
         fields["moe_grouped_gemm"] = True
         fields["moe_shared_expert_overlap"] = False
@@ -126,6 +142,7 @@ def build_bridge(path: str, megatron: MegatronConfig, dtype: torch.dtype, *, tor
         if name in PINNED:
             raise ValueError(f"megatron_config.transformer_config_kwargs.{name} cannot be set: {PINNED[name]}")
     bridge.set_extra_args(**(fields | megatron.transformer_config_kwargs))
+    recompute_cheap(bridge.config, cheap)
     virtual = bridge.config.virtual_pipeline_model_parallel_size
     if virtual != megatron.virtual_pipeline_model_parallel_size:
         raise ValueError(

@@ -142,6 +142,26 @@ def test_recomputing_activations_leaves_the_gradient_as_it_is(name: str, granula
 
 
 @pytest.mark.parametrize(
+    ("name", "processes", "sizes", "modules"),
+    [
+        ("qwen3_tied", 1, {}, ("layernorm", "mlp_act")),
+        ("qwen3_tied", 2, {"tp": 2}, ("layernorm", "mlp_act")),
+        ("qwen3_tied", 2, {"tp": 2, "sp": False}, ("mlp_act",)),
+        ("qwen3_moe", 1, {}, ("layernorm", "moe_act")),
+        ("deepseek_v3", 2, {"ep": 2}, ("layernorm", "mlp_act", "moe_act")),
+    ],
+)
+def test_recomputing_cheap_modules_changes_no_bit(
+    name: str, processes: int, sizes: dict[str, Any], modules: tuple[str, ...]
+):
+    trial = reference(name)[0]
+    chosen = {"recompute_granularity": "selective", "recompute_modules": modules}
+    saved, again = (run_layout(trial, layout(processes, sizes, **changes)) for changes in ({}, chosen))
+    assert again.metrics == saved.metrics and torch.equal(again.logprobs, saved.logprobs)
+    assert all(torch.equal(gradient, saved.gradients[name]) for name, gradient in again.gradients.items())
+
+
+@pytest.mark.parametrize(
     ("name", "processes", "sizes"),
     [("qwen3_tied", 1, {}), ("qwen3_tied", 2, {"tp": 2}), ("qwen3", 2, {"pp": 2})],
     ids=["one process", "TP2 SP", "PP2"],
