@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from skyrl_train.checks.custom import rollout_problems
 from skyrl_train.checks.engines import endpoint_problems, engine_problems, length_problems
 from skyrl_train.checks.model import served_model_problems
-from skyrl_train.checks.training import LORA, source_problems, training_problems
+from skyrl_train.checks.training import LORA, data_problems, source_problems, training_problems
 from skyrl_train.config import Config, ConfigError
 
 
@@ -16,6 +16,7 @@ def check_generation(config: Config, files: bool = True) -> None:
     problems = [
         *training_problems(config.trainer, {}),
         *rollout_problems(config),
+        *data_problems(config.data),
         *length_problems(config),
         *_engines(config),
         *endpoint_problems(config),

@@ -26,6 +26,7 @@ from skyrl_train.checks.training import (
     POLICY,
     POLICY_RANKS,
     data_file_problems,
+    data_problems,
     layout_problems,
     lora_problems,
     profiled,
@@ -50,6 +51,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
     problems = [
         *training_problems(config.trainer, _megatron_configs(config)),
         *custom_problems(config),
+        *data_problems(config.data),
         *step_problems(config, num_train_prompts),
         *_algorithm(config),
         *staleness_problems(config),

@@ -7,6 +7,7 @@ from skyrl_train.checks.training import (
     POLICY,
     POLICY_RANKS,
     data_file_problems,
+    data_problems,
     layout_problems,
     lora_problems,
     training_problems,
@@ -28,6 +29,7 @@ def check_sft(config: SftConfig, num_train_rows: int | None, files: bool = True)
         *training_problems(trainer, {POLICY: layout}),
         *layout_problems(layout, POLICY, trainer.placement.num_policy_ranks, POLICY_RANKS),
     ]
+    problems += data_problems(config.data)
     if num_train_rows is not None and batch > num_train_rows:
         problems.append(
             f"trainer.train_batch_size is {batch}: more than the {num_train_rows} rows of data.train_data. Set it to "

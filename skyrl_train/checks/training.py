@@ -7,7 +7,9 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from string import Formatter
 
+from skyrl_train.checks.custom import imported_problems, takes
 from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.config.training import DATA_FILE, HUB_SPLIT, DataConfig, TrainingConfig
 
@@ -104,6 +106,34 @@ def lora_problems(lora: LoraConfig) -> Iterator[str]:
         yield f"{LORA}.path is {lora.path}: there is no such folder in {Path.cwd()}. Name the folder of an adapter"
 
 
+def data_problems(data: DataConfig) -> Iterator[str]:
+    """A row function that cannot be called, names of columns that are not text, a template that cannot be read."""
+    if data.row_fn is not None:
+        yield from imported_problems("data.row_fn", data.row_fn, _row_fn_problems)
+    for name, column in data.columns.items():
+        if column is not None and not isinstance(column, str):
+            yield (
+                f"data.columns.{name} is {column!r}: it must be the name of a column of the data set, or null to "
+                "remove the column"
+            )
+    if data.prompt_template is not None:
+        try:
+            fields = [field for _, field, _, _ in Formatter().parse(data.prompt_template) if field is not None]
+        except ValueError as error:
+            yield f"data.prompt_template is {data.prompt_template!r}: {error}. Write braces of the text twice"
+        else:
+            if not fields or "" in fields:
+                yield (
+                    f"data.prompt_template is {data.prompt_template!r}: write a column in braces, as in {{question}}, "
+                    "and braces of the text twice"
+                )
+
+
+def _row_fn_problems(found: object) -> Iterator[str]:
+    if not callable(found) or not takes(found, 1):
+        yield "it must be a function of one row (a dict) that returns a row, or None to drop it"
+
+
 def data_file_problems(data: DataConfig) -> Iterator[str]:
     """Data sources that are missing or have an unknown format."""
     if not data.train_data:
@@ -120,4 +150,7 @@ def source_problems(key: str, names: Sequence[str]) -> Iterator[str]:
             if not is_remote and not Path(name).expanduser().is_file():
                 yield f"data.{key} contains {name}: there is no such file in {Path.cwd()}"
         elif not HUB_SPLIT.match(name):
-            yield f"data.{key} contains {name}: it must be a .parquet, .json or .jsonl file, or hub_name:split"
+            yield (
+                f"data.{key} contains {name}: it must be a .parquet, .json or .jsonl file, hub_name:split or "
+                "hub_name:config:split"
+            )

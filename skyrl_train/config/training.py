@@ -10,7 +10,8 @@ from skyrl_train.config.policy import PolicyConfig
 from skyrl_train.config.values import AboveZero, Bounds, Count, CountOrNever, FolderText, NotNegative, OneOf, Seed, Text
 
 DATA_FILE = re.compile(r"\.(?P<format>parquet|jsonl|json)(\.(gz|bz2|xz|zst))?$")
-HUB_SPLIT = re.compile(r"^(?P<name>[^:]+):(?P<split>[^:/]+)$")
+HUB_SPLIT = re.compile(r"^(?P<name>[^:]+):((?P<config>[^:/\[\]]+):)?(?P<split>[^:/\[\]]+(\[[^/\[\]]*\])?)$")
+"""`hub_name:split` or `hub_name:config:split`; a split may be a slice, `train[:100]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,10 @@ class DataConfig:
 
     train_data: tuple[str, ...]
     val_data: tuple[str, ...]
+    row_fn: Text | None
+    columns: dict[str, Any]
+    prompt_template: Text | None
+    system_prompt: Text | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from string import Formatter
-from typing import Any
 
 import torch
 
 from skyrl_train.data.chat import ChatTemplate, check_messages
-from skyrl_train.data.text import shortened
+from skyrl_train.data.text import Filled, shortened
 from skyrl_train.types import Group, Message, Prompt, Sample, TeacherPrompt
 
 KEY = "trainer.algorithm.distillation.distillation_hint"
 Hint = Callable[[Group, Sample], list[Message] | None]
 """Messages of the prompt with which the teacher scores a sample of the group; None: the sample's own."""
-
-
-class _Filled(Formatter):
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        if value is None:
-            raise ValueError("a column is null")
-        return super().format_field(value, format_spec)
 
 
 def hinted_messages(template: str, prompt: Prompt) -> list[Message]:
@@ -35,7 +26,7 @@ def hinted_messages(template: str, prompt: Prompt) -> list[Message]:
         raise ValueError(f"{KEY}: the prompt of row {prompt.uid} has no user message. Use a `module:function`")
     given = prompt.messages[last]
     try:
-        content = _Filled().vformat(template, (), {**prompt.extras, "prompt": given["content"]})
+        content = Filled().vformat(template, (), {**prompt.extras, "prompt": given["content"]})
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         columns = ", ".join(["prompt", *prompt.extras])
         raise ValueError(

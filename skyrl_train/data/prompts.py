@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.data.chat import ChatTemplate, check_messages
+from skyrl_train.data.mapping import RowMapping
 from skyrl_train.data.rows import columns, read_rows, without_empty_fields
 from skyrl_train.data.text import MIN_CHARACTERS, TextLimit, TooLong, shortened
 from skyrl_train.types import Prompt
@@ -34,19 +35,25 @@ def load_prompts(
     default_env_class: str,
     allowed_env_classes: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any],
+    mapping: RowMapping = RowMapping(),  # noqa: B008 (frozen)
 ) -> LoadedPrompts:
     """The rows of all sources in order, without those whose prompt is too long.
 
-    A row's uid is its index over all sources, dropped rows included.
+    A row's uid is its index over all sources, dropped rows included. A prompt given as text becomes a user message, and
+    stays in `extras["prompt"]`.
 
     Args: sources: as in `read_rows`. allowed_env_classes: `module:Class` names that rows may have besides the default;
         a data set must not decide which code is imported.
     Raises: ValueError naming source and row if a source cannot be read, a row is malformed, or no row is left.
     """
     places, prompts = [], []
-    for index, (where, row) in enumerate(read_rows(sources)):
+    index = -1
+    for index, (where, given) in enumerate(read_rows(sources)):
+        if (row := mapping.row(given, where)) is None:
+            continue
         places.append(where)
-        prompts.append(_prompt(row, where, str(index), default_env_class, allowed_env_classes))
+        prompts.append(_prompt(row, where, str(index), mapping, default_env_class, allowed_env_classes))
+    mapping.check_some_left(len(prompts), index + 1, sources)
     limit = TextLimit.of(tokenizer, max_prompt_length)
     lengths = _lengths(prompts, places, ChatTemplate(tokenizer, chat_template_kwargs), limit)
     kept = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= max_prompt_length]
@@ -92,11 +99,16 @@ def _lengths(prompts: Sequence[Prompt], places: Sequence[str], chat: ChatTemplat
     return lengths
 
 
-def _prompt(row: dict[str, Any], where: str, uid: str, default_env_class: str, allowed: Sequence[str]) -> Prompt:
-    if row.get("prompt") is None:
-        raise ValueError(f"{where}: `prompt` is missing. The columns are {columns(row)}")
+def _prompt(
+    row: dict[str, Any], where: str, uid: str, mapping: RowMapping, default_env_class: str, allowed: Sequence[str]
+) -> Prompt:
+    if (given := row.get("prompt")) is None:
+        raise ValueError(
+            f"{where}: `prompt` is missing. The columns are {columns(row)}. Name one in data.columns, as in "
+            "data.columns.prompt=question"
+        )
     try:
-        messages = check_messages(without_empty_fields(row["prompt"]))
+        messages = check_messages(mapping.messages(without_empty_fields(given)))
     except ValueError as error:
         raise ValueError(f"{where}: invalid `prompt`: {error}") from error
     if not messages:
@@ -116,6 +128,10 @@ def _prompt(row: dict[str, Any], where: str, uid: str, default_env_class: str, a
         uid=uid,
         messages=messages,
         env_class=env_class,
-        extras={key: value for key, value in row.items() if key not in ("prompt", "env_class")},
+        extras={
+            key: value
+            for key, value in row.items()
+            if key != "env_class" and (key != "prompt" or isinstance(value, str))
+        },
         data_source=row.get("data_source") or "unknown",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import datasets
 from skyrl_train.config.training import DATA_FILE, HUB_SPLIT
 from skyrl_train.data.text import shortened
 
+_CONFIGS = re.compile(r"Config name is missing.*?available configs: (\[.*?\])", re.DOTALL)
+"""datasets' error for a data set without a default configuration."""
 LocatedRow = tuple[str, dict[str, Any]]
 """Location of a row (for errors) and its columns."""
 
@@ -21,7 +24,7 @@ def read_rows(sources: Sequence[str]) -> Iterator[LocatedRow]:
     """The rows of all sources in order.
 
     Args: sources: files (parquet, json, jsonl; also compressed, with `~`, or an address like s3://...) or
-        `hub_name:split`.
+        `hub_name:split` or `hub_name:config:split`.
     Raises: ValueError naming the source and the row (from 0) or line (from 1) if a source cannot be read or a row is
         not an object.
     """
@@ -54,11 +57,11 @@ def _source_rows(source: str) -> Iterator[tuple[str, Any]]:
             return ((f"{source}, row {i}", row) for i, row in enumerate(_load("parquet", source, data_files=path)))
         return _json_lines(source, path) if file["format"] == "jsonl" else _json_file(source, path)
     if hub := HUB_SPLIT.match(source):
-        rows = _load(str(Path(hub["name"]).expanduser()), source, split=hub["split"])
+        rows = _load(str(Path(hub["name"]).expanduser()), source, split=hub["split"], config=hub["config"])
         return ((f"{source}, row {i}", row) for i, row in enumerate(rows))
     raise ValueError(
         f"data source {source!r} is neither a file (.parquet, .json, .jsonl) nor `hub_name:split`. Write it as in "
-        "`org/name:train`"
+        "`org/name:train`, or `org/name:config:train`"
     )
 
 
@@ -144,14 +147,23 @@ def _load_text(source: str, path: str, unit: str) -> list[dict[str, Any]]:
         raise ValueError(f"{source}, line {number}: not UTF-8. Save the file as UTF-8") from error
 
 
-def _load(name: str, source: str, *, split: str = "train", **options: Any) -> list[dict[str, Any]]:
+def _load(
+    name: str, source: str, *, split: str = "train", config: str | None = None, **options: Any
+) -> list[dict[str, Any]]:
     was_quiet = datasets.are_progress_bars_disabled()
     if options:  # a local file
         datasets.disable_progress_bars()
     try:
-        return datasets.load_dataset(name, split=split, **options).to_list()
+        return datasets.load_dataset(name, config, split=split, **options).to_list()
     except Exception as error:  # errors of the file system, the hub or the format
         cause = error.__cause__ or error
+        if config is None and (choice := _CONFIGS.search(str(error))):
+            raise ValueError(
+                f"data source {source} cannot be read: the data set has several configurations. Write one of "
+                + ", ".join(
+                    f"{source.rpartition(':')[0]}:{each}:{split}" for each in re.findall(r"'([^']*)'", choice[1])
+                )
+            ) from error
         raise ValueError(f"data source {source} cannot be read: {type(cause).__name__}: {cause}") from error
     finally:
         if not was_quiet:

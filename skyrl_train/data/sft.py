@@ -10,6 +10,7 @@ import torch
 
 from skyrl_train.data.chat import ChatTemplate, check_messages
 from skyrl_train.data.conversation import Conversations
+from skyrl_train.data.mapping import RowMapping
 from skyrl_train.data.rows import columns, read_rows, without_empty_fields
 from skyrl_train.data.text import TextLimit, TooLong, check_text
 from skyrl_train.types import Example, Message
@@ -42,6 +43,7 @@ def load_examples(
     truncate: bool,
     assistant_turns: str,
     chat_template_kwargs: Mapping[str, Any],
+    mapping: RowMapping = RowMapping(),  # noqa: B008 (frozen)
 ) -> LoadedExamples:
     """The rows of all sources in order; those of more than `max_length` tokens are dropped or truncated.
 
@@ -52,11 +54,14 @@ def load_examples(
     Raises: ValueError naming source and row if a source cannot be read, or a row is malformed or trains nothing;
         ValueError if no row is left.
     """
-    reader = ExampleReader(tokenizer, assistant_turns, chat_template_kwargs, max_length)
+    reader = ExampleReader(tokenizer, assistant_turns, chat_template_kwargs, max_length, mapping)
     examples: list[Example] = []
     lengths: list[int] = []
-    num_truncated = num_ended = 0
-    for where, row in read_rows(sources):
+    num_truncated = num_ended = num_rows = 0
+    for where, given in read_rows(sources):
+        num_rows += 1
+        if (row := mapping.row(given, where)) is None:
+            continue
         try:
             ids, mask = reader.tokens(row)
             check_tokens(ids, mask, vocab_size)
@@ -76,6 +81,7 @@ def load_examples(
         num_ended += any(trained and token == tokenizer.eos_token_id for token, trained in zip(ids, mask, strict=True))
         examples.append(Example(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask)))
     if not examples:
+        mapping.check_some_left(len(lengths), num_rows, sources)
         why = f"data.max_length is {max_length}: no row has a trained token among its first tokens. Raise it"
         if not lengths:
             why = "there are no rows"
@@ -92,10 +98,16 @@ class ExampleReader:
     """Rows of any format -> tokens. A chat template is required for conversations only."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, turns: str, chat_template_kwargs: Mapping[str, Any], max_tokens: int
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        turns: str,
+        chat_template_kwargs: Mapping[str, Any],
+        max_tokens: int,
+        mapping: RowMapping = RowMapping(),  # noqa: B008 (frozen)
     ) -> None:
         """Args: turns: "all" or "last"; max_tokens: limit above which texts raise TooLong."""
         self._tokenizer, self._turns, self._kwargs = tokenizer, turns, chat_template_kwargs
+        self._mapping = mapping
         self._limit = TextLimit.of(tokenizer, max_tokens)
         self._conversations: dict[str, Conversations] = {}
 
@@ -111,7 +123,7 @@ class ExampleReader:
 
     def _conversation(self, value: Any, column: str, turns: str) -> Tokens:
         try:
-            messages: list[Message] = check_messages(without_empty_fields(value))
+            messages: list[Message] = check_messages(self._mapping.with_system_prompt(without_empty_fields(value)))
         except ValueError as error:
             raise ValueError(f"invalid `{column}`: {error}") from error
         if turns not in self._conversations:
@@ -124,6 +136,8 @@ class ExampleReader:
         end-of-sequence token after the response.
         """
         check_text(response, "`response`")
+        if isinstance(prompt, str) and self._mapping.writes_messages:
+            prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, str):
             answer = {"role": "assistant", "content": response}
             return self._conversation([*prompt, answer] if isinstance(prompt, list) else prompt, "prompt", "last")

@@ -1,10 +1,11 @@
-"""Checks of input text: whether it can be encoded, and is short enough to be tokenised."""
+"""Input text: whether it can be encoded and is short enough to be tokenised, and templates of columns."""
 
 from __future__ import annotations
 
 import reprlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from string import Formatter
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,6 +47,15 @@ class TextLimit:
                 f"token has {self.longest_token} characters). Shorten it",
                 -(-len(text) // self.longest_token),
             )
+
+
+class Filled(Formatter):
+    """Text with columns in place of `{column}` and `{column[field]}`; a null column is a ValueError."""
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        if value is None:
+            raise ValueError("a column is null")
+        return super().format_field(value, format_spec)
 
 
 def check_text(value: object, name: str) -> str:

@@ -17,6 +17,7 @@ from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config
 from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.data.hints import KEY, Hints, check_template, hint_of_template
+from skyrl_train.data.mapping import RowMapping
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.entrypoints.run import Run
 from skyrl_train.envs.registry import env_creator, row_problem
@@ -110,6 +111,7 @@ class Experiment(Run[Config, Processes]):
             default_env_class=self.config.environment.env_class,
             allowed_env_classes=self.config.environment.allowed_env_classes,
             chat_template_kwargs=self.config.generator.chat_template_kwargs,
+            mapping=RowMapping.of(self.config.data),
         )
         if loaded.num_dropped:
             num_rows, longest = loaded.num_dropped + len(loaded.prompts), self.config.trainer.max_prompt_length

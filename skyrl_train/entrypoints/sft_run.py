@@ -10,6 +10,7 @@ from rich.console import Console
 from skyrl_train.cluster.launch import PolicyProcesses
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config.sft import SftConfig
+from skyrl_train.data.mapping import RowMapping
 from skyrl_train.data.order import Order
 from skyrl_train.data.sft import load_examples
 from skyrl_train.entrypoints.run import Run
@@ -57,6 +58,7 @@ class SftRun(Run[SftConfig, PolicyProcesses]):
             truncate=data.too_long == "truncate",
             assistant_turns=data.assistant_turns,
             chat_template_kwargs=data.chat_template_kwargs,
+            mapping=RowMapping.of(data),
         )
         num_rows = len(loaded.examples) + loaded.num_dropped
         for num, verb in ((loaded.num_dropped, "dropped"), (loaded.num_truncated, "truncated")):

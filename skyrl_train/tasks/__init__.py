@@ -1,4 +1,4 @@
-"""Tiny experiments: a model of 0.3 million parameters with data that it learns in minutes.
+"""Tiny experiments, a model of 0.3 million parameters with data that it learns in minutes; and the rows of GSM8K.
 
-Read `tiny` (model, tokenizer and sums), then `quickstart`.
+Read `tiny` (model, tokenizer and sums), then `quickstart`; `gsm8k` is for models of real size.
 """

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "tracking": "types config",
     "engines": "types config device imports ranks hf weight_sync",
     "checks": "config imports algorithms hf weight_sync engines spelling",
-    "data": "types config",
+    "data": "types config imports",
     "batching": "types algorithms",
     "rollout": "types config tracking data envs",
     # the heaviest package; it knows no engine, and no engine knows it

@@ -115,7 +115,7 @@ def test_fields_that_parquet_adds_to_messages_are_left_out(tmp_path):
     ("bad", "problem"),
     [
         ({"question": "1+2="}, "`prompt` is missing. The columns are question"),
-        ({"prompt": "1+2="}, "expected a list of chat messages, got str '1\\+2='"),
+        ({"prompt": 3}, "expected a list of chat messages, got int 3"),
         ({"prompt": []}, "`prompt` has no messages"),
         ({"prompt": ["hi"]}, "message 0 must be a dict with `role` and `content`"),
         ({"prompt": [{"role": "user"}]}, "message 0 must be a dict with `role` and `content`"),

@@ -1,0 +1,122 @@
+"""Rows of any data set -> rows with the columns that are read here, by `data.row_fn`, `data.columns` and templates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyrl_train.config.training import DataConfig
+from skyrl_train.data.rows import columns
+from skyrl_train.data.text import Filled, shortened
+from skyrl_train.imports import imported
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowMapping:
+    """The keys of `data` that say what a row means; without any, rows stay as they are."""
+
+    row_fn: Callable[[Row], Row | None] | None = None
+    columns: Mapping[str, str | None] = field(default_factory=dict)
+    prompt_template: str | None = None
+    system_prompt: str | None = None
+
+    @classmethod
+    def of(cls, data: DataConfig) -> RowMapping:
+        """Raises: ValueError if `data.row_fn` cannot be imported."""
+        row_fn = None if data.row_fn is None else imported("data.row_fn", data.row_fn)
+        return cls(
+            row_fn=row_fn,
+            columns=data.columns,
+            prompt_template=data.prompt_template,
+            system_prompt=data.system_prompt,
+        )
+
+    @property
+    def writes_messages(self) -> bool:
+        """Whether a prompt of text becomes chat messages where it could also be tokenised as it is."""
+        return self.prompt_template is not None or self.system_prompt is not None
+
+    def row(self, given: Row, where: str) -> Row | None:
+        """The row after `row_fn`, `columns` and the template; None if `row_fn` drops it.
+
+        Raises: ValueError that begins with `where` (source and position).
+        """
+        made: Any = given if self.row_fn is None else self._by_function(dict(given), where)
+        if made is None:
+            return None
+        row = {**made, **{name: _column(made, name, column, where) for name, column in self.columns.items() if column}}
+        for name in [name for name, column in self.columns.items() if column is None]:
+            row.pop(name, None)
+        if self.columns.get("answer") is not None:
+            answer = row["answer"]
+            is_number = isinstance(answer, int | float) and not isinstance(answer, bool)
+            # Environments compare it with text.
+            truth = {"ground_truth": str(answer) if is_number else answer}
+            row["reward_spec"] = {"method": "rule", **(row.get("reward_spec") or {}), **truth}
+        if self.prompt_template is not None:
+            row["prompt"] = _filled(self.prompt_template, row, where)
+        return row
+
+    def messages(self, prompt: Any) -> Any:
+        """Text as a user message; text and messages get the system prompt. Raises: like `with_system_prompt`."""
+        return self.with_system_prompt([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+
+    def with_system_prompt(self, messages: Any) -> Any:
+        """Raises: ValueError without the row's location if the messages already have a system prompt."""
+        if self.system_prompt is None or not isinstance(messages, list):
+            return messages
+        if any(isinstance(message, dict) and message.get("role") == "system" for message in messages):
+            raise ValueError("data.system_prompt is set and the row has a system message. Remove one of them")
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def check_some_left(self, num_left: int, num_rows: int, sources: Sequence[str]) -> None:
+        """Raises: ValueError if `row_fn` has dropped every row."""
+        if num_rows and not num_left:
+            raise ValueError(
+                f"{self._function} returned None for each of the {num_rows} rows of {', '.join(sources)}. Return a row"
+            )
+
+    @property
+    def _function(self) -> str:
+        return f"data.row_fn {getattr(self.row_fn, '__name__', self.row_fn)}"
+
+    def _by_function(self, given: Row, where: str) -> Any:
+        assert self.row_fn is not None
+        try:
+            row = self.row_fn(given)
+        except Exception as error:  # a user's function may raise anything
+            raise ValueError(
+                f"{where}: {self._function} raised {type(error).__name__}: {error}. The columns are {columns(given)}"
+            ) from error
+        if row is not None and not isinstance(row, dict):
+            raise ValueError(
+                f"{where}: {self._function} returned {shortened(row)}: it must return a dict, or None to drop the row"
+            )
+        return row
+
+
+def _column(row: Row, name: str, column: str, where: str) -> Any:
+    """Value of a column; `a.b` is field b of column a."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for part in column.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise ValueError(
+                f"{where}: data.columns.{name} is {column}: the row has no such column. The columns are {columns(row)}"
+            )
+        value = value[part]
+    return value
+
+
+def _filled(template: str, row: Row, where: str) -> str:
+    try:
+        return Filled().vformat(template, (), row)
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{where}: data.prompt_template is {shortened(template)}: it cannot be filled ({type(error).__name__}: "
+            f"{error}). The columns are {columns(row)}; other braces are written twice, as in \\boxed{{{{}}}}"
+        ) from error
