@@ -35,6 +35,7 @@ from rich.table import Table
 from benchmarks.lib import memory_stages, offload_turns
 from benchmarks.lib.policy_job import add_batch, add_model, make_model, title, update_job
 from benchmarks.lib.results import write_json
+from skyrl_train.device import device_type
 
 MOST_GIB = 2.0
 
@@ -81,6 +82,9 @@ def measure_offload(folder: Path, args: argparse.Namespace, console: Console) ->
 
 
 def measure_logprobs(args: argparse.Namespace, console: Console) -> int:
+    if device_type() == "cpu":
+        print("error: this command reads a GPU's memory, and there is none here", file=sys.stderr)
+        return 2
     from benchmarks.lib.head_memory import HeadJob, measure
     from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 
