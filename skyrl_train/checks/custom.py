@@ -17,6 +17,7 @@ METHODS = ("next", "metrics", "state", "resume")
 def custom_problems(config: Config) -> Iterator[str]:
     """Names that cannot be imported, and objects with the wrong signature."""
     yield from rollout_problems(config)
+    yield from reward_problems(config)
     source = config.trainer.source
     if ":" in source:
         yield from imported_problems("trainer.source", source, _source_problems)
@@ -24,6 +25,33 @@ def custom_problems(config: Config) -> Iterator[str]:
         close = nearest(source, SOURCES)
         hint = f"did you mean {close}? " if close else "unknown source. "
         yield f"trainer.source is {source!r}: {hint}It must be {' or '.join(SOURCES)}, or your own module:attribute"
+
+
+def reward_problems(config: Config) -> Iterator[str]:
+    """Reward functions that cannot be imported, that no row could use, or without a weight each."""
+    environment = config.environment
+    for name in environment.reward_fn:
+        yield from imported_problems("environment.reward_fn", name, _reward_fn_problems)
+    num_weights, num_functions = len(environment.reward_weights), len(environment.reward_fn)
+    if num_weights and num_weights != num_functions:
+        yield (
+            f"environment.reward_weights has {num_weights} weights for the {num_functions} functions of "
+            "environment.reward_fn. Write one for each, or [] for equal ones"
+        )
+    if len(set(environment.reward_fn)) < num_functions:
+        yield f"environment.reward_fn is {list(environment.reward_fn)}: a function is named twice. Change its weight"
+    if environment.reward_fn and environment.env_class != "reward_fn":
+        yield (
+            f"environment.reward_fn is set and environment.env_class is {environment.env_class}: both score the same "
+            "rows. Remove one of them"
+        )
+    if environment.env_class == "reward_fn" and not environment.reward_fn:
+        yield "environment.env_class is reward_fn and environment.reward_fn is empty. Name a module:function"
+
+
+def _reward_fn_problems(found: Any) -> Iterator[str]:
+    if not callable(found):
+        yield f"it is a {type(found).__name__}. Define `def reward(completions, **kwargs)`"
 
 
 def rollout_problems(config: Config) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from skyrl_train.checks.custom import rollout_problems
+from skyrl_train.checks.custom import reward_problems, rollout_problems
 from skyrl_train.checks.engines import endpoint_problems, engine_problems, length_problems
 from skyrl_train.checks.model import served_model_problems
 from skyrl_train.checks.training import LORA, data_problems, source_problems, training_problems
@@ -16,6 +16,7 @@ def check_generation(config: Config, files: bool = True) -> None:
     problems = [
         *training_problems(config.trainer, {}),
         *rollout_problems(config),
+        *reward_problems(config),
         *data_problems(config.data),
         *length_problems(config),
         *_engines(config),

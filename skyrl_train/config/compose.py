@@ -45,6 +45,7 @@ def _corrections(source: str, max_staleness: int | None, loss: str) -> list[str]
     return ["token_tis"] if is_stale and loss not in RELATIVE_TO_ENGINE else []
 
 
+OmegaConf.register_new_resolver("env_class", lambda reward_fn: "reward_fn" if reward_fn else "gsm8k", replace=True)
 OmegaConf.register_new_resolver("corrections", _corrections, replace=True)
 
 

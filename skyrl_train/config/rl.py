@@ -165,10 +165,21 @@ class EnvironmentConfig:
     """The environments that score the responses."""
 
     env_class: Text
+    reward_fn: tuple[Text, ...]
+    reward_weights: tuple[float, ...]
     pass_threshold: float
     allowed_env_classes: tuple[Text, ...]
     step_timeout_s: AboveZero
     skyrl_gym: SkyrlGymConfig
+
+    @property
+    def env_kwargs(self) -> dict[str, Any]:
+        """env_class -> settings of its environments."""
+        if not self.reward_fn:
+            return self.skyrl_gym.env_kwargs
+        weights = list(self.reward_weights or (1.0,) * len(self.reward_fn))
+        functions = {"functions": list(self.reward_fn), "weights": weights}
+        return {**self.skyrl_gym.env_kwargs, "reward_fn": functions}
 
 
 @dataclass(frozen=True, kw_only=True)

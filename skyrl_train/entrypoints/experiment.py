@@ -62,6 +62,11 @@ class Experiment(Run[Config, Processes]):
         """Raises: ValueError for an unknown environment, or one that cannot be created for its first row."""
         environment, generator = self.config.environment, self.config.generator
         prompts = {prompt.env_class: prompt for prompt in reversed([*self.train_prompts, *self.val_prompts])}
+        if environment.reward_fn and "reward_fn" not in prompts:
+            raise ValueError(
+                f"environment.reward_fn is {', '.join(environment.reward_fn)}: no row uses it, since each has an "
+                f"env_class ({', '.join(prompts)}). Set data.columns.env_class=null to ignore that column"
+            )
         for env_class, prompt in prompts.items():
             asked = "" if env_class == environment.env_class else " (a row asks for it, in its column env_class)"
             try:
@@ -69,7 +74,7 @@ class Experiment(Run[Config, Processes]):
             except ValueError as error:
                 raise ValueError(f"{error}{asked}") from error
             if generator.rollout is None and type(self).get_rollout is Experiment.get_rollout:
-                kwargs = environment.skyrl_gym.env_kwargs.get(env_class, {})
+                kwargs = environment.env_kwargs.get(env_class, {})
                 extras = {**prompt.extras, "max_turns": generator.max_turns}
                 if problem := row_problem(env_class, env_config(kwargs, self.config.extra), extras):
                     raise ValueError(
@@ -142,7 +147,7 @@ class Experiment(Run[Config, Processes]):
         if self.config.generator.rollout is not None:
             rollout: Rollout = imported("generator.rollout", self.config.generator.rollout)
             return rollout
-        return Sampler(env_pool, self.config.environment.skyrl_gym.env_kwargs, self.config.extra).sample
+        return Sampler(env_pool, self.config.environment.env_kwargs, self.config.extra).sample
 
     def get_source(self, parts: SourceParts) -> GroupSource:
         name = self.config.trainer.source

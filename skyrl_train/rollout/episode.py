@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,13 +67,18 @@ class Episode:
                 env = self._env = make_env(self._prompt.env_class, self._env_config, extras)
                 return check_messages(env.init(list(self._prompt.messages))[0])
 
-    def step(self, response: str, *, last: bool) -> Turn:
-        """Pass the response to the environment; finish it if it is done or this is the `last` turn."""
+    def step(self, response: str, *, last: bool, token_ids: Sequence[int] = ()) -> Turn:
+        """Pass the response to the environment; finish it if it is done or this is the `last` turn.
+
+        Args: token_ids: of the response, which environments find in their attribute `response_ids`.
+        """
         with self._lock:
             self._turn += 1
             self.call = "env.step"
             with self._failures():
-                turn = _checked_turn(self._made_env().step(response))
+                env = self._made_env()
+                env.response_ids = list(token_ids)
+                turn = _checked_turn(env.step(response))
             if turn.done or last:
                 self._finish()
             return turn

@@ -65,7 +65,9 @@ class Sampler:
             generation = await engines.generate(input_ids, sampling_params, prompt.uid)
             trace.write(generation)
             last = trace.turns == engines.max_turns
-            turn = await self._on_env_thread(episode, partial(episode.step, generation.text, last=last))
+            turn = await self._on_env_thread(
+                episode, partial(episode.step, generation.text, last=last, token_ids=generation.token_ids)
+            )
             trace.add_reward(turn.reward, turn.named_rewards)
             if turn.done or last:
                 return trace.to_sample(episode.metrics)
