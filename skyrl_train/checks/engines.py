@@ -129,8 +129,8 @@ def engine_argument_problems(generator: GeneratorConfig) -> Iterator[str]:
             yield f"{given}: synthetic acceptance keeps tokens that the model did not sample. Use the method standard"
         for path in _paths_of_remote_code(value, f"generator.engine_init_kwargs.{name}"):
             yield (
-                f"{path} is set: Python code from a model's folder is never run. Remove it, and use a model that "
-                "transformers implements"
+                f"{path} is set: one key decides for driver and engines whether Python code from a model's folder may "
+                "run. Remove it, and set trainer.trust_remote_code=true if you trust the code"
             )
 
 

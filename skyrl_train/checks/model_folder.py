@@ -8,17 +8,22 @@ from skyrl_train.checks.equivalence import compare_with_hugging_face, known_conf
 from skyrl_train.checks.tokenizer import check_same_tokens, check_tokenizer, load_tokenizer
 from skyrl_train.checks.weights import check_weights
 from skyrl_train.config.rl import TrainerConfig
+from skyrl_train.hf.download import download
 from skyrl_train.hf.hub import local_folder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
-def checked_folder(key: str, path: str, value_head: str | None = None) -> tuple[str, PretrainedConfig]:
+def checked_folder(
+    key: str, path: str, timeout_s: float, value_head: str | None = None
+) -> tuple[str, PretrainedConfig]:
     """Folder and configuration of a model; a hub name is downloaded.
 
-    Args: key and its value, path, for errors; value_head: name of the head of a critic. Raises: ValueError.
+    Args: key and its value, path, for errors; timeout_s: of the download; value_head: name of the head of a critic.
+    Raises: ValueError.
     """
+    download(key, path, timeout_s)
     folder = local_folder(path)
     config = known_config(folder, key)
     check_weights(config, key, path, folder, value_head)
@@ -31,10 +36,13 @@ def check_scoring_models(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerB
     for model in trainer.scoring_models:
         if model.model_path != trainer.policy.model.path:
             head = trainer.algorithm.value_head_prefix if model.signal == "values" else None
-            folder, config = checked_folder(model.path_key, model.model_path, head)
+            folder, config = checked_folder(model.path_key, model.model_path, trainer.download_timeout_s, head)
             check_tokenizer(tokenizer, config.vocab_size, model.model_path)
             if model.is_teacher:
-                check_same_tokens(tokenizer, load_tokenizer(folder), model.path_key, model.model_path)
+                teacher = load_tokenizer(folder, model.path_key, trainer.trust_remote_code)
+                check_same_tokens(tokenizer, teacher, model.path_key, model.model_path)
     for model in trainer.served_teachers if trainer.teacher.backend == "engine" else ():
         # Any model that the engine knows; a server's tokens are compared when the run connects.
-        check_same_tokens(tokenizer, load_tokenizer(local_folder(model.model_path)), model.path_key, model.model_path)
+        download(model.path_key, model.model_path, trainer.download_timeout_s)
+        teacher = load_tokenizer(local_folder(model.model_path), model.path_key, trainer.trust_remote_code)
+        check_same_tokens(tokenizer, teacher, model.path_key, model.model_path)

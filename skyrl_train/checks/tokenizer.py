@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,12 +26,20 @@ VOCABULARIES = (
 REMEDY = "Copy the tokenizer's files from the source of the model"
 
 
-def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """Raises: ValueError with the files, if the tokenizer is missing or cannot be read."""
+def load_tokenizer(folder: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Args: key: of the model, for errors. Raises: ValueError with the files, if the tokenizer is missing, cannot be
+    read or is code that must not run.
+    """
+    if not trust_remote_code and (own := _code_of(folder)):
+        raise ValueError(
+            f"{key} is {folder}: its tokenizer is Python code in this folder ({own}), which is not run. Set "
+            "trainer.trust_remote_code=true if you trust its authors, or use a copy of the model with a tokenizer.json "
+            "that transformers reads"
+        )
     if not any(Path(folder, name).is_file() for name in VOCABULARIES):
         raise ValueError(f"{folder} has no tokenizer: none of {', '.join(VOCABULARIES)} exists. {REMEDY}")
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # raised by JSON, the tokenizers library or the tokenizer's class
         files = sorted(file.name for file in Path(folder).glob("*token*")) or list(VOCABULARIES[:1])
         reason = " ".join(str(error).split()).rstrip(".")
@@ -37,6 +47,19 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
             f"the tokenizer of {folder} ({', '.join(files)}) cannot be loaded: {type(error).__name__}: "
             f"{reason[:300]}. {REMEDY}"
         ) from error
+
+
+def _code_of(folder: str) -> str | None:
+    """The tokenizer's class in the model's own code, if nothing else can read the vocabulary."""
+    file = Path(folder, "tokenizer_config.json")
+    if not file.is_file() or Path(folder, "tokenizer.json").is_file():
+        return None
+    with contextlib.suppress(ValueError, AttributeError):  # transformers reports a damaged file
+        named = json.loads(file.read_text()).get("auto_map") or {}
+        classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
+        found = [name for name in ([classes] if isinstance(classes, str) else classes or []) if name]
+        return found[-1] if found else None
+    return None
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, model: str) -> None:

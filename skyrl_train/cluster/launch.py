@@ -9,6 +9,7 @@ from functools import partial
 
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.cluster.devices import require_gpus_for_snapshots, require_kernels_for_adapters, sync_backend
+from skyrl_train.cluster.downloads import Load, download_to_nodes, policy_load
 from skyrl_train.cluster.placement import Demand, Placement
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.pool.settings import all_engine_settings, api_key, teacher_engine_settings
@@ -81,6 +82,7 @@ async def launch(
     placement = await build_sharing(config).reserve(_demands(config), cluster.has_gpus)
     processes = None
     try:
+        await download_to_nodes(_loads(config, placement), config.trainer.download_timeout_s)
         version = 0 if saved is None else saved.num_steps
         settings = all_engine_settings(config, max_model_len, backend, version)
         teachers = _teachers(config, placement, teacher_max_model_len, backend, logs)
@@ -130,9 +132,11 @@ async def launch_policy(
     require_gpus_for_snapshots(trainer, cluster)
     demands = [Demand(POLICY, trainer.placement.num_policy_ranks, 1)]
     placement = await Placement.reserve(demands, trainer.placement, use_gpus=cluster.has_gpus)
-    group = WorkerGroup("policy", placement.slots[POLICY], logs, trainer.timeout_s)
+    slots = placement.slots[POLICY]
+    group = WorkerGroup("policy", slots, logs, trainer.timeout_s)
     processes = PolicyProcesses(placement, PolicyGroup(group))
     try:
+        await download_to_nodes([policy_load(trainer, *slots)], trainer.download_timeout_s)
         await processes.policy.start(policy_arguments(trainer, objective, num_optimizer_steps), saved)
     except BaseException:
         await processes.stop()
@@ -158,9 +162,11 @@ async def launch_engines(config: Config, cluster: Cluster, *, max_model_len: int
     settings = all_engine_settings(config, max_model_len, sync_backend(config, cluster))
     demands = [Demand(ENGINES, generator.num_inference_engines, generator.inference_engine_tensor_parallel_size)]
     placement = await Placement.reserve(demands, config.trainer.placement, use_gpus=cluster.has_gpus)
-    engines = EnginePool(placement.slots[ENGINES], settings, logs, config.trainer.timeout_s)
+    slots, trainer = placement.slots[ENGINES], config.trainer
+    engines = EnginePool(slots, settings, logs, trainer.timeout_s)
     processes = EngineProcesses(placement, engines)
     try:
+        await download_to_nodes([policy_load(trainer, *slots)], trainer.download_timeout_s)
         await engines.start()
     except BaseException:
         await processes.stop()
@@ -246,6 +252,7 @@ def _teachers(
                 model.model_path,
                 api_key(generator),
                 policy_path=local_folder(trainer.policy.model.path),
+                trust_remote_code=trainer.trust_remote_code,
                 max_model_len=max_model_len,
                 timeout_s=trainer.timeout_s,
             )
@@ -258,6 +265,15 @@ def _teachers(
             teacher = TeacherEngines(pool)
         found.append(teacher)
     return tuple(found)
+
+
+def _loads(config: Config, placement: Placement) -> list[Load]:
+    trainer, slots = config.trainer, placement.slots
+    loads = [policy_load(trainer, *slots[POLICY], *slots[ENGINES])]
+    loads += [Load(model.path_key, model.model_path, slots[_ranks(model)]) for model in trainer.scoring_models]
+    if trainer.teacher.backend == "engine":
+        loads += [Load(model.path_key, model.model_path, slots[_engines(model)]) for model in trainer.served_teachers]
+    return loads
 
 
 def _engines(model: ScoringModel) -> str:

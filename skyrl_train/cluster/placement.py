@@ -47,6 +47,8 @@ class Slot:
     """Ranks of the first demand whose devices it uses, if it has none itself."""
     uses_gpus: bool = False
     """Whether it uses GPUs, its own or shared ones."""
+    node: str = ""
+    """Ray's id of its node."""
 
     def options(self) -> dict[str, Any]:
         return {
@@ -76,7 +78,8 @@ class Placement:
         for index in sorted(range(len(needed)), key=lambda index: (nodes[index], index)):
             demand, gpus = needed[index]
             scheduling = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            slots[demand.name].append(Slot(scheduling, config.cpus_per_worker, gpus, uses_gpus=use_gpus))
+            slot = Slot(scheduling, config.cpus_per_worker, gpus, uses_gpus=use_gpus, node=nodes[index])
+            slots[demand.name].append(slot)
         return cls(group, slots)
 
     @classmethod
@@ -106,7 +109,8 @@ class Placement:
                 scheduling = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=order[start])
                 shares = () if own else tuple(range(start, start + width))
                 num_gpus = 1 if own and use_gpus else 0
-                slots[demand.name].append(Slot(scheduling, config.cpus_per_worker, num_gpus, shares, use_gpus))
+                node = nodes[order[start]]
+                slots[demand.name].append(Slot(scheduling, config.cpus_per_worker, num_gpus, shares, use_gpus, node))
         return cls(group, slots)
 
     def remove(self) -> None:

@@ -66,6 +66,8 @@ class TrainingConfig:
     resume_mode: Annotated[str, OneOf(("latest", "from_path"))] | None
     resume_path: Text | None
     timeout_s: AboveZero
+    download_timeout_s: AboveZero
+    trust_remote_code: bool
     placement: PolicyPlacementConfig
     policy: PolicyConfig
     bf16: bool

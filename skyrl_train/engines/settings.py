@@ -71,6 +71,8 @@ class EngineSettings:
     """Seed of the adapter before the first sync, which changes nothing."""
     custom_modules: tuple[str, ...] = ()
     """`trainer.custom_modules`, imported before the engine is built."""
+    trust_remote_code: bool = False
+    """Whether Python code in the model's folder may run."""
 
     @property
     def url(self) -> str:
@@ -109,6 +111,7 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
     arguments: dict[str, Any] = {
         "model": settings.model_path,
         "served_model_name": settings.served_model_name,
+        "trust_remote_code": settings.trust_remote_code,
         "dtype": generator.model_dtype,
         "max_model_len": settings.max_model_len,
         "seed": settings.seed,

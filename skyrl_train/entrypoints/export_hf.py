@@ -24,6 +24,7 @@ from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.config.schema import build
 from skyrl_train.entrypoints.command import guarded, print_error
 from skyrl_train.hf.checkpoint import INDEX
+from skyrl_train.hf.download import download
 from skyrl_train.tracking.run_dir import RECORD as RUN_RECORD
 from skyrl_train.trainer.run_state import RECORD, Checkpoint, Checkpoints, load_checkpoint
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 USAGE = "python -m skyrl_train.entrypoints.export_hf checkpoint=FOLDER [export_path=FOLDER]"
 KEYS = ("checkpoint", "export_path")
+DOWNLOAD_S = 6 * 3600.0
+"""Timeout in seconds of the download of a hub model that is no longer in the cache."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,6 +53,7 @@ def _export(argv: Sequence[str], console: Console) -> int:
         target = _target(arguments.get("export_path"), checkpoint)
         saved = saved_policy(checkpoint)
         checkpoint.verify()
+        download(f"the model of {checkpoint.folder}", saved.model_path, DOWNLOAD_S)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
     import torch

@@ -17,8 +17,9 @@ from skyrl_train.cluster.launch import EngineProcesses, launch_engines
 from skyrl_train.config import Config
 from skyrl_train.entrypoints.experiment import Experiment
 from skyrl_train.entrypoints.export_hf import find_checkpoint
-from skyrl_train.entrypoints.run import connect
+from skyrl_train.entrypoints.run import MODEL, connect
 from skyrl_train.hf.checkpoint import INDEX
+from skyrl_train.hf.download import download
 from skyrl_train.hf.hub import local_folder
 from skyrl_train.rollout.env_pool import EnvPool
 from skyrl_train.rollout.metrics import evaluation_metrics
@@ -47,8 +48,10 @@ class Generation(Experiment):
 
     def load_model(self) -> tuple[str, PretrainedConfig]:
         """No check against Megatron: any model that the engines can serve."""
-        folder = local_folder(self.config.trainer.policy.model.path)
-        return folder, AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        trainer = self.config.trainer
+        download(MODEL, trainer.policy.model.path, trainer.download_timeout_s)
+        folder = local_folder(trainer.policy.model.path)
+        return folder, AutoConfig.from_pretrained(folder, trust_remote_code=trainer.trust_remote_code)
 
     def check_models(self) -> None:
         """None: an evaluation has no reference model."""

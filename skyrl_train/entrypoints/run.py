@@ -27,6 +27,7 @@ from skyrl_train.trainer.loop import Loop
 from skyrl_train.trainer.run_state import Checkpoint
 
 log = logging.getLogger(__name__)
+MODEL = "trainer.policy.model.path"
 WORKING_COPIES = "working_dir_files"
 """Folder in which Ray unpacks the working folders of submitted jobs."""
 
@@ -76,12 +77,12 @@ class Run(ABC, Generic[C, P]):
     def load_model(self) -> tuple[str, PretrainedConfig]:
         """Folder and configuration of the model. Raises: ValueError like the constructor."""
         model = self.config.trainer.policy.model
-        folder, config = checked_folder("trainer.policy.model.path", model.path)
+        folder, config = checked_folder(MODEL, model.path, self.config.trainer.download_timeout_s)
         adapter_file.check(folder, model.lora)
         return folder, config
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(self.model_folder)
+        return load_tokenizer(self.model_folder, MODEL, self.config.trainer.trust_remote_code)
 
     def get_tracker(self, run_dir: RunDir, num_steps: int) -> Tracker:
         steps_done = 0 if self.checkpoint is None else self.checkpoint.state.global_step

@@ -129,7 +129,7 @@ def verify(config: VerifyLayoutConfig, console: Console) -> int:
     from skyrl_train.megatron.verify.layout_check import Layout, run_layout
 
     settings = config.verify
-    _, model = checked_folder(MODEL, config.trainer.policy.model.path)
+    _, model = checked_folder(MODEL, config.trainer.policy.model.path, config.trainer.download_timeout_s)
     torch.set_num_threads(1)  # the processes are forked from this one where there is no GPU
     trial = _trial(config, model.vocab_size)
     num_tokens, limit = int(trial.experience.cu_seqlens[-1]), settings.max_tokens_per_microbatch

@@ -1,35 +1,48 @@
-"""Model folders: a local one, or a hub model downloaded once per node."""
+"""Model folders: a local one, or that of a hub model in this node's cache.
+
+A hub model is `NAME`, or `NAME@REVISION` with a branch, a tag or a commit. `download` puts it into the cache; nothing
+here uses the network.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+"""Files of a model. Python files, such as a tokenizer's class, run only with trainer.trust_remote_code."""
 TWICE = ["consolidated*"]
 """A second copy of the weights in Mistral's own format."""
 
 
 def local_folder(path: str) -> str:
-    """The absolute folder of a model; a hub name is downloaded into the hub's cache.
-
-    Processes of a node may call it concurrently: the hub library locks each file. Raises: ValueError.
-    """
+    """The absolute folder of a model on this node. Raises: ValueError if it is not there."""
     folder = Path(path).expanduser()
-    if folder.is_dir():
-        return str(folder.resolve())
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return snapshot_download(path, allow_patterns=PATTERNS, ignore_patterns=TWICE)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(
-            f"model {path!r} is neither a folder nor can it be downloaded from the hub ({type(error).__name__}). Name "
-            "the folder of a Hugging Face checkpoint, or check the hub name and the network"
-        ) from error
+    return str(folder.resolve()) if folder.is_dir() else _snapshot(path)
 
 
 def seen_from_anywhere(path: str) -> str:
-    """A folder's absolute path, for processes with other working directories; hub names are returned unchanged."""
+    """A folder's absolute path, for processes with other working directories; a hub name with its commit, so that all
+    nodes have the same files.
+    """
     folder = Path(path).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else path
+    return str(folder.resolve()) if folder.is_dir() else f"{name_and_revision(path)[0]}@{Path(_snapshot(path)).name}"
+
+
+def name_and_revision(path: str) -> tuple[str, str | None]:
+    """Both parts of a hub model. None means the default branch."""
+    name, _, revision = path.partition("@")
+    return name, revision or None
+
+
+def _snapshot(path: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    name, revision = name_and_revision(path)
+    try:
+        return snapshot_download(
+            name, revision=revision, allow_patterns=PATTERNS, ignore_patterns=TWICE, local_files_only=True
+        )
+    except (ValueError, OSError) as error:  # the library's own errors are subclasses
+        raise ValueError(
+            f"model {path!r} is neither a folder nor complete in this node's cache of the hub ({type(error).__name__})"
+        ) from error

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor
-from transformers import AutoConfig
 
 from skyrl_train.batching.hinted import aligned
 from skyrl_train.config.policy import MegatronConfig
-from skyrl_train.hf.hub import local_folder
 from skyrl_train.megatron.model.model import build_model, dtype_of
 from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.passes.packing import Packer
@@ -32,19 +30,18 @@ class MegatronScorer:
         temperature: float,
         name: str = "reference",
         topk: int = 0,
-        policy_path: str | None = None,
+        policy_vocab_size: int | None = None,
     ) -> None:
-        """Args: name: of its traces; topk: number of likeliest tokens of a teacher; policy_path: the model that
-        learns from these, which must have them in its vocabulary.
+        """Args: name: of its traces; topk: number of likeliest tokens of a teacher; policy_vocab_size: tokens of
+        the model that learns from these, which must have them in its vocabulary.
         """
         self.ranks = join(rendezvous, config, seed)
         self._tracer = Tracer(config.torch_profiler_config, name, rendezvous.rank)
         self._chunk, self._temperature = config.logprobs_chunk_size, temperature
         self._model = build_model(model_path, config, dtype_of(bf16), trainable=False)
         self._topk, self._num_candidates = topk, self._model.vocab_size
-        if policy_path is not None:
-            policy = AutoConfig.from_pretrained(local_folder(policy_path), trust_remote_code=False)
-            self._num_candidates = min(self._num_candidates, policy.get_text_config().vocab_size)
+        if policy_vocab_size is not None:
+            self._num_candidates = min(self._num_candidates, policy_vocab_size)
         self._memory = DeviceMemory(self._model.modules)
         self._packer = Packer.of_layout(sequence_parallel=self._model.bridge.config.sequence_parallel)
 

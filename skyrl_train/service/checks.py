@@ -30,12 +30,12 @@ def check_service(config: Config, files: bool = True) -> None:
 
 def checked_model(config: Config) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Raises: ValueError for a missing model, or weights, tokenizer, adapter or reference that do not fit."""
-    path = config.trainer.policy.model.path
-    folder, model = checked_folder("trainer.policy.model.path", path)
-    adapter_file.check(folder, config.trainer.policy.model.lora)
-    tokenizer = load_tokenizer(folder)
+    key, path, trainer = "trainer.policy.model.path", config.trainer.policy.model.path, config.trainer
+    folder, model = checked_folder(key, path, trainer.download_timeout_s)
+    adapter_file.check(folder, trainer.policy.model.lora)
+    tokenizer = load_tokenizer(folder, key, trainer.trust_remote_code)
     check_tokenizer(tokenizer, model.vocab_size, path)
-    check_scoring_models(config.trainer, tokenizer)
+    check_scoring_models(trainer, tokenizer)
     return model, tokenizer
 
 

@@ -45,7 +45,7 @@ class EngineProcess:
         return getattr(self._engine, name)
 
     async def prepare(self, settings: EngineSettings) -> None:
-        """The part of `start` that needs no device: downloads a hub model to this node, imports libraries."""
+        """The part of `start` that needs no device: imports of libraries."""
         settings = _on_this_node(settings)
         import_modules(settings.custom_modules)
         prepare = getattr(resolve_name(engine_kind(settings.generator).engine), "prepare", None)
@@ -53,7 +53,7 @@ class EngineProcess:
             prepare(settings)
 
     async def start(self, settings: EngineSettings, *, waits_for_weights: bool = False) -> StartedEngine:
-        """Download a hub model to this node, and start the engine.
+        """Start the engine with a model of this node.
 
         Args: waits_for_weights: stay paused until the first weight sync, because other engines serve newer weights.
         Raises: RuntimeError with the error of the engine's process that failed first; ValueError for invalid settings.

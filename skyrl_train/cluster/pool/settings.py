@@ -40,6 +40,7 @@ def all_engine_settings(
             lora=lora_arguments(lora) if lora.rank > 0 and lora.sync == "adapter" else None,
             lora_seed=trainer.seed,
             custom_modules=trainer.custom_modules,
+            trust_remote_code=trainer.trust_remote_code,
         )
         for index in range(generator.num_inference_engines if generator.run_engines_locally else num_servers)
     ]
@@ -76,6 +77,7 @@ def teacher_engine_settings(
             rpc_timeout_s=trainer.timeout_s,
             margin=Margin(scored_tokens=max_model_len),
             custom_modules=trainer.custom_modules,
+            trust_remote_code=trainer.trust_remote_code,
         )
         for index in range(teacher.num_inference_engines)
     ]

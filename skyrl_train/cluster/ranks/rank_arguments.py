@@ -6,6 +6,8 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from transformers import AutoConfig
+
 from skyrl_train.algorithms.build import build_critic_objective
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.cluster.pool.settings import lora_arguments
@@ -13,7 +15,7 @@ from skyrl_train.config import Config
 from skyrl_train.config.policy import MegatronConfig, ScoringModel
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.training import TrainingConfig
-from skyrl_train.hf.hub import seen_from_anywhere
+from skyrl_train.hf.hub import local_folder, seen_from_anywhere
 
 
 def policy_arguments(trainer: TrainingConfig, objective: Objective, num_optimizer_steps: int) -> dict[str, Any]:
@@ -51,13 +53,18 @@ def frozen_arguments(config: Config, model: ScoringModel, objective: Objective) 
     return {
         "name": model.name,
         "topk": num_likeliest(trainer, objective) if model.is_teacher else 0,
-        "policy_path": seen_from_anywhere(trainer.policy.model.path),
+        "policy_vocab_size": _vocab_size(trainer.policy.model.path) if model.is_teacher else None,
         "model_path": seen_from_anywhere(model.model_path),
         "config": _traced_absolutely(model.megatron_config),
         "bf16": trainer.bf16,
         "seed": trainer.seed,
         "temperature": config.generator.sampling_params.temperature,
     }
+
+
+def _vocab_size(path: str) -> int:
+    policy = AutoConfig.from_pretrained(local_folder(path), trust_remote_code=False)
+    return int(policy.get_text_config().vocab_size)
 
 
 def num_likeliest(trainer: TrainerConfig, objective: Objective) -> int:

@@ -59,7 +59,7 @@ class RemoteEngine:
         """
         self._facts = await probe(self._control, self._settings.rpc_timeout_s)
         check_server(self._facts, self._settings)
-        await check_tokenizer(self._control, self._settings.model_path)
+        await check_tokenizer(self._control, self._settings.model_path, self._settings.trust_remote_code)
         return EngineFacts(self._facts.num_workers)
 
     @property

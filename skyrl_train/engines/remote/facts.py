@@ -149,11 +149,11 @@ def check_server(facts: ServerFacts, settings: EngineSettings) -> None:
         raise ServerUnsuitableError(f"the server {settings.url} (vLLM {facts.version}): " + "; ".join(problems))
 
 
-async def check_tokenizer(client: ServerClient, model_path: str) -> None:
+async def check_tokenizer(client: ServerClient, model_path: str, trust_remote_code: bool) -> None:
     """Raises: ServerUnsuitableError if the server's vocabulary is not the policy's."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     expected = tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
     try:
         answer = await client.post("/tokenize", {"prompt": PROBE_TEXT, "add_special_tokens": False}, PROBE_S)

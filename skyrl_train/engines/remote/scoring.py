@@ -30,13 +30,21 @@ class ServedTeacher:
     """A running server, also an unmodified one, that scores samples with weights that this run does not change."""
 
     def __init__(
-        self, url: str, api_key: str | None, *, policy_path: str, max_model_len: int, timeout_s: float
+        self,
+        url: str,
+        api_key: str | None,
+        *,
+        policy_path: str,
+        trust_remote_code: bool,
+        max_model_len: int,
+        timeout_s: float,
     ) -> None:
         """Args: policy_path: folder of the policy, whose tokens the server must have; max_model_len: tokens of the
         longest sample, and one more.
         """
         self._client = ServerClient(url, api_key, MAX_CONNECTIONS)
-        self._policy_path, self._max_model_len, self._timeout_s = policy_path, max_model_len, timeout_s
+        self._policy_path, self._trust_remote_code = policy_path, trust_remote_code
+        self._max_model_len, self._timeout_s = max_model_len, timeout_s
 
     async def start(self) -> None:
         """Raises: ServerUnreachableError; ServerUnsuitableError for other tokens or a shorter context; ServerError."""
@@ -46,7 +54,7 @@ class ServedTeacher:
                 f"the server {self._client.url} of the teacher has --max-model-len {served['max_model_len']}: a sample "
                 f"may need {self._max_model_len}. Raise it, or lower generator.max_input_length or max_generate_length"
             )
-        await check_tokenizer(self._client, self._policy_path)
+        await check_tokenizer(self._client, self._policy_path, self._trust_remote_code)
 
     async def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
         """Raises: ServerUnreachableError, ServerError, TimeoutError."""

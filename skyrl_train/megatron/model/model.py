@@ -89,7 +89,7 @@ def build_model(
 ) -> Model:
     """Load the Hugging Face checkpoint at `path` into this rank's part of a Megatron model.
 
-    A hub model is downloaded to this node first. A trainable model is wrapped in Megatron's DistributedDataParallel
+    A hub model must be in this node's cache. A trainable model is wrapped in Megatron's DistributedDataParallel
     with float32 gradients; a reference is not. With `lora` (of a rank above 0) only adapters are trained, which `seed`
     initialises. With `value_head` the output layer is a ValueHead of this name, read from the checkpoint or new.
 

@@ -17,6 +17,7 @@ from skyrl_train.algorithms.objective import Objective, objective_loss
 from skyrl_train.algorithms.reductions import loss_weights
 from skyrl_train.batching.select import selections_of
 from skyrl_train.device import device
+from skyrl_train.hf.hub import local_folder
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.verify.outcome import Outcome
 from skyrl_train.megatron.verify.trial import Trial
@@ -39,7 +40,7 @@ def load(trial: Trial) -> Any:
     from transformers import AutoModelForCausalLM  # its model classes take seconds
 
     dtype = torch.bfloat16 if trial.bf16 else torch.float32
-    return AutoModelForCausalLM.from_pretrained(trial.model_path, dtype=dtype, trust_remote_code=False)
+    return AutoModelForCausalLM.from_pretrained(local_folder(trial.model_path), dtype=dtype, trust_remote_code=False)
 
 
 def hugging_face(

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from skyrl_train.file_sum import FileSum, size_problems, sum_of
 from skyrl_train.hf import adapter
 from skyrl_train.hf.checkpoint import INDEX
-from skyrl_train.hf.hub import local_folder
+from skyrl_train.hf.hub import local_folder, name_and_revision
 from skyrl_train.megatron.lora.adapters import Lora
 from skyrl_train.megatron.model.model import Model
 from skyrl_train.megatron.weights.export import Read, export, export_adapter, is_stage_owner, merged
@@ -91,7 +91,7 @@ def save_model(model: Model, source: str, folder: str) -> None:
     with export_folder(folder) as (unfinished, sums):
         sums |= save_hf(model, source, unfinished, merged(lora))
         if lora is not None:
-            save_adapter(lora, f"{unfinished}/adapter", local_folder(source), source)
+            save_adapter(lora, f"{unfinished}/adapter", local_folder(source), name_and_revision(source)[0])
 
 
 def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: tensor.detach()) -> dict[str, FileSum]:
@@ -129,14 +129,15 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
         total = sum(sum(sizes.values()) for _, _, sizes in written)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (target / INDEX).write_text(json.dumps(index, indent=1))
+        read_from = local_folder(source)
         # Not the bridge's copy, which holds the fields that mbridge looks for.
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(read_from, trust_remote_code=False)
         config.dtype = model.dtype
         if hasattr(config, "quantization_config"):  # of DeepSeek's FP8 weights, which are dequantised
             del config.quantization_config
         config.save_pretrained(target)
-        for path in Path(model.bridge._get_actual_hf_path(source)).iterdir():
-            if path.suffix in {".json", ".jinja", ".model", ".txt"} and not (target / path.name).exists():
+        for path in Path(read_from).iterdir():
+            if path.suffix in {".json", ".jinja", ".model", ".txt", ".py"} and not (target / path.name).exists():
                 shutil.copy(path, target / path.name)
 
     write_together(target, write_the_rest)

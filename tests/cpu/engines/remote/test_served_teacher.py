@@ -26,7 +26,12 @@ def scores(server: FakeServer, tokenizer: str, max_model_len: int = 64) -> Any:
     async def main() -> Any:
         async with serving(server) as url:
             teacher = ServedTeacher(
-                url, server.api_key, policy_path=tokenizer, max_model_len=max_model_len, timeout_s=5.0
+                url,
+                server.api_key,
+                policy_path=tokenizer,
+                trust_remote_code=False,
+                max_model_len=max_model_len,
+                timeout_s=5.0,
             )
             try:
                 await teacher.start()
@@ -57,6 +62,8 @@ def test_a_server_that_cannot_score_the_samples_is_refused_before_the_run(tokeni
         scores(FakeServer("0.33.0", tokenizer), tokenizer, max_model_len=65)
     with pytest.raises(ServerUnsuitableError, match="another vocabulary"):
         scores(FakeServer("0.33.0", str(tmp_path)), tokenizer)
-    gone = ServedTeacher("http://127.0.0.1:9", None, policy_path=tokenizer, max_model_len=8, timeout_s=5.0)
+    gone = ServedTeacher(
+        "http://127.0.0.1:9", None, policy_path=tokenizer, trust_remote_code=False, max_model_len=8, timeout_s=5.0
+    )
     with pytest.raises(ServerUnreachableError, match="no connection to the vLLM server"):
         asyncio.run(gone.start())

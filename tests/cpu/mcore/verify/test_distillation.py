@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from skyrl_train.algorithms.build import build_objective
 from skyrl_train.batching.hinted import aligned, with_prompts
@@ -160,7 +161,15 @@ def _scored(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, int]) -> dic
     trial, one, topk = arguments
     path = trial.model_path
     scorer = MegatronScorer(
-        rendezvous, path, one.megatron, bf16=False, seed=1, temperature=1.3, name="teacher", topk=topk, policy_path=path
+        rendezvous,
+        path,
+        one.megatron,
+        bf16=False,
+        seed=1,
+        temperature=1.3,
+        name="teacher",
+        topk=topk,
+        policy_vocab_size=AutoConfig.from_pretrained(path).vocab_size,
     )
     batch = share_of(trial, one, scorer.ranks)
     first = tuple(tuple(samples[:1] for samples in mini_batch) for mini_batch in batch.mini_batches)
