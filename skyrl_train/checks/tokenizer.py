@@ -30,13 +30,14 @@ def load_tokenizer(folder: str, key: str, trust_remote_code: bool) -> PreTrained
     """Args: key: of the model, for errors. Raises: ValueError with the files, if the tokenizer is missing, cannot be
     read or is code that must not run.
     """
-    if not trust_remote_code and (own := _code_of(folder)):
+    own = _code_of(folder)
+    if own is not None and not trust_remote_code:
         raise ValueError(
             f"{key} is {folder}: its tokenizer is Python code in this folder ({own}), which is not run. Set "
             "trainer.trust_remote_code=true if you trust its authors, or use a copy of the model with a tokenizer.json "
             "that transformers reads"
         )
-    if not any(Path(folder, name).is_file() for name in VOCABULARIES):
+    if own is None and not any(Path(folder, name).is_file() for name in VOCABULARIES):
         raise ValueError(f"{folder} has no tokenizer: none of {', '.join(VOCABULARIES)} exists. {REMEDY}")
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)

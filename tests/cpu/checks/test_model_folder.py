@@ -174,7 +174,7 @@ def test_a_tokenizer_that_is_missing_or_broken_is_one_sentence_with_its_files(mo
     if file is not None:
         (model / file).write_text(content)
     with pytest.raises(ValueError) as caught:
-        load_tokenizer(str(model))
+        load_tokenizer(str(model), KEY, False)
     assert "tokenizer.json" in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).endswith("Copy the tokenizer's files from the source of the model")
 

@@ -1,0 +1,76 @@
+"""Downloads to the nodes of a cluster; the nodes are recorded, not real."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import RayTaskError
+
+from skyrl_train.cluster import downloads
+from skyrl_train.cluster.downloads import Load, download_to_nodes
+from skyrl_train.cluster.placement import Slot
+from skyrl_train.hf.download import download
+
+HERE, KEY = "driver's", "trainer.policy.model.path"
+
+
+class Context:
+    def get_node_id(self) -> str:
+        return HERE
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    made: list[tuple[Any, ...]] = []
+
+    async def on_node(node: str, function: Any, *args: Any) -> None:
+        made.append((node, function, *args))
+
+    monkeypatch.setattr(downloads, "on_node", on_node)
+    monkeypatch.setattr(downloads.ray, "get_runtime_context", Context)
+    monkeypatch.setattr(downloads.ray, "nodes", lambda: [{"NodeID": "b", "NodeManagerAddress": "10.0.0.2"}])
+    monkeypatch.setattr(downloads, "seen_from_anywhere", lambda path: path if "/" in path[:1] else f"{path}@c0ffee")
+    return made
+
+
+def load(path: str, *nodes: str, key: str = KEY) -> Load:
+    return Load(key, path, [Slot(None, 1, 0, node=node) for node in nodes])  # type: ignore[arg-type]
+
+
+def test_each_other_node_downloads_each_of_its_models_once(calls: list[tuple[Any, ...]], tmp_path: Path):
+    policy = load("org/policy", HERE, "a", "a", "b")
+    reference = load("org/policy", "b", "c", key="trainer.ref.model.path")
+    teacher = load("org/teacher", "c", "c", key="trainer.teacher.model.path")
+    asyncio.run(download_to_nodes([policy, reference, teacher, load(str(tmp_path), "d")], 9.0))
+    assert {(node, path) for node, _, _, path, _ in calls} == {
+        ("a", "org/policy@c0ffee"),
+        ("b", "org/policy@c0ffee"),
+        ("c", "org/policy@c0ffee"),
+        ("c", "org/teacher@c0ffee"),
+    }
+    assert len(calls) == 4 and all(call[1] is download and call[4] == 9.0 for call in calls)
+
+
+def test_an_error_of_a_node_names_it(calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch):
+    async def fails(node: str, *args: Any) -> None:
+        raise RayTaskError("download", "stack", ValueError("trainer.download_timeout_s is 9: too slow"))
+
+    monkeypatch.setattr(downloads, "on_node", fails)
+    with pytest.raises(ValueError, match=r"node 10\.0\.0\.2: trainer\.download_timeout_s is 9: too slow"):
+        asyncio.run(download_to_nodes([load("org/policy", "b")], 9.0))
+
+
+def test_a_node_that_does_not_answer_is_not_waited_for(calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch):
+    async def hangs(node: str, *args: Any) -> None:
+        await asyncio.sleep(1000)
+
+    monkeypatch.setattr(downloads, "on_node", hangs)
+    monkeypatch.setattr(downloads, "GRACE_S", 0.1)
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"trainer\.download_timeout_s is 0\.1: node 10\.0\.0\.2 did not answer"):
+        asyncio.run(download_to_nodes([load("org/policy", "b")], 0.1))
+    assert time.monotonic() - started < 100
