@@ -21,11 +21,16 @@ def local_folder(path: str) -> str:
 
 
 def seen_from_anywhere(path: str) -> str:
-    """A folder's absolute path, for processes with other working directories; a hub name with its commit, so that all
-    nodes have the same files.
+    """A folder's absolute path, for processes with other working directories; a hub name with the commit in this node's
+    cache, so that all nodes have the same files. Another path is unchanged: `local_folder` reports that it is missing.
     """
     folder = Path(path).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else f"{name_and_revision(path)[0]}@{Path(_snapshot(path)).name}"
+    if folder.is_dir():
+        return str(folder.resolve())
+    try:
+        return f"{name_and_revision(path)[0]}@{Path(_snapshot(path)).name}"
+    except ValueError:
+        return path
 
 
 def name_and_revision(path: str) -> tuple[str, str | None]:
