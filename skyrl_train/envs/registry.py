@@ -16,6 +16,7 @@ from skyrl_train.imports import imported
 BUILT_IN = {
     "addition": "skyrl_train.envs.built_in:AdditionEnv",
     "guess_number": "skyrl_train.envs.built_in:GuessNumberEnv",
+    "math_verify": "skyrl_train.envs.math_answers:MathVerifyEnv",
     "reward_fn": "skyrl_train.envs.reward_functions:RewardFunctionEnv",
     "yes_no_maybe": "skyrl_train.envs.built_in:YesNoMaybeEnv",
 }

@@ -1,0 +1,41 @@
+"""The environment `math_verify`: one turn, whose answer is compared with the ground truth as mathematics."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+
+class MathVerifyEnv(BaseTextEnv):
+    """Reward 1 if the response's last answer (`\\boxed{...}` first, then LaTeX and numbers) equals the ground truth.
+
+    `reward_spec.ground_truth` is LaTeX, with or without dollar signs, or a number: 0.5, 1/2 and \\frac{1}{2} are equal.
+    """
+
+    def __init__(self, env_config: Any, extras: Mapping[str, Any]) -> None:
+        """Raises: ValueError if math-verify is not installed or cannot read the ground truth."""
+        super().__init__()
+        if importlib.util.find_spec("math_verify") is None:
+            raise ValueError("math-verify is not installed. Run pip install 'skyrl_train[math]'")
+        truth = str(extras["reward_spec"]["ground_truth"])
+        self._truth = _parsed(truth if "$" in truth or "\\boxed" in truth else f"${truth}$")
+        if not self._truth:
+            raise ValueError(f"reward_spec.ground_truth is {truth!r}: math-verify finds no answer in it")
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        from math_verify import verify
+
+        # The time limits of math-verify are signals, which only a main thread can set; environment.step_timeout_s
+        # limits each step instead.
+        is_right = verify(self._truth, _parsed(action), timeout_seconds=None)
+        return BaseTextEnvStepOutput(observations=[], reward=float(is_right), done=True, metadata={})
+
+
+def _parsed(text: str) -> list[Any]:
+    """The answers in a text."""
+    from math_verify import parse
+
+    return parse(text, parsing_timeout=None)

@@ -1,0 +1,54 @@
+"""Answers compared as mathematics, on threads as in the environment pool."""
+
+from __future__ import annotations
+
+import importlib.util
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import skyrl_train.envs  # noqa: F401 (registers the built-in environments)
+from skyrl_train.envs.registry import make_env, row_problem
+
+needs_math_verify = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed (the extra `math`)"
+)
+
+
+def reward(truth: str, response: str) -> float:
+    return make_env("math_verify", {}, {"reward_spec": {"ground_truth": truth}}).step(response)["reward"]
+
+
+ANSWERS = [
+    ("42", "So the answer is \\boxed{42}.", 1.0),
+    ("42", "So the answer is \\boxed{41}, not 42.", 0.0),
+    ("42", "The answer is 42", 1.0),
+    ("\\frac{1}{2}", "That is $\\boxed{0.5}$.", 1.0),
+    ("\\frac{1}{2}", "\\boxed{\\dfrac{2}{4}}", 1.0),
+    ("$\\sqrt{8}$", "\\boxed{2\\sqrt{2}}", 1.0),
+    ("(1,2)", "\\boxed{(1, 2)}", 1.0),
+    ("(1,2)", "\\boxed{(2, 1)}", 0.0),
+    ("1,080", "\\boxed{1080}", 1.0),
+    ("x^2+2x+1", "\\boxed{(x+1)^2}", 1.0),
+    ("7", "I do not know.", 0.0),
+    ("7", "", 0.0),
+]
+
+
+@needs_math_verify
+def test_answers_are_compared_as_mathematics_on_threads():
+    with ThreadPoolExecutor(4) as threads:
+        got = list(threads.map(lambda case: reward(case[0], case[1]), ANSWERS))
+    assert got == [expected for *_, expected in ANSWERS]
+
+
+@needs_math_verify
+def test_a_ground_truth_without_an_answer_is_found_before_a_run():
+    problem = row_problem("math_verify", {}, {"reward_spec": {"ground_truth": ""}})
+    assert problem is not None and "math-verify finds no answer in it" in problem
+
+
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    problem = row_problem("math_verify", {}, {"reward_spec": {"ground_truth": "1"}})
+    assert problem == "ValueError: math-verify is not installed. Run pip install 'skyrl_train[math]'"
