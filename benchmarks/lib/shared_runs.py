@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 
+from benchmarks.lib.main_job import environment
 from skyrl_train.cluster.launch import Processes
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.session import connect
@@ -59,6 +61,7 @@ class SharedRun(Experiment):
 def run_all(configs: Mapping[Name, Config], done: Callable[[Name, Rows], None]) -> None:
     """Train with each configuration; they differ in the algorithm, the seed, the source and the environment alone.
     Args: done: called with the name and the rows of each run as it ends."""
+    os.environ |= environment()  # ranks import this folder's classes, whatever the working directory is
     for config in configs.values():
         command.prepare(COMMAND, config)
         COMMAND.check(config, None, True)
