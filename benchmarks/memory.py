@@ -1,6 +1,7 @@
 """What a policy takes of its device, and how fast it leaves it.
 
     python -m benchmarks.memory stages --shape qwen3-0.6b [--gpus 2 --pp 2] [--operations]
+    python -m benchmarks.memory plan --shape qwen3-4b [--layers 18] [--gpus 2 --tp 2]
     python -m benchmarks.memory offload --shape qwen3-4b [--turns 4]
     python -m benchmarks.memory logprobs [--tokens 131072] [--vocabulary 151936] [--hidden 2560]
 
@@ -8,6 +9,9 @@
 and other libraries, loaded kernels. That, and what torch keeps, is what an offloaded trainer leaves behind. Read as
 used minus torch's reserved memory; nobody else may use the devices meanwhile. --operations names the operations during
 which it grows (rank 0; slow).
+
+`plan`: what the forecast (skyrl_train/forecast/) says of a policy's memory beside what it takes; exits with 1 if what
+torch allocates differs by more than 10 %.
 
 `offload`: all ranks do the same at once: one update, so that the optimizer has its state; a first turn, which pins
 host memory; --turns of offload and reload; and copies of 1 GiB between pinned memory and the device, best of three
@@ -44,8 +48,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     stages, offload = commands.add_parser("stages"), commands.add_parser("offload")
-    logprobs = commands.add_parser("logprobs")
-    for command in (stages, offload):
+    logprobs, plan = commands.add_parser("logprobs"), commands.add_parser("plan")
+    for command in (stages, offload, plan):
         add_model(command)
         add_batch(command)
     stages.add_argument("--operations", action="store_true", help="name the operations at which it grows")
@@ -79,6 +83,14 @@ def measure_offload(folder: Path, args: argparse.Namespace, console: Console) ->
         table.add_row(name, f"{value:.1%}" if name.startswith("share") else f"{value:.4g}")
     console.print(table)
     return found | {"ranks": [asdict(rank) for rank in ranks]}
+
+
+def measure_plan(folder: Path, args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    from benchmarks.lib.forecast_check import compare, measure
+    from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+
+    ranks = run_on_ranks(measure, update_job(folder, args), args.gpus, timeout_s=1800)
+    return compare(ranks, args, console) | {"ranks": [asdict(rank) for rank in ranks]}
 
 
 def measure_logprobs(args: argparse.Namespace, console: Console) -> int:
@@ -115,10 +127,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or Path(scratch, "model")
         make_model(folder, args)
-        measure = measure_stages if args.command == "stages" else measure_offload
-        result = measure(folder, args, console)
+        measures = {"stages": measure_stages, "offload": measure_offload, "plan": measure_plan}
+        result = measures[args.command](folder, args, console)
     write_json(args.json, result)
-    return 0
+    return int(not result.get("within", True))
 
 
 if __name__ == "__main__":

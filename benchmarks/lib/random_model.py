@@ -6,77 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.forecast.shapes import model_config, shapes
+
 VOCABULARY = 151_936
 DIGIT_SHARE = "benchmarks.lib.digit_share:DigitShare"
 MAX_SHARD_BYTES = 4 * 2**30
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 1024,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-0.6b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-4b": {
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-30b-a3b": {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "tie_word_embeddings": False,
-    },
-}
-"""Name -> fields of the Hugging Face configuration, as the models on the hub have them."""
-
-
-def model_config(shape: str, num_layers: int | None = None, max_positions: int = 40_960) -> Any:
-    """Raises: KeyError for an unknown shape."""
-    from transformers import Qwen3Config, Qwen3MoeConfig
-
-    fields = {"head_dim": 128, "vocab_size": VOCABULARY, **SHAPES[shape]}
-    if num_layers is not None:
-        fields["num_hidden_layers"] = num_layers
-    kind = Qwen3MoeConfig if "num_experts" in fields else Qwen3Config
-    return kind(
-        **fields,
-        max_position_embeddings=max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-        dtype="bfloat16",
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
+SHAPES = tuple(shapes())
 
 
 def write_checkpoint(folder: Path, shape: str, num_layers: int | None = None) -> None:

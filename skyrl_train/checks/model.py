@@ -16,7 +16,7 @@ def model_problems(config: Config) -> Iterator[str]:
     policy = config.trainer.policy
     shape = yield from _shape(policy.model.path, "trainer.policy.model.path")
     if shape is not None:
-        yield from _cut(shape, policy.megatron_config, "trainer.policy.megatron_config")
+        yield from size_problems(shape, policy.megatron_config, "trainer.policy.megatron_config")
         yield from _engine(shape, config)
     for model in config.trainer.scoring_models:
         own = shape
@@ -24,7 +24,7 @@ def model_problems(config: Config) -> Iterator[str]:
             own = yield from _shape(model.model_path, model.path_key)
         is_same = (model.model_path, model.megatron_config) == (policy.model.path, policy.megatron_config)
         if own is not None and not is_same:
-            yield from _cut(own, model.megatron_config, f"{model.key}.megatron_config")
+            yield from size_problems(own, model.megatron_config, f"{model.key}.megatron_config")
 
 
 def served_model_problems(config: Config) -> Iterator[str]:
@@ -38,7 +38,7 @@ def cut_problems(model_path: str, key: str, megatron: MegatronConfig, path: str)
     """Why the model at `model_path` (with its key) cannot have the layout `megatron` (with its key `path`)."""
     shape = yield from _shape(model_path, key)
     if shape is not None:
-        yield from _cut(shape, megatron, path)
+        yield from size_problems(shape, megatron, path)
 
 
 def looks_local(path: str) -> bool:
@@ -71,7 +71,8 @@ def _shape(path: str, key: str) -> Generator[str, None, dict[str, Any] | None]:
     return values.get("text_config", values)
 
 
-def _cut(shape: dict[str, Any], megatron: MegatronConfig, path: str) -> Iterator[str]:
+def size_problems(shape: dict[str, Any], megatron: MegatronConfig, path: str) -> Iterator[str]:
+    """Like `cut_problems`, of a model with this config.json."""
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     vpp = megatron.virtual_pipeline_model_parallel_size or 1
     heads, kv_heads = shape.get("num_attention_heads"), shape.get("num_key_value_heads")

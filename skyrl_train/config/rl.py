@@ -239,3 +239,31 @@ VERIFY = Program(
     schema=VerifyLayoutConfig,
     base_name="verify_layout_config",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """What the forecast is about, beside the run."""
+
+    device: Text | None
+    shape: Text | None
+    num_layers: Count | None
+    prompt_tokens: Count | None
+    response_tokens: Count | None
+    propose: bool
+    json_file: Text | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(Config):
+    """The configuration of a training run, and how it is forecast."""
+
+    plan: PlanSettings
+
+
+PLAN = Program(
+    module="skyrl_train.entrypoints.plan",
+    purpose="Forecast the memory and time of a run, and propose a layout.",
+    schema=PlanConfig,
+    base_name="plan_config",
+)

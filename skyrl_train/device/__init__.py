@@ -1,29 +1,17 @@
-"""The one place that asks "is there a GPU". `memory`: the allocator and what it holds; `nvml`: who holds a device.
-torch is imported inside the functions, because the driver and the configuration use this folder without it.
+"""The one place that asks "is there a GPU". `memory`: the allocator and what it holds; `nvml`: who holds a device;
+`kinds`: data sheets. torch is imported inside the functions, because the driver and the configuration use this folder
+without it.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 from typing import TYPE_CHECKING
+
+from skyrl_train.device.kinds import device_kind
 
 if TYPE_CHECKING:
     import torch
-
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H200 NVL": 835e12,
-    "H100": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-    "GB200": 2500e12,
-    "L40S": 362e12,
-}
-"""Dense bf16 peak in FLOP/s by a part of the device's name (NVIDIA data sheets, without sparsity)."""
 
 
 @functools.cache
@@ -60,5 +48,5 @@ def peak_flops() -> float | None:
 
 def peak_flops_of(name: str) -> float | None:
     """Dense bf16 FLOP/s of a device by the driver's name for it; None if unknown, and for a part of a device (MIG)."""
-    known = [part for part in PEAK_FLOPS if re.search(rf"\b{part}\b", name) and "MIG" not in name]
-    return PEAK_FLOPS[max(known, key=len)] if known else None
+    kind = device_kind(name)
+    return None if kind is None else kind.tflops * 1e12

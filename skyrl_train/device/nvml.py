@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_PROCESSES = 64
+MAX_NAME = 96
+"""Bytes of the driver's name for a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class DeviceUse:
     total_bytes: int
     holders: tuple[tuple[int, int], ...] = ()
     """(process id, bytes) of processes that the driver reports, the largest first; ids of the host, not a container."""
+    product: str = ""
+    """The driver's name for this kind of GPU."""
 
     def __str__(self) -> str:
         used = f"GPU {self.name}: {gib(self.free_bytes)} of {gib(self.total_bytes)} GiB are free"
@@ -81,7 +85,9 @@ def _use(nvml: Any, name: str) -> DeviceUse:
     _check(code, f"find GPU {name!r} of CUDA_VISIBLE_DEVICES")
     memory = _Memory()
     _check(nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)), f"say how full GPU {name} is")
-    return DeviceUse(name, memory.free, memory.total, _holders(nvml, device))
+    product = ctypes.create_string_buffer(MAX_NAME)
+    _check(nvml.nvmlDeviceGetName(device, product, ctypes.c_uint(MAX_NAME)), f"name the kind of GPU {name}")
+    return DeviceUse(name, memory.free, memory.total, _holders(nvml, device), product.value.decode())
 
 
 def _holders(nvml: Any, device: ctypes.c_void_p) -> tuple[tuple[int, int], ...]:

@@ -13,6 +13,7 @@ PROGRAMS = {
     "generate": ("main_generate", "evaluate a model or a checkpoint"),
     "export": ("export_hf", "write the model of a checkpoint in Hugging Face format"),
     "serve": ("main_service", "start a training service for external agents"),
+    "plan": ("plan", "forecast memory and time, and propose a layout"),
     "verify": ("verify_layout", "compare a parallel layout with Hugging Face"),
 }
 """Command -> module of entrypoints, and what it does."""

@@ -56,6 +56,9 @@ class Generation(Experiment):
     def check_models(self) -> None:
         """None: an evaluation has no reference model."""
 
+    def check_memory(self) -> None:
+        """None: an evaluation has no trainer, and engines size themselves."""
+
     def get_train_prompts(self) -> list[Prompt]:
         return []
 

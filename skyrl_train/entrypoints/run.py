@@ -18,6 +18,7 @@ from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
 from skyrl_train.cluster.launch import PolicyProcesses, Processes
 from skyrl_train.cluster.session import Cluster, connect
 from skyrl_train.config.training import RunConfig
+from skyrl_train.entrypoints.plan.before_run import print_forecast
 from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_folder, lock_checkpoints
 from skyrl_train.hf import adapter_file
 from skyrl_train.ranks import SavedState
@@ -51,6 +52,7 @@ class Run(ABC, Generic[C, P]):
         self.model_folder, self.model_config = self.load_model()
         self.tokenizer = self.get_tokenizer()
         check_tokenizer(self.tokenizer, self.model_config.vocab_size, config.trainer.policy.model.path)
+        self.check_memory()
         self.checkpoint: Checkpoint | None = None
         self._checkpoint_lock: TextIO | None = None
         """Held for the lifetime of this object."""
@@ -80,6 +82,10 @@ class Run(ABC, Generic[C, P]):
         folder, config = checked_folder(MODEL, model.path, self.config.trainer.download_timeout_s)
         adapter_file.check(folder, model.lora)
         return folder, config
+
+    def check_memory(self) -> None:
+        """Print the forecast. Raises: ValueError if the run cannot fit the GPUs of this machine."""
+        print_forecast(self.config, self.model_config, self._console)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.model_folder, MODEL, self.config.trainer.trust_remote_code)

@@ -13,7 +13,7 @@ from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.hints import Hints
-from skyrl_train.hf.flops import num_experts
+from skyrl_train.hf.matrices import num_experts
 from skyrl_train.ranks import SavedState
 from skyrl_train.rollout.source import GroupSource
 from skyrl_train.tracking.timers import Timers

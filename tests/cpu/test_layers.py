@@ -37,12 +37,17 @@ MAY_IMPORT = {
     "megatron": "types config device file_sum ranks stores algorithms kernels hf batching weight_sync",
     # processes: ranks are named to them as text (module:class), so cluster imports no Megatron
     "cluster": "types config device imports file_sum ranks stores algorithms hf weight_sync engines",
+    # what a run will take; batching and Megatron's own rules, without their packages
+    "forecast": "config device checks hf engines megatron cluster",
     # the driver
     "trainer": "types config file_sum ranks algorithms hf weight_sync tracking data batching rollout cluster",
     "service": "types config algorithms spelling hf weight_sync tracking checks data batching rollout cluster trainer",
     # where everything is put together
     "tasks": "config",
-    "entrypoints": ("types config imports ranks envs hf tracking checks data rollout megatron cluster trainer service"),
+    "entrypoints": (
+        "types config device imports ranks envs hf tracking checks data rollout megatron cluster forecast trainer "
+        "service"
+    ),
     "api": "config entrypoints",
 }
 HOW_TO_MEND = (

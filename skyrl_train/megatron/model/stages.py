@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from typing import Any
 
 
 def layers_of_stages(costs: Sequence[float], head: float, ranks: int, chunks: int = 1) -> list[int]:
@@ -47,8 +46,11 @@ def layers_of_stages(costs: Sequence[float], head: float, ranks: int, chunks: in
     return [count // chunks + (chunk < count % chunks) for chunk in range(chunks) for count in of_ranks]
 
 
-def megatron_layout(counts: Sequence[int], pipeline_size: int) -> PipelineParallelLayerLayout:
+def megatron_layout(counts: Sequence[int], pipeline_size: int) -> Any:
     """Megatron's description of the layers on each stage (with virtual stages: on each chunk, in model order)."""
+    # Imported here, because a forecast without Megatron splits layers too.
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
     stages = [["decoder"] * count for count in counts]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")

@@ -30,17 +30,11 @@ from skyrl_train.megatron.passes.logprobs import (
     replace_by_gradient,
     statistics,
 )
+from skyrl_train.megatron.passes.pieces import FREE_SHARE, PIECE_BYTES
 from skyrl_train.megatron.passes.topk import topk
 
-PIECE_BYTES = 2**30
-"""Logits of a piece, with the float32 copies that torch computes with. Each piece reads and writes the whole float32
-gradient of the weight, so smaller ones take longer."""
 ROWS_MULTIPLE = 256
 """Positions of a piece are a multiple of this where there are as many: tiles of a GPU's matrix product are full."""
-FREE_SHARE = 0.1
-"""Fraction of the device's memory that kept logits leave free, for what is not known in advance: communicators of the
-first backward pass, gaps between allocations."""
-
 _printed: set[str] = set()
 
 

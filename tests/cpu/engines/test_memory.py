@@ -103,6 +103,10 @@ class FakeNvml:
         ]
         return 0
 
+    def nvmlDeviceGetName(self, device: Any, name: Any, length: Any) -> int:
+        name.value = b"NVIDIA H200"
+        return 0
+
     def nvmlDeviceGetComputeRunningProcesses_v3(self, device: Any, count: Any, processes: Any) -> int:
         if device.value == 1:
             return 3  # not supported

@@ -40,6 +40,7 @@ def test_equal_layers_without_an_output_layer_are_cut_evenly():
 
 def test_the_last_stage_of_qwen3_4b_has_fewer_layers_for_its_output_layer():
     config = SimpleNamespace(
+        model_type="qwen3",
         hidden_size=2560,
         intermediate_size=9728,
         num_hidden_layers=36,

@@ -1,0 +1,90 @@
+"""Forecast the memory and time of a run without a GPU, and propose a layout.
+
+    python -m skyrl_train.entrypoints.plan [+experiment=NAME] plan.device=h200 [key=value ...]
+
+It reads the configuration of a training run and its model's config.json alone (a folder or a hub name; plan.shape for a
+known shape). Memory is counted from what the code allocates; times are estimates from measured utilisation.
+Exit code: 0 fits, 1 may not fit or does not fit, 2 invalid configuration.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from transformers import AutoConfig, PretrainedConfig
+
+from skyrl_train.checks.training import POLICY, POLICY_RANKS, layout_problems
+from skyrl_train.config import ConfigError
+from skyrl_train.config.rl import PLAN, PlanConfig
+from skyrl_train.device.kinds import DeviceKind, device_kind, device_kinds, this_device
+from skyrl_train.entrypoints.command import print_error
+from skyrl_train.forecast import report
+from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
+from skyrl_train.forecast.proposals import proposals
+from skyrl_train.forecast.shapes import model_config, shapes
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the forecast of a command line and return the exit code."""
+    console = Console()
+    try:
+        return plan(PLAN.read(argv or ["--help"]), console)
+    except (ValueError, OSError) as error:
+        print_error(str(error), Console(stderr=True))
+        return 2
+
+
+def plan(config: PlanConfig, console: Console) -> int:
+    """Print memory, times, limits and proposals; 0 if the run fits for sure."""
+    megatron, ranks = config.trainer.policy.megatron_config, config.trainer.placement.num_policy_ranks
+    if problems := list(layout_problems(megatron, POLICY, ranks, POLICY_RANKS)):
+        raise ConfigError(problems)
+    workload = workload_of(config, config.plan.prompt_tokens, config.plan.response_tokens)
+    inputs = Inputs(config, _models(config), _device(config), workload)
+    made = forecast(inputs)
+    console.print(report.introduction(inputs, made), highlight=False, soft_wrap=True)
+    console.print(report.memory_table(made))
+    console.print(report.time_table(made))
+    console.print(report.limits(made), highlight=False, soft_wrap=True)
+    found = proposals(inputs) if config.plan.propose else []
+    if found:
+        console.print(report.proposal_table(found))
+        console.print(f"fastest: {' '.join(found[0].overrides) or 'as given'}", highlight=False, soft_wrap=True)
+    elif config.plan.propose:
+        console.print("No layout of up to 64 GPUs fits for sure", highlight=False)
+    if config.plan.json_file is not None:
+        Path(config.plan.json_file).write_text(json.dumps(report.numbers(made, found), indent=1))
+    return 0 if made.fits else 1
+
+
+def _models(config: PlanConfig) -> dict[str, PretrainedConfig]:
+    """Configurations of all models, by their paths; a shape replaces the policy's."""
+    policy = config.trainer.policy.model.path
+    paths = dict.fromkeys([policy, *(model.model_path for model in config.trainer.scoring_models)])
+    shape = config.plan.shape
+    if shape is not None and shape not in shapes():
+        raise ConfigError([f"plan.shape is {shape}: there is no such shape. Choose one of {', '.join(shapes())}"])
+    found = {}
+    for path in paths:
+        if path == policy and shape is not None:
+            found[path] = model_config(shape, config.plan.num_layers)
+        else:
+            found[path] = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return found
+
+
+def _device(config: PlanConfig) -> DeviceKind:
+    """The kind of `plan.device`, or of this machine's first GPU with the memory that it has."""
+    if config.plan.device is not None:
+        kind = device_kind(config.plan.device)
+        if kind is None:
+            known = ", ".join(name.lower() for name in device_kinds())
+            raise ConfigError([f"plan.device is {config.plan.device}: an unknown kind of GPU. Choose one of {known}"])
+        return kind
+    kind = this_device()
+    if kind is None:
+        raise ConfigError(["plan.device is null: this machine has no GPU of a known kind. Set it, for example to h200"])
+    return kind

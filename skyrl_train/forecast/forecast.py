@@ -1,0 +1,221 @@
+"""Configuration, model and device -> memory and time of every phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from transformers import PretrainedConfig
+
+from skyrl_train.config import Config
+from skyrl_train.config.policy import LoraConfig, MegatronConfig
+from skyrl_train.config.sft import SftConfig
+from skyrl_train.config.training import RunConfig
+from skyrl_train.device.kinds import DeviceKind
+from skyrl_train.engines.settings import NUM_BYTES
+from skyrl_train.forecast import duration, memory
+from skyrl_train.forecast.duration import PhaseTime, Workload
+from skyrl_train.forecast.engines import EngineMemory, engine_memory
+from skyrl_train.forecast.layout import Layout, stages
+from skyrl_train.forecast.memory import ModelOfRanks, Pass
+from skyrl_train.forecast.parts import ESTIMATED, GIB, GUESSED, Part, PhaseMemory
+from skyrl_train.forecast.readings import readings
+from skyrl_train.hf.matrices import num_parameters
+
+ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a forecast is made from."""
+
+    config: RunConfig
+    models: Mapping[str, PretrainedConfig]
+    """Path of a model in the configuration -> its config.json."""
+    device: DeviceKind
+    workload: Workload
+
+    @property
+    def model(self) -> PretrainedConfig:
+        return self.models[self.config.trainer.policy.model.path]
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of a device."""
+        return self.device.memory_gib * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Memory of the fullest rank in every phase, and estimated times."""
+
+    phases: tuple[PhaseMemory, ...]
+    host_bytes: float
+    """Offloaded state of all ranks of a node."""
+    times: tuple[PhaseTime, ...]
+    capacity: float
+    layout: Layout
+
+    @property
+    def fullest(self) -> PhaseMemory:
+        return max(self.phases, key=lambda phase: phase.likely)
+
+    @property
+    def impossible(self) -> list[PhaseMemory]:
+        """Phases that need more than the device has, whatever the error."""
+        return [phase for phase in self.phases if phase.low > self.capacity]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase fits, whatever the error."""
+        return all(phase.high <= self.capacity for phase in self.phases)
+
+    @property
+    def seconds(self) -> float:
+        return sum(time.seconds for time in self.times)
+
+
+def workload_of(config: RunConfig, prompt_tokens: int | None = None, response_tokens: int | None = None) -> Workload:
+    """The samples of a step; lengths that are not given are the longest that the configuration allows."""
+    trainer = config.trainer
+    if not isinstance(config, Config):
+        longest = config.data.max_length if isinstance(config, SftConfig) else 1024
+        return Workload(trainer.train_batch_size, trainer.train_batch_size, 0, response_tokens or longest)
+    generator = config.generator
+    return Workload(
+        prompts=trainer.train_batch_size,
+        samples=trainer.train_batch_size * generator.n_samples_per_prompt,
+        prompt_tokens=config.trainer.max_prompt_length if prompt_tokens is None else prompt_tokens,
+        response_tokens=response_tokens or generator.sampling_params.max_generate_length,
+        epochs=config.trainer.update_epochs_per_batch,
+    )
+
+
+def forecast(inputs: Inputs) -> Forecast:
+    """The forecast of a run on GPUs."""
+    config, constants = inputs.config, readings()
+    trainer = config.trainer
+    layout = Layout(trainer.policy.megatron_config, trainer.placement.num_policy_ranks)
+    policy = model_of_ranks(inputs, inputs.model, layout, trainer.policy.model.lora)
+    largest = largest_pass(inputs, layout)
+    phases = [_trainer_phase("update", "policy", policy, largest, inputs.capacity)]
+    host = _offloaded_bytes(policy) * min(layout.num_ranks, trainer.placement.policy_num_gpus_per_node)
+    utilisation = constants.utilisation
+    args = inputs.workload, inputs.device, utilisation
+    times = [duration.update(inputs.model, layout, policy.stages, largest.micro_batches, *args)]
+    if not isinstance(config, Config):
+        return Forecast(tuple(phases), 0.0, tuple(times), inputs.capacity, layout)
+    if config.trainer.versions_per_step > 1:
+        times.append(_scoring_time("old logprobs", times[0]))
+    for other in config.trainer.scoring_models:
+        own_layout = Layout(other.megatron_config, other.num_ranks)
+        is_critic = other.signal == "values"
+        own = model_of_ranks(inputs, inputs.models[other.model_path], own_layout, None, is_critic=is_critic)
+        own_pass = largest_pass(inputs, own_layout)
+        phase = _trainer_phase(other.name, other.name, own, own_pass, inputs.capacity, trained=is_critic)
+        phases.append(phase)
+        time = duration.update(own.config, own_layout, own.stages, own_pass.micro_batches, *args)
+        times.append(replace(time, phase="critic") if is_critic else _scoring_time(other.name, time))
+        weights = sum(stage.parameters.total for stage in own.stages) / len(own.stages) * own.width
+        host += (_offloaded_bytes(own) if is_critic else weights) * own_layout.num_ranks
+    shared = config.trainer.placement.colocate_all
+    if config.generator.run_engines_locally:
+        left = constants.memory.offloaded_gib * GIB * (1 + len(config.trainer.scoring_models)) if shared else 0.0
+        engine = engine_memory(config, inputs.model, inputs.capacity, left, constants.memory)
+        phases.insert(0, PhaseMemory("generation", "engine", engine.parts))
+        times.insert(0, _generation_time(inputs, config, engine))
+        times.append(_sync_time(inputs, config, layout))
+        if shared:
+            phases = _shared(inputs, phases, policy, left)
+    return Forecast(tuple(phases), host if shared else 0.0, tuple(times), inputs.capacity, layout)
+
+
+def model_of_ranks(
+    inputs: Inputs, model: PretrainedConfig, layout: Layout, lora: LoraConfig | None, *, is_critic: bool = False
+) -> ModelOfRanks:
+    width = 2 if inputs.config.trainer.bf16 else 4
+    return ModelOfRanks(model, layout, width, stages(model, layout, lora, is_critic=is_critic))
+
+
+def largest_pass(inputs: Inputs, layout: Layout) -> Pass:
+    """The micro-batches of a rank's largest mini-batch."""
+    trainer, longest = inputs.config.trainer, inputs.workload.sample_tokens
+    mini_batches = inputs.config.trainer.train_batch_size // _mini_batch(inputs.config)
+    of_rank = max(longest, inputs.workload.tokens // max(1, mini_batches) // layout.dp)
+    tokens = min(max(trainer.max_tokens_per_microbatch, longest), of_rank)
+    filled = max(1, trainer.max_tokens_per_microbatch // longest) * longest  # whole samples
+    count = max(-(-of_rank // filled), min(layout.pp, of_rank // longest))
+    return Pass(min(tokens, -(-of_rank // count)) if count < 2 else min(tokens, filled), count)
+
+
+def _mini_batch(config: RunConfig) -> int:
+    return config.trainer.policy_mini_batch_size if isinstance(config, Config) else config.trainer.train_batch_size
+
+
+def _trainer_phase(
+    phase: str, device: str, model: ModelOfRanks, largest: Pass, capacity: float, *, trained: bool = True
+) -> PhaseMemory:
+    """Memory of the stage that needs the most."""
+    constants = readings().memory
+    found = []
+    for stage in model.stages:
+        parts = memory.update(model, stage, largest) if trained else memory.scoring(model, stage, largest)
+        outside = memory.allocator(parts, constants), memory.outside_torch(model.layout, constants)
+        whole = PhaseMemory(phase, device, (*parts, *outside))
+        found.append(whole.within(memory.room_for_logits(capacity)))
+    return max(found, key=lambda memory: memory.likely)
+
+
+def _offloaded_bytes(model: ModelOfRanks) -> float:
+    """Bytes that a rank keeps on the host: weights and optimizer state, of the fullest stage."""
+    return max(
+        stage.parameters.total * model.width + memory.optimizer_bytes(stage.trained, model.layout, model.width)
+        for stage in model.stages
+    )
+
+
+def _scoring_time(name: str, update: PhaseTime) -> PhaseTime:
+    return PhaseTime(name, update.seconds * duration.FORWARD, update.bound)
+
+
+def _generation_time(inputs: Inputs, config: Config, engine: EngineMemory) -> PhaseTime:
+    generator, workload = config.generator, inputs.workload
+    longest, mean = generator.longest_conversation, workload.prompt_tokens + workload.response_tokens / 2
+    running = min(generator.max_num_seqs, engine.sequences * longest / mean)
+    tp, width = generator.inference_engine_tensor_parallel_size, NUM_BYTES[generator.model_dtype]
+    constants = readings().generation
+    engines = generator.num_inference_engines
+    return duration.generation(inputs.model, engines, tp, width, running, workload, inputs.device, constants)
+
+
+def _sync_time(inputs: Inputs, config: Config, layout: Layout) -> PhaseTime:
+    num_bytes = num_parameters(inputs.model) * NUM_BYTES[config.generator.model_dtype]
+    return duration.sync(num_bytes, layout.pp, readings().sync)
+
+
+def _shared(inputs: Inputs, phases: list[PhaseMemory], policy: ModelOfRanks, left: float) -> list[PhaseMemory]:
+    """The phases of processes that take turns on the same devices."""
+    constants = readings().memory
+    each = constants.offloaded_gib * GIB
+    trainers = Part("offloaded trainers", left, ESTIMATED)
+    others = Part("offloaded trainers", left - each, ESTIMATED)
+    asleep = Part("sleeping engine", constants.sleeping_engine_gib * GIB, GUESSED)
+    engine, *rest = phases
+    weights = max((memory.weights(policy, stage) for stage in policy.stages), key=lambda part: part.likely)
+    of_sync = tuple(part for part in engine.parts if part.name not in ("KV cache", "engine steps"))
+    sent = replace(weights, name="weights of the policy")
+    found = [PhaseMemory("generation", ALL, (*engine.parts, trainers))]
+    found += [PhaseMemory(phase.phase, ALL, (*phase.parts, others, asleep)) for phase in rest]
+    return [*found, PhaseMemory("weight sync", ALL, (*of_sync, sent, trainers))]
+
+
+def with_layout(config: RunConfig, megatron: MegatronConfig) -> RunConfig:
+    """The configuration with another layout of the policy, and of the models that follow it."""
+    trainer = config.trainer
+    changed: dict[str, object] = {"policy": replace(trainer.policy, megatron_config=megatron)}
+    if isinstance(config, Config):
+        for name in ("ref", "critic", "teacher"):
+            other = getattr(trainer, name)
+            if other.megatron_config == trainer.policy.megatron_config:
+                changed[name] = replace(other, megatron_config=megatron)
+    return replace(config, trainer=replace(trainer, **changed))  # type: ignore[arg-type]

@@ -1,0 +1,159 @@
+"""Sizes of a parallel layout, and the parameters that a rank of each pipeline stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from transformers import PretrainedConfig
+
+from skyrl_train.config.policy import OWN_STAGES, LoraConfig, MegatronConfig
+from skyrl_train.hf.matrices import Layer, Matrix, is_tied, layers
+from skyrl_train.megatron.model.stages import layers_of_stages
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The layout of a model's ranks."""
+
+    megatron: MegatronConfig
+    num_ranks: int
+
+    @property
+    def tp(self) -> int:
+        return self.megatron.tensor_model_parallel_size
+
+    @property
+    def pp(self) -> int:
+        return self.megatron.pipeline_model_parallel_size
+
+    @property
+    def vpp(self) -> int:
+        """Model chunks per pipeline rank."""
+        return self.megatron.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def cp(self) -> int:
+        return self.megatron.context_parallel_size
+
+    @property
+    def ep(self) -> int:
+        return self.megatron.expert_model_parallel_size
+
+    @property
+    def etp(self) -> int:
+        return self.megatron.expert_tensor_parallel_size or self.tp
+
+    @property
+    def dp(self) -> int:
+        return self.num_ranks // (self.tp * self.pp * self.cp)
+
+    @property
+    def sp(self) -> int:
+        """Ranks that share activations along the sequence."""
+        return self.tp if self.megatron.sequence_parallel else 1
+
+    @property
+    def optimizer_ranks(self) -> int:
+        """Ranks that share the optimizer state of a parameter outside the experts."""
+        return self.dp * self.cp
+
+    @property
+    def expert_optimizer_ranks(self) -> int:
+        return self.num_ranks // (self.pp * self.ep * self.etp)
+
+    def __str__(self) -> str:
+        sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "CP": self.cp, "EP": self.ep, "DP": self.dp}
+        if self.etp != self.tp:
+            sizes["ETP"] = self.etp
+        named = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "ETP")
+        recompute = self.megatron.recompute_granularity
+        return (named or "one rank") + (f", recompute {recompute}" if recompute else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Parameters of one rank."""
+
+    dense: int = 0
+    """Outside the experts of mixtures."""
+    experts: int = 0
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(self.dense + other.dense, self.experts + other.experts)
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a rank of a pipeline stage holds."""
+
+    rank: int
+    chunks: tuple[tuple[Layer, ...], ...]
+    parameters: Parameters
+    trained: Parameters
+    has_head: bool
+    cost: float
+    """Weights that a token is multiplied with, on all tensor ranks."""
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [layer for chunk in self.chunks for layer in chunk]
+
+
+def stages(
+    config: PretrainedConfig, layout: Layout, lora: LoraConfig | None = None, *, is_critic: bool = False
+) -> list[Stage]:
+    """The stages of a model. Args: lora: adapters, if only they are trained; is_critic: without a language head."""
+    model, head = layers(config), config.hidden_size * config.vocab_size
+    costs = [float(layer.used_weights) for layer in model]
+    if any(name in layout.megatron.transformer_config_kwargs for name in OWN_STAGES):
+        counts = [len(model) // (layout.pp * layout.vpp)] * (layout.pp * layout.vpp)  # nearly, if they are not even
+    else:
+        counts = layers_of_stages(costs, float(head), layout.pp, layout.vpp)
+    ends = list(accumulate(counts))
+    embedding = Parameters(-(-head // layout.tp))
+    found = []
+    for rank in range(layout.pp):
+        numbers = range(rank, len(counts), layout.pp)
+        chunks = tuple(tuple(model[ends[number] - counts[number] : ends[number]]) for number in numbers)
+        is_first, is_last = rank == 0, rank == layout.pp - 1
+        held = _total(_held(layer, layout) for chunk in chunks for layer in chunk)
+        if is_first:
+            held += embedding
+        if is_last:
+            held += Parameters(config.hidden_size)
+        if is_last and not is_critic and not (is_first and is_tied(config)):
+            held += embedding
+        adapters = Parameters()
+        if lora is not None and lora.rank > 0:
+            adapters = _total(_adapters(layer, layout, lora.rank) for chunk in chunks for layer in chunk)
+        trained = adapters if adapters.total else held
+        cost = sum(layer.used_weights for chunk in chunks for layer in chunk) + (head if is_last else 0)
+        found.append(Stage(rank, chunks, held + adapters, trained, is_last and not is_critic, float(cost)))
+    return found
+
+
+def _total(parts: Iterable[Parameters]) -> Parameters:
+    return sum(parts, Parameters())
+
+
+def _held(layer: Layer, layout: Layout) -> Parameters:
+    return _total(_share(matrix, matrix.size, layout) for matrix in layer.matrices) + Parameters(layer.vectors)
+
+
+def _adapters(layer: Layer, layout: Layout, rank: int) -> Parameters:
+    """Adapters of all linear layers; routers have none."""
+    adapted = [matrix for matrix in layer.matrices if not (layer.is_sparse and matrix == layer.mlp[0])]
+    return _total(_share(matrix, rank * (matrix.inputs + matrix.outputs), layout) for matrix in adapted)
+
+
+def _share(matrix: Matrix, elements: int, layout: Layout) -> Parameters:
+    """A rank's part of as many elements of each matrix."""
+    if matrix.sharding == "experts":
+        return Parameters(experts=elements * matrix.count // (layout.ep * layout.etp))
+    return Parameters(elements // (layout.tp if matrix.sharding == "tensor" else 1))

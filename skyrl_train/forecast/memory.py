@@ -1,0 +1,142 @@
+"""Memory of the ranks of a model: what they hold, and the most that a pass over micro-batches adds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from skyrl_train.forecast.activations import kept, weight_gradient_bytes
+from skyrl_train.forecast.layout import Layout, Parameters, Stage
+from skyrl_train.forecast.parts import COUNTED, ESTIMATED, EXACT, GIB, GUESSED, Part
+from skyrl_train.forecast.readings import Readings
+from skyrl_train.hf.matrices import is_latent
+from skyrl_train.megatron.passes.pieces import FREE_SHARE, PIECE_BYTES
+
+GRADIENT_BYTES = 4
+STATE_BYTES = {2: 12, 4: 8}
+"""Bytes of an element of the weights -> of its optimizer state: Adam's moments and, for half precision, a copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The largest pass over micro-batches."""
+
+    tokens: int
+    """Tokens of a micro-batch, of all context-parallel ranks."""
+    micro_batches: int
+    """Number of them on a rank in a mini-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOfRanks:
+    """A model on the ranks of a layout."""
+
+    config: PretrainedConfig
+    layout: Layout
+    width: int
+    """Bytes of an element of weights and activations: 2 or 4."""
+    stages: Sequence[Stage]
+
+    @property
+    def error(self) -> float:
+        """Relative error of its activations."""
+        return ESTIMATED if is_latent(self.config) or self.layout.ep > 1 else COUNTED
+
+
+def weights(model: ModelOfRanks, stage: Stage) -> Part:
+    return Part("weights", stage.parameters.total * model.width, EXACT)
+
+
+def training_state(model: ModelOfRanks, stage: Stage) -> tuple[Part, Part]:
+    """Gradients and optimizer state of the parameters that are trained."""
+    trained = stage.trained
+    return (
+        Part("gradients", trained.total * GRADIENT_BYTES, EXACT),
+        Part("optimizer", optimizer_bytes(trained, model.layout, model.width), EXACT),
+    )
+
+
+def optimizer_bytes(trained: Parameters, layout: Layout, width: int) -> float:
+    each = trained.dense / layout.optimizer_ranks + trained.experts / layout.expert_optimizer_ranks
+    return each * STATE_BYTES[width]
+
+
+def update(model: ModelOfRanks, stage: Stage, largest: Pass) -> tuple[Part, ...]:
+    """All that torch allocates on a rank of the stage at the peak of an update."""
+    config, layout = model.config, model.layout
+    tokens = largest.tokens / layout.cp
+    per_layer = {id(layer): kept(config, layer, layout, model.width) for layer in stage.layers}
+    of_chunks = [sum(per_layer[id(layer)].layer for layer in chunk) for chunk in stage.chunks]
+    held = sum(count * size for count, size in zip(in_flight(stage.rank, layout, largest), of_chunks, strict=True))
+    working = max(per_layer[id(layer)].working for layer in stage.layers) * tokens
+    working += max(weight_gradient_bytes(layer, layout, model.width) for layer in stage.layers)
+    activations = held * tokens
+    if stage.has_head:
+        activations += 2 * config.hidden_size * model.width / layout.sp * tokens  # the last norm
+    return (
+        weights(model, stage),
+        *training_state(model, stage),
+        Part("activations", activations, model.error),
+        _peak_after_forward(model, stage, tokens, working),
+    )
+
+
+def _peak_after_forward(model: ModelOfRanks, stage: Stage, tokens: float, working: float) -> Part:
+    """Logits, which are freed before the last layer's backward pass, or what that needs (`working` bytes)."""
+    logits, piece = (logit_bytes(model, tokens), _piece_bytes(model, tokens)) if stage.has_head else (0.0, 0.0)
+    recompute = model.layout.megatron.recompute_logits
+    most, least = (piece if recompute else logits), (logits if recompute is False else piece)
+    if working >= most:
+        return Part("a layer's backward pass", working, model.error)
+    return Part("logits", most, COUNTED, least=None if most == least else max(least, working))
+
+
+def scoring(model: ModelOfRanks, stage: Stage, largest: Pass) -> tuple[Part, ...]:
+    """All that torch allocates on a rank of the stage in a forward pass without gradients."""
+    tokens = largest.tokens / model.layout.cp
+    working = max(kept(model.config, layer, model.layout, model.width).layer for layer in stage.layers) * tokens
+    logits = _piece_bytes(model, tokens) if stage.has_head else 0.0
+    peak = Part("logits", logits, COUNTED) if logits > working else Part("activations", working, ESTIMATED)
+    return weights(model, stage), peak
+
+
+def logit_bytes(model: ModelOfRanks, tokens: float) -> float:
+    return tokens * model.config.vocab_size / model.layout.tp * model.width
+
+
+def _piece_bytes(model: ModelOfRanks, tokens: float) -> float:
+    """Logits that the head computes at a time."""
+    chunk = model.layout.megatron.logprobs_chunk_size
+    return min(logit_bytes(model, tokens), PIECE_BYTES if chunk is None else logit_bytes(model, chunk))
+
+
+def in_flight(rank: int, layout: Layout, largest: Pass) -> list[int]:
+    """Micro-batches of each chunk of a pipeline rank whose activations are kept at the peak (1F1B, interleaved)."""
+    if layout.vpp == 1:
+        return [min(layout.pp - rank, largest.micro_batches)]
+    total = min((layout.pp - rank - 1) * 2 + (layout.vpp - 1) * layout.pp + 1, layout.vpp * largest.micro_batches)
+    # Chunks take turns in groups of as many micro-batches as there are stages, the first chunk first.
+    counts = [0] * layout.vpp
+    for number in range(total):
+        counts[number // layout.pp % layout.vpp] += 1
+    return counts
+
+
+def outside_torch(layout: Layout, readings: Readings) -> Part:
+    """CUDA context, kernels and the buffers of NCCL's communicators."""
+    large = sum(size > 1 for size in (layout.tp, layout.cp, layout.dp * layout.cp, layout.ep))
+    gib = readings.context_gib + large * readings.communicator_gib
+    gib += readings.pipeline_communicator_gib if layout.pp > 1 else 0.0
+    return Part("CUDA context and NCCL", gib * GIB, ESTIMATED)
+
+
+def room_for_logits(capacity: float) -> float:
+    """Bytes of a rank up to which the head keeps logits for the backward pass."""
+    return (1 - FREE_SHARE) * capacity - PIECE_BYTES
+
+
+def allocator(parts: Sequence[Part], readings: Readings) -> Part:
+    """Memory that torch reserves beyond its tensors."""
+    return Part("torch's allocator", readings.allocator_fraction * sum(part.likely for part in parts), GUESSED)

@@ -1,0 +1,120 @@
+"""Layouts of the same number of GPUs that fit, the fastest first; more GPUs if none does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from skyrl_train.checks.model import size_problems
+from skyrl_train.checks.training import layout_problems
+from skyrl_train.config import Config
+from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.config.training import RunConfig
+from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, with_layout
+from skyrl_train.hf.matrices import num_experts
+
+KEY = "trainer.policy.megatron_config"
+SIZES = (1, 2, 4, 8)
+FRACTIONS = (1, 2, 4)
+"""Divisors of the given trainer.max_tokens_per_microbatch that are tried."""
+GPUS_PER_NODE = 8
+MOST_GPUS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A configuration that fits."""
+
+    overrides: tuple[str, ...]
+    """What differs from the given one; none for itself."""
+    forecast: Forecast
+
+
+def proposals(inputs: Inputs) -> list[Proposal]:
+    """All layouts that fit for sure, the fastest first; of those nearly as fast, the ones that change less."""
+    found = _fitting(inputs, ())
+    ranks = inputs.config.trainer.placement.num_policy_ranks
+    while not found and ranks < MOST_GPUS:
+        ranks *= 2
+        larger, overrides = _with_ranks(inputs.config, ranks)
+        found = _fitting(replace(inputs, config=larger), overrides)
+    return sorted(found, key=lambda each: (round(each.forecast.seconds, 1), len(each.overrides)))
+
+
+def _fitting(inputs: Inputs, overrides: tuple[str, ...]) -> list[Proposal]:
+    config = inputs.config
+    tokens = config.trainer.max_tokens_per_microbatch
+    found: list[Proposal] = []
+    for megatron in _layouts(inputs):
+        for divisor in FRACTIONS:
+            if divisor > 1 and tokens // divisor < inputs.workload.sample_tokens:
+                continue
+            trainer = replace(config.trainer, max_tokens_per_microbatch=tokens // divisor)
+            changed = with_layout(replace(config, trainer=trainer), megatron)
+            made = forecast(replace(inputs, config=changed))
+            if made.fits:
+                given = (*overrides, *_differences(config.trainer.policy.megatron_config, megatron))
+                if divisor > 1:
+                    given = (*given, f"trainer.max_tokens_per_microbatch={tokens // divisor}")
+                found.append(Proposal(given, made))
+                break  # fewer tokens are not faster
+    return found
+
+
+def _layouts(inputs: Inputs) -> Iterator[MegatronConfig]:
+    """Valid layouts for the number of policy ranks."""
+    given = inputs.config.trainer.policy.megatron_config
+    ranks, shape = inputs.config.trainer.placement.num_policy_ranks, inputs.model.to_dict()
+    expert_sizes = SIZES if num_experts(inputs.model) else (1,)
+    for tp, pp, cp, ep, recompute in product(SIZES, SIZES, SIZES, expert_sizes, (None, "full")):
+        if tp * pp * cp > ranks or tp * cp > GPUS_PER_NODE:
+            continue
+        is_same = (tp, pp) == (given.tensor_model_parallel_size, given.pipeline_model_parallel_size)
+        own = recompute is None and given.recompute_granularity == "selective"
+        megatron = replace(
+            given,
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=given.virtual_pipeline_model_parallel_size if is_same else None,
+            context_parallel_size=cp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=given.expert_tensor_parallel_size if is_same else None,
+            sequence_parallel=True,
+            recompute_granularity="selective" if own else recompute,
+        )
+        problems = (*layout_problems(megatron, KEY, ranks, ""), *size_problems(shape, megatron, KEY))
+        if not problems:
+            yield megatron
+
+
+def _differences(given: MegatronConfig, other: MegatronConfig) -> list[str]:
+    names = [name for name in given.__dataclass_fields__ if getattr(given, name) != getattr(other, name)]
+    values = {name: getattr(other, name) for name in names}
+    return [f"{KEY}.{name}={_text(value)}" for name, value in values.items()]
+
+
+def _text(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _with_ranks(config: RunConfig, ranks: int) -> tuple[RunConfig, tuple[str, ...]]:
+    """The configuration with more policy ranks, and those that share devices with them."""
+    per_node = min(ranks, GPUS_PER_NODE)
+    nodes = ranks // per_node
+    names = ["policy"]
+    if isinstance(config, Config):
+        names += ["ref", "critic", "teacher"]
+    sizes: dict[str, Any] = {f"{name}_num_nodes": nodes for name in names}
+    sizes |= {f"{name}_num_gpus_per_node": per_node for name in names}
+    placement = replace(config.trainer.placement, **sizes)
+    overrides = [f"trainer.placement.policy_num_gpus_per_node={per_node}"]
+    if nodes > 1:
+        overrides.append(f"trainer.placement.policy_num_nodes={nodes}")
+    config = replace(config, trainer=replace(config.trainer, placement=placement))
+    if isinstance(config, Config) and config.trainer.placement.colocate_all:
+        engines = ranks // config.generator.inference_engine_tensor_parallel_size
+        config = replace(config, generator=replace(config.generator, num_inference_engines=engines))
+        overrides.append(f"generator.num_inference_engines={engines}")
+    return config, tuple(overrides)

@@ -1,0 +1,137 @@
+"""A forecast as tables, lines and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from skyrl_train.forecast.forecast import Forecast, Inputs
+from skyrl_train.forecast.parts import GIB, PhaseMemory
+from skyrl_train.forecast.proposals import Proposal
+from skyrl_train.hf.matrices import num_parameters
+
+SHOWN = 5
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f}"
+
+
+def introduction(inputs: Inputs, made: Forecast) -> str:
+    """The model, the device, the layout and the samples of a step."""
+    config, device, work = inputs.config, inputs.device, inputs.workload
+    ranks = config.trainer.placement.num_policy_ranks
+    lines = {
+        "model": f"{num_parameters(inputs.model) / 1e9:.2f} billion parameters, "
+        f"{inputs.model.num_hidden_layers} layers",
+        "device": f"{device.name}: {device.memory_gib:g} GiB, {device.tflops:g} TFLOP/s, {device.memory_gb_s:g} GB/s",
+        "layout": f"{ranks} policy rank(s): {made.layout}; micro-batches of "
+        f"{config.trainer.max_tokens_per_microbatch} tokens",
+        "step": f"{work.samples} samples of {work.prompt_tokens} + {work.response_tokens} tokens",
+    }
+    return "\n".join(f"{name:<8}{line}" for name, line in lines.items())
+
+
+def memory_table(made: Forecast) -> Table:
+    """GiB of every part in every phase, of the fullest rank."""
+    names = list(dict.fromkeys(part.name for phase in made.phases for part in phase.parts))
+    heads = [
+        phase.phase if phase.device in ("all", phase.phase) else f"{phase.phase} ({phase.device})"
+        for phase in made.phases
+    ]
+    table = Table("GiB of the fullest rank", *heads)
+    for name in names:
+        cells = []
+        for phase in made.phases:
+            found = [part for part in phase.parts if part.name == name]
+            cells.append(gib(sum(part.likely for part in found)) if found else "")
+        table.add_row(name, *cells)
+    table.add_section()
+    table.add_row("together", *(gib(phase.likely) for phase in made.phases))
+    table.add_row("at least, at most", *(f"{gib(phase.low)}, {gib(phase.high)}" for phase in made.phases))
+    table.add_row(f"of {gib(made.capacity)}", *(_verdict(phase, made.capacity) for phase in made.phases))
+    return table
+
+
+def _verdict(phase: PhaseMemory, capacity: float) -> str:
+    if phase.low > capacity:
+        return "does not fit"
+    return "fits" if phase.high <= capacity else "may not fit"
+
+
+def time_table(made: Forecast) -> Table:
+    """Seconds of every phase and its limit."""
+    table = Table("phase", "estimated seconds", "fraction", "limit")
+    for time in made.times:
+        table.add_row(time.phase, f"{time.seconds:.2f}", f"{time.seconds / made.seconds:.0%}", time.bound)
+    table.add_row("step", f"{made.seconds:.2f}", "", "phases one after the other")
+    return table
+
+
+def limits(made: Forecast) -> str:
+    """The limits that bind, in a sentence each."""
+    full, slow = made.fullest, max(made.times, key=lambda time: time.seconds)
+    lines = [
+        f"memory: {full.phase} is the fullest phase, {gib(full.likely)} of {gib(made.capacity)} GiB, most of it "
+        f"{full.largest.name} ({gib(full.largest.likely)})",
+        f"time: {slow.phase} takes the longest, bound by {slow.bound}",
+    ]
+    if made.host_bytes:
+        lines.append(f"host: {gib(made.host_bytes)} GiB of pinned memory for offloaded state per node")
+    return "\n".join(lines)
+
+
+def summary(made: Forecast) -> str:
+    """Memory of each phase in a line, and the estimated step, for the head of a run."""
+    phases = ", ".join(f"{phase.phase} {gib(phase.likely)}" for phase in made.phases)
+    times = ", ".join(f"{time.phase} {time.seconds:.3g}" for time in made.times)
+    doubt = [phase.phase for phase in made.phases if phase.high > made.capacity]
+    warning = f"\n        {', '.join(doubt)} may not fit: see python -m skyrl_train.entrypoints.plan" if doubt else ""
+    return (
+        f"memory  GiB of {gib(made.capacity)} by the forecast ({made.layout}): {phases}{warning}\n"
+        f"time    seconds of a step, estimated for the longest samples: {times}"
+    )
+
+
+def proposal_table(found: Sequence[Proposal]) -> Table:
+    """The fastest proposals."""
+    table = Table("layouts that fit", "overrides", "GiB", "estimated s")
+    for each in found[:SHOWN]:
+        made = each.forecast
+        overrides = " ".join(each.overrides) or "(as given)"
+        table.add_row(str(made.layout), overrides, gib(made.fullest.likely), f"{made.seconds:.2f}")
+    return table
+
+
+def refusal(made: Forecast, found: Sequence[Proposal]) -> str:
+    """The error for a run that cannot fit."""
+    phase = max(made.impossible, key=lambda each: each.low)
+    parts = ", ".join(f"{part.name} {gib(part.likely)}" for part in phase.parts if part.likely > GIB / 10)
+    remedy = (
+        "No layout of up to 64 GPUs fits; take a smaller model or device memory"
+        if not found
+        else (f"This fits: {' '.join(found[0].overrides)}")
+    )
+    return (
+        f"trainer.policy.megatron_config is {made.layout}: {phase.phase} needs at least {gib(phase.low)} GiB of a "
+        f"device with {gib(made.capacity)} GiB ({parts}). {remedy}"
+    )
+
+
+def numbers(made: Forecast, found: Sequence[Proposal]) -> dict[str, Any]:
+    """All numbers for a file; bytes and seconds."""
+    return {
+        "layout": str(made.layout),
+        "fits": made.fits,
+        "impossible": [phase.phase for phase in made.impossible],
+        "capacity": made.capacity,
+        "host_bytes": made.host_bytes,
+        "phases": [
+            asdict(phase) | {"likely": phase.likely, "low": phase.low, "high": phase.high} for phase in made.phases
+        ],
+        "times": [asdict(time) for time in made.times],
+        "proposals": [{"overrides": each.overrides, "seconds": each.forecast.seconds} for each in found],
+    }

@@ -1,0 +1,122 @@
+"""The forecast of a rank's memory is that which was measured on H200s, and its parameters are the model's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from skyrl_train.config import load_config
+from skyrl_train.config.policy import LoraConfig
+from skyrl_train.forecast.activations import kept
+from skyrl_train.forecast.layout import Layout, stages
+from skyrl_train.forecast.memory import ModelOfRanks, Pass, in_flight, logit_bytes, update
+from skyrl_train.forecast.parts import GIB, Part, PhaseMemory
+from skyrl_train.forecast.shapes import model_config, shapes
+from skyrl_train.hf.matrices import layers, num_parameters
+from tests.support.families import FAMILIES, write_family
+
+MEASURED = json.loads((Path(__file__).parents[2] / "data/peak_memory.json").read_text())
+"""Peaks of docs/readings/gpu_performance.md, before the head computed logits in pieces."""
+BASE = load_config().trainer.policy.megatron_config
+KEYS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "recompute": "recompute_granularity",
+    "layers": "transformer_impl",
+}
+
+
+def layout(gpus: int, **sizes: Any) -> Layout:
+    named = {KEYS[name]: value for name, value in sizes.items() if name in KEYS}
+    own = {"num_layers_in_first_pipeline_stage": 18} if sizes.get("even") else {}
+    return Layout(replace(BASE, transformer_config_kwargs=own, **named), gpus)
+
+
+def model(shape: str, laid: Layout, num_layers: int | None = None, lora: LoraConfig | None = None) -> ModelOfRanks:
+    config = model_config(shape, num_layers)
+    return ModelOfRanks(config, laid, 2, stages(config, laid, lora))
+
+
+@pytest.mark.parametrize("measured", MEASURED, ids=lambda row: "-".join(map(str, row.values())))
+def test_the_peak_of_an_update_is_the_measured_one(measured: dict[str, Any]):
+    laid = layout(**measured)
+    made, tokens = model(measured["shape"], laid), measured["tokens"]
+    peaks = []
+    for stage in made.stages:
+        parts = update(made, stage, Pass(tokens, measured["micro_batches"]))
+        peak = sum(part.likely for part in parts)
+        if stage.has_head:  # then logits, their gradient and a stand-in for that of the head's weight at once
+            head = made.config.hidden_size * made.config.vocab_size * 2 / laid.tp
+            peak += 2 * logit_bytes(made, tokens / laid.cp) + head - parts[-1].likely
+        peaks.append(peak / GIB)
+    assert max(peaks) == pytest.approx(measured["gib"], rel=0.01)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_hugging_face(family: str, tmp_path: Path):
+    config = transformers.AutoConfig.from_pretrained(write_family(family, tmp_path))
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(config)
+    count = sum(parameter.numel() for parameter in built.parameters())
+    assert num_parameters(config) == pytest.approx(count, rel=0.005)
+
+
+def test_published_numbers_of_parameters():
+    counts = {name: num_parameters(model_config(name)) / 1e9 for name in shapes()}
+    assert counts["qwen3-0.6b"] == pytest.approx(0.596, abs=0.001)
+    assert counts["qwen3-4b"] == pytest.approx(4.022, abs=0.001)
+    assert counts["qwen3-8b"] == pytest.approx(8.191, abs=0.001)
+    assert counts["qwen3-30b-a3b"] == pytest.approx(30.532, abs=0.001)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 4}, {"tp": 2, "pp": 2, "ep": 4}, {"pp": 2, "vpp": 2}], ids=str)
+def test_ranks_of_one_copy_hold_the_model_together(sizes: dict[str, int]):
+    laid = layout(16, **sizes)
+    made = model("qwen3-30b-a3b", laid)
+    dense = sum(stage.parameters.dense for stage in made.stages) * laid.tp
+    experts = sum(stage.parameters.experts for stage in made.stages) * laid.ep * laid.etp
+    # Norms and routers are on every tensor rank.
+    assert dense + experts == pytest.approx(num_parameters(made.config), rel=0.002)
+
+
+def test_an_adapter_has_few_gradients_and_the_frozen_weights_none():
+    lora = replace(load_config().trainer.policy.model.lora, rank=16)
+    made = model("qwen3-4b", layout(1), lora=lora)
+    parts = {part.name: part.likely for part in update(made, made.stages[0], Pass(8192, 4))}
+    rank, num_layers = 16, 36
+    sides = [(2560, 4096), (2560, 1024), (2560, 1024), (4096, 2560), (2560, 9728), (2560, 9728), (9728, 2560)]
+    adapters = num_layers * rank * sum(inputs + outputs for inputs, outputs in sides)
+    assert parts["gradients"] == 4 * adapters and parts["optimizer"] == 12 * adapters
+
+
+def test_micro_batches_in_flight_are_those_of_the_schedule():
+    many = Pass(1, 16)
+    assert [in_flight(rank, layout(4, pp=4), many) for rank in range(4)] == [[4], [3], [2], [1]]
+    assert in_flight(0, layout(4, pp=4), Pass(1, 2)) == [2]
+    # Megatron's interleaved schedule: 2 (P - 1) + (V - 1) P forward passes before the first backward, and that one.
+    assert sum(in_flight(0, layout(4, pp=4, vpp=2), many)) == 2 * 3 + 4 + 1
+
+
+def test_cheap_recomputation_saves_what_the_documentation_says():
+    """29.7 kB per token and layer of Qwen3-4B: two norms and an activation (docs/performance.md)."""
+    config, plain = model_config("qwen3-4b"), layout(1, layers="torch")
+    modules = ("layernorm", "mlp_act")
+    cheap = replace(plain.megatron, recompute_granularity="selective", recompute_modules=modules)
+    layer = layers(config)[0]
+    saved = kept(config, layer, plain, 2).layer - kept(config, layer, Layout(cheap, 1), 2).layer
+    assert saved == 2 * (2 * 2560 + 9728)
+
+
+def test_parts_that_take_what_is_free_do_not_decide_whether_a_phase_fits():
+    phase = PhaseMemory("x", "all", (Part("fixed", 50, 0.1), Part("cache", 100, 0.0, least=10)))
+    assert (phase.low, phase.high) == (55 - 10 + 10, 65)
+    assert phase.within(80).likely == 80 and phase.within(20).likely == 60

@@ -1,0 +1,86 @@
+"""A run that surely cannot fit is refused with a proposal that fits; a run within the error is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from skyrl_train.config.rl import PLAN
+from skyrl_train.device.kinds import device_kind
+from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
+from skyrl_train.forecast.proposals import proposals
+from skyrl_train.forecast.report import refusal
+from skyrl_train.forecast.shapes import model_config
+
+LAYOUT = "trainer.policy.megatron_config"
+
+
+def inputs(shape: str, device: str, *overrides: str) -> Inputs:
+    config = PLAN.load([f"trainer.policy.model.path={shape}", *overrides])
+    kind = device_kind(device)
+    assert kind is not None
+    return Inputs(config, {shape: model_config(shape)}, kind, workload_of(config))
+
+
+def test_a_job_that_cannot_fit_is_refused_with_a_layout_that_fits():
+    given = inputs("qwen3-8b", "h200")
+    made, found = forecast(given), proposals(given)
+    assert [phase.phase for phase in made.impossible] == ["update"]
+    message = refusal(made, found)
+    assert "update needs at least 20" in message and "GiB of a device with 139.8 GiB" in message
+    assert "trainer.placement.policy_num_gpus_per_node=2" in message
+    config = PLAN.load(["trainer.policy.model.path=qwen3-8b", *found[0].overrides])
+    assert forecast(replace(given, config=config, workload=workload_of(config))).fits
+
+
+def test_recomputation_is_proposed_where_activations_do_not_fit():
+    given = inputs("qwen3-4b", "h200", "trainer.max_tokens_per_microbatch=32768")
+    assert not forecast(given).fits
+    assert proposals(given)[0].overrides in (
+        (f"{LAYOUT}.recompute_granularity=full",),
+        ("trainer.max_tokens_per_microbatch=8192",),
+    )
+
+
+def test_a_layout_that_fits_is_not_refused():
+    made = forecast(inputs("qwen3-0.6b", "h200"))
+    assert made.fits and not made.impossible
+
+
+def test_an_estimate_within_its_error_never_refuses():
+    given = inputs("qwen3-4b", "h200")
+    phase = next(phase for phase in forecast(given).phases if phase.phase == "update")
+    between = (phase.low + phase.likely) / 2 / 2**30
+    tight = forecast(replace(given, device=given.device.with_memory(between)))
+    assert not tight.fits and not [each for each in tight.impossible if each.phase == "update"]
+
+
+def test_shared_devices_hold_what_others_leave_behind():
+    shared = forecast(inputs("qwen3-0.6b", "h200", "trainer.placement.colocate_all=true"))
+    alone = forecast(inputs("qwen3-0.6b", "h200"))
+    names = {phase.phase: [part.name for part in phase.parts] for phase in shared.phases}
+    assert "sleeping engine" in names["update"] and "offloaded trainers" in names["generation"]
+    assert "weights of the policy" in names["weight sync"]
+    # 2 bytes of weights and 12 of optimizer state for each parameter, and the reference's weights.
+    assert shared.host_bytes == pytest.approx(16 * 0.596e9, rel=0.01) and alone.host_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "samples", "prompt", "response", "seconds"),
+    [("qwen3-0.6b", 512, 128, 512, 6.14), ("qwen3-8b", 512, 128, 512, 12.55), ("qwen3-4b", 256, 128, 1920, 36.3)],
+)
+def test_generation_takes_about_as_long_as_measured(
+    shape: str, samples: int, prompt: int, response: int, seconds: float
+):
+    given = inputs(
+        shape,
+        "h200",
+        f"trainer.train_batch_size={samples // 8}",
+        f"trainer.policy_mini_batch_size={samples // 8}",
+        "generator.n_samples_per_prompt=8",
+        f"trainer.max_prompt_length={prompt}",
+        f"generator.sampling_params.max_generate_length={response}",
+    )
+    times = {time.phase: time.seconds for time in forecast(given).times}
+    assert times["generation"] == pytest.approx(seconds, rel=0.15)
