@@ -61,6 +61,16 @@ def test_the_peak_of_an_update_is_the_measured_one(measured: dict[str, Any]):
     assert max(peaks) == pytest.approx(measured["gib"], rel=0.01)
 
 
+@pytest.mark.parametrize(("recompute", "gib"), [(False, 102.6), (True, 101.2)])
+def test_the_peak_with_logits_in_pieces_is_the_measured_one(recompute: bool, gib: float):
+    """Measured after the forecast was written (docs/readings/gpu_performance.md)."""
+    laid = layout(1, layers="torch")
+    made = model("qwen3-4b", Layout(replace(laid.megatron, recompute_logits=recompute), 1))
+    assert sum(part.likely for part in update(made, made.stages[0], Pass(8192, 8))) / GIB == pytest.approx(
+        gib, rel=0.01
+    )
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_those_of_hugging_face(family: str, tmp_path: Path):
     config = transformers.AutoConfig.from_pretrained(write_family(family, tmp_path))
