@@ -1,7 +1,8 @@
 """The worker side of the weight sync, in vLLM's update lifecycle (init, start, update, finish).
 
 vLLM imports this module in every worker before the model is loaded, because `SyncExtension` is its
-`worker_extension_cls`; importing it registers the weight transfer backend `skyrl`. One class serves vLLM 0.26 to 0.33.
+`worker_extension_cls`; importing it registers the weight transfer backend `skyrl` and corrects a kernel of vLLM's. One
+class serves vLLM 0.26 to 0.33.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from skyrl_train.device.memory import memory_in_use
 from skyrl_train.engines.settings import ADAPTER
 from skyrl_train.engines.vllm.worker.adapter_slots import AdapterUpdate, bind, first_adapter
+from skyrl_train.engines.vllm.worker.rotary import rotate_heads_with_torch
 from skyrl_train.engines.vllm.worker.sleeping import Unsynced, sleepable_bytes
 from skyrl_train.engines.vllm.worker.update import ModelUpdate
 from skyrl_train.weight_sync.channels.channel import ReceivingEnd
@@ -134,5 +136,6 @@ class SyncExtension:
         return memory_in_use(), sleepable_bytes() if can_sleep else {}
 
 
+rotate_heads_with_torch()
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, SkyRLWeightTransfer)
