@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Message = dict[str, str]
+Message = dict[str, Any]
+"""A chat message: `role` and `content`; `tool_calls` and other fields that the chat template reads."""
 Metrics = dict[str, float]
 UNKNOWN_VERSION = -1
 """Policy version of a sample whose tokens or logprobs cannot be attributed to one."""
@@ -86,7 +87,7 @@ Generate = Callable[[list[int], SamplingParams, str], Awaitable[Generation]]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One response to a prompt (all its turns) with its rewards."""
+    """One response to a prompt (all its turns, or one of them) with its rewards."""
 
     token_ids: Tensor
     """[L] int64: prompt, then the policy's tokens and the environment's replies in order."""
@@ -110,6 +111,8 @@ class Sample:
     """Versions of all tokens that the policy wrote, in order; empty if unknown."""
     named_rewards: dict[str, float] = field(default_factory=dict)
     """Several rewards by their names, for `gdpo`; `rewards` are those of all other estimators."""
+    ends_conversation: bool = True
+    """False: the next sample of the group is a later turn of the same conversation, and shares its credit."""
 
     @property
     def reward(self) -> float:
@@ -133,6 +136,21 @@ class Group:
     """[G]"""
     greedy: tuple[Sample, ...] = ()
     """A greedy response, as one or several samples, for estimators that compare with it; it is not trained."""
+
+    @property
+    def conversations(self) -> list[list[Sample]]:
+        """The samples by conversation, in order: estimators, filters and metrics count these."""
+        conversations: list[list[Sample]] = [[]]
+        for sample in self.samples:
+            conversations[-1].append(sample)
+            if sample.ends_conversation:
+                conversations.append([])
+        return conversations if conversations[-1] else conversations[:-1]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Sum of all rewards of each conversation."""
+        return [sum(sample.reward for sample in samples) for samples in self.conversations]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +215,8 @@ class ExperienceBatch(TokenBatch):
     """Name -> [B] float64"""
     baselines: Tensor | None = None
     """[B] float64: the greedy response's reward, if every group has one."""
+    ends_conversation: Tensor | None = None
+    """[B] bool, `Sample.ends_conversation`; None if every sample is a conversation."""
 
     @property
     def signals(self) -> dict[str, Tensor]:

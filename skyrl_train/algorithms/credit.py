@@ -17,7 +17,11 @@ EPS = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class CreditInputs:
-    """All samples of a step, end to end; T tokens, B samples."""
+    """All samples of a step, end to end; T tokens, B samples.
+
+    A conversation that is trained as several samples (step-wise trajectories) is one sample here: the tokens of all its
+    turns are neighbours, each turn after the prompt that it was sampled from.
+    """
 
     rewards: Tensor
     """[T] float64: each reward is at the token that earned it, such as the last of a turn."""

@@ -15,8 +15,8 @@ def build_experience(groups: Sequence[Group], policy_version: int) -> Experience
     """Concatenate the samples of all groups in order; group_ids are indices into `groups`.
 
     Args: policy_version: version of the policy that will be trained on them.
-    Raises: ValueError if there is no group, a group has no sample, a reward is not finite, or the tensors of a sample
-        differ in length.
+    Raises: ValueError if there is no group, a group has no sample, a reward is not finite, the tensors of a sample
+        differ in length, or a group ends within a conversation.
     """
     if not groups:
         raise ValueError("there are no groups to train on: every prompt of the step was dropped")
@@ -31,6 +31,7 @@ def build_experience(groups: Sequence[Group], policy_version: int) -> Experience
         len(token_ids) == len(loss_mask) == len(rollout_logprobs) == len(rewards)
         and bool(sizes.all())
         and bool(torch.isfinite(rewards).all())
+        and all(group.samples[-1].ends_conversation for group in groups)
     ):
         raise ValueError("; ".join(_faults(groups)))
     return ExperienceBatch(
@@ -46,6 +47,7 @@ def build_experience(groups: Sequence[Group], policy_version: int) -> Experience
             for name in sorted({name for sample in samples for name in sample.named_rewards})
         },
         baselines=torch.repeat_interleave(_greedy_rewards(groups), sizes) if all(g.greedy for g in groups) else None,
+        ends_conversation=torch.tensor([sample.ends_conversation for sample in samples]),
     )
 
 
@@ -81,7 +83,8 @@ def build_examples(examples: Sequence[Example]) -> TokenBatch:
 def credit_inputs(
     experience: ExperienceBatch, kl: Tensor | None = None, kl_coef: float = 0.0, values: Tensor | None = None
 ) -> CreditInputs:
-    """Inputs of the advantage estimator.
+    """Inputs of the advantage estimator: the samples of one conversation are joined, so that it compares conversations
+    and every token of one is credited with what the conversation earned.
 
     Args: kl [T]: KL divergence from the reference, subtracted from the rewards of the tokens that the policy wrote;
             values [T]: those of the critic.
@@ -90,26 +93,34 @@ def credit_inputs(
     if kl is not None:
         rewards = rewards - kl_coef * kl.double().masked_fill(~experience.loss_mask, 0)
     signals = {} if values is None else {"values": values}
+    ends = experience.ends_conversation
+    if ends is None:
+        ends = torch.ones_like(experience.group_ids, dtype=torch.bool)
+    conversation = ends.cumsum(0) - ends.long()  # [B]
+    named = {
+        name: values.new_zeros(int(ends.sum())).index_add_(0, conversation, values)
+        for name, values in experience.named_rewards.items()
+    }
     return CreditInputs(
         rewards,
         experience.loss_mask,
-        experience.cu_seqlens,
-        experience.group_ids,
+        torch.cat([experience.cu_seqlens[:1], experience.cu_seqlens[1:][ends]]),
+        experience.group_ids[ends],
         signals,
-        named_rewards=experience.named_rewards,
-        baselines=experience.baselines,
+        named_rewards=named,
+        baselines=None if experience.baselines is None else experience.baselines[ends],
     )
 
 
 def sample_means(experience: ExperienceBatch, values: Tensor) -> Tensor:
-    """[T] -> [live samples] float64: mean over the trained tokens of each sample that has any."""
+    """[T] -> float64: mean over the trained tokens of each conversation that has any."""
     inputs = credit_inputs(experience)
     sums, counts = (inputs.sample_sums(x) for x in (values.masked_fill(~inputs.loss_mask, 0), inputs.loss_mask))
     return (sums / counts.clamp(min=1))[counts > 0]
 
 
 def credit_metrics(inputs: CreditInputs, advantages: Tensor) -> Metrics:
-    """Mean reward of the samples, mean advantage of the trained tokens (0 without any), and groups without signal."""
+    """Mean reward of the conversations, mean advantage of the trained tokens (0 without any), groups without signal."""
     rewards = inputs.sample_sums(inputs.rewards).float()
     num_tokens = inputs.sample_sums(inputs.loss_mask)
     share = num_tokens / num_tokens.sum().clamp(min=1)
@@ -141,7 +152,12 @@ def _faults(groups: Sequence[Group]) -> list[str]:
         for number, sample in enumerate(group.samples)
         for fault in _sample_faults(sample)
     ]
-    return empty + samples
+    cut = [
+        f"the last sample of prompt {group.prompt.uid} has ends_conversation=False: the last of a conversation ends it"
+        for group in groups
+        if group.samples and not group.samples[-1].ends_conversation
+    ]
+    return empty + samples + cut
 
 
 def _sample_faults(sample: Sample) -> list[str]:

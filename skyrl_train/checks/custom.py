@@ -55,8 +55,26 @@ def _reward_fn_problems(found: Any) -> Iterator[str]:
 
 
 def rollout_problems(config: Config) -> Iterator[str]:
-    if config.generator.rollout is not None:
-        yield from imported_problems("generator.rollout", config.generator.rollout, _rollout_signature_problems)
+    generator = config.generator
+    if generator.rollout is not None:
+        yield from imported_problems("generator.rollout", generator.rollout, _rollout_signature_problems)
+    one_message, step_wise = not generator.use_conversation_multi_turn, generator.step_wise_trajectories
+    if step_wise and one_message:
+        yield (
+            "generator.step_wise_trajectories is true: a conversation that is one message has no turns to train one by "
+            "one. Set generator.use_conversation_multi_turn=true"
+        )
+    for key, is_set in (("step_wise_trajectories", step_wise), ("use_conversation_multi_turn", one_message)):
+        if is_set and generator.rollout is not None:
+            yield (
+                f"generator.{key} is {str(step_wise and key.startswith('step')).lower()}: it is about the default "
+                f"rollout, and generator.rollout is {generator.rollout}. Remove one of them"
+            )
+    if step_wise and generator.max_turns > 1 and config.trainer.algorithm.distillation.distillation_hint is not None:
+        yield (
+            "trainer.algorithm.distillation.distillation_hint is set: the prompt of a later turn is not that of the "
+            "row, so the hint cannot be inserted. Set generator.step_wise_trajectories=false"
+        )
 
 
 def imported_problems(key: str, name: str, problems: Any) -> Iterator[str]:

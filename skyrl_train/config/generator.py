@@ -53,6 +53,8 @@ class GeneratorConfig:
     max_num_seqs: Count
     max_input_length: Count
     max_turns: Count
+    use_conversation_multi_turn: bool
+    step_wise_trajectories: bool
     n_samples_per_prompt: Count
     rollout: Text | None
     max_failed_share: ShareBelowOne

@@ -24,6 +24,7 @@ from skyrl_train.envs.registry import env_creator, row_problem
 from skyrl_train.imports import imported
 from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.contract import Engines, Rollout
+from skyrl_train.rollout.dialogue import dialogue_class
 from skyrl_train.rollout.env_pool import EnvPool
 from skyrl_train.rollout.sample import Sampler, env_config
 from skyrl_train.rollout.source import SOURCES, GroupSource, SourceParts
@@ -147,7 +148,8 @@ class Experiment(Run[Config, Processes]):
         if self.config.generator.rollout is not None:
             rollout: Rollout = imported("generator.rollout", self.config.generator.rollout)
             return rollout
-        return Sampler(env_pool, self.config.environment.env_kwargs, self.config.extra).sample
+        env_kwargs = self.config.environment.env_kwargs
+        return Sampler(env_pool, env_kwargs, self.config.extra, dialogue_class(self.config.generator)).sample
 
     def get_source(self, parts: SourceParts) -> GroupSource:
         name = self.config.trainer.source

@@ -186,6 +186,6 @@ def result_table(groups: list[Group], metrics: Metrics) -> Table:
             value, error = metrics.get(f"eval/{name}/{score}"), metrics.get(f"eval/{name}/{score}_stderr")
             cells.append("" if value is None else f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
         table.add_row(name, *cells)
-    num_samples = sum(len(group.samples) for group in groups)
+    num_samples = sum(len(group.rewards) for group in groups)
     table.caption = f"{num_samples} samples of {len(groups)} prompts; ± one standard error over the prompts"
     return table

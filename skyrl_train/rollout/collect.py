@@ -21,8 +21,8 @@ class Progress(Protocol):
     def start(self, total: int) -> None:
         """Before the first of `total` rollouts."""
 
-    def advance(self, sample: Sample) -> None:
-        """A rollout ended; `sample` is its last."""
+    def advance(self, samples: Sequence[Sample]) -> None:
+        """A rollout ended with these samples."""
 
     def stop(self) -> None:
         """After the last, or after an error."""
@@ -89,7 +89,7 @@ class Collector:
                     admission.retry(failure)
                     continue
                 return admission.fail(failure)
-            progress.advance(samples[-1])
+            progress.advance(samples)
             return samples
         raise AssertionError("num_attempts is at least 1")
 

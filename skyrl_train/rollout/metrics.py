@@ -18,32 +18,31 @@ def rollout_metrics(groups: Sequence[Group], pass_threshold: float = 0.0) -> Met
 
     Args: pass_threshold: a sample passes if its reward is above it.
 
-    Lengths count the tokens that the policy wrote, over all turns. Averages by reward are 0 without such samples;
-    "non_zero" means a positive reward.
+    A conversation that is trained as several samples counts once in all but `batch_num_seq`. Lengths count the tokens
+    that the policy wrote, over all turns. Averages by reward are 0 without such samples; "non_zero" means a positive
+    reward.
     """
-    samples = [sample for group in groups for sample in group.samples]
-    rewards = _rewards(samples)
-    # A sample that is not trained (generator.apply_overlong_filtering) counts all tokens after its prompt.
-    num_tokens = np.array(
-        [int(sample.loss_mask.sum()) or len(sample.token_ids) - sample.prompt_length for sample in samples]
-    )
+    conversations = [conversation for group in groups for conversation in group.conversations]
+    rewards = _rewards(groups)
+    num_tokens = np.array([sum(map(_num_tokens, conversation)) for conversation in conversations])
     passed: dict[int, list[bool]] = defaultdict(list)
     for group in groups:
-        passed[len(group.samples)].append(any(sample.reward > pass_threshold for sample in group.samples))
+        passed[len(group.rewards)].append(any(reward > pass_threshold for reward in group.rewards))
+    cut_off = [samples[-1].stop_reason == "length" for samples in conversations]
     return {
-        "generate/batch_num_seq": float(len(samples)),
+        "generate/batch_num_seq": float(sum(map(len, conversations))),
         "generate/min_num_tokens": float(num_tokens.min()),
         "generate/max_num_tokens": float(num_tokens.max()),
         "generate/avg_num_tokens": float(num_tokens.mean()),
         "generate/std_num_tokens": float(num_tokens.std()),
         "generate/avg_tokens_non_zero_rewards": _mean_or_zero(num_tokens[rewards > 0]),
         "generate/avg_tokens_zero_rewards": _mean_or_zero(num_tokens[rewards == 0]),
-        "generate/share_stopped_by_length": float(np.mean([sample.stop_reason == "length" for sample in samples])),
-        "generate/avg_turns": float(np.mean([sample.turns for sample in samples])),
+        "generate/share_stopped_by_length": float(np.mean(cut_off)),
+        "generate/avg_turns": float(np.mean([sum(sample.turns for sample in samples) for samples in conversations])),
         "reward/avg_raw_reward": float(rewards.mean()),
         "reward/mean_positive_reward": float(np.maximum(rewards, 0.0).mean()),
         **{f"reward/avg_pass_at_{size}": float(np.mean(passed[size])) for size in sorted(passed)},
-        **_named_rewards(samples),
+        **_named_rewards(conversations),
         **_env_metrics(groups),
     }
 
@@ -51,8 +50,8 @@ def rollout_metrics(groups: Sequence[Group], pass_threshold: float = 0.0) -> Met
 def evaluation_metrics(groups: Sequence[Group], pass_threshold: float = 0.0) -> Metrics:
     """Scores and metrics of environments as `eval/all/...` and for each data source.
 
-    `avg_score` and `mean_positive_reward` are means over samples, `pass_at_{k}` are the estimates of pass_at_k.py, and
-    `..._stderr` standard errors over the prompts (of the means of their samples, for `avg_score`).
+    `avg_score` and `mean_positive_reward` are means over conversations, `pass_at_{k}` are the estimates of
+    pass_at_k.py, and `..._stderr` standard errors over the prompts (of the means of their samples, for `avg_score`).
     Args: pass_threshold: a sample passes if its reward is above it.
     """
     if not groups:  # all of them failed
@@ -69,9 +68,9 @@ def evaluation_metrics(groups: Sequence[Group], pass_threshold: float = 0.0) -> 
 
 
 def _scores(groups: Sequence[Group], pass_threshold: float) -> Metrics:
-    rewards = _rewards([sample for group in groups for sample in group.samples])
-    rates = pass_rates([[sample.reward > pass_threshold for sample in group.samples] for group in groups])
-    estimates = {"avg_score": estimate([fmean(sample.reward for sample in group.samples) for group in groups])}
+    rewards = _rewards(groups)
+    rates = pass_rates([[reward > pass_threshold for reward in group.rewards] for group in groups])
+    estimates = {"avg_score": estimate([fmean(group.rewards) for group in groups])}
     estimates |= {f"pass_at_{k}": rate for k, rate in rates.items()}
     errors = {name: each.standard_error for name, each in estimates.items()}
     return {
@@ -82,18 +81,25 @@ def _scores(groups: Sequence[Group], pass_threshold: float) -> Metrics:
     }
 
 
-def _named_rewards(samples: Sequence[Sample]) -> Metrics:
-    """`reward/named/NAME`: mean over the samples that have it."""
+def _num_tokens(sample: Sample) -> int:
+    """Tokens that the policy wrote; if the sample is not trained (generator.apply_overlong_filtering), all tokens after
+    its prompt.
+    """
+    return int(sample.loss_mask.sum()) or len(sample.token_ids) - sample.prompt_length
+
+
+def _named_rewards(conversations: Sequence[Sequence[Sample]]) -> Metrics:
+    """`reward/named/NAME`: mean over the conversations that have it."""
     values: dict[str, list[float]] = defaultdict(list)
-    for sample in samples:
-        for name, value in sample.named_rewards.items():
-            values[name].append(value)
+    for samples in conversations:
+        for name in dict.fromkeys(name for sample in samples for name in sample.named_rewards):
+            values[name].append(sum(sample.named_rewards.get(name, 0.0) for sample in samples))
     return {f"reward/named/{name}": float(np.mean(some)) for name, some in values.items()}
 
 
-def _rewards(samples: Sequence[Sample]) -> np.ndarray:
-    """[B] float64"""
-    return np.array([sample.reward for sample in samples], dtype=np.float64)
+def _rewards(groups: Sequence[Group]) -> np.ndarray:
+    """[conversations] float64"""
+    return np.array([reward for group in groups for reward in group.rewards], dtype=np.float64)
 
 
 def _env_metrics(groups: Sequence[Group]) -> Metrics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_train.data.order import Order
@@ -167,8 +168,8 @@ class _Part:
     def start(self, total: int) -> None:
         """The step has begun before."""
 
-    def advance(self, sample: Sample) -> None:
-        self.whole.advance(sample)
+    def advance(self, samples: Sequence[Sample]) -> None:
+        self.whole.advance(samples)
 
     def stop(self) -> None:
         """Like `start`."""

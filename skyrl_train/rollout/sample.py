@@ -1,4 +1,4 @@
-"""The default rollout: one environment and the engines -> one Sample. Text is tokenized once."""
+"""The default rollout: one environment and the engines -> one conversation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
+from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.rollout.contract import Engines
+from skyrl_train.rollout.dialogue import Dialogue
 from skyrl_train.rollout.env_pool import CallTimeout, EnvPool
 from skyrl_train.rollout.episode import Episode
-from skyrl_train.rollout.trace import Trace
 from skyrl_train.types import Prompt, Sample, SamplingParams
 
 _T = TypeVar("_T")
@@ -24,20 +25,22 @@ class Sampler:
         self,
         env_pool: EnvPool,
         env_kwargs: Mapping[str, Mapping[str, Any]],
-        extra: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None,
+        dialogue: Callable[[ChatTemplate], Dialogue],
     ) -> None:
         """Args:
         env_kwargs: env_class -> its `env_config`; empty for other classes.
         extra: the user's own values, as `env_config.extra` of every environment.
+        dialogue: form of the conversations.
         """
-        self._env_pool = env_pool
+        self._env_pool, self._dialogue = env_pool, dialogue
         self._env_configs = {name: env_config(kwargs, extra) for name, kwargs in env_kwargs.items()}
         self._empty_env_config = env_config({}, extra)
 
-    async def sample(self, prompt: Prompt, sampling_params: SamplingParams, engines: Engines) -> Sample:
+    async def sample(self, prompt: Prompt, sampling_params: SamplingParams, engines: Engines) -> list[Sample]:
         """Play one episode: until the environment is done, `max_turns` generations, or a conversation longer than
         `max_input_length` (stop_reason "length"; a prompt that is too long gives a sample without generation, of
-        reward 0 and version 0). Observations after the last generation are not part of the sample.
+        reward 0 and version 0). Observations after the last generation are not part of a sample.
 
         Raises: EnvironmentFailure; errors of `engines.generate`. The environment is closed, unless its thread hangs.
         """
@@ -52,27 +55,26 @@ class Sampler:
 
     async def _play(
         self, prompt: Prompt, episode: Episode, sampling_params: SamplingParams, engines: Engines
-    ) -> Sample:
+    ) -> list[Sample]:
         messages = await self._on_env_thread(episode, episode.start)
-        trace = Trace()
-        trace.read(_rendered(episode, lambda: engines.chat.prompt_ids(messages)), messages)
+        dialogue = self._dialogue(engines.chat)
+        _render(episode, partial(dialogue.begin, messages))
         while True:
-            input_ids = trace.input_ids()
+            input_ids = dialogue.input_ids()
             if len(input_ids) > engines.max_input_length:
-                trace.stop_reason = "length"
+                dialogue.cut()
                 await self._on_env_thread(episode, episode.finish)
-                return trace.to_sample(episode.metrics)
+                return dialogue.samples(episode.metrics)
             generation = await engines.generate(input_ids, sampling_params, prompt.uid)
-            trace.write(generation)
-            last = trace.turns == engines.max_turns
+            dialogue.write(generation)
+            last = dialogue.turns == engines.max_turns
             turn = await self._on_env_thread(
                 episode, partial(episode.step, generation.text, last=last, token_ids=generation.token_ids)
             )
-            trace.add_reward(turn.reward, turn.named_rewards)
+            dialogue.add_reward(turn.reward, turn.named_rewards)
             if turn.done or last:
-                return trace.to_sample(episode.metrics)
-            reply_ids = partial(engines.chat.reply_ids, generation.token_ids, turn.observations)
-            trace.read(_rendered(episode, reply_ids), turn.observations)
+                return dialogue.samples(episode.metrics)
+            _render(episode, partial(dialogue.answer, turn.observations))
 
     async def _on_env_thread(self, episode: Episode, function: Callable[[], _T]) -> _T:
         try:
@@ -81,9 +83,9 @@ class Sampler:
             raise episode.failure(f"{error} (environment.step_timeout_s)") from error
 
 
-def _rendered(episode: Episode, render: Callable[[], list[int]]) -> list[int]:
+def _render(episode: Episode, read: Callable[[], None]) -> None:
     try:
-        return render()
+        read()
     except ValueError as error:
         raise episode.failure(f"its messages cannot be rendered for the policy: {error}") from error
 

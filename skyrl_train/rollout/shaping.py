@@ -14,8 +14,9 @@ from skyrl_train.types import Group, Sample
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the rewards of the group's samples differ; a group of one sample counts as different."""
-    return len(group.samples) == 1 or len({sample.reward for sample in group.samples}) > 1
+    """Whether the rewards of the group's conversations differ; a group of one counts as different."""
+    rewards = group.rewards
+    return len(rewards) == 1 or len(set(rewards)) > 1
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
@@ -39,27 +40,25 @@ class Shaping:
 
     def __call__(self, group: Group) -> Group:
         """The group with the rewards and loss masks that are trained."""
-        samples = [self._shaped(sample) for sample in group.samples]
-        greedy = tuple(self._shaped(sample) for sample in group.greedy)
+        samples = [sample for conversation in group.conversations for sample in self._shaped(conversation)]
+        greedy = tuple(self._shaped(group.greedy)) if group.greedy else ()
         if self._masks_groups and not has_signal(Group(group.prompt, tuple(samples))):
             samples = [_masked(sample) for sample in samples]
         return Group(group.prompt, tuple(samples), greedy)
 
-    def _shaped(self, sample: Sample) -> Sample:
-        if self._zeroes_unfinished and sample.stop_reason != "stop":
-            named = dict.fromkeys(sample.named_rewards, 0.0)
-            sample = replace(sample, rewards=torch.zeros_like(sample.rewards), named_rewards=named)
+    def _shaped(self, conversation: Sequence[Sample]) -> list[Sample]:
+        """A conversation ends as its last sample does, and is as long as all together."""
+        samples = list(conversation)
+        if self._zeroes_unfinished and samples[-1].stop_reason != "stop":
+            samples = [_without_rewards(sample) for sample in samples]
         if self._buffer.len is not None:
-            length = int(sample.loss_mask.sum())
+            length = sum(int(sample.loss_mask.sum()) for sample in samples)
             penalty = overlong_penalty(length, self._max_length, self._buffer.len, self._buffer.penalty_factor)
             if penalty:
-                rewards = sample.rewards.clone()
-                rewards[-1] -= penalty
-                named = {**sample.named_rewards, "overlong": -penalty} if sample.named_rewards else {}
-                sample = replace(sample, rewards=rewards, named_rewards=named)
-        if self._masks_overlong and sample.stop_reason == "length":
-            sample = _masked(sample)
-        return sample
+                samples[-1] = _penalised(samples[-1], penalty)
+        if self._masks_overlong and samples[-1].stop_reason == "length":
+            samples = [_masked(sample) for sample in samples]
+        return samples
 
 
 def copies(groups: Sequence[Group], number: int, run_seed: int) -> list[Group]:
@@ -74,3 +73,15 @@ def copies(groups: Sequence[Group], number: int, run_seed: int) -> list[Group]:
 def _masked(sample: Sample) -> Sample:
     """The sample without a trained token; its reward still counts in its group."""
     return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
+
+
+def _without_rewards(sample: Sample) -> Sample:
+    named = dict.fromkeys(sample.named_rewards, 0.0)
+    return replace(sample, rewards=torch.zeros_like(sample.rewards), named_rewards=named)
+
+
+def _penalised(sample: Sample, penalty: float) -> Sample:
+    rewards = sample.rewards.clone()
+    rewards[-1] -= penalty
+    named = {**sample.named_rewards, "overlong": -penalty} if sample.named_rewards else {}
+    return replace(sample, rewards=rewards, named_rewards=named)

@@ -55,6 +55,16 @@ class Trace:
         self.stop_reason = generation.stop_reason
         self._spans += generation.version_spans or ((generation.policy_version, len(generation.token_ids)),)
 
+    def drop_last(self) -> None:
+        """Forget the last token of the last response; its reward moves to the token before it."""
+        last = len(self.token_ids) - 1
+        for values in (self.token_ids, self.loss_mask, self.logprobs):
+            values.pop()
+        version, count = self._spans.pop()
+        self._spans += [(version, count - 1)] if count > 1 else []
+        if last in self._rewards:
+            self._rewards[last - 1] = self._rewards.get(last - 1, 0.0) + self._rewards.pop(last)
+
     def add_reward(self, reward: float, named: Mapping[str, float] | None = None) -> None:
         """Reward the last response. Args: named: several rewards by their names, which turns add up."""
         for name, value in (named or {}).items():
@@ -62,7 +72,7 @@ class Trace:
         last = len(self.token_ids) - 1
         self._rewards[last] = self._rewards.get(last, 0.0) + reward
 
-    def to_sample(self, env_metrics: Mapping[str, Any] | None = None) -> Sample:
+    def to_sample(self, env_metrics: Mapping[str, Any] | None = None, *, ends_conversation: bool = True) -> Sample:
         """Convert to a sample; its version is 0 if nothing was written."""
         if self.turns == 0:
             self._append_unanswered()
@@ -82,6 +92,7 @@ class Trace:
             env_metrics=dict(env_metrics or {}),
             transcript=self.transcript,
             named_rewards=self._named_rewards,
+            ends_conversation=ends_conversation,
         )
 
     def _append_unanswered(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -42,12 +42,12 @@ class ConsoleProgress:
             self._bar.add_task(self._label, total=total, status="")
             self._bar.start()
 
-    def advance(self, sample: Sample) -> None:
+    def advance(self, samples: Sequence[Sample]) -> None:
         if self._bar is None:
             return
         self._num_samples += 1
-        self._num_tokens += int(sample.loss_mask.sum())
-        self._reward_sum += sample.reward
+        self._num_tokens += sum(int(sample.loss_mask.sum()) for sample in samples)
+        self._reward_sum += sum(sample.reward for sample in samples)
         self._bar.update(self._bar.task_ids[0], advance=1, status=self.status())
 
     def stop(self) -> None:

@@ -72,7 +72,7 @@ class Silent:
     def start(self, total: int) -> None:
         """Nothing to show."""
 
-    def advance(self, sample: Sample) -> None:
+    def advance(self, samples: Sequence[Sample]) -> None:
         """Like `start`."""
 
     def stop(self) -> None:

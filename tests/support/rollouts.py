@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from skyrl_train.rollout.contract import Engines
@@ -16,8 +17,8 @@ class Quiet:
     def start(self, total: int) -> None:
         self.total = total
 
-    def advance(self, sample: Sample) -> None:
-        self.rewards.append(sample.reward)
+    def advance(self, samples: Sequence[Sample]) -> None:
+        self.rewards.append(samples[-1].reward)
 
     def stop(self) -> None:
         self.total = -1

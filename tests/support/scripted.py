@@ -13,6 +13,7 @@ import skyrl_train.envs  # noqa: F401 (registers the built-in environments)
 from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.contract import Engines, Rollout
+from skyrl_train.rollout.dialogue import ChatDialogue, Dialogue
 from skyrl_train.rollout.env_pool import EnvPool
 from skyrl_train.rollout.sample import Sampler
 from skyrl_train.types import Generation, Prompt, Sample, SamplingParams
@@ -80,8 +81,12 @@ class Playing:
         self.collector = Collector(rollout, engines)
 
     async def sample(self, prompt: Prompt, params: SamplingParams) -> Sample:
+        (made,) = await self.samples(prompt, params)
+        return made
+
+    async def samples(self, prompt: Prompt, params: SamplingParams) -> list[Sample]:
         made = await self._rollout(prompt, params, self._engines.for_a_rollout())
-        assert isinstance(made, Sample)
+        assert isinstance(made, list)
         return made
 
 
@@ -96,11 +101,12 @@ def sampler(
     env_kwargs: dict[str, dict[str, object]] | None = None,
     chat_template_kwargs: dict[str, object] | None = None,
     extra: dict[str, object] | None = None,
+    dialogue: Callable[[ChatTemplate], Dialogue] = ChatDialogue,
 ) -> Iterator[Playing]:
     pool = EnvPool(max_workers=4, timeout_s=timeout_s)
     chat = ChatTemplate(tokenizer, chat_template_kwargs or {})
     engines = Engines(generate, tokenizer, chat, max_input_length=max_input_length, max_turns=max_turns)
     try:
-        yield Playing(Sampler(pool, env_kwargs or {}, extra).sample, engines)
+        yield Playing(Sampler(pool, env_kwargs or {}, extra, dialogue).sample, engines)
     finally:
         pool.close(timeout_s=5.0)

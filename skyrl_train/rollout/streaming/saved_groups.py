@@ -21,7 +21,16 @@ COLUMNS = {
     "rewards": torch.float64,
 }
 """Fields of all samples end to end, [T] each: 17 bytes per token."""
-FIELDS = ("prompt_length", "stop_reason", "turns", "policy_version", "env_metrics", "transcript", "named_rewards")
+FIELDS = (
+    "prompt_length",
+    "stop_reason",
+    "turns",
+    "policy_version",
+    "env_metrics",
+    "transcript",
+    "named_rewards",
+    "ends_conversation",
+)
 """Fields of a sample that are JSON."""
 HEADER = "header"
 

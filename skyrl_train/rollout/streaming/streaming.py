@@ -32,16 +32,16 @@ class _Running:
 
     prompt: Prompt
     epoch: int
-    advanced: Callable[[Sample], None]
+    advanced: Callable[[Sequence[Sample]], None]
     num_ended: int = 0
     task: asyncio.Task[None] | None = None
 
     def start(self, total: int) -> None:
         """Rollouts of all groups are counted together."""
 
-    def advance(self, sample: Sample) -> None:
+    def advance(self, samples: Sequence[Sample]) -> None:
         self.num_ended += 1
-        self.advanced(sample)
+        self.advanced(samples)
 
     def stop(self) -> None:
         """Like `start`."""
@@ -270,8 +270,8 @@ class StreamingSource:
             failures=[str(failure) for failure in self._admission.failures],
         ).error(self._deadline_s)
 
-    def _note_end(self, sample: Sample) -> None:
-        self._parts.progress.advance(sample)
+    def _note_end(self, samples: Sequence[Sample]) -> None:
+        self._parts.progress.advance(samples)
         self._changed.set()
 
     def _note_error(self, task: asyncio.Task[None]) -> None:

@@ -27,8 +27,8 @@ class Tally:
     def start(self, total):
         self.events.append(total)
 
-    def advance(self, sample):
-        self.events.append(sample.reward)
+    def advance(self, samples):
+        self.events.append(samples[-1].reward)
 
     def stop(self):
         self.events.append("stop")

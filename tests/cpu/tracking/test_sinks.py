@@ -297,7 +297,7 @@ def test_progress_bar_is_silent_without_a_terminal():
     console = Console(file=io.StringIO())
     progress = ConsoleProgress(console)
     progress.start(2)
-    progress.advance(Done(torch.ones(3, dtype=torch.bool), 1.0))
+    progress.advance([Done(torch.ones(3, dtype=torch.bool), 1.0)])
     progress.stop()
     assert console.file.getvalue() == ""
 
@@ -307,8 +307,8 @@ def test_progress_bar_shows_samples_tokens_per_second_and_mean_reward(monkeypatc
     now = iter([0.0, 2.0, 4.0])
     progress = ConsoleProgress(Console(file=io.StringIO(), force_terminal=True), clock=lambda: next(now))
     progress.start(2)
-    progress.advance(Done(torch.tensor([False, True, True]), 1.0))
-    progress.advance(Done(torch.tensor([False, True, True]), 0.0))
+    progress.advance([Done(torch.tensor([False, True, True]), 1.0)])
+    progress.advance([Done(torch.tensor([False, True, True]), 0.0)])
     assert progress._bar is not None
     (task,) = progress._bar.tasks
     assert (task.completed, task.total, task.fields["status"]) == (2, 2, "1 tok/s · reward 0.5000")
