@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -22,19 +24,20 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _ANCHORS = ("zqxj0", "zqxj)", "zqxj")
 _CACHED_RENDERINGS = 4096
 
-_Key = tuple[tuple[tuple[str, str], ...], ...]
-
 
 def check_messages(messages: object) -> list[Message]:
     """Return `messages` if it is a list of chat messages.
 
-    Raises: ValueError for another type, a message without role or content, an unknown role, or a content that is not
-        text or cannot be encoded.
+    A message has text in all fields but `tool_calls`, with which `content` may be absent.
+
+    Raises: ValueError for another type, a message without role or content, an unknown role, text that cannot be
+        encoded, or tool calls that are not a list of `{"function": {"name": ..., "arguments": ...}}`.
     """
     if not isinstance(messages, list):
         raise ValueError(f"expected a list of chat messages, got {type(messages).__name__} {shortened(messages)}")
     for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        calls = isinstance(message, dict) and bool(message.get("tool_calls"))
+        if not isinstance(message, dict) or not ({"role"} if calls else {"role", "content"}) <= message.keys():
             raise ValueError(f"message {index} must be a dict with `role` and `content`, got {shortened(message)}")
         if message["role"] not in ROLES:
             raise ValueError(
@@ -42,8 +45,40 @@ def check_messages(messages: object) -> list[Message]:
             )
         for key, value in message.items():
             check_text(key, f"a field's name in message {index}")
-            check_text(value, f"`{key}` of message {index}")
+            if key == "tool_calls":
+                _check_tool_calls(value, f"`tool_calls` of message {index}")
+            elif not (calls and key == "content" and value is None):
+                check_text(value, f"`{key}` of message {index}")
     return messages
+
+
+def _check_tool_calls(calls: object, name: str) -> None:
+    """Raises: ValueError that begins with the name."""
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "arguments" not in function:
+            raise ValueError(
+                f'{name} must be a list of {{"function": {{"name": ..., "arguments": ...}}}}, got {shortened(calls)}'
+            )
+    try:
+        check_text(json.dumps(calls, ensure_ascii=False), name)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"{name} must have values of JSON, got {shortened(calls)}") from error
+
+
+def _rendered_form(message: Mapping[str, Any]) -> Message:
+    """The message as templates expect it: a `content`, and arguments of tool calls as an object, which OpenAI's form
+    has as JSON text.
+    """
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = [dict(call) for call in message["tool_calls"]]
+    for call in calls:
+        function = call["function"] = dict(call.get("function", call))
+        if isinstance(function["arguments"], str):
+            with suppress(ValueError):
+                function["arguments"] = json.loads(function["arguments"])
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 
 class ChatTemplate:
@@ -66,6 +101,10 @@ class ChatTemplate:
         self._kwargs = dict(kwargs)
         self._cached_prompt = lru_cache(_CACHED_RENDERINGS)(self._render_prompt)
         self._cached_reply = lru_cache(_CACHED_RENDERINGS)(self._render_reply)
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        """The template with these variables where it has none of the same name."""
+        return ChatTemplate(self.tokenizer, {**variables, **self._kwargs}, self._limit)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """[L] token ids of the prompt, with the generation header. Raises: ValueError if the template rejects it."""
@@ -94,7 +133,10 @@ class ChatTemplate:
         """The text of a conversation. Raises: ValueError if the template rejects the messages."""
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._kwargs
+                [_rendered_form(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._kwargs,
             )
         except Exception as error:  # errors of Jinja and of the template's expressions
             raise ValueError(f"the chat template rejected {shortened(messages)}: {error}") from error
@@ -111,7 +153,7 @@ class ChatTemplate:
         """
         try:
             (text,), (spans,) = render_jinja_template(
-                [list(messages)],
+                [[_rendered_form(message) for message in messages]],
                 chat_template=self.tokenizer.chat_template,
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
@@ -135,12 +177,12 @@ class ChatTemplate:
             self._limit.check(text)
         return text
 
-    def _render_prompt(self, key: _Key) -> tuple[int, ...]:
-        return self.encode(self.render([dict(items) for items in key]))
+    def _render_prompt(self, key: str) -> tuple[int, ...]:
+        return self.encode(self.render(json.loads(key)))
 
-    def _render_reply(self, key: _Key) -> tuple[tuple[int, ...], int]:
+    def _render_reply(self, key: str) -> tuple[tuple[int, ...], int]:
         """The reply's ids, and how many of the first ones close the assistant's turn."""
-        observations = [dict(items) for items in key]
+        observations = json.loads(key)
         for anchor in _ANCHORS:
             stand_in = [{"role": "user", "content": "u"}, {"role": "assistant", "content": anchor}]
             head = self.encode(anchor)
@@ -164,5 +206,6 @@ def _after(anchor: str, text: str) -> str:
     return text[position + len(anchor) :]
 
 
-def _key(messages: Sequence[Message]) -> _Key:
-    return tuple([tuple(message.items()) for message in messages])
+def _key(messages: Sequence[Message]) -> str:
+    """The messages as text, under which their tokens are cached."""
+    return json.dumps(list(messages))

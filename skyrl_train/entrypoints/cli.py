@@ -15,6 +15,7 @@ PROGRAMS = {
     "serve": ("main_service", "start a training service for external agents"),
     "plan": ("plan", "forecast memory and time, and propose a layout"),
     "verify": ("verify_layout", "compare a parallel layout with Hugging Face"),
+    "verify-template": ("verify_template", "check a chat template for conversations of several turns"),
 }
 """Command -> module of entrypoints, and what it does."""
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def usage() -> str:
     lines = [
-        f"  {name:<10}{purpose} (skyrl_train.entrypoints.{module})" for name, (module, purpose) in PROGRAMS.items()
+        f"  {name:<17}{purpose} (skyrl_train.entrypoints.{module})" for name, (module, purpose) in PROGRAMS.items()
     ]
     return "\n".join(["usage: skyrl-train COMMAND [+experiment=NAME] [key=value ...]", "", *lines])
 

@@ -20,6 +20,7 @@ from skyrl_train.data.hints import KEY, Hints, check_template, hint_of_template
 from skyrl_train.data.mapping import RowMapping
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.entrypoints.run import Run
+from skyrl_train.entrypoints.verify_template.before_run import check_conversations
 from skyrl_train.envs.registry import env_creator, row_problem
 from skyrl_train.imports import imported
 from skyrl_train.rollout.collect import Collector
@@ -58,6 +59,7 @@ class Experiment(Run[Config, Processes]):
         self.hints = self.get_hints()
         check_cache(config)
         self._check_environments()
+        self._check_conversations()
 
     def _check_environments(self) -> None:
         """Raises: ValueError for an unknown environment, or one that cannot be created for its first row."""
@@ -83,6 +85,15 @@ class Experiment(Run[Config, Processes]):
                         f"the columns {', '.join(prompt.extras) or 'prompt alone'}: {problem}. Add what is missing to "
                         f"the rows, or to environment.skyrl_gym.env_kwargs.{env_class}"
                     )
+
+    def _check_conversations(self) -> None:
+        """Raises: ValueError if the chat template does not fit the form of conversations of several turns."""
+        generator = self.config.generator
+        is_default = generator.rollout is None and type(self).get_rollout is Experiment.get_rollout
+        if generator.max_turns > 1 and is_default:
+            chat = ChatTemplate(self.tokenizer, generator.chat_template_kwargs)
+            prompts = self.train_prompts or self.val_prompts
+            check_conversations(self.config, chat, self.model_folder, prompts[0].messages)
 
     def check_models(self) -> None:
         """Raises: ValueError for a reference, critic or teacher that cannot score the policy's tokens."""

@@ -18,8 +18,9 @@ from skyrl_train.types import Generation, Message, Sample
 class Dialogue(Protocol):
     """A conversation in progress. `begin` and `answer` raise ValueError for messages that cannot be rendered."""
 
-    turns: int
-    """Number of responses."""
+    @property
+    def turns(self) -> int:
+        """Number of responses."""
 
     def begin(self, prompt: Sequence[Message]) -> None:
         """Read the first messages."""
