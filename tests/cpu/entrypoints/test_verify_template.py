@@ -10,7 +10,7 @@ import pytest
 from skyrl_train.config import load_config
 from skyrl_train.data.chat import ChatTemplate, check_messages
 from skyrl_train.data.exactness import CALLED, FEATURES, TOOLS, Outcome
-from skyrl_train.entrypoints.verify_template.__main__ import main
+from skyrl_train.entrypoints.verify_template.program import main
 from skyrl_train.entrypoints.verify_template.before_run import check_conversations, findings
 from tests.support.realistic import FAMILIES, realistic_tokenizer
 from tests.support.tiny import tiny_tokenizer
@@ -130,6 +130,6 @@ def test_the_command_says_what_is_missing(tmp_path, capsys):
 
 
 def test_the_command_needs_no_ray():
-    module = "skyrl_train.entrypoints.verify_template.__main__"
+    module = "skyrl_train.entrypoints.verify_template.program"
     code = f"import sys, {module}; print(sorted({{'ray', 'vllm'}} & {{*sys.modules}}))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

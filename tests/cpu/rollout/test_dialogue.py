@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import skyrl_gym
@@ -200,3 +202,30 @@ def test_saved_groups_keep_the_turns_of_a_conversation_together():
     assert list(map(len, restored.group.conversations)) == [3, 3]
     assert restored.group.rewards == group.rewards == [sum(REWARDS)] * 2
     assert json.dumps(restored.group.samples[2].transcript) == json.dumps(samples[2].transcript)
+
+
+def test_the_tool_group_of_the_documentation_answers_calls_in_messages_of_tools():
+    page = Path(__file__).parents[3] / "docs/environments.md"
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) if "ToolGroup" in b]
+    names: dict[str, object] = {}
+    exec(block, names)
+    skyrl_gym.register(id="sums", entry_point=names["Sums"])
+    try:
+        call = '<think>\nadd\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+        unknown = '<tool_call>\n{"name": "divide", "arguments": {}}\n</tool_call>'
+        texts, tokenizer = [call, unknown, "It is 5."], realistic_tokenizer("qwen3")
+        script = Script(tokenizer, *(text + tokenizer.eos_token for text in texts))
+        with sampler(tokenizer, script, max_turns=3, dialogue=StepWiseDialogue) as playing:
+            samples = asyncio.run(playing.samples(prompt("sums", "2 + 3", "5"), PARAMS))
+    finally:
+        skyrl_gym.registry.pop("sums")
+    error = "error: Tool 'divide' not found in group 'calculator'."
+    messages = [
+        {"role": "user", "content": "2 + 3"},
+        *chain(*(
+            [{"role": "assistant", "content": text}, {"role": "tool", "content": result}]
+            for text, result in ((call, "5"), (unknown, error))
+        )),
+    ]  # fmt: skip
+    assert script.inputs[2] == rendered(tokenizer, messages)
+    assert [sample.reward for sample in samples] == [0.0, 0.0, 1.0]
