@@ -10,8 +10,8 @@ import pytest
 from skyrl_train.config import load_config
 from skyrl_train.data.chat import ChatTemplate, check_messages
 from skyrl_train.data.exactness import CALLED, FEATURES, TOOLS, Outcome
-from skyrl_train.entrypoints.verify_template.program import main
 from skyrl_train.entrypoints.verify_template.before_run import check_conversations, findings
+from skyrl_train.entrypoints.verify_template.program import main
 from tests.support.realistic import FAMILIES, realistic_tokenizer
 from tests.support.tiny import tiny_tokenizer
 
