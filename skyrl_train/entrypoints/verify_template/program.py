@@ -4,7 +4,7 @@
 
 Plays conversations with the model's chat template and generator.chat_template_kwargs: plain ones, and some with system
 messages, thoughts, white space, tools. The table shows for each form of a conversation (docs/environments.md) whether
-its requests are the template's own rendering. No Ray, no GPU and no weights.
+its requests are the template's own rendering. No Ray and no GPU; of a local model, no weights are read.
 Exit code: 0 the form of the configuration is exact, 1 it is not, 2 the template cannot be checked.
 """
 
@@ -24,8 +24,10 @@ from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.data.exactness import Finding, Outcome
 from skyrl_train.entrypoints.command import print_error
 from skyrl_train.entrypoints.verify_template.before_run import STEP_WISE, appends, findings
+from skyrl_train.hf.download import download
 from skyrl_train.hf.hub import local_folder
 
+MODEL = "trainer.policy.model.path"
 COLORS = {Outcome.EXACT: "green", Outcome.RETOKENISED: "green", Outcome.REJECTED: "yellow", Outcome.WRONG: "red"}
 MEANING = {
     Outcome.RETOKENISED: "same text: only the tokenizer's choice of tokens differs; the sampled ones are kept",
@@ -51,8 +53,11 @@ def main(argv: Sequence[str]) -> int:
 
 def verify(config: Config, console: Console) -> int:
     """Print the table of the configured model. Raises: ValueError without a chat template or tokenizer."""
-    folder = local_folder(config.trainer.policy.model.path)
-    chat = ChatTemplate(load_tokenizer(folder), config.generator.chat_template_kwargs)
+    trainer = config.trainer
+    download(MODEL, trainer.policy.model.path, trainer.download_timeout_s)
+    folder = local_folder(trainer.policy.model.path)
+    tokenizer = load_tokenizer(folder, MODEL, trainer.trust_remote_code)
+    chat = ChatTemplate(tokenizer, config.generator.chat_template_kwargs)
     found = list(findings(chat, folder))
     console.print(table(found))
     for each in found:
