@@ -15,7 +15,11 @@ FOLDER = Path(__file__).parents[3] / "configs/experiment"
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks", "lora_rank"), [("gsm8k_1gpu", 1, 0), ("gsm8k_4gpu", 4, 0), ("lora_single_gpu", 1, 32)]
+    ("name", "num_ranks", "lora_rank"),
+    [
+        *(("gsm8k_1gpu", 1, 0), ("gsm8k_4gpu", 4, 0), ("lora_single_gpu", 1, 32)),
+        *(("dapo_math", 8, 0), ("search", 8, 0), ("text2sql", 8, 0)),
+    ],
 )
 def test_a_recipe_of_reinforcement_learning_passes_the_checks(name: str, num_ranks: int, lora_rank: int):
     config = load_config([f"+experiment={name}"])
@@ -31,9 +35,11 @@ def test_the_recipe_of_fine_tuning_passes_the_checks():
     assert config.trainer.placement.num_policy_ranks == 1
 
 
-@pytest.mark.parametrize("name", ["gsm8k_1gpu", "gsm8k_4gpu", "lora_single_gpu", "sft_chat"])
+@pytest.mark.parametrize(
+    "name", ["gsm8k_1gpu", "gsm8k_4gpu", "lora_single_gpu", "sft_chat", "dapo_math", "search", "text2sql"]
+)
 def test_the_header_has_the_command_and_says_what_was_not_run(name: str):
     header = (FOLDER / f"{name}.yaml").read_text()
     main = "main_sft" if name.startswith("sft") else "main_base"
-    assert f"python -m skyrl_train.entrypoints.{main} +experiment={name}\n" in header
+    assert f"python -m skyrl_train.entrypoints.{main} +experiment={name}" in header
     assert "Forecast, not measured" in header and "downloaded" in header
