@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from skyrl_train.compat.finder import install
+
 if TYPE_CHECKING:
     from skyrl_train.api import load_config, run, run_async
     from skyrl_train.config import ConfigError
@@ -28,3 +30,6 @@ def __getattr__(name: str) -> Any:
     from skyrl_train import api, config
 
     return getattr(config if name == "ConfigError" else api, name)
+
+
+install()  # modules of skyrl_train 0.4

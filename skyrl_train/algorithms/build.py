@@ -21,7 +21,10 @@ from skyrl_train.spelling import nearest
 
 
 def bind(function: Callable[..., Any], values: Mapping[str, Any]) -> Bound:
-    """Bind keyword-only parameters to the values of keys of the same name. Raises: ValueError for missing keys."""
+    """Bind keyword-only parameters to the values of keys of the same name; a function with `**values` gets all.
+
+    Raises: ValueError for missing keys.
+    """
     keys = _keys(function)
     missing = [key.name for key in keys if key.default is key.empty and key.name not in values]
     if missing:
@@ -30,7 +33,7 @@ def bind(function: Callable[..., Any], values: Mapping[str, Any]) -> Bound:
             + ", ".join(f"trainer.algorithm.parameters.{name}=VALUE" for name in missing)
         )
     selection = selection_of(function)
-    own = {key.name: values[key.name] for key in keys if key.name in values}
+    own = dict(values) if takes_all(function) else {key.name: values[key.name] for key in keys if key.name in values}
     return Bound(function, own, None if selection is None else bind(selection, values))
 
 
@@ -109,7 +112,8 @@ def algorithm_problems(
         return
     functions = [*(term.loss for term in objective.terms), *objective.corrections, *objective.selections, estimator]
     taken = {key.name for bound in functions for key in _keys(bound.function)}
-    for name in parameters.keys() - taken:
+    reads_all = any(takes_all(bound.function) for bound in functions)
+    for name in () if reads_all else parameters.keys() - taken:
         close = nearest(name, taken)
         yield f"trainer.algorithm.parameters.{name} is set: no configured function has this parameter. " + (
             f"Did you mean {close}?" if close else f"Remove it, or use one of {', '.join(sorted(taken))}"
@@ -234,6 +238,12 @@ def _sample_of_three(
     batch = MiniBatch(torch.arange(3), torch.tensor([0, 3], dtype=torch.int32), mask, always["advantages"], old)
     signals |= selected(selections, batch)
     return TokenInputs(logprobs, mask, PerSample(torch.zeros(3, dtype=torch.int64), 1, mask), signals)
+
+
+def takes_all(function: Callable[..., Any]) -> bool:
+    """Whether a function gets the values of all keys (`**values`)."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _keys(function: Callable[..., Any]) -> list[inspect.Parameter]:

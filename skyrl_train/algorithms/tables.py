@@ -41,9 +41,11 @@ class Table(Mapping[str, Function]):
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    def register(self, name: str, function: Function) -> None:
-        """Add a user's function. Raises: ValueError if the name is taken."""
-        if self._entries.get(name, function) is not function:
+    def register(self, name: str, function: Function, *, replaces: bool = False) -> None:
+        """Add a user's function. Args: replaces: whether a function of this name may be replaced.
+        Raises: ValueError if the name is taken.
+        """
+        if not replaces and self._entries.get(name, function) is not function:
             raise ValueError(f"{self.key}: the name {name} is taken. Register the function under another name")
         self._entries[name] = function
 
@@ -80,6 +82,11 @@ class Table(Mapping[str, Function]):
 def compares_samples(estimator: str) -> bool:
     """Whether the advantages of this estimator are 0 in a group of one sample."""
     return getattr(ADVANTAGES.resolve(estimator), "compares_samples", False)
+
+
+def needs_whole_samples(loss: str) -> bool:
+    """Whether this loss cannot be computed on ranks that have parts of samples."""
+    return getattr(LOSSES.resolve(loss), "needs_whole_samples", False)
 
 
 def reads_values(estimator: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from skyrl_train.algorithms.build import algorithm_problems, build_objective, uses_rollout_logprobs
-from skyrl_train.algorithms.tables import compares_samples
+from skyrl_train.algorithms.tables import compares_samples, needs_whole_samples
 from skyrl_train.checks.custom import custom_problems
 from skyrl_train.checks.distillation import teacher_problems
 from skyrl_train.checks.engines import (
@@ -139,6 +139,12 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"trainer.algorithm.corrections is {list(algorithm.corrections)}: with trainer.max_staleness "
             f"{config.trainer.staleness} samples are of older weights, which neither {algorithm.policy_loss_type} nor "
             "a correction accounts for. Remove the key (the default is [token_tis]), or set max_staleness=0"
+        )
+    context = config.trainer.policy.megatron_config.context_parallel_size
+    if not problems and context > 1 and needs_whole_samples(algorithm.policy_loss_type):
+        yield (
+            f"{POLICY}.context_parallel_size is {context}: {algorithm.policy_loss_type} reads complete responses, and "
+            "a rank would have a part of each. Set it to 1, or use a loss per token (docs/extending.md)"
         )
     samples = config.generator.n_samples_per_prompt
     if not problems and compares_samples(algorithm.advantage_estimator) and samples < 2:

@@ -49,6 +49,8 @@ MAY_IMPORT = {
         "service"
     ),
     "api": "config entrypoints",
+    # names of skyrl_train 0.4, over all of it
+    "compat": "algorithms config",
 }
 HOW_TO_MEND = (
     "Move what both need into a room that both may import, or hand it in as an argument. If the arrow should exist, "
