@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from skyrl_train.utils.ppo_utils import reduce_loss, register_advantage_estimator, register_policy_loss
+from skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry, PolicyLossRegistry, reduce_loss
 from torch import Tensor
 
+from skyrl_train.algorithms.tables import ADVANTAGES, LOSSES
 
-@register_policy_loss("old_clip")
+
 def clip(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -27,7 +30,6 @@ def clip(
     return loss, {"clip_ratio": share.item()}
 
 
-@register_policy_loss("old_two_parts")
 def two_parts(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, **others: Any) -> Any:
     """A sum of two reductions."""
     mask = others["loss_mask"]
@@ -35,13 +37,11 @@ def two_parts(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, conf
     return 0.25 * reduce_loss(-log_probs, mask, config.loss_reduction) - gain, {}
 
 
-@register_policy_loss("old_mean")
 def mean(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, loss_mask: Any = None) -> Any:
     """Reduces by itself."""
     return -(log_probs * advantages * loss_mask).sum() / loss_mask.sum(), {"clip_ratio": 0.0}
 
 
-@register_advantage_estimator("old_grpo")
 def grpo(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, grpo_norm_by_std: bool = True, **others: Any
 ) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,6 @@ def grpo(
     return scores[:, None] * response_mask, scores[:, None] * response_mask
 
 
-@register_advantage_estimator("old_returns")
 def returns(token_level_rewards: Tensor, response_mask: Tensor, gamma: float, config: Any, **others: Any) -> Any:
     """Discounted rewards from each token on."""
     assert config.gamma == gamma
@@ -65,3 +64,19 @@ def returns(token_level_rewards: Tensor, response_mask: Tensor, gamma: float, co
         total = token_level_rewards[:, column] + gamma * total
         columns.append(total)
     return torch.stack(columns[::-1], 1) * response_mask, None
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """Register all; afterwards the tables are as before, since other tests go over them."""
+    kept = [(table, "_entries", dict(table._entries)) for table in (LOSSES, ADVANTAGES)]
+    kept += [(registry, "_own", dict(registry._own)) for registry in (PolicyLossRegistry, AdvantageEstimatorRegistry)]
+    try:
+        for name, loss in {"old_clip": clip, "old_two_parts": two_parts, "old_mean": mean}.items():
+            PolicyLossRegistry.register(name, loss)
+        for name, estimator in {"old_grpo": grpo, "old_returns": returns}.items():
+            AdvantageEstimatorRegistry.register(name, estimator)
+        yield
+    finally:
+        for owner, attribute, entries in kept:
+            setattr(owner, attribute, entries)

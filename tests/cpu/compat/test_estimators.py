@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-import tests.support.old_functions  # noqa: F401  registers
 from skyrl_train.algorithms.build import bind
 from skyrl_train.algorithms.credit import CreditInputs, advantages
 from skyrl_train.algorithms.tables import ADVANTAGES
 from skyrl_train.compat.estimators import Estimator
 from skyrl_train.config import load_config
+from tests.support.old_functions import registered
 
 VALUES = load_config().trainer.algorithm.values
 MASK = torch.tensor([0, 1, 1, 0, 1, 0, 1, 0, 0, 0, 1, 1], dtype=torch.bool)
@@ -23,6 +24,12 @@ INPUTS = CreditInputs(
     group_ids=torch.tensor([0, 0, 1, 1]),
 )
 """Four samples: two turns, one turn, one without a trained token, and one whose prompt has one token."""
+
+
+@pytest.fixture(autouse=True)
+def functions() -> Iterator[None]:
+    with registered():
+        yield
 
 
 def credited(name: str, **changes: Any) -> torch.Tensor:

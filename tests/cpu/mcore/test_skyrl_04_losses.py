@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import tests.support.old_functions  # noqa: F401  registers
 from skyrl_train.algorithms.build import bind
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.algorithms.tables import LOSSES
@@ -16,9 +16,16 @@ from skyrl_train.config import load_config
 from skyrl_train.megatron.verify.layout_check import run_objectives
 from tests.support.families import make_trial, write_family
 from tests.support.layouts import layout
+from tests.support.old_functions import registered
 
 pytestmark = pytest.mark.slow
 NAMES = ("regular", "old_clip", "old_mean", "old_two_parts")
+
+
+@pytest.fixture(autouse=True)
+def functions() -> Iterator[None]:
+    with registered():
+        yield
 
 
 def objectives(first: Objective) -> list[Objective]:
