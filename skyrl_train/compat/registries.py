@@ -136,6 +136,6 @@ def _text(name: str | Enum) -> str:
 
 
 def _origin(function: Callable[..., Any]) -> object:
-    """The same for a function of the main program and for the one of its module."""
+    """Identity shared by a function of the main program and the one of its module."""
     code = getattr(function, "__code__", None)
     return function if code is None else (code.co_filename, function.__qualname__)
