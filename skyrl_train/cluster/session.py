@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 WORKER_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAY_DEDUP_LOGS": "0"}
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+_started: list[bool] = []
+"""Not empty after `start`."""
 CONNECT_S = 10
 """Timeout for the host of RAY_ADDRESS."""
 
@@ -39,11 +41,39 @@ class Cluster:
 def connect() -> Iterator[Cluster]:
     """Join the cluster named by RAY_ADDRESS (`ray job submit` sets it), or start a local one; leave it at the end.
 
+    In a Ray task, and after `start`, the session of this process is used, and stays.
+
     Raises: ValueError if that cluster does not answer, if the driver is outside of it, or if this process is already
         connected.
     """
+    if ray.is_initialized() and (_started or ray._private.worker.global_worker.mode == ray.WORKER_MODE):
+        yield _joined(ray.get_runtime_context().gcs_address, is_local=False)
+        return
     if ray.is_initialized():
         raise ValueError("this process is already connected to Ray. Call ray.shutdown() before a run")
+    address, context = _connected(**QUIET)
+    try:
+        yield _joined(context.address_info["address"], is_local=address == "local")
+    finally:
+        ray.shutdown()
+
+
+def start() -> None:
+    """Join or start Ray like `connect`, until the process ends, for a run in this process or in its tasks.
+
+    The tasks' output is shown. Does nothing in a connected process. Raises: like `connect`.
+    """
+    if not ray.is_initialized():
+        _connected(**{**QUIET, "log_to_driver": True})
+        _started.append(True)
+
+
+def _joined(address: object, *, is_local: bool) -> Cluster:
+    return Cluster(str(address), is_local, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
+
+
+def _connected(**arguments: Any) -> tuple[str, Any]:
+    """Address that was asked for, and Ray's context."""
     _silence_raylet()
     address = os.environ.get("RAY_ADDRESS") or "local"
     _check_answers(address)
@@ -56,17 +86,10 @@ def connect() -> Iterator[Cluster]:
     local = {"include_dashboard": False} if address == "local" else {}
     try:
         with _signal_handlers_kept(), _own_process_groups():
-            context = _start_or_join(address, runtime_env={"env_vars": worker_environment()}, **local)
+            environment = {"env_vars": worker_environment()}
+            return address, _start_or_join(address, runtime_env=environment, **local, **arguments)
     except ConnectionError as error:
         raise ValueError(_no_cluster(address)) from error
-    try:
-        yield Cluster(
-            address=str(context.address_info["address"]),
-            is_local=address == "local",
-            has_gpus=ray.cluster_resources().get("GPU", 0) > 0,
-        )
-    finally:
-        ray.shutdown()
 
 
 def _start_or_join(address: str, **arguments: Any) -> Any:
@@ -74,12 +97,12 @@ def _start_or_join(address: str, **arguments: Any) -> Any:
     (Ray 2.60) exits if one of its helpers takes more than 15 s to start, as on a machine that stalls.
     """
     try:
-        return ray.init(address=address, **QUIET, **arguments)
+        return ray.init(address=address, **arguments)
     except Exception as error:
         if address != "local" or "timed out during startup" not in str(error):
             raise
         log.warning("local Ray did not start in time, retrying: %s", error)
-        return ray.init(address=address, **QUIET, **arguments)
+        return ray.init(address=address, **arguments)
 
 
 def attach(address: str) -> None:

@@ -2,5 +2,5 @@
 
 `modules.py` lists the modules of 0.4 and where their names are here, `finder.py` makes them importable. Nothing else in
 the package knows this folder. Read `settings` and `experiment` (an entry of 0.4), `losses` and `estimators` (padded
-tensors), then `collector` (generators) and `trainer`.
+tensors), then `generators/` and `trainer`.
 """

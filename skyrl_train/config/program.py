@@ -56,6 +56,10 @@ class Program(Generic[T]):
         """
         return self._built(compose.compose(self.schema, self.base, overrides, [Path(f) for f in folders]))
 
+    def built(self, values: dict[str, Any]) -> T:
+        """The configuration with these values, one for each key. Raises: ConfigError."""
+        return self._built(compose.Composed(values, lambda path: ""))
+
     def _built(self, composed: compose.Composed) -> T:
         values, where = composed.values, composed.where
         tell(composed.translation, values, composed.chosen)

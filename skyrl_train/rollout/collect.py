@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from skyrl_train.rollout.admission import Admission, Failure
 from skyrl_train.rollout.contract import Engines, Requests, Rollout
@@ -13,6 +13,7 @@ from skyrl_train.rollout.seeds import seeded
 from skyrl_train.types import Group, Prompt, Sample, SamplingParams
 
 Result = list[Sample] | Failure
+T = TypeVar("T")
 
 
 class Progress(Protocol):
@@ -32,12 +33,12 @@ class Collector:
     """Collects the samples of many prompts, all in flight at once."""
 
     def __init__(self, rollout: Rollout, engines: Engines) -> None:
-        self._rollout, self._engines = rollout, engines
+        self._rollout, self.engines = rollout, engines
 
     @property
     def requests(self) -> Requests:
         """Requests of all rollouts that the engines have not answered."""
-        return self._engines.requests
+        return self.engines.requests
 
     async def collect(
         self,
@@ -58,7 +59,7 @@ class Collector:
         params = [sampling_params] * n_samples + [replace(sampling_params, temperature=0.0)] * with_greedy
         progress.start(len(prompts) * len(params))
         try:
-            results = await _all_or_first_error(
+            results = await all_or_first_error(
                 [
                     (task_name(prompt), self._result(prompt, seeded(own, prompt.uid, index), progress, admission))
                     for prompt in prompts
@@ -78,7 +79,7 @@ class Collector:
         self, prompt: Prompt, sampling_params: SamplingParams, progress: Progress, admission: Admission
     ) -> Result:
         for attempt in range(1, admission.num_attempts + 1):
-            engines = self._engines.for_a_rollout()
+            engines = self.engines.for_a_rollout()
             try:
                 samples = _samples(await self._rollout(prompt, sampling_params, engines))
             except Exception as error:
@@ -107,7 +108,7 @@ def task_name(prompt: Prompt) -> str:
     return f"prompt {prompt.uid}"
 
 
-async def _all_or_first_error(calls: Sequence[tuple[str, Coroutine[Any, Any, Result]]]) -> list[Result]:
+async def all_or_first_error(calls: Sequence[tuple[str, Coroutine[Any, Any, T]]]) -> list[T]:
     """Unlike asyncio.TaskGroup, raise the first error itself, not an ExceptionGroup with those that followed.
 
     Args: calls: names and coroutines of the tasks.

@@ -1,0 +1,75 @@
+"""skyrl_train 0.4's data sets and the prompts of this project."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from skyrl_train.config import Config
+from skyrl_train.data.prompts import load_prompts
+from skyrl_train.types import Prompt
+
+Item = tuple[Any, str | None, dict[str, Any], str]
+"""(messages, env_class, extras, uid)"""
+
+
+class PromptDataset:
+    """Rows of files or hub data sets, without those whose prompt is too long."""
+
+    def __init__(
+        self,
+        datasets: str | Sequence[str],
+        tokenizer: Any,
+        max_prompt_length: int,
+        num_workers: int = 8,
+        prompt_key: str = "prompt",
+        env_class_key: str = "env_class",
+        **arguments: Any,
+    ) -> None:
+        """Args: arguments: of `load_prompts`. Raises: ValueError for other columns than prompt and env_class, and like
+        `load_prompts`.
+        """
+        if (prompt_key, env_class_key) != ("prompt", "env_class"):
+            raise ValueError(
+                f"prompt_key is {prompt_key}, env_class_key {env_class_key}: rows have prompt and env_class"
+            )
+        sources = [datasets] if isinstance(datasets, str) else list(datasets)
+        defaults: dict[str, Any] = {"default_env_class": "", "chat_template_kwargs": {}}
+        self.prompts = load_prompts(
+            sources, tokenizer=tokenizer, max_prompt_length=max_prompt_length, **{**defaults, **arguments}
+        ).prompts
+
+    @classmethod
+    def of_config(cls, config: Config, tokenizer: Any, sources: Sequence[str]) -> PromptDataset:
+        return cls(
+            sources,
+            tokenizer,
+            config.trainer.max_prompt_length,
+            default_env_class=config.environment.env_class,
+            allowed_env_classes=config.environment.allowed_env_classes,
+            chat_template_kwargs=config.generator.chat_template_kwargs,
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> Item:
+        prompt = self.prompts[index]
+        return prompt.messages, prompt.env_class, prompt.extras, prompt.uid
+
+    def collate_fn(self, items: Sequence[Item]) -> list[dict[str, Any]]:
+        names = ("prompt", "env_class", "env_extras", "uid")
+        return [dict(zip(names, item, strict=True)) for item in items]
+
+
+def prompts_of(dataset: Any, default_env_class: str) -> list[Prompt]:
+    """The rows of a data set of 0.4's contract; none of None."""
+    rows: list[Item] = [] if dataset is None else [dataset[index] for index in range(len(dataset))]
+    return [
+        Prompt(str(uid), messages, env_class or default_env_class, dict(extras or {}), _data_source(extras))
+        for messages, env_class, extras, uid in rows
+    ]
+
+
+def _data_source(extras: dict[str, Any] | None) -> str:
+    return str((extras or {}).get("data_source") or "unknown")

@@ -1,0 +1,128 @@
+"""Configurations of programs with `@hydra.main`, as skyrl_train 0.4's users write them.
+
+Hydra reads the command line before the program runs, and rejects keys of 0.4. So importing 0.4's entry translates the
+arguments of the process; `validate_cfg` reports the translation. Keys that only the user's code knows (`+key=value`)
+stay in the `DictConfig`, and are in `extra` of the typed configuration.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from skyrl_train.algorithms.build import takes_all
+from skyrl_train.algorithms.tables import ADVANTAGES, LOSSES, import_modules
+from skyrl_train.checks.rl import check
+from skyrl_train.compat.registries import registering_modules
+from skyrl_train.config import Config, ConfigError
+from skyrl_train.config.compose import resolved
+from skyrl_train.config.overrides import hydra_line, literal, parse
+from skyrl_train.config.rl import RL
+from skyrl_train.config.schema import field_types, is_free_form, key_types
+from skyrl_train.config.skyrl_04.notice import tell
+from skyrl_train.config.skyrl_04.table import table
+from skyrl_train.config.skyrl_04.translate import Translation, translate
+
+MAX_SEQ_LEN = "trainer.algorithm.max_seq_len"
+_pending: list[Translation] = []
+"""Translation of this process's arguments, until it has been reported."""
+
+
+def translate_arguments() -> None:
+    """Replace keys of 0.4 in `sys.argv` by those that exist here."""
+    arguments, translation = translated(sys.argv[1:])
+    if translation or translation.problems:
+        sys.argv[1:] = arguments
+        _pending.append(translation)
+
+
+def translated(arguments: Sequence[str]) -> tuple[list[str], Translation]:
+    """Arguments for Hydra; flags, groups and sections of the user's own are kept, in front."""
+    sections = field_types(Config)
+    ours = [text for text in arguments if text.lstrip("+").split("=")[0].partition(".")[0] in sections and "=" in text]
+    try:
+        overrides, translation = translate([parse(text, Config) for text in ours], Config)
+    except ConfigError:  # Hydra says what cannot be read
+        return list(arguments), Translation()
+    kept = [text for text in arguments if text not in ours]
+    return [*kept, *(hydra_line(override, Config) for override in overrides)], translation
+
+
+def validate_cfg(cfg: DictConfig) -> None:
+    """Check a configuration before anything starts. Like in 0.4 it gets `trainer.algorithm.max_seq_len`, and
+    `trainer.custom_modules` also names the modules whose losses and estimators are registered.
+
+    Raises: ConfigError, a ValueError.
+    """
+    modules = [*(cfg.trainer.get("custom_modules") or ()), *registering_modules()]
+    with open_dict(cfg):
+        cfg.trainer.custom_modules = list(dict.fromkeys(modules))
+        lengths = cfg.generator.max_input_length, cfg.generator.sampling_params.max_generate_length
+        OmegaConf.update(cfg, MAX_SEQ_LEN, sum(lengths))
+    translation = _pending.pop() if _pending else Translation()
+    if translation.problems:
+        raise ConfigError(translation.problems)
+    config = config_of(cfg)
+    given = [text.lstrip("+").partition("=")[0] for text in sys.argv[1:] if "=" in text]
+    tell(translation, resolved(cfg), given)
+    try:
+        check(config, None, files=False)
+    except ConfigError as error:
+        raise translation.naming_old_keys(error) from error
+
+
+def config_of(cfg: DictConfig) -> Config:
+    """The typed configuration. Keys of 0.4 that the program added are translated. Raises: ConfigError."""
+    plain, kinds = resolved(cfg), key_types(Config)
+    algorithm = plain["trainer"]["algorithm"]
+    reads_all = _reads_all(plain["trainer"]["custom_modules"], algorithm)
+    values: dict[str, Any] = {}
+    old = []
+    for key, value in _leaves(plain, kinds):
+        section, _, name = key.rpartition(".")
+        if key in kinds:
+            _place(values, key, value)
+        elif key.partition(".")[0] in kinds and table().find(key) is not None:
+            old.append(parse(f"++{key}={literal(value)}"))
+        elif section == "trainer.algorithm" and reads_all:
+            _place(values, f"{section}.parameters.{name}", value)
+        elif key != MAX_SEQ_LEN:
+            _place(values, f"extra.{key}", value)
+    overrides, translation = translate(old, Config)
+    if translation.problems:
+        raise ConfigError(translation.problems)
+    for override in overrides:
+        _place(values, override.key_or_group, override.value())
+    return RL.built(values)
+
+
+def _reads_all(modules: Sequence[str], algorithm: Mapping[str, Any]) -> bool:
+    """Whether the loss or the estimator gets all values of trainer.algorithm."""
+    try:
+        import_modules(modules)
+        functions = (
+            LOSSES.resolve(algorithm["policy_loss_type"]), ADVANTAGES.resolve(algorithm["advantage_estimator"])
+        )  # fmt: skip
+    except ValueError:  # an error of the configuration too, with the key's origin
+        return False
+    return any(takes_all(function) for function in functions)
+
+
+def _place(values: dict[str, Any], key: str, value: Any) -> None:
+    section, _, name = key.rpartition(".")
+    for part in section.split(".") if section else ():
+        values = values.setdefault(part, {})
+    values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
+
+
+def _leaves(values: Mapping[str, Any], kinds: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys with their values; free-form mappings of the schema are not divided."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and not is_free_form(kinds.get(key)):
+            yield from _leaves(value, kinds, f"{key}.")
+        else:
+            yield key, value
