@@ -14,7 +14,8 @@ from rich.console import Console
 from skyrl_train.checks.tokenizer import load_tokenizer
 from skyrl_train.compat.dataset import PromptDataset, prompts_of
 from skyrl_train.compat.generators.client import InferenceEngineClient
-from skyrl_train.compat.generators.collector import GeneratorCollector, Postprocessed, SkyRLGymGenerator
+from skyrl_train.compat.generators.collector import GeneratorCollector, Postprocessed, needs_logprobs
+from skyrl_train.compat.generators.environments import SkyRLGymGenerator
 from skyrl_train.compat.settings import config_of, translate_arguments
 from skyrl_train.compat.trainer import REPLACED, RayPPOTrainer, overridden, refuse
 from skyrl_train.config import Config, config_dir
@@ -188,7 +189,8 @@ class _Run(Experiment):
     def get_source(self, parts: SourceParts) -> GroupSource:
         collector = parts.collector
         if isinstance(collector, GeneratorCollector):
-            collector = collector.for_training(parts.policy_version)
+            needs = needs_logprobs(self.config.trainer.algorithm)
+            collector = collector.for_training(parts.policy_version, needs_logprobs=needs)
         if self._old.postprocesses:
             collector = Postprocessed(collector, self._old.postprocess_generator_output)
         return super().get_source(dataclasses.replace(parts, collector=collector))

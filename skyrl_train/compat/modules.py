@@ -45,18 +45,22 @@ OLD: dict[str, dict[str, str]] = {
     "skyrl_train.generators.utils": {
         **_from(
             "compat.generators.functions",
-            *("apply_overlong_filtering", "concatenate_generator_outputs", "get_rollout_metrics"),
-            *("get_response_ids_and_loss_mask_from_messages", "prepare_generator_input"),
+            *("get_response_ids_and_loss_mask_from_messages", "get_rollout_metrics"),
+        ),
+        "apply_overlong_filtering": "!set generator.apply_overlong_filtering=true",
+        **dict.fromkeys(
+            ("prepare_generator_input", "concatenate_generator_outputs"),
+            "!the run calls generate once for each group, and joins the outputs",
         ),
         "get_metrics_from_generator_output": "!the run logs rewards and pass@k of all groups (reward/*)",
     },
     "skyrl_train.generators.skyrl_gym_generator": {
         **_TYPES,
-        **_from("compat.generators.collector", "SkyRLGymGenerator"),
+        **_from("compat.generators.environments", "SkyRLGymGenerator"),
     },
     "skyrl_train.inference_engines": {},
     "skyrl_train.inference_engines.base": {
-        **_from("compat.generators.types", "ConversationType"),
+        **_from("compat.generators.types", "ConversationType", "InferenceEngineInput", "InferenceEngineOutput"),
         "InferenceEngineInterface": _CLIENT["InferenceEngineClient"],
     },
     "skyrl_train.inference_engines.inference_engine_client": _CLIENT,

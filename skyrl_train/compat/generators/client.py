@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from skyrl_train.compat.generators.types import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.rollout.collect import all_or_first_error, task_name
 from skyrl_train.rollout.contract import Engines, Rollout
 from skyrl_train.rollout.seeds import seeded
-from skyrl_train.types import SamplingParams
+from skyrl_train.types import Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 FIXED: dict[str, tuple[Any, ...]] = {
-    "min_tokens": (0, 1, None),
+    "min_tokens": (1, 0, None),
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (True,),
-    "logprobs": (None, 0, 1),
+    "logprobs": (0, 1, None),
     "repetition_penalty": (1, None),
     "n": (1, None),
 }
@@ -30,15 +31,25 @@ OWNED_BY_THE_RUN = (
 
 @dataclass(slots=True)
 class Call:
-    """The call of `generate` in which a request is made."""
+    """The call of `generate` in which requests are made, that of one group."""
 
     engines: Engines
     params: SamplingParams
-    uid: str
+    prompt: Prompt
     rollout: Rollout
     """The one that plays environments."""
     versions: list[int] = field(default_factory=list)
     """Policy versions that answered."""
+    _sessions: dict[str, Engines] = field(default_factory=dict)
+
+    def session(self, name: str) -> tuple[Engines, SamplingParams]:
+        """Engines and parameters of a session, whose seeds depend on its name and the number of its requests."""
+        return self._sessions.setdefault(name, self.engines.for_a_rollout()), seeded(self.params, name)
+
+    @property
+    def error(self) -> Exception | None:
+        """Error of the engines themselves, which ends the run."""
+        return next((each.error for each in self._sessions.values() if each.error is not None), None)
 
 
 CURRENT: ContextVar[Call] = ContextVar("call")
@@ -52,44 +63,53 @@ class InferenceEngineClient:
     def __init__(self, tokenizer: Any, model_name: str) -> None:
         self.tokenizer, self.model_name = tokenizer, model_name
 
-    async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
+    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         """Answers to `prompts` (messages) or `prompt_token_ids`, all at once.
 
-        Args: input_batch: also `sampling_params`, in vLLM's words, and `session_ids`: requests of one reach one engine.
-        Returns: responses, response_ids, stop_reasons and response_logprobs, a list each.
+        Requests of one of the `session_ids` reach one engine, and their seeds do not depend on other sessions. Without
+        `sampling_params` they have those of the phase.
+
+        Raises: RuntimeError outside of a generator's `generate`; ValueError for parameters that requests do not have.
         """
         call = CURRENT.get(None)
         if call is None:
-            raise RuntimeError("inference_engine_client.generate was called outside of a generator's generate")
-        chat = call.engines.chat
-        prompts = input_batch.get("prompt_token_ids") or [chat.prompt_ids(each) for each in input_batch["prompts"]]
-        params = sampling_params_of(input_batch.get("sampling_params"), call.params)
-        sessions = input_batch.get("session_ids") or [call.uid] * len(prompts)
-        requests = (
-            call.engines.generate(list(prompt), params, str(session))
-            for prompt, session in zip(prompts, sessions, strict=True)
-        )
-        answers = await asyncio.gather(*requests)
+            raise RuntimeError(
+                "inference_engine_client.generate was called outside of a generator's generate. Call it in a task of "
+                "that coroutine, not in another process"
+            )
+        messages, prompts = input_batch.get("prompts"), input_batch.get("prompt_token_ids")
+        if (messages is None) == (prompts is None):
+            raise ValueError("an engine's input has prompts or prompt_token_ids, and not both. Give one of them")
+        if prompts is None:
+            prompts = [call.engines.chat.prompt_ids(each) for each in messages or ()]
+        given = input_batch.get("sampling_params")
+        sessions = input_batch.get("session_ids") or [call.prompt.uid] * len(prompts)
+        requests = []
+        for prompt, session in zip(prompts, map(str, sessions), strict=True):
+            engines, params = call.session(session)
+            requests.append(engines.generate(list(prompt), sampling_params_of(given, params), session))
+        # Named like the rollout's task, whose stack is shown if no answer comes.
+        answers = await all_or_first_error([(task_name(call.prompt), request) for request in requests])
         call.versions += [answer.policy_version for answer in answers]
-        return {
-            "responses": [answer.text for answer in answers],
-            "response_ids": [answer.token_ids for answer in answers],
-            "stop_reasons": [answer.stop_reason for answer in answers],
-            "response_logprobs": [answer.logprobs for answer in answers],
-        }
+        return InferenceEngineOutput(
+            responses=[answer.text for answer in answers],
+            response_ids=[answer.token_ids for answer in answers],
+            stop_reasons=[answer.stop_reason for answer in answers],
+            response_logprobs=[answer.logprobs for answer in answers],
+        )
 
     async def sample(
         self,
         prompt_token_ids: Sequence[int],
         num_samples: int,
-        sampling_params: Mapping[str, Any] | None,
+        sampling_params: dict[str, Any] | None,
         session_id: str | int | None = None,
-    ) -> dict[str, Any]:
+    ) -> InferenceEngineOutput:
         """`num_samples` answers to one prompt, like `generate`."""
         sessions = None if session_id is None else [session_id] * num_samples
         prompts = [list(prompt_token_ids)] * num_samples
         return await self.generate(
-            {"prompt_token_ids": prompts, "sampling_params": sampling_params, "session_ids": sessions}
+            InferenceEngineInput(prompt_token_ids=prompts, sampling_params=sampling_params, session_ids=sessions)
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -112,8 +132,9 @@ def sampling_params_of(given: Mapping[str, Any] | None, configured: SamplingPara
     """vLLM's parameters as those of a request; what is not given is configured. Raises: ValueError for others."""
     changes = dict(given or {})
     for name, allowed in FIXED.items():
-        if name in changes and changes.pop(name) not in allowed:
-            raise ValueError(f"sampling parameter {name}: only {allowed[0]} is possible here")
+        value = changes.pop(name, allowed[0])
+        if value not in allowed:
+            raise ValueError(f"sampling parameter {name} is {value}: requests have {allowed[0]}. Remove it")
     length = changes.pop("max_tokens", changes.pop("max_generate_length", None))
     stop = changes.pop("stop", None)
     stop = configured.stop if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
@@ -124,8 +145,3 @@ def sampling_params_of(given: Mapping[str, Any] | None, configured: SamplingPara
         raise ValueError(f"sampling parameters {', '.join(changes)}: requests do not have them. Remove them")
     longest = configured.max_generate_length if length is None else length
     return replace(configured, max_generate_length=longest, stop=stop, **numbers)
-
-
-def of_repetition(call: Call, repetition: int) -> tuple[Engines, SamplingParams]:
-    """Engines and parameters of one sample of a group, so that its seeds do not depend on the others."""
-    return call.engines.for_a_rollout(), seeded(call.params, "repetition", repetition)

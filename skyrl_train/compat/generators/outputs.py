@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from skyrl_train.compat.generators.types import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID
 from skyrl_train.types import UNKNOWN_VERSION, Group, Prompt, Sample, SamplingParams
@@ -15,9 +18,9 @@ from skyrl_train.types import UNKNOWN_VERSION, Group, Prompt, Sample, SamplingPa
 def input_of(prompt: Prompt, n_samples: int, params: SamplingParams, metadata: BatchMetadata) -> GeneratorInput:
     """The input of one group."""
     return GeneratorInput(
-        prompts=[prompt.messages] * n_samples,
+        prompts=[copy.deepcopy(prompt.messages) for _ in range(n_samples)],
         env_classes=[prompt.env_class] * n_samples,
-        env_extras=[dict(prompt.extras) for _ in range(n_samples)],
+        env_extras=[copy.deepcopy(prompt.extras) for _ in range(n_samples)],
         sampling_params=vllm_params(params),
         trajectory_ids=[TrajectoryID(prompt.uid, index) for index in range(n_samples)],
         batch_metadata=metadata,
@@ -34,55 +37,96 @@ def vllm_params(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-def samples_of(output: GeneratorOutput, prompt: Prompt, policy_version: int, tokenizer: Any) -> list[Sample]:
-    """Samples of one group, without placeholders (a response of one token that is not trained).
+def conversations_of(
+    output: GeneratorOutput, prompt: Prompt, n_samples: int, policy_version: int, tokenizer: Any
+) -> list[list[Sample]]:
+    """The samples of one group by trajectory, without placeholders (a response of one token that is not trained).
 
-    Raises: ValueError for lists of different lengths, or for step-wise trajectories.
+    Raises: ValueError for lists of different lengths, more trajectories than `n_samples`, or steps of one that are not
+        neighbours.
     """
-    if output.get("is_last_step") is not None:
+    size = len(output["response_ids"])
+    columns: dict[str, Sequence[Any]] = {
+        **{name: output[name] for name in ("prompt_token_ids", "response_ids", "rewards", "loss_masks")},
+        "stop_reasons": output.get("stop_reasons") or ["stop"] * size,
+        "rollout_logprobs": output.get("rollout_logprobs") or [None] * size,
+        "is_last_step": output.get("is_last_step") or [True] * size,
+        "trajectory_ids": output.get("trajectory_ids") or [None] * size,
+    }
+    for name, column in columns.items():
+        if len(column) != size:
+            raise ValueError(f"the generator returned {size} response_ids and {len(column)} {name}. Return as many")
+    ends, ids = columns["is_last_step"], columns["trajectory_ids"]
+    if sum(ends) > n_samples or (size and not ends[-1]):
         raise ValueError(
-            "the generator returned is_last_step: step-wise trajectories are not served. Return a list of samples from "
-            "a rollout (generator.rollout, docs/extending.md)"
+            f"the generator returned {sum(ends)} complete trajectories in {size} samples for {n_samples} inputs. "
+            "Return one for each input, with is_last_step where a trajectory has several samples"
         )
-    prompts, responses, masks = output["prompt_token_ids"], output["response_ids"], output["loss_masks"]
-    logprobs: Sequence[list[float] | None] = output.get("rollout_logprobs") or [None] * len(responses)
-    reasons = output.get("stop_reasons") or ["stop"] * len(responses)
-    samples = []
-    parts = zip(prompts, responses, output["rewards"], masks, logprobs, reasons, strict=True)
-    for number, (own_prompt, response, reward, mask, own_logprobs, reason) in enumerate(parts):
-        own_rewards = token_rewards(reward, len(response))
-        known = own_logprobs if own_logprobs is not None else [float("nan") if written else 0.0 for written in mask]
-        if not len(response) == len(mask) == len(own_rewards) == len(known):
+    conversations: list[list[Sample]] = [[]]
+    for number in range(size):
+        if number and not ends[number - 1] and ids[number] != ids[number - 1]:
             raise ValueError(
-                f"sample {number} of the generator has {len(response)} response_ids, {len(mask)} loss_masks, "
-                f"{len(own_rewards)} rewards and {len(known)} rollout_logprobs: the numbers must be equal"
+                f"sample {number} of the generator is of another trajectory than the unfinished one before"
             )
-        if len(response) == 1 and not any(mask):
-            continue
-        read = len(own_prompt)
-        is_trained = torch.tensor([0] * read + [*mask], dtype=torch.bool)
-        text = {"role": "assistant", "content": tokenizer.decode(response, skip_special_tokens=True)}
-        samples.append(
-            Sample(
-                token_ids=torch.tensor([*own_prompt, *response], dtype=torch.int64),
-                loss_mask=is_trained,
-                rollout_logprobs=torch.tensor([0.0] * read + [*known]).masked_fill(~is_trained, 0),
-                prompt_length=read,
-                rewards=torch.tensor([0.0] * read + own_rewards, dtype=torch.float64),
-                stop_reason="length" if reason == "length" else "stop",
-                turns=sum(after and not before for before, after in zip([0, *mask], mask, strict=False)),
-                policy_version=UNKNOWN_VERSION if own_logprobs is None else policy_version,
-                transcript=[*prompt.messages, text] if isinstance(prompt.messages, list) else [text],
-            )
+        try:
+            sample = _sample({name: each[number] for name, each in columns.items()}, prompt, policy_version, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"sample {number} of the generator has {error}") from error
+        conversations[-1].append(sample)
+        if ends[number]:
+            conversations.append([])
+    return [samples for samples in conversations[:-1] if not _is_placeholder(samples)]
+
+
+def _sample(row: Mapping[str, Any], prompt: Prompt, policy_version: int, tokenizer: Any) -> Sample:
+    """Logprobs that are not given are NaN, so that nothing can use them. Raises: ValueError."""
+    read, response, mask, logprobs = (
+        row[name] for name in ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")
+    )
+    known = logprobs if logprobs is not None else [float("nan")] * len(response)
+    if not len(response) == len(mask) == len(known):
+        raise ValueError(
+            f"{len(response)} response_ids, {len(mask)} loss_masks and {len(known)} rollout_logprobs. Return as many"
         )
-    return samples
+    if not read:
+        raise ValueError("no prompt_token_ids, and nothing predicts a first token. Return those of the prompt")
+    is_trained = torch.tensor([0] * len(read) + [*mask], dtype=torch.bool)
+    text = {"role": "assistant", "content": tokenizer.decode(response, skip_special_tokens=True)}
+    return Sample(
+        token_ids=torch.tensor([*read, *response], dtype=torch.int64),
+        loss_mask=is_trained,
+        rollout_logprobs=torch.tensor([0.0] * len(read) + [*known]).masked_fill(~is_trained, 0),
+        prompt_length=len(read),
+        rewards=_rewards(row["rewards"], len(read), len(response)),
+        stop_reason="length" if row["stop_reasons"] == "length" else "stop",
+        turns=sum(after and not before for before, after in pairwise([0, *mask])),
+        policy_version=UNKNOWN_VERSION if logprobs is None else policy_version,
+        transcript=[*prompt.messages, text] if isinstance(prompt.messages, list) else [text],
+        ends_conversation=bool(row["is_last_step"]),
+    )
+
+
+def _is_placeholder(samples: Sequence[Sample]) -> bool:
+    return len(samples) == 1 and len(samples[0].token_ids) == samples[0].prompt_length + 1 and samples[0].turns == 0
+
+
+def _rewards(reward: Any, prompt_length: int, length: int) -> Tensor:
+    """[L] float64; a single number is earned by the last token. Raises: ValueError for another number of rewards."""
+    rewards = torch.zeros(prompt_length + length, dtype=torch.float64)
+    if not isinstance(reward, list | tuple):
+        rewards[-1] = float(reward)
+        return rewards
+    if len(reward) != length:
+        raise ValueError(f"{len(reward)} rewards for {length} response_ids. Return a number, or one per token")
+    rewards[prompt_length:] = torch.tensor(reward, dtype=torch.float64)
+    return rewards
 
 
 def token_rewards(reward: Any, length: int) -> list[float]:
-    """One number for each token of a response."""
+    """One number for each token of a response; a single one is earned by the last."""
     if isinstance(reward, list | tuple):
         return [float(each) for each in reward]
-    return [0.0] * (length - 1) + [float(reward)]
+    return [0.0] * (length - 1) + [float(reward)] * (length > 0)
 
 
 def output_of(group: Group) -> GeneratorOutput:
@@ -90,16 +134,18 @@ def output_of(group: Group) -> GeneratorOutput:
     samples = group.samples
     rewards = [sample.rewards[sample.prompt_length :].tolist() for sample in samples]
     is_final = not any(any(own[:-1]) for own in rewards)
+    is_step_wise = not all(sample.ends_conversation for sample in samples)
+    conversation = [number for number, conversation in enumerate(group.conversations) for _ in range(len(conversation))]
     return GeneratorOutput(
         prompt_token_ids=[sample.token_ids[: sample.prompt_length].tolist() for sample in samples],
         response_ids=[sample.token_ids[sample.prompt_length :].tolist() for sample in samples],
-        rewards=[own[-1] if own else 0.0 for own in rewards] if is_final else rewards,
+        rewards=[sample.reward for sample in samples] if is_final else rewards,
         loss_masks=[sample.loss_mask[sample.prompt_length :].long().tolist() for sample in samples],
         stop_reasons=[sample.stop_reason for sample in samples],
         rollout_metrics=None,
         rollout_logprobs=[sample.rollout_logprobs[sample.prompt_length :].tolist() for sample in samples],
-        trajectory_ids=[TrajectoryID(group.prompt.uid, index) for index in range(len(samples))],
-        is_last_step=None,
+        trajectory_ids=[TrajectoryID(group.prompt.uid, number) for number in conversation],
+        is_last_step=[sample.ends_conversation for sample in samples] if is_step_wise else None,
     )
 
 
@@ -107,10 +153,10 @@ def with_output(group: Group, output: Mapping[str, Any]) -> Group:
     """The group with the rewards and loss masks of an output. Raises: ValueError if it has other samples."""
     samples = []
     for sample, reward, mask in zip(group.samples, output["rewards"], output["loss_masks"], strict=True):
-        read, length = sample.prompt_length, len(sample.token_ids) - sample.prompt_length
-        rewards = torch.tensor([0.0] * read + token_rewards(reward, length)[:length], dtype=torch.float64)
-        is_trained = torch.tensor([0] * read + [*mask], dtype=torch.bool)
-        if not len(rewards) == len(is_trained) == len(sample.token_ids):
+        length = len(sample.token_ids) - sample.prompt_length
+        if len(mask) != length:
             raise ValueError("postprocess_generator_output changed the length of a response. Change rewards and masks")
+        rewards = _rewards(reward, sample.prompt_length, length)
+        is_trained = torch.tensor([0] * sample.prompt_length + [*mask], dtype=torch.bool)
         samples.append(replace(sample, rewards=rewards, loss_mask=is_trained & sample.loss_mask))
     return replace(group, samples=tuple(samples))

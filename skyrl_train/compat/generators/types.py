@@ -1,13 +1,33 @@
-"""Inputs and outputs of skyrl_train 0.4's generators."""
+"""Inputs and outputs of skyrl_train 0.4's generators and of its client of the engines."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 ConversationType = list[dict[str, str]]
 TrainingPhase = Literal["train", "eval"]
+
+
+class InferenceEngineInput(TypedDict, total=False):
+    """Requests; one of `prompts` and `prompt_token_ids` is given."""
+
+    prompts: list[ConversationType] | None
+    prompt_token_ids: list[list[int]] | None
+    sampling_params: dict[str, Any] | None
+    """In vLLM's words."""
+    session_ids: Sequence[int | str] | None
+
+
+class InferenceEngineOutput(TypedDict):
+    """Answers in the order of the requests."""
+
+    responses: list[str]
+    response_ids: list[list[int]]
+    stop_reasons: list[str]
+    response_logprobs: list[list[float]] | None
 
 
 @dataclass
@@ -28,6 +48,7 @@ class BatchMetadata:
     """The step that the samples are for."""
 
     global_step: int
+    """From 1 in training; in an evaluation, the number of steps that the weights were trained."""
     training_phase: TrainingPhase
 
 
@@ -48,12 +69,14 @@ class GeneratorOutput(TypedDict, total=False):
     prompt_token_ids: list[list[int]]
     response_ids: list[list[int]]
     rewards: list[float] | list[list[float]]
+    """One number for each sample, or for each token of its response."""
     loss_masks: list[list[int]]
     stop_reasons: list[str] | None
     rollout_metrics: dict[str, Any] | None
     rollout_logprobs: list[list[float]] | None
     trajectory_ids: list[TrajectoryID] | None
     is_last_step: list[bool] | None
+    """Given where a trajectory is several samples, one for each of its steps."""
 
 
 @dataclass
