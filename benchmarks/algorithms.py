@@ -32,12 +32,15 @@ A = "trainer.algorithm"
 REGULAR, CRITIC = "regular", "gae"
 TIGHT = [f"{A}.eps_clip_low=3e-4", f"{A}.eps_clip_high=4e-4", f"{A}.loss_reduction=sequence_mean"]
 NO_GROUPS = ["generator.n_samples_per_prompt=1"]
+ONE_UPDATE = ["trainer.policy_mini_batch_size=128"]
+"""A step of the optimizer per batch, for objectives without a ratio to the policy that sampled."""
 NAMED = [
     *("trainer.prepare=benchmarks.lib.named_addition:prepare", "data.train_data=[quickstart/named.jsonl]"),
     "environment.env_class=benchmarks.lib.named_addition:NamedAddition",
 ]
 OWN = {
-    "gpg": [f"{A}.policy_loss_type=reinforce"],
+    "gpg": [f"{A}.policy_loss_type=reinforce", *ONE_UPDATE],
+    "reinforce": ONE_UPDATE,
     "gdpo": NAMED,
     "remax": [*NO_GROUPS, "trainer.train_batch_size=1024", "trainer.policy_mini_batch_size=512"],
     "gspo": TIGHT,

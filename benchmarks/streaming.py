@@ -4,10 +4,11 @@
 
 Policy and engine have a GPU each. Cases: `fixed`, all responses of --new-tokens tokens; `spread`, lengths from 64 to
 --longest tokens, uniform in their logarithm and the same in all runs. Each case runs with the on-policy source and with
-streaming at each --staleness. Columns: seconds from one step's metrics to the next's (median, after --warm-up steps),
-the on-policy run's time over it, seconds of generation and update, the fractions of a step in which the trainer waited
-for groups and engines had no request, staleness of the tokens (mean, max), and seconds of a weight sync, during which
-the engines pause.
+streaming at each --staleness. Columns: seconds from one step's metrics to the next's (mean, after --warm-up steps: a
+streaming run generates its first batches before its first step, so its first steps wait for nothing), the on-policy
+run's time over it, seconds of generation and update, the fractions of a step in which the trainer waited for groups and
+engines had no request, staleness of the tokens (mean, max), and seconds of a weight sync, during which the engines
+pause.
 """
 
 from __future__ import annotations
@@ -83,12 +84,12 @@ def config_of(case: Case, args: argparse.Namespace, model: Path, data: Path) -> 
 
 
 def measured(rows: Rows, warm_up: int) -> dict[str, float]:
-    """Medians over the steps after the warm-up."""
+    """Mean time of the steps after the warm-up, and medians of their metrics."""
     walls = [later[WALL_TIME] - row[WALL_TIME] for row, later in pairwise(rows)][warm_up - 1 :]
     kept = rows[warm_up:]
     names = [name for name in kept[-1] if name.startswith(("timing/", "async/", "perf/"))]
     medians = {name: statistics.median(row[name] for row in kept if name in row) for name in names}
-    return {"step_s": statistics.median(walls), "tokens": statistics.median(map(mean_tokens, kept))} | medians
+    return {"step_s": statistics.mean(walls), "tokens": statistics.median(map(mean_tokens, kept))} | medians
 
 
 def mean_tokens(row: Mapping[str, Any]) -> float:
@@ -111,8 +112,8 @@ def line_of(case: Case, found: Mapping[str, float], synchronous: Mapping[str, fl
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model(parser)
-    parser.add_argument("--steps", type=int, default=4, help="measured steps of each run")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps before them")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of each run")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
     parser.add_argument("--cases", nargs="+", choices=("fixed", "spread"), default=["spread", "fixed"])
     parser.add_argument("--staleness", nargs="+", type=int, default=[1])
     parser.add_argument("--prompts", type=int, default=64)
