@@ -62,9 +62,14 @@ class SampleLog:
         return files
 
     def _rows(self, step: int, groups: Sequence[Group], max_samples: int = -1) -> list[Transcript]:
-        samples = ((group.prompt, sample) for group in groups for sample in group.samples)
+        samples = (
+            (sample, group.prompt, self._decode(sample.token_ids), index)
+            for group in groups
+            for index, conversation in enumerate(group.conversations)
+            for sample in conversation
+        )
         chosen = itertools.islice(samples, None if max_samples < 0 else max_samples)
-        return [transcript_of(step, sample, prompt, self._decode(sample.token_ids)) for prompt, sample in chosen]
+        return [transcript_of(step, *values) for values in chosen]
 
 
 def plain(row: Transcript) -> dict[str, Any]:

@@ -36,6 +36,8 @@ class Transcript:
     stop_reason: str
     uid: str = ""
     """Uid of the prompt; the samples of a group share it."""
+    conversation: int = 0
+    """Index of the conversation in its group. Samples that are turns of one conversation share it."""
     data_source: str = ""
     env_class: str = ""
     reference: Any = None
@@ -50,9 +52,12 @@ class Transcript:
     """All tokens of the sample as text, including special tokens."""
 
 
-def transcript_of(step: int, sample: Sample, prompt: Prompt | None = None, text: str = "") -> Transcript:
-    """A sample as text; its prompt is everything before the policy's first turn. Args: prompt: its row; text: of its
-    tokens.
+def transcript_of(
+    step: int, sample: Sample, prompt: Prompt | None = None, text: str = "", conversation_index: int = 0
+) -> Transcript:
+    """A sample as text; its prompt is everything before the policy's first turn.
+
+    Args: prompt: its row; text: of its tokens; conversation_index: of its conversation in the group.
     """
     messages = sample.transcript
     spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"][-sample.turns :]
@@ -64,6 +69,7 @@ def transcript_of(step: int, sample: Sample, prompt: Prompt | None = None, text:
         reward=sample.reward,
         stop_reason=sample.stop_reason,
         uid="" if prompt is None else prompt.uid,
+        conversation=conversation_index,
         data_source="" if prompt is None else prompt.data_source,
         env_class="" if prompt is None else prompt.env_class,
         reference=None if prompt is None else reference_of(prompt.extras),

@@ -79,6 +79,7 @@ def test_an_evaluation_keeps_every_sample_as_lines_and_as_a_table(
         "reward": 1.0,
         "stop_reason": "stop",
         "uid": "7",
+        "conversation": 0,
         "data_source": "sums",
         "env_class": "addition",
         "reference": "2",
@@ -107,6 +108,17 @@ def test_training_writes_whole_groups_up_to_a_number_and_shows_one_of_each_promp
     assert len(rows_of(tmp_path / "samples.jsonl")) == 9
     assert console.file.getvalue().count("sample of step 2") == 2  # type: ignore[attr-defined]
     assert tables.tables == [(1, "samples/train", 3), (2, "samples/train", 6)]
+
+
+def test_turns_that_are_samples_name_their_conversation(tmp_path: Path, world: tuple[SampleLog, Tables, Console]):
+    turn, last = sample(0.0, ends_conversation=False), sample(1.0)
+    groups = [group("a", turn, turn, last, last, turn, last), group("b", turn, last)]
+    log, _, _ = world
+    log.training(1, groups, -1)
+    named = [(row["uid"], row["conversation"]) for row in rows_of(tmp_path / "samples.jsonl")]
+    assert named == [*[("a", 0)] * 3, ("a", 1), *[("a", 2)] * 2, *[("b", 0)] * 2]
+    _, table = log.evaluation(1, groups, parquet=True)
+    assert pq.read_table(table).column("conversation").to_pylist() == [number for _, number in named]
 
 
 def test_a_full_disk_costs_the_samples_of_the_evaluation_alone(
