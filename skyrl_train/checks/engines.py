@@ -6,14 +6,18 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from skyrl_train.config import Config
+from skyrl_train.config import Config, ConfigError
 from skyrl_train.config.generator import GeneratorConfig, SamplingConfig
 from skyrl_train.config.values import is_loopback
 from skyrl_train.engines.protocol import engine_kind
-from skyrl_train.engines.settings import require_local_cache_size
+from skyrl_train.engines.settings import known_device_type, require_cache_size
+from skyrl_train.engines.vllm.models import model_problems as vllm_model_problems
 from skyrl_train.weight_sync.channels.table import transport
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SERVER_URL = re.compile(r"^https?://[^/\s]+/?$")
 LAST_PORT = 65535
@@ -147,9 +151,19 @@ def _paths_of_remote_code(value: Any, path: str) -> Iterator[str]:
             yield from _paths_of_remote_code(item, path)
 
 
-def check_cache(config: Config) -> None:
-    """Raises: ValueError without a GPU on this machine and a size of the KV cache, where engines run here."""
-    require_local_cache_size(config.generator)
+def check_vllm(config: Config, model: PretrainedConfig) -> None:
+    """Check vLLM engines that the run starts.
+
+    Raises: ValueError for a model that they cannot load, or if they have no GPU and no size of the KV cache.
+    """
+    generator, policy = config.generator, config.trainer.policy.model
+    if generator.backend != "vllm" or not generator.run_engines_locally:
+        return
+    device_type, sync = known_device_type(), policy.lora.sync if policy.lora.rank > 0 else None
+    if device_type is not None:
+        require_cache_size(generator, device_type)
+    if problems := list(vllm_model_problems(model.get_text_config(), policy.path, device_type, sync)):
+        raise ConfigError(problems)
 
 
 def transport_problems(config: Config) -> Iterator[str]:

@@ -97,11 +97,9 @@ def require_cache_size(generator: GeneratorConfig, device_type: str) -> None:
         )
 
 
-def require_local_cache_size(generator: GeneratorConfig) -> None:
-    """Like `require_cache_size`, before a run: only for vLLM engines that certainly run on this machine."""
-    is_known = generator.backend == "vllm" and generator.run_engines_locally and not os.environ.get("RAY_ADDRESS")
-    if is_known:
-        require_cache_size(generator, own_device_type())
+def known_device_type() -> str | None:
+    """Device type of engines that certainly run on this machine; None with a Ray cluster."""
+    return None if os.environ.get("RAY_ADDRESS") else own_device_type()
 
 
 def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from functools import partial
 
 from rich.console import Console
 
-from skyrl_train.checks.engines import check_cache
+from skyrl_train.checks.engines import check_vllm
 from skyrl_train.checks.model_folder import check_scoring_models
 from skyrl_train.cluster.launch import Processes
 from skyrl_train.cluster.pool.settings import served_model_name
@@ -57,7 +57,7 @@ class Experiment(Run[Config, Processes]):
         self.train_prompts = self.get_train_prompts()
         self.val_prompts = self.get_val_prompts()
         self.hints = self.get_hints()
-        check_cache(config)
+        check_vllm(config, self.model_config)
         self._check_environments()
         self._check_conversations()
 

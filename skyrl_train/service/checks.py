@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from skyrl_train.algorithms.tables import ADVANTAGES, LOSSES
+from skyrl_train.checks.engines import check_vllm
 from skyrl_train.checks.model import model_problems
 from skyrl_train.checks.model_folder import check_scoring_models, checked_folder
 from skyrl_train.checks.rl import check
@@ -32,6 +33,7 @@ def checked_model(config: Config) -> tuple[PretrainedConfig, PreTrainedTokenizer
     """Raises: ValueError for a missing model, or weights, tokenizer, adapter or reference that do not fit."""
     key, path, trainer = "trainer.policy.model.path", config.trainer.policy.model.path, config.trainer
     folder, model = checked_folder(key, path, trainer.download_timeout_s)
+    check_vllm(config, model)
     adapter_file.check(folder, trainer.policy.model.lora)
     tokenizer = load_tokenizer(folder, key, trainer.trust_remote_code)
     check_tokenizer(tokenizer, model.vocab_size, path)

@@ -48,7 +48,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 128,
         },
     ),
+    "GLM experts": ("glm4_moe", {"head_dim": 32, "moe_intermediate_size": 64}),
 }
+# vLLM reads how many layers are dense, transformers a list of the layers.
+KINDS["GLM latent attention"] = ("glm4_moe_lite", {**KINDS["latent attention"][1], "first_k_dense_replace": 1})
 LORA = " LoRA"
 """The end of a kind of which adapters are trained, and merged into the weights on their way."""
 KINDS |= {kind + LORA: KINDS[kind] for kind in ("dense tied", "experts", "latent attention")}
@@ -79,7 +82,7 @@ def all_cases() -> list[Case]:
         for kind in KINDS
         for dtype_name in ("float32", "bfloat16")
         for sizes in SIZES
-        if sizes != "EP2" or kind.removesuffix(LORA) in ("experts", "latent attention")
+        if sizes != "EP2" or "experts" in kind or "latent" in kind
         for transport in ("shm", "broadcast")
         if transport == "shm" or (sizes == "PP2" and not kind.endswith(LORA))
     ]

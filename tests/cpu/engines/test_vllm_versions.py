@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.engines.vllm import compat as vllm_versions
+from skyrl_train.engines.vllm.models import CPU_HEAD_SIZES, CPU_LATENT_SIZE
 
 
 class Client26:
@@ -63,3 +64,11 @@ def test_the_mapper_of_names_is_found_under_either_name(mapper: Any, expected: s
 def test_an_argument_that_vllm_does_not_have_is_named():
     with pytest.raises(ValueError, match="engine_init_kwargs.*no_such_argument"):
         vllm_versions.build_async_llm({"model": "none", "no_such_argument": 1})
+
+
+def test_sizes_of_heads_without_a_gpu_are_those_that_the_installed_vllm_names():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+
+    assert CPUAttentionBackend.get_supported_head_sizes() == list(CPU_HEAD_SIZES)
+    assert CPUMLABackend.get_supported_head_sizes() == [CPU_LATENT_SIZE]

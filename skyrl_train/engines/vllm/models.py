@@ -1,0 +1,58 @@
+"""Models that vLLM cannot load or serve, found before an engine starts. Imports no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from skyrl_train.hf.matrices import head_sizes, is_latent, num_experts
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+MODEL = "trainer.policy.model.path"
+READ = {
+    "deepseek_v3": ("topk_method", '"noaux_tc"', "without it, the routers' e_score_correction_bias is not loaded"),
+    "glm4_moe_lite": ("first_k_dense_replace", "1", "transformers reads mlp_layer_types instead"),
+}
+"""model_type -> field of config.json that vLLM (0.32) reads and transformers does not, its usual value, details."""
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads that vLLM's CPU build (0.32) computes."""
+CPU_LATENT_SIZE = 576
+"""Size of the cached keys of latent attention that it computes."""
+
+
+def model_problems(model: PretrainedConfig, path: str, device_type: str | None, sync: str | None) -> Iterator[str]:
+    """Why engines cannot load or serve a model.
+
+    Args: model: its configuration; path: for errors; device_type: of the engines, None if unknown; sync:
+        `trainer.policy.model.lora.sync` if adapters are trained.
+    """
+    if model.model_type in READ:
+        field, usual, why = READ[model.model_type]
+        if getattr(model, field, None) is None:
+            missing = f"{MODEL} is {path}: its config.json has no {field}"
+            yield f"{missing}, which vLLM reads ({why}). Add it, often as {usual}"
+    if device_type == "cpu":
+        yield from _size_problems(model, f"{MODEL} is {path}")
+        if sync == "adapter" and num_experts(model):
+            yield (
+                f"trainer.policy.model.lora.sync is adapter and {path} has experts: without a GPU, vLLM serves no "
+                "adapters of such models. Set trainer.policy.model.lora.sync=merged"
+            )
+
+
+def _size_problems(model: PretrainedConfig, given: str) -> Iterator[str]:
+    remedy = "Use another model, or engines on GPUs"
+    if is_latent(model):
+        latent, rotated = model.kv_lora_rank, model.qk_rope_head_dim
+        if latent + rotated != CPU_LATENT_SIZE:
+            yield (
+                f"{given}: its kv_lora_rank {latent} + qk_rope_head_dim {rotated} is {latent + rotated}, and without a "
+                f"GPU vLLM computes latent attention of {CPU_LATENT_SIZE} alone. {remedy}"
+            )
+    elif (size := head_sizes(model)[0]) not in CPU_HEAD_SIZES:
+        yield (
+            f"{given}: its attention heads have size {size}, and without a GPU vLLM computes the sizes "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}. {remedy}"
+        )

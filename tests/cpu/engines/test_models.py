@@ -1,0 +1,116 @@
+"""Models that engines could not load or serve are refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from skyrl_train.checks.engines import check_vllm
+from skyrl_train.config import Config, load_config
+from tests.support import released
+from tests.support.families import FAMILIES, SHAPE
+from tests.support.sync_proof import KINDS
+
+CACHE = "generator.kv_cache_memory_gb=0.25"
+ADAPTER = ["trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.sync=adapter"]
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("skyrl_train.engines.settings.own_device_type", lambda: "cpu")
+
+
+def model_of(kind: str, folder: Path, *removed: str, **changes: Any) -> transformers.PretrainedConfig:
+    """A model of the sync proofs, as its config.json is read."""
+    family, own = KINDS[kind]
+    name, shape = FAMILIES[family]
+    getattr(transformers, f"{name}Config")(**{**SHAPE, **shape, **own, **changes}).save_pretrained(folder)
+    file = folder / "config.json"
+    given = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in given.items() if key not in removed}))
+    return transformers.AutoConfig.from_pretrained(folder)
+
+
+def problem(model: transformers.PretrainedConfig, *overrides: str) -> str:
+    """What is refused; "" if nothing is."""
+    try:
+        check_vllm(config(*overrides), model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def config(*overrides: str) -> Config:
+    return load_config(["trainer.policy.model.path=model", CACHE, *overrides])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_model_of_the_sync_proofs_is_accepted(kind: str, tmp_path: Path):
+    assert problem(model_of(kind, tmp_path)) == ""
+
+
+def test_adapters_of_experts_need_merging_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    experts = model_of("experts", tmp_path)
+    assert problem(experts, *ADAPTER) == (
+        "trainer.policy.model.lora.sync is adapter and model has experts: without a GPU, vLLM serves no adapters of "
+        "such models. Set trainer.policy.model.lora.sync=merged"
+    )
+    assert problem(experts, ADAPTER[0]) == problem(experts, ADAPTER[1]) == ""
+    assert problem(model_of("dense tied", tmp_path), *ADAPTER) == ""
+    monkeypatch.setattr("skyrl_train.engines.settings.own_device_type", lambda: "cuda")
+    assert problem(experts, *ADAPTER) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "says"),
+    [
+        ("latent attention", "topk_method", "the routers' e_score_correction_bias is not loaded). Add it, often as \""),
+        ("GLM latent attention", "first_k_dense_replace", "mlp_layer_types instead). Add it, often as 1"),
+    ],
+)
+def test_a_field_that_only_vllm_reads_must_be_there(
+    kind: str, field: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = model_of(kind, tmp_path, field)
+    for address in (None, "ray://head:10001"):  # whatever the engines run on
+        monkeypatch.setenv("RAY_ADDRESS", address) if address else None
+        said = problem(model)
+        assert f"trainer.policy.model.path is model: its config.json has no {field}, which vLLM reads" in said
+        assert says in said
+    assert problem(model, "generator.backend=own_engine:ENGINE") == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "says"),
+    [
+        (
+            "dense tied",
+            {"head_dim": 48},
+            "its attention heads have size 48, and without a GPU vLLM computes the sizes 32,",
+        ),
+        ("dense untied", {"num_attention_heads": 8}, "its attention heads have size 16"),
+        (
+            "latent attention",
+            {"kv_lora_rank": 256},
+            "its kv_lora_rank 256 + qk_rope_head_dim 64 is 320, and without a GPU vLLM computes latent attention",
+        ),
+    ],
+)
+def test_sizes_of_heads_are_those_of_vllms_kernels_without_a_gpu(
+    kind: str, changes: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = model_of(kind, tmp_path, **changes)
+    assert f"trainer.policy.model.path is model: {says}" in problem(model)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    assert problem(model) == ""
+
+
+@pytest.mark.parametrize("name", sorted(released.CONFIGS.keys() - released.REFUSED.keys()))
+def test_released_models_that_can_be_trained_have_what_vllm_reads(name: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(released.CONFIGS[name]))
+    assert problem(transformers.AutoConfig.from_pretrained(tmp_path)) == ""
