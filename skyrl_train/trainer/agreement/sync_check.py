@@ -146,13 +146,15 @@ async def _scores(engines: EnginePool, batch: TrainBatch) -> Scores:
 
 def batch_of(groups: Sequence[Group], limits: MicroBatchLimits) -> TrainBatch:
     """The first samples, one per group, in micro-batches that the policy's layout can run."""
-    chosen = [replace(group, samples=(_without_last_token(group.samples[0]),)) for group in groups[:NUM_SAMPLES]]
+    chosen = [replace(group, samples=(_scored(group.samples[0]),)) for group in groups[:NUM_SAMPLES]]
     (batch,) = split(build_experience(chosen, policy_version=0), replace(limits, dp_size=1))
     return batch
 
 
-def _without_last_token(sample: Sample) -> Sample:
-    """A sample may fill the engine's context, and vLLM scores a prompt only where one more token would fit."""
+def _scored(sample: Sample) -> Sample:
+    """The sample as one conversation, without its last token: it may fill the engine's context, and vLLM scores a
+    prompt only where one more token would fit.
+    """
     length = max(1, len(sample.token_ids) - 1)
     return replace(
         sample,
@@ -160,4 +162,5 @@ def _without_last_token(sample: Sample) -> Sample:
         loss_mask=sample.loss_mask[:length],
         rollout_logprobs=sample.rollout_logprobs[:length],
         rewards=sample.rewards[:length],
+        ends_conversation=True,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +87,12 @@ def test_the_fixed_samples_are_cut_as_the_layout_needs():
 def test_a_sample_that_fills_the_context_is_scored_without_its_last_token():
     batch = batch_of([group(0, 64), group(1, 1)], LIMITS)
     assert sorted(batch.cu_seqlens.diff().tolist()) == [1, 63]
+
+
+def test_a_turn_that_is_a_sample_is_scored_without_the_later_turns_of_its_conversation():
+    first, last = group(0, 11).samples
+    turns = Group(group(0, 11).prompt, (replace(first, ends_conversation=False), last))
+    assert batch_of([turns], LIMITS).cu_seqlens.tolist() == [0, 10]
 
 
 def first_check(
