@@ -178,6 +178,7 @@ def test_what_hugging_face_reads_of_a_configuration_counts_as_used_or_has_its_va
     ("values", "says"),
     [
         ({"model_type": "phi"}, "model_type is 'phi'. The families that can be trained are"),
+        ({"model_type": "glm4"}, "model_type is 'glm4'. The families that can be trained are"),
         ({"model_type": "qwen3_mo"}, "(nearest: qwen3_moe)"),
         ({}, "model_type is None"),
         ({"model_type": "qwen3", "hidden_size": "wide"}, "transformers does not accept its config.json"),

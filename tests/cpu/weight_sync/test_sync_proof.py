@@ -19,8 +19,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CASES = [
     Case("dense tied", "PP2", "float32", "broadcast"),
     Case("dense untied", "TP2", "float32"),
-    Case("experts", "PP2", "bfloat16"),
+    Case("GLM experts", "PP2", "bfloat16"),
     Case("latent attention", "EP2", "bfloat16", "broadcast"),
+    Case("latent attention", "PP2", "float32"),
+    Case("GLM latent attention", "PP2", "bfloat16"),
     Case("dense tied LoRA", "PP2", "float32"),
     Case("experts LoRA", "EP2", "bfloat16"),
 ]
