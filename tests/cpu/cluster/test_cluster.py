@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -294,6 +295,12 @@ def test_the_handlers_of_signals_are_those_from_before(cluster: Cluster):
     assert signal.getsignal(signal.SIGTERM) is on_sigterm
 
 
+def test_a_local_cluster_has_no_process_that_a_run_does_not_use(cluster: Cluster):
+    commands = _processes_of(ray.get_runtime_context().get_session_name())
+    assert commands, "not even the raylet"
+    assert not [command for command in commands if re.search(r"dashboard\.py|monitor\.py", command)]
+
+
 def test_leaving_the_local_cluster_ends_its_processes(tmp_path: Path, cluster: Cluster):
     """The last test of the module: its cluster is gone afterwards."""
     session = ray.get_runtime_context().get_session_name()
@@ -312,7 +319,7 @@ def _processes_of(session: str) -> list[str]:
         except psutil.Error:
             continue
         if session in command:
-            found.append(command[:100])
+            found.append(command[:300])
     return found
 
 
