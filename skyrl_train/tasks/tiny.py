@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 PAD, EOS, BOS, UNK = "<pad>", "<eos>", "<bos>", "<unk>"
 VOCABULARY = (PAD, EOS, BOS, UNK, *"0123456789abcdefghijklmnopqrstuvwxyz +-*/=().,?:!<>\n_;'\"[]#%")
-"""Token of each id; 64, so that every id that a model can sample has a text."""
+"""Token of each id; 64, so every id that a model can sample has a text."""
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Joins the contents: a prompt is exactly its characters."""
 OPERANDS = range(100)

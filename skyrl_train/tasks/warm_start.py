@@ -33,7 +33,7 @@ Encoded: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 def write_missing(config: Config | SftConfig, files: Mapping[Path, list[task.Row]]) -> None:
-    """Write those files that `config` names and that do not exist."""
+    """Write the files that `config` names if they do not exist."""
     for path, rows in files.items():
         if str(path) in (*config.data.train_data, *config.data.val_data) and not path.exists():
             task.write_rows(path, rows)
@@ -58,11 +58,11 @@ def warm_start(
     learning_rate: float = LEARNING_RATE,
     target: float = TARGET_ACCURACY,
     answers_per_prompt: int = 1,
-    says: str = "the model samples {:.0%} of the held-out sums right",
+    summary: str = "the model samples {:.0%} of the held-out sums right",
 ) -> None:
     """Train a new model on random batches until the fraction of samples that are an answer reaches the target.
 
-    `folder` appears when it is complete. Args: says: format string of that fraction for the console.
+    `folder` appears when it is complete. Args: summary: format string of that fraction for the console.
     Raises: ConfigError if the target is not reached.
     """
     import torch
@@ -93,7 +93,7 @@ def warm_start(
     policy.save_pretrained(draft)
     draft.rename(folder)
     seconds = time.perf_counter() - started
-    Console().print(f"warm start: {step} SFT steps in {seconds:.0f} s; {says.format(share)}", highlight=False)
+    Console().print(f"warm start: {step} SFT steps in {seconds:.0f} s; {summary.format(share)}", highlight=False)
 
 
 def encoded(examples: Sequence[Answered]) -> list[Encoded]:

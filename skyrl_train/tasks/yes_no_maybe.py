@@ -36,7 +36,7 @@ def prepare(config: Config) -> None:
             held_out,
             target=TARGET_SHARE,
             answers_per_prompt=len(ANSWERS),
-            says="{:.0%} of the model's answers are yes, no or maybe",
+            summary="{:.0%} of the model's answers are yes, no or maybe",
         )
 
 

@@ -32,7 +32,7 @@ PHASE_COLORS = {
 MAX_MARKED_POINTS = 40
 """Lines with more points are plotted without markers."""
 SMOOTHED_FROM = 90
-"""Points from which on a line is plotted as a moving mean over its faint values."""
+"""Number of points above which a line is plotted as a moving mean over its faint values."""
 SMALL_PHASE = 0.01
 """Fraction of the steps' time below which a phase is part of "other"."""
 
@@ -40,7 +40,7 @@ SMALL_PHASE = 0.01
 @dataclass(frozen=True, slots=True)
 class Curve:
     metric: str
-    """A name that ends with `_` stands for the first metric that begins with it; `{}` in the label for the rest."""
+    """A name that ends with `_` stands for the first metric with that prefix; `{}` in the label for the rest of it."""
     color: str
     label: str = ""
     style: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Curves over the steps; a chart without any value is left out."""
+    """Curves over the steps; a chart without values is omitted."""
 
     title: str
     curves: tuple[Curve, ...]
@@ -128,7 +128,7 @@ CHARTS = (
 
 
 def charts_for(history: History) -> list[Chart]:
-    """The charts for which the run has at least one value, in their fixed order."""
+    """Charts with at least one value in this run, in their fixed order."""
     return [chart for chart in CHARTS if _has_values(chart, history)]
 
 
@@ -149,7 +149,7 @@ def _curves(chart: Chart, history: History) -> list[tuple[Curve, str, Series]]:
 
 
 def draw(chart: Chart, axes: Axes, history: History) -> None:
-    """Title, curves, and an x axis of whole steps with room for a single point."""
+    """Title, curves, and an x axis of integer steps, wide enough for a single point."""
     curves = _curves(chart, history)
     axes.set_title(chart.title)
     if chart.drawn_as == "timeline":
@@ -229,7 +229,7 @@ def line(axes: Axes, series: Series, color: str, label: str, **style: Any) -> No
 
 
 def annotate_ends(axes: Axes, series: Series) -> None:
-    """Writes the first and last value at their points."""
+    """Label the first and last point with their values."""
     for step in {min(series), max(series)} if series else ():
         axes.annotate(
             f"{series[step]:.3g}", (step, series[step]), (0, 9),

@@ -45,7 +45,7 @@ def save_png(path: Path, history: History, summary: Summary) -> None:
 
 
 def grid_places(charts: list[Chart]) -> list[tuple[int, int, int]]:
-    """(row, first column, columns) of each chart, row by row; the last of a row takes the columns that are left."""
+    """(row, first column, columns) of each chart, row by row; the last of a row takes the remaining columns."""
     places: list[tuple[int, int, int]] = []
     row = column = 0
     for chart in charts:

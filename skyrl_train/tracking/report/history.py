@@ -66,7 +66,7 @@ def _move_evaluations(rows: dict[int, dict[str, float]]) -> None:
 
 
 def without_passed_steps(rows: Sequence[Mapping[str, Any]], step: str) -> list[Mapping[str, Any]]:
-    """Rows without steps that were repeated after resuming from a checkpoint. Args: step: key of the step."""
+    """Rows without those of steps that a resumed run repeated. Args: step: key of the step."""
     kept: list[Mapping[str, Any]] = []
     for row in rows:
         while kept and row[step] < kept[-1][step]:
@@ -79,7 +79,7 @@ def without_passed_steps(rows: Sequence[Mapping[str, Any]], step: str) -> list[M
 class Summary:
     run_name: str
     status: str
-    """"finished", "interrupted", "failed", or "unfinished" if the run did not write its end."""
+    """"finished", "interrupted", "failed", or "unfinished" if the run wrote no final status."""
     num_steps: int
     wall_s: float
     """Seconds from the run's first start to its end or last metrics."""

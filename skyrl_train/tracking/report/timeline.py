@@ -55,13 +55,13 @@ def bars(rows: Mapping[int, Mapping[str, float]]) -> tuple[list[Bar], dict[int, 
 
 
 def _aside_s(row: Mapping[str, float]) -> float:
-    """Seconds after the step in which training waited for something else."""
+    """Seconds after the step during which training waited."""
     beside = "timing/eval" if LAG in row else ""
     return sum(row[phase.name] for phase in phases_of(row) if not phase.in_step and phase.name != beside)
 
 
 def shown_steps(history: History) -> dict[int, Mapping[str, float]]:
-    """At most MAX_STEPS steps, the last ones without a gap (as a restart leaves one)."""
+    """At most MAX_STEPS steps, the last ones without a gap (a restart leaves one)."""
     chosen: dict[int, Mapping[str, float]] = {}
     for step in sorted(history.rows, reverse=True):
         row = history.rows[step]
