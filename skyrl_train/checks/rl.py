@@ -33,6 +33,7 @@ from skyrl_train.checks.training import (
     training_problems,
 )
 from skyrl_train.config import Config, ConfigError
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.compose import RELATIVE_TO_ENGINE
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.hf.adapter import slot_problem
@@ -53,7 +54,9 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         *custom_problems(config),
         *data_problems(config.data),
         *step_problems(config, num_train_prompts),
-        *_algorithm(config),
+        *_terms(config.trainer.algorithm),
+        *_rewards(config),
+        *_objective(config),
         *staleness_problems(config),
         *_critic(config),
         *training_sampling_problems(config.generator.sampling_params),
@@ -80,8 +83,8 @@ def _megatron_configs(config: Config) -> dict[str, MegatronConfig]:
     return {POLICY: policy} | {key: layout for key, layout in others.items() if layout != policy}
 
 
-def _algorithm(config: Config) -> Iterator[str]:
-    algorithm = config.trainer.algorithm
+def _terms(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Settings of the KL and entropy terms and of corrections that exclude each other or change nothing."""
     if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
         yield (
             "trainer.algorithm.use_kl_loss and use_kl_in_reward are both true: the KL term would count twice. Set one "
@@ -113,6 +116,11 @@ def _algorithm(config: Config) -> Iterator[str]:
             "trainer.algorithm.use_kl_in_reward is true: gdpo reads named rewards alone, without the penalty. Set "
             "use_kl_in_reward=false; use_kl_loss=true adds the KL term to the loss"
         )
+
+
+def _rewards(config: Config) -> Iterator[str]:
+    """Settings of overlong responses and dynamic sampling that the run cannot apply."""
+    algorithm = config.trainer.algorithm
     buffer, longest = algorithm.overlong_buffer.len, config.generator.sampling_params.max_generate_length
     if buffer is not None and buffer > longest:
         yield (
@@ -129,6 +137,11 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"trainer.algorithm.dynamic_sampling.type is {algorithm.dynamic_sampling.type}: only the sources "
             f"on_policy and streaming apply it, and trainer.source is {config.trainer.source}. Set it to null"
         )
+
+
+def _objective(config: Config) -> Iterator[str]:
+    """Problems of the objective's terms, and what they need of sampling, layout and teacher."""
+    algorithm = config.trainer.algorithm
     has_teacher = config.trainer.teacher.is_there
     problems = list(algorithm_problems(algorithm.values, algorithm.parameters, has_teacher=has_teacher))
     yield from teacher_problems(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,7 +61,6 @@ def hugging_face(
     """
     model = model or load(trial)
     experience, objective = trial.experience, trial.objective
-    bounds = experience.cu_seqlens.tolist()
     weights = {
         reduction: loss_weights(
             reduction, experience.loss_mask, experience.cu_seqlens, experience.group_ids, trial.max_lengths
@@ -68,34 +68,14 @@ def hugging_face(
         for reduction in objective.reductions
     }
     losses: dict[str, list[Tensor]] = {term.name: [] for term in objective.terms}
-    all_logprobs, entropies, likeliest = [], [], []
     totals: dict[str, Total] = {}
-    for start, end in itertools.pairwise(bounds):
-        tokens = experience.token_ids[start:end].to(model_device)
-        logits = model(tokens[None]).logits[0].float() / objective.temperature
-        distribution = logits.log_softmax(-1)[:-1]
-        sampled = distribution.gather(1, tokens[1:, None])[:, 0].cpu()
-        all_logprobs.append(torch.cat([torch.zeros(1), sampled]))
-        if trial.teacher_topk is not None:
-            ids = trial.teacher_topk[0][start:end].long()
-            likeliest.append(torch.cat([torch.zeros(1, ids.shape[1]), distribution.cpu().gather(1, ids[1:])]))
-        entropies.append(torch.cat([torch.zeros(1), -(distribution.exp() * distribution).sum(-1).cpu()]))
-    fixed = torch.cat(all_logprobs).detach()
-    old = {"old_logprobs": fixed + trial.old_offsets, "old_entropy": torch.cat(entropies).detach()}
-    chosen = selections_of(objective, experience, trial.advantages, old)
-    for index, (start, end) in enumerate(itertools.pairwise(bounds)):
-        logprobs, mask = all_logprobs[index], experience.loss_mask[start:end]
-        signals = {name: values[start:end] for name, values in experience.signals.items()} | {
-            "old_logprobs": old["old_logprobs"][start:end],
-            "ref_logprobs": fixed[start:end] + trial.ref_offsets[start:end],
-            "teacher_logprobs": fixed[start:end] + trial.ref_offsets[start:end],
-            "advantages": trial.advantages[start:end],
-            "entropy": entropies[index],
-            **{name: values[start:end] for name, values in chosen.items()},
-        }
-        signals |= {name: values[start:end] for name, values in trial.teacher_signals.items()}
-        if trial.teacher_topk is not None:
-            signals["topk_logprobs"] = likeliest[index]
+    passes = _forward(trial, model, model_device)
+    fixed = torch.cat(passes.logprobs).detach()
+    fixed_signals = _fixed_signals(trial, passes, fixed)
+    for index, (start, end) in enumerate(itertools.pairwise(experience.cu_seqlens.tolist())):
+        logprobs, mask = passes.logprobs[index], experience.loss_mask[start:end]
+        signals = {name: values[start:end] for name, values in fixed_signals.items()}
+        signals |= {name: values[index] for name, values in passes.signals.items()}
         if objective.approximates:
             signals["old_logprobs"] = objective.old_logprobs(logprobs.detach(), signals)
         per_sample = PerSample(torch.zeros(end - start, dtype=torch.int64), 1, mask)
@@ -122,6 +102,48 @@ def hugging_face(
     if aux_loss is not None:
         metrics["policy/moe_aux_loss"] = balance.item()
     return Outcome(gradients, fixed, metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """Values of each sample [tokens], with their gradients."""
+
+    logprobs: list[Tensor]
+    entropies: list[Tensor]
+    likeliest: list[Tensor]
+    """Logprobs of the teacher's likeliest tokens, empty without them."""
+
+    @property
+    def signals(self) -> dict[str, list[Tensor]]:
+        return {"entropy": self.entropies} | ({"topk_logprobs": self.likeliest} if self.likeliest else {})
+
+
+def _forward(trial: Trial, model: Any, model_device: torch.device | None) -> _Passes:
+    passes = _Passes([], [], [])
+    for start, end in itertools.pairwise(trial.experience.cu_seqlens.tolist()):
+        tokens = trial.experience.token_ids[start:end].to(model_device)
+        logits = model(tokens[None]).logits[0].float() / trial.objective.temperature
+        distribution = logits.log_softmax(-1)[:-1]
+        sampled = distribution.gather(1, tokens[1:, None])[:, 0].cpu()
+        passes.logprobs.append(torch.cat([torch.zeros(1), sampled]))
+        if trial.teacher_topk is not None:
+            ids = trial.teacher_topk[0][start:end].long()
+            passes.likeliest.append(torch.cat([torch.zeros(1, ids.shape[1]), distribution.cpu().gather(1, ids[1:])]))
+        passes.entropies.append(torch.cat([torch.zeros(1), -(distribution.exp() * distribution).sum(-1).cpu()]))
+    return passes
+
+
+def _fixed_signals(trial: Trial, passes: _Passes, logprobs: Tensor) -> dict[str, Tensor]:
+    """[T] each, without gradients."""
+    signals = {
+        **trial.experience.signals,
+        "old_logprobs": logprobs + trial.old_offsets,
+        "ref_logprobs": logprobs + trial.ref_offsets,
+        "teacher_logprobs": logprobs + trial.ref_offsets,
+        "advantages": trial.advantages,
+    }
+    old = {"old_logprobs": signals["old_logprobs"], "old_entropy": torch.cat(passes.entropies).detach()}
+    return signals | selections_of(trial.objective, trial.experience, trial.advantages, old) | trial.teacher_signals
 
 
 def _add(totals: dict[str, Total], objective: Objective, inputs: TokenInputs, weights: dict[str, Tensor]) -> None:
