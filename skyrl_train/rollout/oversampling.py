@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_train.data.order import Order
-from skyrl_train.rollout.admission import Admission
 from skyrl_train.rollout.collect import Progress
 from skyrl_train.rollout.seeds import seed
 from skyrl_train.rollout.shaping import Shaping, has_signal
@@ -51,13 +50,7 @@ class OverSamplingSource:
         self._n_samples = generator.n_samples_per_prompt
         self._order = Order(parts.prompts, batch_size=self._size, seed=trainer.seed)
         self._sampling = trainer.algorithm.dynamic_sampling
-        limit = self._sampling.max_sample_batches
-        self._admission = Admission(
-            generator.max_failed_share,
-            filters=self._sampling.type is not None,
-            max_filtered=limit * self._num_started if limit > 0 else None,
-            cancels=True,
-        )
+        self._admission = parts.admission(self._num_started, cancels=True)
         self._shaping = Shaping(parts.config)
         self._waiting: deque[Row] = deque()
         """Cancelled rows, the longest cancelled first."""

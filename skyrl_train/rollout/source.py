@@ -75,6 +75,21 @@ class SourceParts:
     """Makes the engines ready to generate from the newest weights. On shared devices they stay ready until `next`
     returns; the trainer then takes the devices."""
 
+    def admission(self, num_groups: int | None = None, *, num_attempts: int = 1, cancels: bool = False) -> Admission:
+        """Admission by the rules of the configuration. Args: num_groups: number of groups that
+        `dynamic_sampling.max_sample_batches` multiplies; None for a source that counts rounds itself; others: like
+        `Admission`.
+        """
+        sampling = self.config.trainer.algorithm.dynamic_sampling
+        limit = sampling.max_sample_batches
+        return Admission(
+            self.config.generator.max_failed_share,
+            filters=sampling.type is not None,
+            max_filtered=limit * num_groups if num_groups is not None and limit > 0 else None,
+            num_attempts=num_attempts,
+            cancels=cancels,
+        )
+
     async def collect(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams, admission: Admission
     ) -> list[Group]:
@@ -103,7 +118,7 @@ class OnPolicySource:
         self._order = Order(parts.prompts, batch_size=self._size, seed=trainer.seed)
         self._num_rollouts = self._size * generator.n_samples_per_prompt
         self._dynamic_sampling = trainer.algorithm.dynamic_sampling
-        self._admission = Admission(generator.max_failed_share, filters=self._dynamic_sampling.type is not None)
+        self._admission = parts.admission()
 
     async def next(self) -> list[Group]:
         """Groups of the next rows; failed and filtered ones are replaced one for one.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from skyrl_train.data.order import Order
-from skyrl_train.rollout.admission import Admission, Ledger
+from skyrl_train.rollout.admission import Ledger
 from skyrl_train.rollout.collect import task_name
 from skyrl_train.rollout.seeds import seed
 from skyrl_train.rollout.shaping import Shaping, has_signal
@@ -60,13 +60,7 @@ class StreamingSource:
         self._n_samples, self._bound, self._depth = generator.n_samples_per_prompt, trainer.staleness, trainer.depth
         self._order = Order(parts.prompts, batch_size=self._size, seed=trainer.seed)
         self._sampling = trainer.algorithm.dynamic_sampling
-        limit = self._sampling.max_sample_batches
-        self._admission = Admission(
-            generator.max_failed_share,
-            filters=self._sampling.type is not None,
-            max_filtered=limit * self._size if limit > 0 else None,
-            num_attempts=NUM_ATTEMPTS,
-        )
+        self._admission = parts.admission(self._size, num_attempts=NUM_ATTEMPTS)
         self._admission.begin(self._size * self._n_samples)
         self._shaping = Shaping(parts.config)
         self._buffer = self._new_buffer(0)
