@@ -92,6 +92,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 MOE = [name for name, (_, changes) in FAMILIES.items() if "num_experts_per_tok" in changes]
+COMBINED = ("qwen2_tied", "qwen3", "qwen3_tied", "qwen3_moe", "deepseek_v3")
+"""Families with which layouts of several dimensions are tested: they have biases, norms of heads, tied embeddings,
+experts and latent attention. How the parts of a family are sharded is tested with each dimension by itself."""
 
 
 def write_family(name: str, folder: Path, **changes: Any) -> Path:

@@ -22,7 +22,7 @@ from skyrl_train.megatron.verify.hf_reference import comparable, hugging_face, l
 from skyrl_train.megatron.verify.layout_check import run_layout, run_objectives
 from skyrl_train.megatron.verify.outcome import FLOAT32, Outcome, compare
 from skyrl_train.megatron.verify.trial import Trial
-from tests.support.families import FAMILIES, MOE, lengths, make_trial, write_family
+from tests.support.families import COMBINED, FAMILIES, MOE, lengths, make_trial, write_family
 from tests.support.layouts import (
     DENSE,
     EXPERT,
@@ -44,11 +44,6 @@ QUICK = {
     "qwen3_moe": {*EXPERT, "EP2 PP2", "EP2 ETP2"},
 }
 """Family -> layouts that are also tested where the slow tests are left out."""
-
-
-COMBINED = ("qwen2_tied", "qwen3", "qwen3_tied", "qwen3_moe", "deepseek_v3")
-"""Families with which layouts of several dimensions are tested: they have biases, norms of heads, tied embeddings,
-experts and latent attention. How the parts of a family are cut is tested with each dimension by itself."""
 
 
 def families(names: list[str], table: Sizes, combined: Sizes) -> Any:
