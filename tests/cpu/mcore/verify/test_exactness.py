@@ -46,11 +46,16 @@ QUICK = {
 """Family -> layouts that are also tested where the slow tests are left out."""
 
 
+UNSHARDED = ("one process", "DP2")
+"""Layouts that shard no part of a model; checks/test_model_check.py has each family in one process."""
+
+
 def families(names: list[str], table: Sizes, combined: Sizes) -> Any:
-    """Each with each layout of the table, and those of COMBINED with the combined layouts too."""
+    """Each with each layout of the table that shards it, and those of COMBINED with the others too."""
     each = []
     for one, sizes in (table | combined).items():
-        for name in names if one in table else [name for name in names if name in COMBINED]:
+        is_for_all = one in table and one not in UNSHARDED
+        for name in names if is_for_all else [name for name in names if name in COMBINED]:
             marks = () if one in QUICK.get(name, ()) else pytest.mark.slow
             each.append(pytest.param(name, *sizes, marks=marks, id=f"{one}-{name}"))
     return pytest.mark.parametrize(("name", "processes", "sizes"), each)
