@@ -16,6 +16,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import psutil
 import pytest
 
+from tests.support import quick_configs
+
+quick_configs.install()
+
 # Until all tests are collected: looking through what vLLM, Megatron and transformers define, again and again, took 9 of
 # 22 s.
 gc.disable()
