@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.support import quick_configs
+from tests.support.job_server import SERVER
 
 quick_configs.install()
 
@@ -57,6 +58,7 @@ def pytest_collection_finish() -> None:
 def no_process_outlives_the_tests() -> Iterator[None]:
     """Fail the session if it leaves a child process behind, and end what is left."""
     yield
+    SERVER.close()
     left = [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in _command(p)]
     _, alive = psutil.wait_procs(left, timeout=60)
     names = [f"{p.pid}: {_command(p)[:120]}" for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

@@ -1,4 +1,4 @@
-"""Training runs as a user starts them: a subprocess in a folder of its own, and what it leaves behind."""
+"""Training runs as a user starts them: a process in a folder of its own, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.job_server import SERVER, Forked
 from tests.support.tiny import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -141,7 +142,7 @@ def write_world(folder: Path, num_rows: int = 32) -> Path:
 class Job:
     """A running or finished job."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     folder: Path
     run_name: str
     output_path: Path
@@ -189,7 +190,11 @@ class Job:
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of the job, whoever its parent is by now."""
-        return [p for p in psutil.process_iter() if _environment(p).get(MARK) == self.mark]
+        found = [p for p in psutil.process_iter() if _environment(p).get(MARK) == self.mark]
+        if isinstance(self.process, Forked) and self.process.poll() is None:
+            # For it, /proc shows the variables of the process that it was forked from.
+            found.append(psutil.Process(self.process.pid))
+        return found
 
     def find(self, name: str) -> psutil.Process:
         """The actor that writes this log file (`policy-0`, `engine-0`)."""
@@ -239,10 +244,14 @@ def start_command(command: Sequence[str], folder: Path, run_name: str, mark: str
     # After these two: where a machine without pip keeps its packages.
     paths = [str(ROOT), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables |= {"PYTHONPATH": os.pathsep.join(paths), MARK: mark, "COLUMNS": "300", **environment}
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=folder, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    process: subprocess.Popen[bytes] | Forked
+    if list(command[:2]) == [sys.executable, "-m"] and SERVER.can_start(variables):
+        process = SERVER.start(command[2], command[3:], folder, variables, output)
+    else:
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                command, cwd=folder, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
     return Job(process, folder, run_name, output, mark)
 
 
