@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import WITHOUT_VLLM, running, write_world
+from tests.support.jobs import WITHOUT_VLLM, write_world
+from tests.support.series import run_series
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 OVERRIDES = [
     WITHOUT_VLLM,
-    *("trainer.prepare=null", "trainer.run_name=tiny", "trainer.logger=[console,jsonl]", "data.val_data=[]"),
+    *("trainer.prepare=null", "trainer.logger=[console,jsonl]", "data.val_data=[]"),
     *("data.train_data=[rows.jsonl]", "environment.env_class=rewards:Digits", "trainer.max_training_steps=2"),
     *("trainer.train_batch_size=8", "trainer.policy_mini_batch_size=8", "trainer.policy.model.path=model"),
     *("trainer.teacher.model.path=model", "trainer.teacher.model.path_of_data_source={other: twin}"),
@@ -25,19 +26,10 @@ OVERRIDES = [
     *("trainer.algorithm.advantage_estimator=rloo", "trainer.policy.optimizer_config.num_warmup_steps=0"),
     "trainer.algorithm.distillation.distillation_type=topk_reverse",
 ]
-
-
-IN_ONE_PROCESS = """\
-import sys
-
-import skyrl_train
-
-if __name__ == "__main__":
-    skyrl_train.run(skyrl_train.load_config(sys.argv[2:], experiment="opd"))
-    own = ["trainer.run_name=engines", "trainer.teacher.backend=engine", "trainer.max_training_steps=1"]
-    own.append("trainer.algorithm.distillation.distillation_type=advantage")
-    skyrl_train.run(skyrl_train.load_config([*sys.argv[2:], *own], experiment="opd"))
-"""
+ON_ENGINES = [
+    *("trainer.teacher.backend=engine", "trainer.max_training_steps=1"),
+    "trainer.algorithm.distillation.distillation_type=advantage",
+]
 
 
 def test_each_sample_is_scored_once_by_the_teacher_of_its_data_source(tmp_path: Path):
@@ -49,9 +41,8 @@ def test_each_sample_is_scored_once_by_the_teacher_of_its_data_source(tmp_path: 
     for row in rows[::3]:
         row["data_source"] = "other"
     (world / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (world / "both.py").write_text(IN_ONE_PROCESS)
-    with running(world, *OVERRIDES, main="both") as job:
-        assert job.wait(400) == 0, job.story()
+    runs = {"ranks": ("opd", OVERRIDES), "engines": ("opd", [*OVERRIDES, *ON_ENGINES])}
+    job, engines = run_series(world, runs, timeout_s=400).values()
     first, second = job.metrics
     for name in ("policy/teacher_kl", "policy/teacher_kl_max", "policy/distillation_loss"):
         assert first[name] == pytest.approx(0, abs=1e-4)
@@ -60,9 +51,8 @@ def test_each_sample_is_scored_once_by_the_teacher_of_its_data_source(tmp_path: 
     assert second["policy/teacher_kl_max"] > 1e-3
     logs = {path.name for path in (job.run_dir / "logs").rglob("*.log")}
     assert {"teacher_0-0.log", "teacher_1-0.log", "policy-1.log"} <= logs
-    job.run_name = "engines"
-    (scored,) = job.metrics
+    (scored,) = engines.metrics
     assert scored["policy/teacher_kl"] == pytest.approx(0, abs=1e-5) and scored["policy/teacher_kl_max"] < 1e-4
     assert scored["policy/grad_norm"] > 0
-    logs = {path.name for path in (job.run_dir / "logs").rglob("*.log")}
+    logs = {path.name for path in (engines.run_dir / "logs").rglob("*.log")}
     assert {"teacher_0-engine-0.log", "teacher_1-engine-0.log"} <= logs and not {"teacher_0-0.log"} & logs
