@@ -46,15 +46,16 @@ QUICK = {
 """Family -> layouts that are also tested where the slow tests are left out."""
 
 
-UNSHARDED = ("one process", "DP2")
-"""Layouts that shard no part of a model; checks/test_model_check.py has each family in one process."""
+FOR_COMBINED = ("one process", "DP2", "PP2 VPP2", "TP2 ETP1", "TP2 EP2")
+"""Layouts that shard no part of a model (checks/test_model_check.py has each family in one process), or as others do,
+or in two dimensions."""
 
 
 def families(names: list[str], table: Sizes, combined: Sizes) -> Any:
-    """Each with each layout of the table that shards it, and those of COMBINED with the others too."""
+    """Each with the layouts of the table that shard it in one dimension, and those of COMBINED with the others too."""
     each = []
     for one, sizes in (table | combined).items():
-        is_for_all = one in table and one not in UNSHARDED
+        is_for_all = one in table and one not in FOR_COMBINED
         for name in names if is_for_all else [name for name in names if name in COMBINED]:
             marks = () if one in QUICK.get(name, ()) else pytest.mark.slow
             each.append(pytest.param(name, *sizes, marks=marks, id=f"{one}-{name}"))
