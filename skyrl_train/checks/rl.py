@@ -19,7 +19,7 @@ from skyrl_train.checks.engines import (
     transport_problems,
 )
 from skyrl_train.checks.model import model_problems
-from skyrl_train.checks.staleness import staleness_problems
+from skyrl_train.checks.staleness import eval_engine_problems, staleness_problems
 from skyrl_train.checks.step import step_problems
 from skyrl_train.checks.training import (
     LORA,
@@ -58,6 +58,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         *_rewards(config),
         *_objective(config),
         *staleness_problems(config),
+        *eval_engine_problems(config),
         *_critic(config),
         *training_sampling_problems(config.generator.sampling_params),
         *_limits(config),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from skyrl_train.algorithms.build import build_objective
 from skyrl_train.config import Config
+from skyrl_train.weight_sync.channels.table import STOCK
 
 
 def staleness_problems(config: Config) -> Iterator[str]:
@@ -40,6 +41,36 @@ def staleness_problems(config: Config) -> Iterator[str]:
         yield from (
             f"trainer.algorithm.prox_logp_method is loglinear {reason}. Set it to recompute"
             for reason in _reasons_to_recompute(config)
+        )
+
+
+def eval_engine_problems(config: Config) -> Iterator[str]:
+    """Reserved engines that no evaluation would use, that cannot exist, or that would leave none for training."""
+    trainer, generator = config.trainer, config.generator
+    if not generator.eval_num_engines:
+        return
+    key = f"generator.eval_num_engines is {generator.eval_num_engines}"
+    if generator.num_rollout_engines < 1:
+        kind = "num_inference_engines" if generator.run_engines_locally else "remote_inference_engine_urls"
+        yield (
+            f"{key}: training needs at least one of the {generator.num_engines} engine(s) of generator.{kind}. Lower "
+            f"eval_num_engines or add engines"
+        )
+    if trainer.placement.colocate_all:
+        yield (
+            f"{key} and trainer.placement.colocate_all is true: engines on the trainer's devices stop while it trains. "
+            "Set eval_num_engines=0 or colocate_all=false"
+        )
+    if not (trainer.evaluates_beside and trainer.eval_interval > 0 and config.data.val_data):
+        yield (
+            f"{key}: the reserved engines serve evaluations during which training continues, and there are none. Set "
+            "it to 0, or set data.val_data, trainer.eval_interval, trainer.source=streaming and "
+            "trainer.eval_beside_training=true"
+        )
+    if generator.weight_sync_backend == STOCK:
+        yield (
+            f"{key} and generator.weight_sync_backend is {STOCK}: what stock vLLM servers have received is only "
+            "checked on samples of training. Set eval_num_engines=0 or use another transport"
         )
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from skyrl_train.algorithms.objective import Objective
+from skyrl_train.cluster.demands import ENGINES, POLICY, demands, engines_of, loads, ranks_of
 from skyrl_train.cluster.devices import require_gpus_for_snapshots, require_kernels_for_adapters, sync_backend
-from skyrl_train.cluster.downloads import Load, download_to_nodes, policy_load
+from skyrl_train.cluster.downloads import download_to_nodes, policy_load
+from skyrl_train.cluster.eval_engines import EvalEngines
 from skyrl_train.cluster.placement import Demand, Placement
 from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.pool.settings import all_engine_settings, api_key, teacher_engine_settings
@@ -24,14 +26,11 @@ from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.sharing import OwnDevices, build_sharing
 from skyrl_train.cluster.weight_sync import WeightSync
 from skyrl_train.config import Config
-from skyrl_train.config.policy import ScoringModel
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.engines.remote.scoring import ServedTeacher
 from skyrl_train.engines.settings import EngineSettings
 from skyrl_train.hf.hub import local_folder
 from skyrl_train.ranks import SavedState
-
-POLICY, ENGINES = "policy ranks", "engines"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +46,19 @@ class Processes:
     teachers: tuple[TeacherEngines | ServedTeacher, ...]
     """Engines or servers of `trainer.served_teachers`."""
     engines: EnginePool
+    eval_engines: EvalEngines | None
     weight_sync: WeightSync
     sharing: OwnDevices
     groups: tuple[WorkerGroup, ...]
 
+    @property
+    def other_engines(self) -> tuple[TeacherEngines | ServedTeacher | EvalEngines, ...]:
+        """Engines that generate no samples for training."""
+        return self.teachers if self.eval_engines is None else (*self.teachers, self.eval_engines)
+
     async def stop(self) -> None:
         await self.engines.shutdown()
-        await asyncio.gather(*(teacher.shutdown() for teacher in self.teachers))
+        await asyncio.gather(*(others.shutdown() for others in self.other_engines))
         await asyncio.gather(*(group.shutdown() for group in self.groups))
         self.placement.remove()
         await self.sharing.release.close()
@@ -79,10 +84,10 @@ async def launch(
     backend = sync_backend(config, cluster)
     require_gpus_for_snapshots(config.trainer, cluster)
     require_kernels_for_adapters(config, cluster)
-    placement = await build_sharing(config).reserve(_demands(config), cluster.has_gpus)
+    placement = await build_sharing(config).reserve(demands(config), cluster.has_gpus)
     processes = None
     try:
-        await download_to_nodes(_loads(config, placement), config.trainer.download_timeout_s)
+        await download_to_nodes(loads(config, placement), config.trainer.download_timeout_s)
         version = 0 if saved is None else saved.num_steps
         settings = all_engine_settings(config, max_model_len, backend, version)
         teachers = _teachers(config, placement, teacher_max_model_len, backend, logs)
@@ -189,8 +194,8 @@ async def _spawn(
     scorers = []
     critic = None
     for model in trainer.scoring_models:
-        devices = await sharing.visible_devices(groups[0], slots[_ranks(model)])
-        groups.append(WorkerGroup(model.name, slots[_ranks(model)], logs, trainer.timeout_s, devices, modules))
+        devices = await sharing.visible_devices(groups[0], slots[ranks_of(model)])
+        groups.append(WorkerGroup(model.name, slots[ranks_of(model)], logs, trainer.timeout_s, devices, modules))
         if model.signal == "values":
             critic = CriticGroup(groups[-1])
         else:
@@ -198,9 +203,14 @@ async def _spawn(
             group = FrozenGroup(groups[-1])
             scorers.append(ScorerGroup(model.name, model.signal, group, method, model.data_sources))
     devices = await sharing.visible_devices(groups[0], slots[ENGINES])
-    restarts = sharing.max_engine_restarts
-    engines = EnginePool(slots[ENGINES], settings, logs, trainer.timeout_s, devices, max_restarts=restarts)
-    policy = PolicyGroup(groups[0])
+    restarts, num_rollout = sharing.max_engine_restarts, config.generator.num_rollout_engines
+    pool = partial(EnginePool, log_folder=logs, timeout_s=trainer.timeout_s, max_restarts=restarts)
+    engines = pool(slots[ENGINES][:num_rollout], settings[:num_rollout], visible_devices=devices[:num_rollout])
+    policy, eval_engines = PolicyGroup(groups[0]), None
+    if config.generator.eval_num_engines:
+        silent = [each.changed(enable_http_endpoint=False) for each in settings[num_rollout:]]
+        reserved = pool(slots[ENGINES][num_rollout:], silent, name="eval-engine")
+        eval_engines = EvalEngines(reserved, policy, settings[0].generator)
     if trainer.algorithm.needs_reference and trainer.policy.model.lora.rank > 0:
         scorers.append(base_model_scorer(policy))
     topk = num_likeliest(trainer, objective)
@@ -216,6 +226,7 @@ async def _spawn(
         critic=critic,
         teachers=teachers,
         engines=engines,
+        eval_engines=eval_engines,
         weight_sync=WeightSync(policy, engines, settings[0].generator),
         sharing=sharing,
         groups=tuple(groups),
@@ -236,7 +247,7 @@ async def _start(
     if (critic := processes.critic) is not None:
         state = None if saved is None else saved.critic
         trainers.append((critic, partial(critic.start, critic_arguments(config, num_optimizer_steps), state)))
-    starts = (teacher.start() for teacher in processes.teachers)
+    starts = (others.start() for others in processes.other_engines)
     await asyncio.gather(processes.sharing.start(processes.engines, trainers), *starts)
 
 
@@ -258,42 +269,10 @@ def _teachers(
             )
         else:
             settings = teacher_engine_settings(config, model, max_model_len, backend)
-            slots, restarts = placement.slots[_engines(model)], generator.max_engine_restarts
+            slots, restarts = placement.slots[engines_of(model)], generator.max_engine_restarts
             pool = EnginePool(
                 slots, settings, logs, trainer.timeout_s, max_restarts=restarts, name=f"{model.name}-engine"
             )
             teacher = TeacherEngines(pool)
         found.append(teacher)
     return tuple(found)
-
-
-def _loads(config: Config, placement: Placement) -> list[Load]:
-    trainer, slots = config.trainer, placement.slots
-    loads = [policy_load(trainer, *slots[POLICY], *slots[ENGINES])]
-    loads += [Load(model.path_key, model.model_path, slots[_ranks(model)]) for model in trainer.scoring_models]
-    if trainer.teacher.backend == "engine":
-        loads += [Load(model.path_key, model.model_path, slots[_engines(model)]) for model in trainer.served_teachers]
-    return loads
-
-
-def _engines(model: ScoringModel) -> str:
-    return f"engines of the {model.name}"
-
-
-def _ranks(model: ScoringModel) -> str:
-    return f"{model.name} ranks"
-
-
-def _demands(config: Config) -> list[Demand]:
-    trainer, generator = config.trainer, config.generator
-    place = trainer.placement
-    demands = [Demand(POLICY, place.num_policy_ranks, 1)]
-    demands += [Demand(_ranks(model), model.num_ranks, 1) for model in trainer.scoring_models]
-    if trainer.teacher.backend == "engine":
-        teacher = trainer.teacher
-        count, width = teacher.num_inference_engines, teacher.inference_engine_tensor_parallel_size
-        demands += [Demand(_engines(model), count, width) for model in trainer.served_teachers]
-    if generator.run_engines_locally:
-        width = generator.inference_engine_tensor_parallel_size
-        return [*demands, Demand(ENGINES, generator.num_inference_engines, width)]
-    return [*demands, Demand(ENGINES, len(generator.remote_inference_engine_urls), 0)]

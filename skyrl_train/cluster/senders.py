@@ -24,8 +24,9 @@ class Senders:
     engine's worker receives from the rank on its own GPU.
     """
 
-    def __init__(self, policy: PolicyGroup, engines: EnginePool, settings: GeneratorConfig) -> None:
-        self._policy, self._engines, self._settings = policy, engines, settings
+    def __init__(self, policy: PolicyGroup, engines: EnginePool, settings: GeneratorConfig, purpose: str) -> None:
+        """Args: purpose: of the engines, under which each rank keeps its sender."""
+        self._policy, self._engines, self._settings, self._purpose = policy, engines, settings, purpose
         self._scope = transport(settings.weight_sync_backend).scope
         self._connected: tuple[int, int] | None = None
         """`num_starts` of the policy and `num_changes` of the engines, of the processes that are connected."""
@@ -54,7 +55,8 @@ class Senders:
 
     async def _open(self, rank: int, engines: dict[str, object], name: str, nodes: set[str] | None) -> ControlMessage:
         workers = self._engines.num_workers
-        return await self._policy.group.one(rank, "open_sender", engines, self._settings, workers, name, nodes)
+        args = self._purpose, engines, self._settings, workers, name, nodes
+        return await self._policy.group.one(rank, "open_sender", *args)
 
     async def _connect_beside_engines(self, num_changes: int) -> None:
         """Have each rank send to the engine's worker on its own GPU, if that one is up. All send the same, so the first
@@ -62,7 +64,8 @@ class Senders:
         """
         group, pool, everybody = self._policy.group, self._engines, range(len(self._policy.ranks))
         self._beside_engines = sorted(pool.shared_ranks) or list(everybody)
-        await asyncio.gather(*(group.one(rank, "close") for rank in everybody if rank not in self._beside_engines))
+        away = (rank for rank in everybody if rank not in self._beside_engines)
+        await asyncio.gather(*(group.one(rank, "close", self._purpose) for rank in away))
         first, *others = self._beside_engines
         opens = [self._open(first, pool.actors, "policy", None), *(self._open(r, {}, "policy", None) for r in others)]
         infos = await asyncio.gather(*opens)
@@ -79,7 +82,7 @@ class Senders:
             # The senders would wait for an engine whose death a request has noticed.
             raise RemoteFailed("an engine died while connecting the weight sync")
         joining = self._engines.join_sender(info)
-        connects = (self._policy.group.one(rank, "connect_sender", joining) for rank in senders)
+        connects = (self._policy.group.one(rank, "connect_sender", self._purpose, joining) for rank in senders)
         await asyncio.gather(self._engines.joined(joining), *connects)
 
     @property
@@ -101,7 +104,7 @@ class Senders:
         each_stage = self._scope == "own_stage"
         for stage in range(1 + max(place.pp_rank for place in places) if each_stage else 1):
             ranks = [rank for rank, place in enumerate(places) if place.pp_rank == stage or not each_stage]
-            refs = [group.actors[rank].call.remote("send_weights", self._settings) for rank in ranks]
+            refs = [group.actors[rank].call.remote("send_weights", self._purpose, self._settings) for rank in ranks]
             results = await group.calls.gather("send weights", refs, ranks)
             reports += [report for report in results if report is not None]
         if self._scope == "every_stage":
@@ -110,10 +113,10 @@ class Senders:
         return reports
 
     async def disconnect(self) -> None:
-        """Release the engines that wait for a sender after a failure; the next sync connects others."""
+        """Close the senders, which releases engines that wait for one after a failure; the next sync opens others."""
         self._connected = None
         # A dead rank has no sender left; one that still waits closes its own later, before it opens another. The error
         # must not wait for either.
-        closes = (self._policy.group.one(rank, "close") for rank in self._senders)
+        closes = (self._policy.group.one(rank, "close", self._purpose) for rank in self._senders)
         with contextlib.suppress(RemoteFailed, TimeoutError):
             await asyncio.wait_for(asyncio.gather(*closes), CLOSE_SENDER_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -53,13 +52,15 @@ class Check(Protocol):
 class WeightSync:
     """Sends the policy's weights to every engine, and again to the remaining ones if one fails."""
 
-    def __init__(self, policy: PolicyGroup, engines: EnginePool, settings: GeneratorConfig) -> None:
+    def __init__(
+        self, policy: PolicyGroup, engines: EnginePool, settings: GeneratorConfig, purpose: str = "training"
+    ) -> None:
+        """Args: purpose: of the engines; the ranks have one sender for each."""
         self._policy, self._engines = policy, engines
         self.check: Check | None = None
-        self.senders = Senders(policy, engines, settings)
+        self.senders = Senders(policy, engines, settings, purpose)
         self._num_syncs = 0
         self._check_is_due = False
-        self._lock = asyncio.Lock()
         engines.restore = self.restore
 
     async def publish(self, groups: Sequence[Group]) -> SyncResult:
@@ -108,12 +109,12 @@ class WeightSync:
 
     async def restore(self) -> None:
         """Send the weights to a replacement that was started after all engines had died, after an update that runs."""
-        async with self._policy.weights_lock, self._lock:
+        async with self._policy.weights_lock, self._policy.sync_lock:
             if self._engines.router.is_holding:  # else a running sync has provided an engine
                 await self._repeat_until_sent()
 
     async def _send_to_all(self) -> SyncResult:
-        async with self._lock:
+        async with self._policy.sync_lock:
             return await self._repeat_until_sent()
 
     async def _repeat_until_sent(self) -> SyncResult:

@@ -10,6 +10,7 @@ from skyrl_train.config.values import (
     Bounds,
     Count,
     CountOrNever,
+    CountOrZero,
     NotNegative,
     OneOf,
     Port,
@@ -42,6 +43,7 @@ class GeneratorConfig:
     remote_inference_engine_urls: tuple[str, ...]
     remote_api_key_env: Text | None
     num_inference_engines: Count
+    eval_num_engines: CountOrZero
     inference_engine_tensor_parallel_size: Count
     model_dtype: Annotated[str, OneOf(("bfloat16", "float16", "float32"))]
     enforce_eager: bool | None
@@ -75,6 +77,16 @@ class GeneratorConfig:
     max_engine_restarts: Annotated[int, Bounds(low=0)]
     sampling_params: SamplingConfig
     eval_sampling_params: SamplingConfig
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines that are started, or of running servers."""
+        return self.num_inference_engines if self.run_engines_locally else len(self.remote_inference_engine_urls)
+
+    @property
+    def num_rollout_engines(self) -> int:
+        """Number of engines that generate the samples of training; the others are reserved for evaluation."""
+        return self.num_engines - self.eval_num_engines
 
     @property
     def longest_conversation(self) -> int:

@@ -36,7 +36,7 @@ from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.tracking.transcripts import TranscriptLog
 from skyrl_train.trainer.build import Assembly, launch_training, teacher_max_model_len
-from skyrl_train.trainer.evaluation import Evaluation
+from skyrl_train.trainer.evaluation import Evaluation, EvaluationBeside
 from skyrl_train.trainer.from_config import sampling_params
 from skyrl_train.trainer.publisher import Publisher
 from skyrl_train.trainer.trainer import Parts, Trainer
@@ -227,20 +227,30 @@ class Experiment(Run[Config, Processes]):
             with_greedy=assembly.with_greedy,
             wake_engines=assembly.residency.for_rollout,
         )
-        source = self.get_source(source_parts)
+        source, evaluation = self.get_source(source_parts), self.get_evaluation(collector, samples)
+        beside = EvaluationBeside(evaluation, source_parts.policy_version)
+        if (reserved := processes.eval_engines) is not None:
+            on_reserved = self.get_evaluation(self.get_collector(reserved.generate, rollout), samples)
+
+            async def load_weights() -> None:
+                with timers("sync_eval_engines"):
+                    await reserved.load()
+
+            beside = EvaluationBeside(on_reserved, source_parts.policy_version, load_weights)
         return Parts(
             step=assembly.step(source, Publisher(assembly.residency, timers), hints=self.hints),
-            evaluation=self.get_evaluation(collector, samples),
+            evaluation=evaluation,
+            beside=beside,
             tracker=tracker,
             samples=samples,
         )
 
     def introduction(self, layout: str) -> dict[str, str]:
         trainer, generator = self.config.trainer, self.config.generator
-        servers = generator.remote_inference_engine_urls
-        engines = f"{generator.num_inference_engines} engine(s)"
-        if not generator.run_engines_locally:
-            engines = f"{len(servers)} running vLLM server(s)"
+        kind = "engine(s)" if generator.run_engines_locally else "running vLLM server(s)"
+        engines = f"{generator.num_engines} {kind}"
+        if generator.eval_num_engines:
+            engines += f", {generator.eval_num_engines} of them for evaluation"
         streaming = f", streaming: {trainer.depth} batch(es) ahead, at most {trainer.staleness} step(s) stale"
         return {
             "model": f"{trainer.policy.model.path}, {layout}, {engines}",

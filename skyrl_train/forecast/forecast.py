@@ -184,7 +184,7 @@ def _generation_time(inputs: Inputs, config: Config, engine: EngineMemory) -> Ph
     running = min(generator.max_num_seqs, engine.sequences * longest / mean)
     tp, width = generator.inference_engine_tensor_parallel_size, NUM_BYTES[generator.model_dtype]
     constants = readings().generation
-    engines = generator.num_inference_engines
+    engines = generator.num_rollout_engines
     return duration.generation(inputs.model, engines, tp, width, running, workload, inputs.device, constants)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_train.rollout.admission import Admission
@@ -79,6 +79,10 @@ class Silent:
         """Like `start`."""
 
 
+async def _keep_weights() -> None:
+    """The engines of training have the newest weights already."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Running:
     task: asyncio.Task[list[Group]]
@@ -88,19 +92,23 @@ class _Running:
 
 
 class EvaluationBeside:
-    """An evaluation beside training: its requests share the engines with the rollouts, and training continues.
+    """An evaluation beside training, which continues: its requests share the engines with the rollouts, or have engines
+    of their own, whose weights are loaded before it begins and then stay.
 
-    It holds nothing that rollouts wait for, so neither can block the other. Weights that are published meanwhile answer
-    what is left of it; the metrics say how much.
+    It holds nothing that rollouts wait for, so neither can block the other. On shared engines, weights that are
+    published meanwhile answer what is left of it; the metrics say how much.
     """
 
     def __init__(
         self,
         evaluation: Evaluation,
         policy_version: Callable[[], int],
+        load_weights: Callable[[], Awaitable[None]] = _keep_weights,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """Args: load_weights: awaited before an evaluation begins, while the policy's weights do not change."""
         self._evaluation, self._policy_version, self._clock = evaluation, policy_version, clock
+        self._load_weights = load_weights
         self._running: _Running | None = None
 
     @property
@@ -108,11 +116,12 @@ class EvaluationBeside:
         """Step whose weights are evaluated; None while none runs."""
         return None if self._running is None else self._running.step
 
-    def begin(self, step: int, seed: int) -> None:
-        """Start evaluating the weights of a step, which the engines have; skipped while another one runs."""
+    async def begin(self, step: int, seed: int) -> None:
+        """Start evaluating the weights of a step; skipped while another one runs. Raises: what `load_weights` does."""
         if self._running is not None:
             log.info("skipped the evaluation of step %d: that of step %d is still running", step, self._running.step)
             return
+        await self._load_weights()
         task = asyncio.get_running_loop().create_task(self._evaluation.groups(seed, Silent()))
         self._running = _Running(task, step, self._policy_version(), self._clock())
 

@@ -24,6 +24,8 @@ class Parts:
 
     step: TrainingStep
     evaluation: Evaluation
+    """For which training waits."""
+    beside: EvaluationBeside
     tracker: Tracker
     samples: SampleLog
 
@@ -36,7 +38,7 @@ class Trainer(Loop):
         super().__init__(config.trainer, step.source, step.policy, parts.tracker, step.timers, num_steps)
         self._config, self._parts = config, parts
         self._critic = None if step.critic is None else step.critic.group
-        self._beside = EvaluationBeside(parts.evaluation, lambda: step.policy.policy_version)
+        self._beside = parts.beside
 
     @property
     def can_evaluate(self) -> bool:
@@ -70,7 +72,7 @@ class Trainer(Loop):
             await self._beside.cancel("that of the last step replaces it")
             return False
         await self._parts.step.residency.for_rollout()
-        self._beside.begin(self.global_step, self._evaluation_seed)
+        await self._beside.begin(self.global_step, self._evaluation_seed)
         return True
 
     def ended_evaluation(self) -> Metrics:

@@ -121,22 +121,32 @@ class FakeRank(Actor):
             close=self._close,
             memory={"reserved": 2.0 * GIB, "free": 5.0 * GIB},
         )
-        self.engines: dict[str, FakeEngine] = {}
-        self.is_open = False
+        self.opened: dict[str, dict[str, FakeEngine]] = {}
+        """Purpose -> the engines of its sender."""
         self.num_sends = 0
 
-    def _open(self, engines: dict[str, FakeEngine], *way: Any) -> dict[str, Any]:
-        self.engines, self.is_open = dict(engines), True
+    @property
+    def engines(self) -> dict[str, FakeEngine]:
+        """Those of training."""
+        return self.opened.get("training", {})
+
+    @property
+    def is_open(self) -> bool:
+        return "training" in self.opened
+
+    def _open(self, purpose: str, engines: dict[str, FakeEngine], *way: Any) -> dict[str, Any]:
+        self.opened[purpose] = dict(engines)
         return {"sender": "policy-0", "addresses": {id(self): "socket"}}
 
-    def _close(self) -> None:
-        self.engines, self.is_open = {}, False
+    def _close(self, *purposes: str) -> None:
+        for purpose in purposes or [*self.opened]:
+            self.opened.pop(purpose, None)
 
-    def _send(self, settings: Any) -> SendReport | None:
-        if not self.is_open:
+    def _send(self, purpose: str, settings: Any) -> SendReport | None:
+        if purpose not in self.opened:
             return None
         self.num_sends += 1
-        for name, engine in self.engines.items():
+        for name, engine in self.opened[purpose].items():
             if isinstance(engine.call.remote("update_weights", {}).future().exception(), RayActorError):
                 raise WeightSyncError(f"{name} died while it took in the weights")
         return SendReport(8, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {"w": 1})

@@ -23,7 +23,6 @@ def all_engine_settings(
     """
     generator, trainer, sharing = config.generator, config.trainer, build_sharing(config)
     lora = trainer.policy.model.lora
-    num_servers = len(generator.remote_inference_engine_urls)
     return [
         EngineSettings(
             generator=replace(generator, weight_sync_backend=backend),
@@ -42,7 +41,7 @@ def all_engine_settings(
             custom_modules=trainer.custom_modules,
             trust_remote_code=trainer.trust_remote_code,
         )
-        for index in range(generator.num_inference_engines if generator.run_engines_locally else num_servers)
+        for index in range(generator.num_engines)
     ]
 
 

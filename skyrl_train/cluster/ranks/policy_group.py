@@ -66,6 +66,8 @@ class PolicyGroup(ModelGroup):
         self.versions = Versions()
         self.weights_lock = asyncio.Lock()
         """Held while the weights change, or while they must not."""
+        self.sync_lock = asyncio.Lock()
+        """Held while the ranks send weights to engines."""
         self.num_updates = 0
         """Number of updates that were begun, including failed ones."""
 

@@ -33,7 +33,8 @@ class Rank:
         import torch
 
         torch.set_num_threads(1)
-        self._sender: WeightSender | None = None
+        self._senders: dict[str, WeightSender] = {}
+        """By the purpose of the engines that they send to."""
         self._worker: Any = None
 
     def __getattr__(self, name: str) -> Any:
@@ -62,6 +63,7 @@ class Rank:
 
     def open_sender(
         self,
+        purpose: str,
         engines: Mapping[str, Any],
         settings: GeneratorConfig,
         num_workers: int,
@@ -70,13 +72,13 @@ class Rank:
     ) -> ControlMessage:
         """Make this rank a sender of weights. Returns: the message with which engines join it.
 
-        Args: engines: name -> actor that this rank posts its messages to; num_workers: of all engines; name: of the
-            sender; nodes: of the engines, None for anywhere.
+        Args: purpose: of the engines; engines: name -> actor that this rank posts its messages to; num_workers: of all
+            engines; name: of the sender; nodes: of the engines, None for anywhere.
         """
         from skyrl_train.device import device
         from skyrl_train.weight_sync.channels.channel import SendingEnd
 
-        self.close()
+        self.close(purpose)
         timeout_s = settings.weight_sync_timeout_s
 
         def post(message: ControlMessage) -> PostedCalls:
@@ -93,26 +95,25 @@ class Rank:
             timeout_s=timeout_s,
             host=LOOPBACK if is_alone else host(),
         )
-        self._sender = open_sender(settings.weight_sync_backend, end)
+        sender = self._senders[purpose] = open_sender(settings.weight_sync_backend, end)
         told = {"transport": settings.weight_sync_backend, "sender": name, "weight_sync_timeout_s": timeout_s}
-        return told | self._sender.init_info
+        return told | sender.init_info
 
-    def connect_sender(self, joining: Mapping[str, Any]) -> None:
+    def connect_sender(self, purpose: str, joining: Mapping[str, Any]) -> None:
         """Wait until every receiver has joined.
 
         Args: joining: name of each engine -> its call that joins; when one fails, the others are released.
         Raises: WeightSyncError.
         """
-        assert self._sender is not None
-        self._sender.connect(PostedCalls("join the weight sync", joining).check)
+        self._senders[purpose].connect(PostedCalls("join the weight sync", joining).check)
 
-    def close(self) -> None:
-        """Close the sender, which releases its receivers and leaves nothing that outlives this process."""
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
+    def close(self, purpose: str | None = None) -> None:
+        """Close a sender, or all, which releases its receivers and leaves nothing that outlives this process."""
+        for each in [purpose] if purpose is not None else [*self._senders]:
+            if (sender := self._senders.pop(each, None)) is not None:
+                sender.close()
 
-    def send_weights(self, settings: GeneratorConfig) -> SendReport | None:
+    def send_weights(self, purpose: str, settings: GeneratorConfig) -> SendReport | None:
         """Export weights, in which every rank takes part; a sender sends them and reports.
 
         The export runs to its end even if sending fails: the other ranks of the stage wait for this one in it.
@@ -125,7 +126,8 @@ class Rank:
         else:
             specs, tensors = self._worker.export_to_every_stage(dtype)
         try:
-            return None if self._sender is None else self._sender.send(specs, tensors)
+            sender = self._senders.get(purpose)
+            return None if sender is None else sender.send(specs, tensors)
         finally:
             for _ in tensors:
                 pass

@@ -611,3 +611,33 @@ def test_the_folder_of_a_critic_is_checked(folder: Path):
         problem.startswith("trainer.critic.model.path is ./critic: there is no such folder")
         for problem in problems(GAE, policy, "trainer.critic.model.path=./critic", files=True)
     )
+
+
+RESERVED = ["generator.num_inference_engines=2", "generator.eval_num_engines=1", "data.val_data=[some.jsonl]"]
+BESIDE = [*RESERVED, "trainer.source=streaming"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (RESERVED, "there are none. Set it to 0, or set data.val_data"),
+        ([*BESIDE, "trainer.eval_interval=-1"], "there are none. Set it to 0, or set data.val_data"),
+        ([*BESIDE, "data.val_data=[]"], "there are none. Set it to 0, or set data.val_data"),
+        ([*BESIDE, "trainer.eval_beside_training=false"], "there are none. Set it to 0, or set data.val_data"),
+        ([*BESIDE, "generator.eval_num_engines=2"], r"at least one of the 2 engine\(s\) of generator.num_inference_"),
+        (
+            [*BESIDE, "generator.run_engines_locally=false", "generator.remote_inference_engine_urls=[http://a:1]"],
+            r"at least one of the 1 engine\(s\) of generator.remote_inference_engine_urls",
+        ),
+        ([*BESIDE, "trainer.placement.colocate_all=true"], "engines on the trainer's devices stop while it trains"),
+        ([*BESIDE, "generator.weight_sync_backend=vllm_nccl"], "only checked on samples of training"),
+    ],
+)
+def test_engines_for_evaluation_that_would_be_idle_or_leave_none_for_training_are_refused(
+    overrides: list[str], expected: str
+):
+    assert any(re.search(expected, problem) for problem in problems(*overrides)), problems(*overrides)
+
+
+def test_engines_for_evaluation_beside_training_are_accepted():
+    assert problems(*BESIDE) == ()

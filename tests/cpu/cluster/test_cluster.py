@@ -361,13 +361,13 @@ def test_a_sender_and_the_engines_that_wait_for_it_hear_of_one_that_dies_while_t
     rank = ray.remote(Host).options(num_cpus=0).remote(RANK, str(tmp_path / "log"), None)
     settings = load_config(["generator.weight_sync_timeout_s=60"]).generator
     settings = replace(settings, weight_sync_backend="broadcast")
-    info = ray.get(rank.call.remote("open_sender", engines, settings, 3, "policy-0"))
+    info = ray.get(rank.call.remote("open_sender", "training", engines, settings, 3, "policy-0"))
     store = torch.distributed.TCPStore(info["host"], info["port"], is_master=False)
     calls = {
         name: engine.init_weight_sync.remote(info | {"rank_offset": 1 + n})
         for n, (name, engine) in enumerate(engines.items())
     }
-    connecting = rank.call.remote("connect_sender", calls)
+    connecting = rank.call.remote("connect_sender", "training", calls)
     store.wait([f"weights/came {n}" for n in (1, 2)])  # a third one never comes
     ray.kill(engines["engine-1"])
     killed = time.monotonic()

@@ -14,6 +14,10 @@ SERVERS = "generator.remote_inference_engine_urls=[http://a:1,http://b:1]"
     ("overrides", "expected"),
     [
         (["generator.num_inference_engines=3"], "3 engine(s)"),
+        (
+            ["generator.num_inference_engines=3", "generator.eval_num_engines=1"],
+            "3 engine(s), 1 of them for evaluation",
+        ),
         (["generator.run_engines_locally=false", SERVERS], "2 running vLLM server(s)"),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_run_survives_an_engine_and_its_driver_and_trains_each_row_once(world:
 
     The driver takes its processes with it. Before the checkpoint of step 1, at most 16 groups may start (64 calls) and
     an evaluation (32). Syncs abort the running responses, which continue. Evaluations run beside the training. The
-    engine that resumes is of another kind."""
+    engines that resume are of another kind, and one of them is reserved for evaluations."""
     own = [STREAMING, "trainer.run_name=killed", "trainer.max_training_steps=4", "trainer.ckpt_interval=1"]
     own += ["environment.env_class=deadly:Deadly", "generator.pause_mode=abort"]
     own += ["data.val_data=[rows.jsonl]", "trainer.eval_before_train=false", "trainer.eval_interval=1"]
@@ -77,11 +77,16 @@ def test_a_run_survives_an_engine_and_its_driver_and_trains_each_row_once(world:
     assert ledger["trained"] == 8 * saved["step"] and ledger["generated"] == ledger["trained"] + ledger["waiting"]
     assert len(saved["pending"]) + ledger["waiting"] == 8 * (saved["step"] < 4)
     assert saved["order"]["position"] == min(32, 8 * saved["step"] + 8)
-    code, resumed = run_to_end(world, *own, WITHOUT_VLLM, "trainer.resume_mode=latest")
+    reserved = ["generator.num_inference_engines=2", "generator.eval_num_engines=1"]
+    code, resumed = run_to_end(world, *own, *reserved, WITHOUT_VLLM, "trainer.resume_mode=latest")
     assert code == 0, resumed.story()
     rows = {row["trainer/global_step"]: row for row in resumed.metrics if "trainer/epoch" in row}
     assert sorted(rows) == [1, 2, 3, 4] and "eval/all/avg_score" in rows[4]
     assert all(row["async/staleness_max"] <= 1 and row["generate/batch_num_seq"] == 32 for row in rows.values())
+    beside = [row["eval/share_of_version"] for row in resumed.metrics if "eval/share_of_version" in row]
+    assert all(share == 1.0 for share in beside)
+    if saved["step"] < 3:
+        assert beside and any("timing/sync_eval_engines" in row for row in resumed.metrics)
     nothing_lost = {"generated": 32, "waiting": 0, "trained": 32, "filtered": 0, "failed": 0, "cancelled": 0}
     assert source_of(run_dir / "checkpoints/global_step_4/checkpoint.json")["ledger"] == nothing_lost
 

@@ -22,7 +22,7 @@ from skyrl_train.rollout.streaming.streaming import StreamingSource
 from skyrl_train.rollout.trace import Trace
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
-from skyrl_train.trainer.evaluation import Evaluation
+from skyrl_train.trainer.evaluation import Evaluation, EvaluationBeside
 from skyrl_train.trainer.run_state import Checkpoints, load_checkpoint
 from skyrl_train.trainer.trainer import Parts, Trainer
 from skyrl_train.types import Generation, Group, Metrics, Prompt, Sample, SamplingParams
@@ -56,6 +56,8 @@ class World:
         fails: Callable[[World, str], bool] = lambda world, uid: False,
     ) -> None:
         config = load_config([*CONFIG, f"trainer.run_dir={folder}", *overrides])
+        self.loads: list[int] = []
+        """Versions that the reserved engines have loaded."""
         self.version, self.num_steps, self.slot = 0, 0, asyncio.Semaphore(1)
         self.rows: dict[int, Metrics] = {}
         self.gate = asyncio.Event()
@@ -67,7 +69,7 @@ class World:
             trace.read([4, 5])
             if prompt.uid.startswith("held") and int(prompt.uid[-1]) >= 2:
                 await self.gate.wait()
-                first = self.version
+                first = self.loads[-1] if self.loads else self.version
             async with self.slot:
                 for _ in range(2 if prompt.uid.startswith("held") else 1):
                     await asyncio.sleep(0)
@@ -122,11 +124,16 @@ class World:
 
         self.update: Callable[[], Awaitable[None]] = nothing
         step.step = train
-        self.trainer = Trainer(config, Parts(step, evaluation, Tracker([self]), None), num_steps)  # type: ignore[arg-type]
+        load = {"load_weights": self.load} if config.generator.eval_num_engines else {}
+        beside = EvaluationBeside(evaluation, lambda: self.version, **load)
+        self.trainer = Trainer(config, Parts(step, evaluation, beside, Tracker([self]), None), num_steps)  # type: ignore[arg-type]
 
     @property
     def policy_version(self) -> int:
         return self.version
+
+    async def load(self) -> None:
+        self.loads.append(self.version)
 
     async def copy_state(self, folder: str) -> list[FileSum]:
         Path(folder, "rank_0.pt").write_text("state")
@@ -172,6 +179,23 @@ def test_training_continues_during_an_evaluation_and_the_log_says_whose_answers_
     assert row["eval/policy_version"] == 2 and row["eval/share_of_version"] == pytest.approx(1 / 3)
     assert row["timing/eval"] > 0 and "timing/eval" not in world.rows[4]
     assert world.source._admission.ledger.trained == 16
+
+
+def test_reserved_engines_keep_the_version_of_an_evaluation_until_the_next_one_begins(tmp_path: Path):
+    """As above, but for the engines; the evaluation of step 8 is made by those of training, which waits."""
+    world = World(tmp_path, NEVER, "generator.num_inference_engines=2", "generator.eval_num_engines=1", num_steps=8)
+    world.gate.clear()
+
+    async def update() -> None:
+        if world.version == 4:
+            world.gate.set()
+            for _ in range(60):
+                await asyncio.sleep(0)
+
+    world.update = update
+    world.run()
+    assert world.loads == [2, 6], "not while the evaluation of step 2 runs, at step 4"
+    assert world.rows[5]["eval/policy_version"] == 2 and world.rows[5]["eval/share_of_version"] == 1.0
 
 
 @pytest.mark.parametrize(

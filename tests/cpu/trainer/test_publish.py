@@ -220,10 +220,10 @@ def test_an_engine_that_a_request_loses_while_senders_are_opened_is_not_waited_f
     async def main(world: World) -> None:
         open_sender = world.rank.answers["open_sender"]
 
-        def lose_one(engines: dict[str, FakeEngine], *way: Any) -> Any:
+        def lose_one(purpose: str, engines: dict[str, FakeEngine], *way: Any) -> Any:
             if len(engines) == 2:
                 world.engines.mark_dead(world.engines.replicas[0], "its stream broke off")
-            return open_sender(engines, *way)
+            return open_sender(purpose, engines, *way)
 
         world.rank.answers["open_sender"] = lose_one
         await world.sync.senders.disconnect()
