@@ -71,7 +71,7 @@ def layout_problems(megatron: MegatronConfig, path: str, world_size: int, world_
             "interleaved schedule needs a pipeline of at least 2. Set virtual_pipeline_model_parallel_size=null, or "
             "raise the pipeline size"
         )
-    if megatron.recompute_granularity == "selective" and not megatron.recompute_modules:
+    if megatron.recompute == "selective" and not megatron.recomputed:
         yield (
             f"{path}.recompute_granularity is selective and recompute_modules is empty: nothing would be recomputed. "
             "Name modules, such as core_attn"

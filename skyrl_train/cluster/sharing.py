@@ -134,7 +134,7 @@ class SharedDevices(OwnDevices):
         samples = trainer.groups_in_flight * generator.n_samples_per_prompt
         each = -(-samples // generator.num_inference_engines) + generator.n_samples_per_prompt
         # A sample that waits for its environment keeps its cache; one of a single turn that is not computed has none.
-        return min(each, generator.max_num_seqs) if generator.max_turns == 1 else each
+        return min(each, generator.step_sequences) if generator.max_turns == 1 else each
 
 
 def build_sharing(config: Config) -> OwnDevices:

@@ -51,8 +51,8 @@ class GeneratorConfig:
     enable_prefix_caching: bool
     gpu_memory_utilization: ShareAboveZero | None
     kv_cache_memory_gb: AboveZero | None
-    max_num_batched_tokens: Count
-    max_num_seqs: Count
+    max_num_batched_tokens: Count | None
+    max_num_seqs: Count | None
     max_input_length: Count
     max_turns: Count
     use_conversation_multi_turn: bool
@@ -87,6 +87,16 @@ class GeneratorConfig:
     def num_rollout_engines(self) -> int:
         """Number of engines that generate the samples of training; the others are reserved for evaluation."""
         return self.num_engines - self.eval_num_engines
+
+    @property
+    def step_tokens(self) -> int:
+        """Maximum tokens per engine step, also if nothing was chosen."""
+        return self.max_num_batched_tokens or 8_192
+
+    @property
+    def step_sequences(self) -> int:
+        """Maximum sequences in flight per engine, also if nothing was chosen."""
+        return self.max_num_seqs or 1_024
 
     @property
     def longest_conversation(self) -> int:

@@ -95,14 +95,26 @@ class MegatronConfig:
     expert_model_parallel_size: Count
     expert_tensor_parallel_size: Count | None
     sequence_parallel: bool
-    recompute_granularity: Annotated[str, OneOf(("selective", "full"))] | None
-    recompute_modules: tuple[str, ...]
+    recompute_granularity: Annotated[str, OneOf(("auto", "selective", "full"))] | None
+    recompute_modules: tuple[str, ...] | None
     recompute_logits: bool | None
     logprobs_chunk_size: Count | None
     moe_aux_loss_coeff: NotNegative
     freeze_moe_router: bool
     transformer_config_kwargs: dict[str, Any]
     torch_profiler_config: TorchProfilerConfig
+
+    @property
+    def recompute(self) -> str | None:
+        """`recompute_granularity`, also if nothing was chosen."""
+        return None if self.recompute_granularity == "auto" else self.recompute_granularity
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """Modules that are recomputed with `selective`; none otherwise."""
+        if self.recompute != "selective":
+            return ()
+        return ("core_attn",) if self.recompute_modules is None else self.recompute_modules
 
 
 @dataclass(frozen=True, kw_only=True)

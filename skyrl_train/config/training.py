@@ -54,7 +54,7 @@ class TrainingConfig:
     epochs: Count
     max_training_steps: CountOrNever
     train_batch_size: Count
-    max_tokens_per_microbatch: Count
+    max_tokens_per_microbatch: Count | None
     eval_batch_size: Count
     eval_before_train: bool
     eval_interval: CountOrNever
@@ -71,6 +71,11 @@ class TrainingConfig:
     placement: PolicyPlacementConfig
     policy: PolicyConfig
     bf16: bool
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens per forward pass of one rank, also if nothing was chosen."""
+        return self.max_tokens_per_microbatch or 16_384
 
 
 @dataclass(frozen=True, kw_only=True)

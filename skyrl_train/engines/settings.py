@@ -116,8 +116,8 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
         "tensor_parallel_size": settings.tensor_parallel_size,
         "enforce_eager": is_eager(settings, device_type),
         "enable_prefix_caching": generator.enable_prefix_caching,
-        "max_num_batched_tokens": max(generator.max_num_batched_tokens, settings.max_model_len),
-        "max_num_seqs": generator.max_num_seqs,
+        "max_num_batched_tokens": max(generator.step_tokens, settings.max_model_len),
+        "max_num_seqs": generator.step_sequences,
         "logprobs_mode": "processed_logprobs",
         # Requests over HTTP would take top_k, repetition_penalty, ... from the model's generation_config.json.
         "generation_config": "vllm",

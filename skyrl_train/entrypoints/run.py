@@ -18,7 +18,7 @@ from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
 from skyrl_train.cluster.launch import PolicyProcesses, Processes
 from skyrl_train.cluster.session import Cluster, connect
 from skyrl_train.config.training import RunConfig
-from skyrl_train.entrypoints.plan.before_run import print_forecast
+from skyrl_train.entrypoints.plan.before_run import fitted
 from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_folder, lock_checkpoints
 from skyrl_train.hf import adapter_file
 from skyrl_train.ranks import SavedState
@@ -84,8 +84,10 @@ class Run(ABC, Generic[C, P]):
         return folder, config
 
     def check_memory(self) -> None:
-        """Print the forecast. Raises: ValueError if the run cannot fit the GPUs of this machine."""
-        print_forecast(self.config, self.model_config, self._console)
+        """Choose what the configuration leaves open, and print the forecast.
+        Raises: ValueError if the run cannot fit the GPUs of this machine.
+        """
+        self.config = fitted(self.config, self.model_config, self._console)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.model_folder, MODEL, self.config.trainer.trust_remote_code)

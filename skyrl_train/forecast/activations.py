@@ -32,8 +32,7 @@ class Kept:
 
 def kept(config: PretrainedConfig, layer: Layer, layout: Layout, width: int) -> Kept:
     """Args: width: bytes of an element of activations."""
-    recompute = layout.megatron.recompute_granularity
-    modules = layout.megatron.recompute_modules if recompute == "selective" else ()
+    modules = layout.megatron.recomputed
     stream = config.hidden_size * width / layout.sp
     attention = 2 * stream + _attention(config, layout, width)
     mlp, gradients = _mlp(config, layer, layout, width)
@@ -50,7 +49,7 @@ def kept(config: PretrainedConfig, layer: Layer, layout: Layout, width: int) -> 
     if ("moe" if layer.is_sparse else "mlp") in modules:
         again = max(again, mlp + stream)
     whole = attention + 2 * stream + mlp
-    if recompute == "full":
+    if layout.megatron.recompute == "full":
         return Kept(stream, whole - stream + gradients)
     return Kept(whole - again, again + gradients)
 

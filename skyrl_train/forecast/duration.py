@@ -65,7 +65,7 @@ def update(
     base = utilisation.experts if num_experts(config) else utilisation.of_hidden(config.hidden_size)
     base *= at_size(utilisation.tensor, layout.tp) * at_size(utilisation.context, layout.cp)
     base *= at_size(utilisation.expert, layout.ep)
-    if layout.megatron.recompute_granularity == "full":
+    if layout.megatron.recompute == "full":
         base *= utilisation.recomputed
     filled = micro_batches / (micro_batches + (layout.pp - 1) / layout.vpp)
     balance = sum(stage.cost for stage in stages) / len(stages) / max(stage.cost for stage in stages)

@@ -79,9 +79,9 @@ def _step_bytes(config: Config, model: PretrainedConfig, width: int) -> float:
     """Bytes that vLLM's profiling run finds: the widest layer of a full prefill, and the logits of all sequences."""
     generator = config.generator
     tp = generator.inference_engine_tensor_parallel_size
-    tokens = max(generator.max_num_batched_tokens, generator.longest_conversation)
+    tokens = max(generator.step_tokens, generator.longest_conversation)
     inner = model.intermediate_size
     if num_experts(model):
         inner = expert_width(model) * model.num_experts_per_tok
     prefill = tokens * width * (4 * model.hidden_size + 3 * inner / tp)
-    return float(prefill + min(generator.max_num_seqs, tokens) * model.vocab_size * BYTES_PER_SAMPLED_LOGIT)
+    return float(prefill + min(generator.step_sequences, tokens) * model.vocab_size * BYTES_PER_SAMPLED_LOGIT)

@@ -142,8 +142,8 @@ def largest_pass(inputs: Inputs, layout: Layout) -> Pass:
     trainer, longest = inputs.config.trainer, inputs.workload.sample_tokens
     mini_batches = inputs.config.trainer.train_batch_size // _mini_batch(inputs.config)
     of_rank = max(longest, inputs.workload.tokens // max(1, mini_batches) // layout.dp)
-    tokens = min(max(trainer.max_tokens_per_microbatch, longest), of_rank)
-    filled = max(1, trainer.max_tokens_per_microbatch // longest) * longest  # whole samples
+    tokens = min(max(trainer.micro_batch_tokens, longest), of_rank)
+    filled = max(1, trainer.micro_batch_tokens // longest) * longest  # whole samples
     count = max(-(-of_rank // filled), min(layout.pp, of_rank // longest))
     return Pass(min(tokens, -(-of_rank // count)) if count < 2 else min(tokens, filled), count)
 
@@ -181,7 +181,7 @@ def _scoring_time(name: str, update: PhaseTime) -> PhaseTime:
 def _generation_time(inputs: Inputs, config: Config, engine: EngineMemory) -> PhaseTime:
     generator, workload = config.generator, inputs.workload
     longest, mean = generator.longest_conversation, workload.prompt_tokens + workload.response_tokens / 2
-    running = min(generator.max_num_seqs, engine.sequences * longest / mean)
+    running = min(generator.step_sequences, engine.sequences * longest / mean)
     tp, width = generator.inference_engine_tensor_parallel_size, NUM_BYTES[generator.model_dtype]
     constants = readings().generation
     engines = generator.num_rollout_engines

@@ -68,7 +68,7 @@ class Layout:
         if self.etp != self.tp:
             sizes["ETP"] = self.etp
         named = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "ETP")
-        recompute = self.megatron.recompute_granularity
+        recompute = self.megatron.recompute
         return (named or "one rank") + (f", recompute {recompute}" if recompute else "")
 
 

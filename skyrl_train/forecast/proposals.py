@@ -12,6 +12,7 @@ from skyrl_train.checks.training import layout_problems
 from skyrl_train.config import Config
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.config.training import RunConfig
+from skyrl_train.forecast.choices import chosen
 from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, with_layout
 from skyrl_train.hf.matrices import num_experts
 
@@ -28,7 +29,7 @@ class Proposal:
     """A configuration that fits."""
 
     overrides: tuple[str, ...]
-    """What differs from the given one; none for itself."""
+    """What differs from the given one, beside keys that it leaves open; none for itself."""
     forecast: Forecast
 
 
@@ -48,18 +49,22 @@ def _fitting(inputs: Inputs, overrides: tuple[str, ...]) -> list[Proposal]:
     tokens = config.trainer.max_tokens_per_microbatch
     found: list[Proposal] = []
     for megatron in _layouts(inputs):
-        for divisor in FRACTIONS:
-            if divisor > 1 and tokens // divisor < inputs.workload.sample_tokens:
-                continue
-            trainer = replace(config.trainer, max_tokens_per_microbatch=tokens // divisor)
-            changed = with_layout(replace(config, trainer=trainer), megatron)
-            made = forecast(replace(inputs, config=changed))
+        for divisor in FRACTIONS if tokens is not None else (1,):
+            trainer = config.trainer
+            if tokens is not None:
+                if divisor > 1 and tokens // divisor < inputs.workload.sample_tokens:
+                    continue
+                trainer = replace(trainer, max_tokens_per_microbatch=tokens // divisor)
+            changed = replace(inputs, config=with_layout(replace(config, trainer=trainer), megatron))
+            fitted = chosen(changed).config
+            made = forecast(replace(changed, config=fitted))
             if made.fits:
                 given = (*overrides, *_differences(config.trainer.policy.megatron_config, megatron))
-                if divisor > 1:
+                if tokens is not None and divisor > 1:
                     given = (*given, f"trainer.max_tokens_per_microbatch={tokens // divisor}")
                 found.append(Proposal(given, made))
-                break  # fewer tokens are not faster
+                if fitted.trainer.policy.megatron_config.recompute is None:
+                    break  # fewer tokens are faster only with less recomputation
     return found
 
 
@@ -68,11 +73,12 @@ def _layouts(inputs: Inputs) -> Iterator[MegatronConfig]:
     given = inputs.config.trainer.policy.megatron_config
     ranks, shape = inputs.config.trainer.placement.num_policy_ranks, inputs.model.to_dict()
     expert_sizes = SIZES if num_experts(inputs.model) else (1,)
-    for tp, pp, cp, ep, recompute in product(SIZES, SIZES, SIZES, expert_sizes, (None, "full")):
+    levels = ("auto",) if given.recompute_granularity == "auto" else (None, "full")
+    for tp, pp, cp, ep, recompute in product(SIZES, SIZES, SIZES, expert_sizes, levels):
         if tp * pp * cp > ranks or tp * cp > GPUS_PER_NODE:
             continue
         is_same = (tp, pp) == (given.tensor_model_parallel_size, given.pipeline_model_parallel_size)
-        own = recompute is None and given.recompute_granularity == "selective"
+        own = recompute is None and given.recompute == "selective"
         megatron = replace(
             given,
             tensor_model_parallel_size=tp,
@@ -92,10 +98,13 @@ def _layouts(inputs: Inputs) -> Iterator[MegatronConfig]:
 def _differences(given: MegatronConfig, other: MegatronConfig) -> list[str]:
     names = [name for name in given.__dataclass_fields__ if getattr(given, name) != getattr(other, name)]
     values = {name: getattr(other, name) for name in names}
-    return [f"{KEY}.{name}={_text(value)}" for name, value in values.items()]
+    return [f"{KEY}.{name}={override_text(value)}" for name, value in values.items()]
 
 
-def _text(value: object) -> str:
+def override_text(value: object) -> str:
+    """A value as the command line has it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(override_text, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from rich.table import Table
 
+from skyrl_train.forecast.choices import Choices
 from skyrl_train.forecast.forecast import Forecast, Inputs
 from skyrl_train.forecast.parts import GIB, PhaseMemory
-from skyrl_train.forecast.proposals import Proposal
+from skyrl_train.forecast.proposals import Proposal, override_text
 from skyrl_train.hf.matrices import num_parameters
 
 SHOWN = 5
@@ -28,11 +29,19 @@ def introduction(inputs: Inputs, made: Forecast) -> str:
         "model": f"{num_parameters(inputs.model) / 1e9:.2f} billion parameters, "
         f"{inputs.model.num_hidden_layers} layers",
         "device": f"{device.name}: {device.memory_gib:g} GiB, {device.tflops:g} TFLOP/s, {device.memory_gb_s:g} GB/s",
-        "layout": f"{ranks} policy rank(s): {made.layout}; micro-batches of "
-        f"{config.trainer.max_tokens_per_microbatch} tokens",
+        "layout": f"{ranks} policy rank(s): {made.layout}; micro-batches of {config.trainer.micro_batch_tokens} tokens",
         "step": f"{work.samples} samples of {work.prompt_tokens} + {work.response_tokens} tokens",
     }
     return "\n".join(f"{name:<8}{line}" for name, line in lines.items())
+
+
+def choices_line(choices: Choices) -> str:
+    """What was chosen for keys that the configuration leaves open, and why."""
+    found = []
+    for choice in choices.made:
+        values = ", ".join(f"{key.rpartition('.')[2]}={override_text(value)}" for key, value in choice.values)
+        found.append(f"{values}, because {choice.reason}")
+    return f"chose   {'; '.join(found)}"
 
 
 def memory_table(made: Forecast) -> Table:
@@ -121,10 +130,11 @@ def refusal(made: Forecast, found: Sequence[Proposal]) -> str:
     )
 
 
-def numbers(made: Forecast, found: Sequence[Proposal]) -> dict[str, Any]:
+def numbers(made: Forecast, choices: Choices, found: Sequence[Proposal]) -> dict[str, Any]:
     """All numbers for a file; bytes and seconds."""
     return {
         "layout": str(made.layout),
+        "choices": {key: value for choice in choices.made for key, value in choice.values},
         "fits": made.fits,
         "impossible": [phase.phase for phase in made.impossible],
         "capacity": made.capacity,

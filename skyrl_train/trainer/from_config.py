@@ -37,7 +37,7 @@ def micro_batch_limits(
     tp = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
     return MicroBatchLimits(
         dp_size=dp_size,
-        max_tokens=trainer.max_tokens_per_microbatch,
+        max_tokens=trainer.micro_batch_tokens,
         max_sample_tokens=model.max_position_embeddings,
         pad_multiple=pad_multiple(tp, layout.context_parallel_size),
         min_micro_batches=pipeline,

@@ -1,8 +1,11 @@
-"""The forecast of a run before it starts: printed where the run uses GPUs of this machine, and refused if it surely
-cannot fit.
+"""Before a run on GPUs of this machine starts: open keys are chosen from its forecast, which is printed, and a run that
+surely cannot fit is refused.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar, cast
 
 from rich.console import Console
 from transformers import AutoConfig, PretrainedConfig
@@ -12,25 +15,32 @@ from skyrl_train.config.training import RunConfig
 from skyrl_train.device import device_type
 from skyrl_train.device.kinds import this_device
 from skyrl_train.forecast import report
+from skyrl_train.forecast.choices import chosen
 from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
 from skyrl_train.forecast.proposals import proposals
 from skyrl_train.hf.hub import local_folder
 
+C = TypeVar("C", bound=RunConfig)
 
-def print_forecast(config: RunConfig, model: PretrainedConfig, console: Console) -> None:
-    """Print memory and limits in a few lines; without a GPU of a known kind on this machine, nothing.
+
+def fitted(config: C, model: PretrainedConfig, console: Console) -> C:
+    """The configuration with all open keys chosen; the choices, memory and limits are printed in a few lines. Without a
+    GPU of a known kind on this machine nothing is chosen or printed.
 
     Args: model: of the policy. Raises: ValueError for a run that needs more memory than the device has, whatever the
     errors of the estimates.
     """
     kind = this_device() if device_type() == "cuda" else None
     if kind is None:
-        return
-    inputs = Inputs(config, {config.trainer.policy.model.path: model} | _others(config), kind, workload_of(config))
-    made = forecast(inputs)
+        return config
+    given = Inputs(config, {config.trainer.policy.model.path: model} | _others(config), kind, workload_of(config))
+    choices = chosen(given)
+    made = forecast(replace(given, config=choices.config))
     if made.impossible:
-        raise ValueError(report.refusal(made, proposals(inputs)))
-    console.print(report.summary(made), highlight=False, soft_wrap=True, style="dim")
+        raise ValueError(report.refusal(made, proposals(given)))
+    for text in (report.choices_line(choices), report.summary(made)):
+        console.print(text, highlight=False, soft_wrap=True, style="dim", markup=False)
+    return cast(C, choices.config)
 
 
 def _others(config: RunConfig) -> dict[str, PretrainedConfig]:

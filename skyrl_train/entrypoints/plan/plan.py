@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -22,6 +23,7 @@ from skyrl_train.config.rl import PLAN, PlanConfig
 from skyrl_train.device.kinds import DeviceKind, device_kind, device_kinds, this_device
 from skyrl_train.entrypoints.command import print_error
 from skyrl_train.forecast import report
+from skyrl_train.forecast.choices import chosen
 from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
 from skyrl_train.forecast.proposals import proposals
 from skyrl_train.forecast.shapes import model_config, shapes
@@ -43,20 +45,23 @@ def plan(config: PlanConfig, console: Console) -> int:
     if problems := list(layout_problems(megatron, POLICY, ranks, POLICY_RANKS)):
         raise ConfigError(problems)
     workload = workload_of(config, config.plan.prompt_tokens, config.plan.response_tokens)
-    inputs = Inputs(config, _models(config), _device(config), workload)
+    given = Inputs(config, _models(config), _device(config), workload)
+    choices = chosen(given)
+    inputs = replace(given, config=choices.config)
     made = forecast(inputs)
     console.print(report.introduction(inputs, made), highlight=False, soft_wrap=True)
+    console.print(report.choices_line(choices), highlight=False, soft_wrap=True, markup=False)
     console.print(report.memory_table(made))
     console.print(report.time_table(made))
     console.print(report.limits(made), highlight=False, soft_wrap=True)
-    found = proposals(inputs) if config.plan.propose else []
+    found = proposals(given) if config.plan.propose else []
     if found:
         console.print(report.proposal_table(found))
         console.print(f"fastest: {' '.join(found[0].overrides) or 'as given'}", highlight=False, soft_wrap=True)
     elif config.plan.propose:
         console.print("No layout of up to 64 GPUs fits for sure", highlight=False)
     if config.plan.json_file is not None:
-        Path(config.plan.json_file).write_text(json.dumps(report.numbers(made, found), indent=1))
+        Path(config.plan.json_file).write_text(json.dumps(report.numbers(made, choices, found), indent=1))
     return 0 if made.fits else 1
 
 

@@ -74,14 +74,12 @@ def _cheap_recomputation(megatron: MegatronConfig, *, torch_layers: bool) -> set
     """Modules that the torch layers recompute themselves.
     Raises: ValueError for one that Transformer Engine's layers do not have.
     """
-    if megatron.recompute_granularity != "selective":
-        return set()
-    if not torch_layers and SWIGLU in megatron.recompute_modules:
+    if not torch_layers and SWIGLU in megatron.recomputed:
         raise ValueError(
             f"megatron_config.recompute_modules contains {SWIGLU}, which Transformer Engine's layers do not have. Set "
             "transformer_impl=torch or remove it"
         )
-    return set(megatron.recompute_modules).intersection(CHEAP if torch_layers else ())
+    return set(megatron.recomputed).intersection(CHEAP if torch_layers else ())
 
 
 def _common_fields(megatron: MegatronConfig, cheap: set[str], *, torch_layers: bool) -> dict[str, Any]:
@@ -96,16 +94,16 @@ def _common_fields(megatron: MegatronConfig, cheap: set[str], *, torch_layers: b
         "apply_rope_fusion": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "recompute_granularity": megatron.recompute_granularity,
+        "recompute_granularity": megatron.recompute,
     }
     if megatron.virtual_pipeline_model_parallel_size is None:
         # mbridge disables it. A single message gets communicators for its two ranks besides that of the group, one for
         # each direction. torch waits for the end of the message, so it needs no synchronisation.
         fields |= {"batch_p2p_comm": True, "batch_p2p_sync": False}
-    if megatron.recompute_granularity == "full":
+    if megatron.recompute == "full":
         fields |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-    if megatron.recompute_granularity == "selective":
-        fields["recompute_modules"] = [name for name in megatron.recompute_modules if name not in cheap]
+    if megatron.recompute == "selective":
+        fields["recompute_modules"] = [name for name in megatron.recomputed if name not in cheap]
     if torch_layers:
         fields |= {
             "use_cpu_initialization": not torch.cuda.is_available(),

@@ -182,7 +182,7 @@ class StreamingSource:
     def _warn_of_queues(self) -> None:
         generator = self._parts.config.generator
         samples = self._parts.config.trainer.groups_in_flight * self._n_samples
-        room = generator.num_rollout_engines * generator.max_num_seqs
+        room = generator.num_rollout_engines * generator.step_sequences
         if samples > 2 * room:
             log.warning(
                 "%d samples may be in flight, and the engines generate %d at a time (generator.num_inference_engines * "

@@ -42,11 +42,11 @@ def test_a_run_on_gpus_prints_the_forecast_and_refuses_what_cannot_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     config = load_config(["trainer.policy.model.path=qwen3"])
-    before_run.print_forecast(config, model_config("qwen3-8b"), Console())  # without a GPU
+    before_run.fitted(config, model_config("qwen3-8b"), Console())  # without a GPU
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(before_run, "device_type", lambda: "cuda")
     monkeypatch.setattr(before_run, "this_device", lambda: device_kind("NVIDIA H200"))
-    before_run.print_forecast(config, model_config("qwen3-0.6b"), Console())
+    before_run.fitted(config, model_config("qwen3-0.6b"), Console())
     assert "GiB of 139.8 by the forecast (one rank)" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"update needs at least .* This fits: trainer\.placement\.policy_num_gpus"):
-        before_run.print_forecast(config, model_config("qwen3-8b"), Console())
+        before_run.fitted(config, model_config("qwen3-8b"), Console())

@@ -1,0 +1,223 @@
+"""Values of keys that a configuration leaves open, chosen for a kind of GPU from the forecast.
+
+Without a GPU nothing is chosen: the configuration's classes then say what open keys mean.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from skyrl_train.config import Config
+from skyrl_train.config.generator import GeneratorConfig
+from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.config.training import RunConfig
+from skyrl_train.device.kinds import DeviceKind
+from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, workload_of
+from skyrl_train.forecast.parts import GIB
+from skyrl_train.forecast.readings import readings
+from skyrl_train.hf.flops import model_cost
+from skyrl_train.hf.matrices import layers
+
+MICRO_BATCHES = (16_384, 8_192, 4_096)
+"""Tokens of a micro-batch that are tried, for each context-parallel rank. Larger ones are not known to be faster."""
+PREFILLS = (8_192, 16_384)
+"""Tokens of an engine step that are tried."""
+OVERHEADS = 4
+"""The arithmetic of such a step takes at least this many times as long as what it takes besides."""
+MAX_SEQUENCES = 1_024
+"""Sequences of an engine; the logits of more would take memory from its KV cache."""
+CAPTURED = 8
+"""vLLM captures CUDA graphs for multiples of this number of sequences."""
+ENGINE_PHASES = ("generation", "weight sync")
+MEGATRON = "trainer.policy.megatron_config"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Values of keys that were chosen together."""
+
+    values: tuple[tuple[str, object], ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """A configuration without open keys, and how it was chosen."""
+
+    config: RunConfig
+    made: tuple[Choice, ...]
+
+
+def has_open_layout(config: RunConfig) -> bool:
+    """Whether recomputation or the size of micro-batches is open."""
+    trainer = config.trainer
+    return trainer.max_tokens_per_microbatch is None or trainer.policy.megatron_config.recompute_granularity == "auto"
+
+
+def chosen(inputs: Inputs) -> Choices:
+    """Values of all open keys, for the longest samples; keys that are given stay, and the others fit them."""
+    config, made = inputs.config, list[Choice]()
+    if isinstance(config, Config) and config.generator.run_engines_locally:
+        made += _engine_choices(config, inputs.model, inputs.device)
+        values: dict[str, Any] = {key.rpartition(".")[2]: value for choice in made for key, value in choice.values}
+        config = replace(config, generator=replace(config.generator, **values))
+    if has_open_layout(config):
+        option, choice = _trainer_choice(replace(inputs, config=config, workload=workload_of(config)))
+        config, made = option.config, [*made, choice]
+    if config.trainer.policy.megatron_config.recompute_logits is None:
+        reason = "each rank keeps the logits for which memory is free"
+        made.append(Choice(((f"{MEGATRON}.recompute_logits", None),), reason))
+    return Choices(config, tuple(made))
+
+
+def _engine_choices(config: Config, model: PretrainedConfig, device: DeviceKind) -> Iterator[Choice]:
+    generator = config.generator
+    if generator.enforce_eager is None:
+        yield Choice((("generator.enforce_eager", False),), "GPUs can run CUDA graphs")
+    if generator.max_num_seqs is None:
+        wanted = MAX_SEQUENCES if generator.enable_http_endpoint else _sequences(config)
+        count = min(MAX_SEQUENCES, -(-wanted // CAPTURED) * CAPTURED)
+        reason = f"an engine may get {wanted:,} samples at once"
+        if generator.enable_http_endpoint:
+            reason = "clients of the endpoint may send any number of requests"
+        yield Choice((("generator.max_num_seqs", count),), reason)
+    if generator.max_num_batched_tokens is None:
+        yield _prefill(generator, model, device)
+
+
+def _sequences(config: Config) -> int:
+    """Samples of an engine in training or evaluation; those of a prompt stay together."""
+    generator, trainer = config.generator, config.trainer
+    samples = generator.n_samples_per_prompt
+    most = -(-trainer.groups_in_flight * samples // generator.num_rollout_engines) + samples
+    if config.data.val_data:
+        samples, engines = generator.eval_n_samples_per_prompt, generator.eval_num_engines
+        engines = engines or generator.num_rollout_engines
+        most = max(most, -(-trainer.eval_batch_size * samples // engines) + samples)
+    return most
+
+
+def _prefill(generator: GeneratorConfig, model: PretrainedConfig, device: DeviceKind) -> Choice:
+    """The fewest tokens with which an engine's step over prompts is arithmetic, not overhead."""
+    constants = readings().generation
+    speed = device.tflops * 1e12 * constants.arithmetic * generator.inference_engine_tensor_parallel_size
+    seconds = {tokens: 2 * tokens * model_cost(model).matrix_weights / speed for tokens in PREFILLS}
+    enough = (tokens for tokens in PREFILLS if seconds[tokens] >= OVERHEADS * constants.step_s)
+    tokens = next(enough, PREFILLS[-1])
+    arithmetic, overhead = 1e3 * seconds[tokens], 1e3 * constants.step_s
+    reason = f"a full step has {arithmetic:.0f} ms of arithmetic and {overhead:.0f} of overhead"
+    return Choice((("generator.max_num_batched_tokens", tokens),), reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """One way to train, with its forecast."""
+
+    config: RunConfig
+    made: Forecast
+
+    @property
+    def tokens(self) -> int:
+        return self.config.trainer.micro_batch_tokens
+
+    @property
+    def needed(self) -> float:
+        """Bytes with which all phases of trainers fit for sure."""
+        return max(phase.high for phase in self.made.phases if phase.phase not in ENGINE_PHASES)
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.made.capacity
+
+    @property
+    def seconds(self) -> float:
+        """Estimated time of the update."""
+        return next(time.seconds for time in self.made.times if time.phase == "update")
+
+    def __str__(self) -> str:
+        megatron = self.config.trainer.policy.megatron_config
+        what = ", ".join(megatron.recomputed) or {None: "nothing", "full": "everything"}.get(megatron.recompute)
+        return f"recomputing {what} with {self.tokens:,} tokens"
+
+
+def _trainer_choice(inputs: Inputs) -> tuple[_Option, Choice]:
+    """The least recomputation that fits for sure; with it the fastest micro-batch, of equally fast ones the largest."""
+    tried, fitting = list[_Option](), list[_Option]()
+    for megatron in _levels(inputs):
+        options = [_option(inputs, megatron, tokens) for tokens in _sizes(inputs, megatron)]
+        tried += options
+        if fitting := [option for option in options if option.fits]:
+            break
+    if fitting:
+        taken = min(fitting, key=lambda option: (option.seconds, -option.tokens))
+        reason = f"{taken} needs {_gib(taken.needed)} of {_gib(taken.made.capacity)} GiB, errors included"
+        if not tried[0].fits:
+            reason += f", and {tried[0]} {_gib(tried[0].needed)}"
+    else:
+        taken = min(tried, key=lambda option: option.needed)
+        reason = f"nothing fits for sure, and {taken} needs the least, {_gib(taken.needed)} GiB with all errors"
+    given, trainer = inputs.config.trainer, taken.config.trainer
+    values: dict[str, object] = {}
+    if given.max_tokens_per_microbatch is None:
+        values["trainer.max_tokens_per_microbatch"] = taken.tokens
+    if given.policy.megatron_config.recompute_granularity == "auto":
+        megatron = trainer.policy.megatron_config
+        values[f"{MEGATRON}.recompute_granularity"] = megatron.recompute
+        if megatron.recomputed:
+            values[f"{MEGATRON}.recompute_modules"] = list(megatron.recomputed)
+    return taken, Choice(tuple(values.items()), reason)
+
+
+def _levels(inputs: Inputs) -> Iterator[MegatronConfig]:
+    """Less and less memory, in more and more time."""
+    given = inputs.config.trainer.policy.megatron_config
+    if given.recompute_granularity != "auto":
+        yield given
+        return
+    yield replace(given, recompute_granularity=None)
+    modules = given.recompute_modules or _cheap_modules(inputs.model, given, is_half=inputs.config.trainer.bf16)
+    if modules:
+        yield replace(given, recompute_granularity="selective", recompute_modules=modules)
+    yield replace(given, recompute_granularity="full")
+
+
+def _cheap_modules(model: PretrainedConfig, megatron: MegatronConfig, *, is_half: bool) -> tuple[str, ...]:
+    """Modules of the model's layers that are recomputed in almost no time, and save memory."""
+    kinds = {layer.is_sparse for layer in layers(model)}
+    has_engine = is_half and importlib.util.find_spec("transformer_engine") is not None
+    is_torch = megatron.transformer_impl == "torch" or not has_engine
+    saves = {"layernorm": True in kinds or is_torch, "mlp_act": False in kinds and is_torch, "moe_act": True in kinds}
+    return tuple(name for name, does in saves.items() if does)
+
+
+def _sizes(inputs: Inputs, megatron: MegatronConfig) -> list[int]:
+    given, longest = inputs.config.trainer.max_tokens_per_microbatch, inputs.workload.sample_tokens
+    if given is not None:
+        return [given]
+    return list(dict.fromkeys(max(size * megatron.context_parallel_size, longest) for size in MICRO_BATCHES))
+
+
+def _option(inputs: Inputs, megatron: MegatronConfig, tokens: int) -> _Option:
+    """All models whose recomputation is open follow the policy's."""
+    trainer, fields = inputs.config.trainer, {"max_tokens_per_microbatch": tokens}
+    changed: dict[str, object] = {"policy": replace(trainer.policy, megatron_config=megatron)}
+    for name in ("ref", "critic", "teacher") if isinstance(inputs.config, Config) else ():
+        other = getattr(trainer, name)
+        if other.megatron_config.recompute_granularity == "auto":
+            own = replace(
+                other.megatron_config,
+                recompute_granularity=megatron.recompute_granularity,
+                recompute_modules=megatron.recompute_modules,
+            )
+            changed[name] = replace(other, megatron_config=own)
+    config = replace(inputs.config, trainer=replace(trainer, **fields, **changed))  # type: ignore[arg-type]
+    return _Option(config, forecast(replace(inputs, config=config)))
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f}"

@@ -1,0 +1,173 @@
+"""Open keys are chosen so that a run fits for sure, with the least recomputation; the cases were computed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.rl import PLAN
+from skyrl_train.config.sft import load_sft_config
+from skyrl_train.device.kinds import device_kind
+from skyrl_train.forecast.choices import chosen
+from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
+from skyrl_train.forecast.parts import GIB
+from skyrl_train.forecast.report import choices_line
+from skyrl_train.forecast.shapes import model_config
+
+MEGATRON = "trainer.policy.megatron_config"
+RANKS = "trainer.placement.policy_num_gpus_per_node"
+EP8 = f"{MEGATRON}.expert_model_parallel_size=8"
+CHEAP = ["layernorm", "mlp_act"]
+
+
+def inputs(shape: str, device: str, *overrides: str) -> Inputs:
+    config = PLAN.load([f"trainer.policy.model.path={shape}", f"{MEGATRON}.transformer_impl=torch", *overrides])
+    kind = device_kind(device)
+    assert kind is not None
+    return Inputs(config, {shape: model_config(shape)}, kind, workload_of(config))
+
+
+def values(given: Inputs) -> dict[str, Any]:
+    return {key.rpartition(".")[2]: value for choice in chosen(given).made for key, value in choice.values}
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "overrides", "tokens", "recompute", "modules"),
+    [
+        # 596 million parameters with 2 + 4 + 12 bytes: 10.0 GiB. 28 layers keep 49,216 bytes per token: 21.0 GiB.
+        ("qwen3-0.6b", "h100", [], 16_384, None, None),
+        # 4,022 million: 67.4 GiB. 36 layers keep 109.7 kB: 15.1 GiB for 4,096 tokens, 11.0 if the cheap part (29.7 kB)
+        # is recomputed. With CUDA context and NCCL both are above 79.2; the layers' inputs alone (5,120 bytes) take
+        # 2.8 GiB for 16,384.
+        ("qwen3-4b", "h100", [], 16_384, "full", None),
+        # 67.4 + 30.1 GiB for 8,192 tokens; 60.3 for 16,384, with an error of 10 %, and 1.2 of context, are 134.9
+        # before logits.
+        ("qwen3-4b", "h200", [], 8_192, None, None),
+        # Adam's 12 bytes on two GPUs: 44.9 GiB; 15.1 fit beside them, 30.1 do not.
+        ("qwen3-4b", "h100", [f"{RANKS}=2"], 4_096, None, None),
+        # 8,191 million with 6 bytes and 12 on eight GPUs: 57.2 GiB. 36 layers keep 145,536 bytes: 20.0 GiB for 4,096
+        # tokens, which is 79.2 with an error of 10 %; 40,960 bytes fewer if the cheap part is recomputed: 14.4.
+        ("qwen3-8b", "h100", [f"{RANKS}=8"], 4_096, "selective", CHEAP),
+        # On two GPUs 91.5 GiB and 20.0 for 4,096 tokens; 40.0 for 8,192 are 135.5 with the error, before context.
+        ("qwen3-8b", "h200", [f"{RANKS}=2"], 4_096, None, None),
+        # On four H100s 68.7 GiB and the inputs of the layers (8,192 bytes): 2.3 GiB for 8,192 tokens.
+        ("qwen3-8b", "h100", [f"{RANKS}=4"], 8_192, "full", None),
+        # 1.54 billion shared parameters with 6 + 12 / 8 bytes, and 28.99 billion of experts on eight GPUs with 18.
+        ("qwen3-30b-a3b", "h200", [f"{RANKS}=8", EP8], 8_192, None, None),
+        (
+            "qwen3-30b-a3b",
+            "h100",
+            [f"{RANKS}=8", "trainer.placement.policy_num_nodes=2", EP8],
+            4_096,
+            "selective",
+            ["layernorm", "moe_act"],
+        ),
+    ],
+)
+def test_the_least_recomputation_that_fits_is_chosen_with_the_largest_micro_batch(
+    shape: str, device: str, overrides: list[str], tokens: int, recompute: str | None, modules: list[str] | None
+):
+    found = values(given := inputs(shape, device, *overrides))
+    assert (found["max_tokens_per_microbatch"], found["recompute_granularity"]) == (tokens, recompute)
+    assert found.get("recompute_modules") == modules
+    made = forecast(replace(given, config=chosen(given).config))
+    assert all(phase.high <= made.capacity for phase in made.phases if phase.phase in ("update", "reference"))
+
+
+def test_the_state_of_the_hand_computed_cases_is_that_of_the_forecast():
+    for shape, device, overrides, gib in (
+        ("qwen3-4b", "h100", [], 67.4),
+        ("qwen3-8b", "h100", [f"{RANKS}=8"], 57.2),
+        ("qwen3-30b-a3b", "h200", [f"{RANKS}=8", EP8], 1.54e9 * 7.5 / GIB + 28.99e9 / 8 * 18 / GIB),
+    ):
+        given = inputs(shape, device, *overrides)
+        update = next(phase for phase in forecast(given).phases if phase.phase == "update")
+        state = sum(part.likely for part in update.parts if part.name in ("weights", "gradients", "optimizer"))
+        assert state / GIB == pytest.approx(gib, abs=0.2)
+
+
+def test_what_is_given_stays_and_the_rest_is_chosen_around_it():
+    given = inputs("qwen3-4b", "h200", "trainer.max_tokens_per_microbatch=16384", "generator.max_num_seqs=64")
+    found = values(given)
+    # 80.0 kB for each layer and token: 43.9 GiB with what is cheap recomputed, 60.3 without.
+    assert found["recompute_granularity"] == "selective" and found["recompute_modules"] == CHEAP
+    assert "max_tokens_per_microbatch" not in found and "max_num_seqs" not in found
+    config = chosen(given).config
+    assert config.trainer.micro_batch_tokens == 16_384 and config.generator.step_sequences == 64  # type: ignore[attr-defined]
+    plain = inputs(
+        "qwen3-4b", "h200", f"{MEGATRON}.recompute_granularity=null", "trainer.max_tokens_per_microbatch=8192"
+    )
+    assert not {"recompute_granularity", "max_tokens_per_microbatch"} & values(plain).keys()
+
+
+def test_models_whose_recomputation_is_open_follow_the_policy_and_others_keep_theirs():
+    kept = "trainer.ref.megatron_config.recompute_granularity=null"
+    config = chosen(inputs("qwen3-4b", "h100", kept, "trainer.algorithm.advantage_estimator=gae")).config
+    trainer: Any = config.trainer
+    assert trainer.policy.megatron_config.recompute == trainer.critic.megatron_config.recompute == "full"
+    assert trainer.ref.megatron_config.recompute is None
+
+
+def test_a_sample_longer_than_any_micro_batch_is_one_of_its_own():
+    given = inputs("qwen3-0.6b", "h200", "generator.sampling_params.max_generate_length=30000")
+    assert values(given)["max_tokens_per_microbatch"] == 30_512
+
+
+def test_context_parallel_ranks_share_a_micro_batch():
+    given = inputs("qwen3-0.6b", "h200", f"{RANKS}=2", f"{MEGATRON}.context_parallel_size=2")
+    assert values(given)["max_tokens_per_microbatch"] == 2 * 16_384
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sequences"),
+    [
+        ([], 1024),  # of 1,024 prompts with 5 samples
+        (["trainer.train_batch_size=16", "generator.num_inference_engines=2"], 48),  # 80 / 2 and 5 more: 45
+        (["trainer.train_batch_size=16", "trainer.source=streaming"], 168),  # two batches of 80 and 5: 165
+        (["trainer.train_batch_size=16", "data.val_data=[a.jsonl]", "trainer.eval_batch_size=300"], 304),  # 300 and 1
+        (["trainer.train_batch_size=16", "generator.enable_http_endpoint=true"], 1024),
+    ],
+)
+def test_an_engine_takes_as_many_sequences_as_it_may_get(overrides: list[str], sequences: int):
+    small = ["trainer.policy_mini_batch_size=16"] if overrides else []
+    assert values(inputs("qwen3-0.6b", "h100", *small, *overrides))["max_num_seqs"] == sequences
+
+
+@pytest.mark.parametrize(("shape", "tokens"), [("qwen3-0.6b", 16_384), ("qwen3-4b", 8_192), ("qwen3-30b-a3b", 8_192)])
+def test_a_step_over_prompts_is_arithmetic(shape: str, tokens: int):
+    """2 FLOPs for each of 596 million weights and 8,192 tokens are 16 ms at 60 % of 989 TFLOP/s, less than 4 x 6."""
+    assert values(inputs(shape, "h100"))["max_num_batched_tokens"] == tokens
+
+
+def test_what_was_chosen_is_told_in_one_line_with_reasons():
+    line = choices_line(chosen(inputs("qwen3-4b", "h200")))
+    assert line.startswith("chose   enforce_eager=false, because GPUs can run CUDA graphs; max_num_seqs=1024, because")
+    assert (
+        "max_tokens_per_microbatch=8192, recompute_granularity=null, because recomputing nothing with 8,192 tok" in line
+    )
+    assert "of 139.8 GiB, errors included, and recomputing nothing with 16,384 tokens 14" in line and "\n" not in line
+
+
+def test_where_nothing_fits_for_sure_the_least_memory_is_taken():
+    given = inputs("qwen3-8b", "h100")
+    assert values(given)["recompute_granularity"] == "full" and values(given)["max_tokens_per_microbatch"] == 4_096
+    assert "because nothing fits for sure, and recomputing everything with 4,096 tokens" in choices_line(chosen(given))
+
+
+def test_fine_tuning_has_no_engine_to_choose_for():
+    config = load_sft_config(["trainer.policy.model.path=qwen3-4b"])
+    kind = device_kind("h200")
+    assert kind is not None
+    made = chosen(Inputs(config, {"qwen3-4b": model_config("qwen3-4b")}, kind, workload_of(config))).made
+    assert {key for choice in made for key, _ in choice.values if key.startswith("generator")} == set()
+    assert made
+
+
+def test_without_a_gpu_open_keys_mean_what_they_always_meant():
+    config = PLAN.load([])
+    assert (config.trainer.micro_batch_tokens, config.trainer.policy.megatron_config.recompute) == (16_384, None)
+    assert (config.generator.step_sequences, config.generator.step_tokens) == (1_024, 8_192)
+    selective = PLAN.load([f"{MEGATRON}.recompute_granularity=selective"]).trainer.policy.megatron_config
+    assert selective.recomputed == ("core_attn",)
