@@ -56,8 +56,8 @@ class Generation(Experiment):
     def check_models(self) -> None:
         """None: an evaluation has no reference model."""
 
-    def check_memory(self) -> None:
-        """None: an evaluation has no trainer, and engines size themselves."""
+    def fit_to_device(self) -> None:
+        """Nothing to do: an evaluation has no trainer, and engines size themselves."""
 
     def get_train_prompts(self) -> list[Prompt]:
         return []

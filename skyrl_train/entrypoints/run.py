@@ -52,7 +52,7 @@ class Run(ABC, Generic[C, P]):
         self.model_folder, self.model_config = self.load_model()
         self.tokenizer = self.get_tokenizer()
         check_tokenizer(self.tokenizer, self.model_config.vocab_size, config.trainer.policy.model.path)
-        self.check_memory()
+        self.fit_to_device()
         self.checkpoint: Checkpoint | None = None
         self._checkpoint_lock: TextIO | None = None
         """Held for the lifetime of this object."""
@@ -83,7 +83,7 @@ class Run(ABC, Generic[C, P]):
         adapter_file.check(folder, model.lora)
         return folder, config
 
-    def check_memory(self) -> None:
+    def fit_to_device(self) -> None:
         """Choose what the configuration leaves open, and print the forecast.
         Raises: ValueError if the run cannot fit the GPUs of this machine.
         """
