@@ -14,6 +14,8 @@ from torch import Tensor
 from skyrl_train.compat.generators.types import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID
 from skyrl_train.types import UNKNOWN_VERSION, Group, Prompt, Sample, SamplingParams
 
+NEEDED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
+
 
 def input_of(prompt: Prompt, n_samples: int, params: SamplingParams, metadata: BatchMetadata) -> GeneratorInput:
     """The input of one group."""
@@ -45,13 +47,16 @@ def conversations_of(
     Raises: ValueError for lists of different lengths, more trajectories than `n_samples`, or steps of one that are not
         neighbours.
     """
-    size = len(output["response_ids"])
+    given: Mapping[str, Any] = output if isinstance(output, Mapping) else {}
+    if missing := [name for name in NEEDED if given.get(name) is None]:
+        raise ValueError(f"the generator returned no {', '.join(missing)}. Return them, one for each sample")
+    size = len(given["response_ids"])
     columns: dict[str, Sequence[Any]] = {
-        **{name: output[name] for name in ("prompt_token_ids", "response_ids", "rewards", "loss_masks")},
-        "stop_reasons": output.get("stop_reasons") or ["stop"] * size,
-        "rollout_logprobs": output.get("rollout_logprobs") or [None] * size,
-        "is_last_step": output.get("is_last_step") or [True] * size,
-        "trajectory_ids": output.get("trajectory_ids") or [None] * size,
+        **{name: given[name] for name in NEEDED},
+        "stop_reasons": given.get("stop_reasons") or ["stop"] * size,
+        "rollout_logprobs": given.get("rollout_logprobs") or [None] * size,
+        "is_last_step": given.get("is_last_step") or [True] * size,
+        "trajectory_ids": given.get("trajectory_ids") or [None] * size,
     }
     for name, column in columns.items():
         if len(column) != size:

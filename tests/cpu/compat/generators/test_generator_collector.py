@@ -228,16 +228,20 @@ def test_an_error_of_the_engines_ends_the_run_even_if_the_generator_hides_it():
 
 def test_a_request_that_is_too_long_fails_its_group_alone_and_cancels_its_other_requests():
     generate = NeverAnswers()
+    cancelled: list[list[str]] = []
 
     class TooLong(Single):
         async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-            await self.client.generate({"prompt_token_ids": [[1], [1] * 9]})
+            try:
+                await self.client.generate({"prompt_token_ids": [[1], [1] * 9]})
+            finally:
+                cancelled.append(list(generate.cancelled))  # now, before the loop ends and cancels what is left
             raise AssertionError("the client raises")
 
     groups, admission = World(generate, TooLong()).collect("0", share=1.0)
     assert groups == [] and admission.ledger == Ledger(generated=1, failed=1)
     assert "a request has 9 tokens, more than generator.max_input_length 8" in str(admission.failures[0])
-    assert generate.cancelled == generate.asked
+    assert cancelled == [["0"]] and generate.asked == ["0"]
 
 
 def test_cancellation_reaches_the_requests_and_leaves_no_task_behind():

@@ -128,6 +128,7 @@ def test_a_response_without_a_token_keeps_its_reward():
         ({"stop_reasons": ["stop"] * 3}, "returned 2 response_ids and 3 stop_reasons"),
         ({"rollout_logprobs": [[-1.0, -1.0]]}, "returned 2 response_ids and 1 rollout_logprobs"),
         ({"prompt_token_ids": [[1, 2], []]}, "sample 1 of the generator has no prompt_token_ids, and nothing predicts"),
+        ({"rewards": None, "loss_masks": None}, "returned no rewards, loss_masks. Return them, one for each sample"),
         ({"is_last_step": [True, False]}, "returned 1 complete trajectories in 2 samples for 2 inputs"),
         (
             {"is_last_step": [False, True], "trajectory_ids": [TrajectoryID("7", 0), TrajectoryID("7", 1)]},
@@ -138,6 +139,11 @@ def test_a_response_without_a_token_keeps_its_reward():
 def test_a_malformed_output_is_refused_with_its_sample_and_the_numbers(changes: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         samples_of(output(**changes))
+
+
+def test_a_generator_that_returns_nothing_is_told_what_is_missing():
+    with pytest.raises(ValueError, match="returned no prompt_token_ids, response_ids, rewards, loss_masks"):
+        samples_of(None)  # type: ignore[arg-type]
 
 
 def test_more_samples_than_inputs_are_refused():
