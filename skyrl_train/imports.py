@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,23 @@ def imported(key: str, name: str) -> Any:
         meant = f": did you mean {close}?" if close else ""
         raise ValueError(f"{key} is {name!r}, and {module} ({found.__file__}) has no {wanted}{meant}")
     return getattr(found, wanted)
+
+
+def require_working_torchvision() -> None:
+    """Raises: ValueError if torchvision is installed and cannot be imported.
+
+    transformers and vLLM import any torchvision that they find, for models of images; with a build for another torch
+    they report the model's class as missing.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:  # RuntimeError, ImportError or OSError, by what does not fit
+        raise ValueError(
+            f"torchvision cannot be imported ({error}): its build does not fit the installed torch. Run `pip uninstall "
+            "torchvision torchaudio torchcodec`, which skyrl_train does not need, or install the build for this torch"
+        ) from error
 
 
 @contextlib.contextmanager

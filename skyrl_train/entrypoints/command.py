@@ -27,7 +27,7 @@ from skyrl_train.config.program import Program, secrets_in
 from skyrl_train.config.redaction import BY_NAME, Secrets, hidden_in_logs, secrets_of
 from skyrl_train.config.training import RunConfig
 from skyrl_train.entrypoints.ending import last_lines, print_report, resume_command
-from skyrl_train.imports import imported, quick_imports
+from skyrl_train.imports import imported, quick_imports, require_working_torchvision
 from skyrl_train.tracking.run_dir import RunDir, run_dir_for
 
 if TYPE_CHECKING:
@@ -144,6 +144,8 @@ def _exit_code(interrupt: KeyboardInterrupt) -> int:
 
 def prepare(command: Command[T], config: T) -> None:
     """Call the experiment's `trainer.prepare` (`module:function`), which creates missing files."""
+    with _config_errors():
+        require_working_torchvision()
     if config.trainer.prepare is None:
         return
     command.check(config, None, False)

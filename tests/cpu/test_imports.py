@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.imports import quick_imports
+from skyrl_train.imports import quick_imports, require_working_torchvision
 
 
 @pytest.fixture
@@ -88,3 +88,17 @@ def test_libraries_that_are_not_wanted_cannot_be_imported_for_a_while(library: s
             importlib.import_module(library)
         importlib.import_module("json")  # was there before
     assert importlib.import_module(library)
+
+
+def test_a_torchvision_for_another_torch_is_one_error_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A stand-in raises what PyPI's build for CUDA raises beside the CPU build of torch."""
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    with pytest.raises(ValueError, match=r"nms does not exist\): its build .* Run `pip uninstall torchvision"):
+        require_working_torchvision()
+
+
+def test_a_machine_without_torchvision_is_accepted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    require_working_torchvision()
