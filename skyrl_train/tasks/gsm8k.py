@@ -63,7 +63,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("~/data/gsm8k"))
     parser.add_argument("--source", default=NAME, help="name on the hub, or folder of a local copy")
     chosen = parser.parse_args(argv)
-    for file, num_rows in write(chosen.output_dir.expanduser(), chosen.source).items():
+    try:
+        written = write(chosen.output_dir.expanduser(), chosen.source)
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"error: {chosen.source} cannot be read, or its rows written: {error}\n")
+    for file, num_rows in written.items():
         print(f"{file}: {num_rows} rows")
 
 

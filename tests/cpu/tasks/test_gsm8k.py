@@ -54,3 +54,11 @@ def test_the_files_are_those_of_skyrl_train_04(tmp_path, monkeypatch, capsys):
     assert read.to_list() == [WRITTEN]
     assert list(read.features) == list(WRITTEN)
     assert "train.parquet: 2 rows" in capsys.readouterr().out
+
+
+def test_a_source_that_cannot_be_read_is_one_line(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit) as end:
+        main(["--output_dir", str(tmp_path / "out"), "--source", str(tmp_path / "empty")])
+    assert end.value.code == 1
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'empty'} cannot be read")
