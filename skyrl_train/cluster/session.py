@@ -87,8 +87,8 @@ def _connected(**arguments: Any) -> tuple[str, Any]:
         with _signal_handlers_kept(), _lean_node(shows_output=arguments["log_to_driver"]):
             environment = {"env_vars": worker_environment()}
             return address, _start_or_join(address, runtime_env=environment, **arguments)
-    except ConnectionError as error:
-        raise ValueError(_no_cluster(address)) from error
+    except (ConnectionError, AuthenticationError) as error:
+        raise ValueError(_refused_token(address) if is_refused_token(error) else _no_cluster(address)) from error
 
 
 def _start_or_join(address: str, **arguments: Any) -> Any:
@@ -114,18 +114,24 @@ def attach(address: str) -> None:
         with _signal_handlers_kept():
             ray.init(address=address, **QUIET)
     except (ConnectionError, AuthenticationError) as error:
-        if isinstance(error, AuthenticationError) or isinstance(_first_cause(error), AuthenticationError):
-            raise ValueError(
-                f"the Ray cluster at {address!r} refused this program's token. Set RAY_AUTH_MODE=token, and "
-                "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to those of the cluster"
-            ) from error
-        raise ValueError(f"no Ray cluster answers at {address!r}") from error
+        unanswered = f"no Ray cluster answers at {address!r}"
+        raise ValueError(_refused_token(address) if is_refused_token(error) else unanswered) from error
 
 
-def _first_cause(error: BaseException) -> BaseException:
-    while (cause := error.__cause__ or error.__context__) is not None:
-        error = cause
-    return error
+def is_refused_token(error: BaseException | None) -> bool:
+    """Whether a connection failed because the cluster wants a token. Ray 2.60 wraps that error as text."""
+    while error is not None:
+        if isinstance(error, AuthenticationError) or AuthenticationError.__name__ in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _refused_token(address: str) -> str:
+    return (
+        f"the Ray cluster at {address!r} refused this program's token. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+        "RAY_AUTH_TOKEN_PATH to those of the cluster"
+    )
 
 
 def _check_answers(address: str) -> None:

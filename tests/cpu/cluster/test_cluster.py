@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -299,6 +300,17 @@ def test_a_local_cluster_has_no_process_that_a_run_does_not_use(cluster: Cluster
     commands = _processes_of(ray.get_runtime_context().get_session_name())
     assert commands, "not even the raylet"
     assert not [command for command in commands if re.search(r"dashboard\.py|monitor\.py", command)]
+
+
+@pytest.mark.parametrize("joining", ["with s.connect(): pass", "s.attach(os.environ['RAY_ADDRESS'])"])
+def test_a_program_without_the_token_of_a_cluster_is_told_to_set_it(joining: str, cluster: Cluster):
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        pytest.skip("this version of Ray starts no cluster with a token")
+    environment = {**os.environ, "RAY_ADDRESS": cluster.address, "RAY_NUM_REDIS_GET_RETRIES": "1"}
+    del environment["RAY_AUTH_MODE"]
+    program = [sys.executable, "-c", f"import os\nimport skyrl_train.cluster.session as s\n{joining}"]
+    ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120)
+    assert f"cluster at '{cluster.address}' refused this program's token. Set RAY_AUTH_MODE=token" in ended.stderr
 
 
 def test_leaving_the_local_cluster_ends_its_processes(tmp_path: Path, cluster: Cluster):
