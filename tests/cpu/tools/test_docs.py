@@ -1,9 +1,10 @@
-"""The pages of docs/ and README.md: their links lead somewhere, and the files they name exist."""
+"""The pages of docs/ and README.md: their links lead somewhere, the files they name exist, and their scripts are bash."""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 from textwrap import indent
 
@@ -42,6 +43,13 @@ def test_files_that_are_named_exist(page: Path):
     named = {file for file in FILE.findall(page.read_text()) if "NAME" not in file}
     roots = (ROOT, ROOT / "skyrl_train", ROOT / "examples/custom")
     assert not [file for file in sorted(named) if not any((root / file).exists() for root in roots)]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "```bash" in p.read_text()], ids=lambda page: page.name)
+def test_scripts_of_a_page_are_bash(page: Path):
+    for script in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+        checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+        assert not checked.returncode, checked.stderr
 
 
 def test_the_architecture_page_quotes_the_step():
