@@ -1,4 +1,4 @@
-"""The pages of docs/ and README.md: their links lead somewhere, the files they name exist, and their scripts are bash."""
+"""The pages of docs/ and README.md: links lead somewhere, files that they name exist, scripts are bash."""
 
 from __future__ import annotations
 
