@@ -107,7 +107,7 @@ def config_of(args: argparse.Namespace, model: Path) -> Config:
 
 async def run_syncs(config: Config, count: int, folder: Path) -> list[dict[str, float]]:
     """The parts of each sync in seconds, and its bytes."""
-    goal = objective(config.trainer.algorithm, config.generator.sampling_params, 1024)
+    goal = objective(config.trainer.algorithm, config.generator.sampling_params)
     with connect() as cluster:
         processes = await launch(
             config, cluster, max_model_len=2048, objective=goal, num_optimizer_steps=10, logs=str(folder / "logs")

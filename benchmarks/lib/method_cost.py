@@ -48,7 +48,7 @@ def comparison(job: Job) -> Comparison:
     algorithms = {name: _algorithm(f"{key}.{value}") for name, value in found.items()}
     return Comparison(
         job,
-        {name: build_objective(algorithm.values, 1.0, 1024) for name, algorithm in algorithms.items()},
+        {name: build_objective(algorithm.values, 1.0) for name, algorithm in algorithms.items()},
         {name: _algorithm(f"{key}.advantage_estimator={name}") for name in ADVANTAGES if name != "gae"},
     )
 

@@ -40,8 +40,7 @@ class SharedRun(Experiment):
     async def begin(self, processes: Processes, initial: str) -> None:
         """Put the initial weights everywhere. Args: initial: folder of their state."""
         policy, config = processes.policy, self.config
-        chunk_size = config.trainer.policy.megatron_config.logprobs_chunk_size
-        own = objective(config.trainer.algorithm, config.generator.sampling_params, chunk_size)
+        own = objective(config.trainer.algorithm, config.generator.sampling_params)
         await policy.group.all("begin", own, initial)
         policy.num_steps, policy.has_changed = 0, False
         policy.versions.advance(1)  # a number never stands for two sets of weights

@@ -30,7 +30,7 @@ from skyrl_train.ranks import Rendezvous
 from skyrl_train.types import ExperienceBatch, TrainBatch
 
 POLICY_TERM = Term("policy", Bound(regular, {"eps_clip_low": 0.2, "eps_clip_high": 0.2}))
-OBJECTIVE = Objective((POLICY_TERM,), temperature=1.0, logprobs_chunk_size=None)
+OBJECTIVE = Objective((POLICY_TERM,), temperature=1.0)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _bare_step(policy: MegatronPolicy, batch: TrainBatch) -> Callable[[], None]:
         )
 
         def loss(hidden: torch.Tensor) -> Any:
-            head = head_of(model, temperature=1.0, chunk=None)
+            head = head_of(model, temperature=1.0)
             logprobs, _ = head.logprobs(hidden[0], one.targets.labels[:, None], with_entropy=False)
             value = -logprobs.sum() / num_tokens
             return value, torch.tensor(0, dtype=torch.int), {"loss": value.detach().clone()}

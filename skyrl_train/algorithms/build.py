@@ -37,7 +37,7 @@ def bind(function: Callable[..., Any], values: Mapping[str, Any]) -> Bound:
     return Bound(function, own, None if selection is None else bind(selection, values))
 
 
-def build_objective(values: Mapping[str, Any], temperature: float, logprobs_chunk_size: int | None) -> Objective:
+def build_objective(values: Mapping[str, Any], temperature: float) -> Objective:
     """The configured objective.
 
     Args: values: leaf name of every key of `trainer.algorithm` -> its value.
@@ -60,7 +60,6 @@ def build_objective(values: Mapping[str, Any], temperature: float, logprobs_chun
     return Objective(
         terms=tuple(terms),
         temperature=temperature,
-        logprobs_chunk_size=logprobs_chunk_size,
         shaping=bind(teacher_advantages, values) if has_shaping else None,
         corrections=tuple(bind(CORRECTIONS.resolve(name), values) for name in values["corrections"]),
         kl_estimator=estimator,
@@ -71,9 +70,7 @@ def build_objective(values: Mapping[str, Any], temperature: float, logprobs_chun
 def build_critic_objective(values: Mapping[str, Any]) -> Objective:
     """The objective of the critic. Args: like `build_objective`."""
     reduction = values["value_loss_reduction"] or values["loss_reduction"]
-    return Objective(
-        (Term("value", bind(clipped_value_loss, values), 1.0, reduction),), 1.0, logprobs_chunk_size=1, name="critic"
-    )
+    return Objective((Term("value", bind(clipped_value_loss, values), 1.0, reduction),), 1.0, name="critic")
 
 
 def _distillation_term(values: Mapping[str, Any]) -> Bound | None:
@@ -99,7 +96,7 @@ def algorithm_problems(
         whether a teacher scores the samples.
     """
     try:
-        objective, estimator = build_objective(values, 1.0, 1), build_estimator(values)
+        objective, estimator = build_objective(values, 1.0), build_estimator(values)
         if reads_values(estimator.function):
             build_critic_objective(values)
         for name in {term + "loss_reduction" for term in ("", "kl_", "entropy_", "value_")} | {

@@ -60,14 +60,12 @@ class Term:
 
 @dataclass(frozen=True)
 class Objective:
-    """The sum of its terms, and how logprobs are computed."""
+    """The sum of its terms."""
 
     terms: tuple[Term, ...]
     """The first is the policy's, to which corrections apply."""
     temperature: float
     """Divides the logits, as the engines' sampling does. Truncation (top-p, top-k, min-p) is refused in training."""
-    logprobs_chunk_size: int | None
-    """Positions whose logits are computed at a time; None: as many as take 1 GiB."""
     shaping: Bound | None = None
     """f(TokenInputs) -> [P]: the advantages that the policy term and the corrections read instead of the given ones."""
     corrections: tuple[Bound, ...] = ()
@@ -130,9 +128,9 @@ class Objective:
         return replace(tokens, signals={**tokens.signals, "advantages": self.shaping(tokens).detach()})
 
 
-def cross_entropy_objective(logprobs_chunk_size: int | None) -> Objective:
+def cross_entropy_objective() -> Objective:
     """Supervised fine-tuning: the mean of -log p over all trained tokens."""
-    return Objective((Term("policy", Bound(cross_entropy)),), 1.0, logprobs_chunk_size)
+    return Objective((Term("policy", Bound(cross_entropy)),), 1.0)
 
 
 @needs("ref_logprobs")

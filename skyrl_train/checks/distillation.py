@@ -82,7 +82,7 @@ def _served_problems(config: Config) -> Iterator[str]:
 
 def _needs(algorithm: AlgorithmConfig) -> tuple[str, ...]:
     try:
-        return build_objective(algorithm.values, 1.0, 1).needs
+        return build_objective(algorithm.values, 1.0).needs
     except ValueError:  # reported with the algorithm
         return ()
 

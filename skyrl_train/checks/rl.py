@@ -148,7 +148,7 @@ def _objective(config: Config) -> Iterator[str]:
     yield from teacher_problems(config)
     yield from problems
     is_stale = config.trainer.source == "streaming" and config.trainer.staleness > 0
-    if is_stale and not problems and not uses_rollout_logprobs(build_objective(algorithm.values, 1.0, 1)):
+    if is_stale and not problems and not uses_rollout_logprobs(build_objective(algorithm.values, 1.0)):
         yield (
             f"trainer.algorithm.corrections is {list(algorithm.corrections)}: with trainer.max_staleness "
             f"{config.trainer.staleness} samples are of older weights, which neither {algorithm.policy_loss_type} nor "

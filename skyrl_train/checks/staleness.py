@@ -83,7 +83,7 @@ def _reasons_to_recompute(config: Config) -> Iterator[str]:
     if algorithm.use_kl_in_reward and algorithm.kl_loss_coef:
         yield "and use_kl_in_reward is true: the penalty needs the forward pass that loglinear saves"
     try:
-        selections = build_objective(algorithm.values, 1.0, 1).selections
+        selections = build_objective(algorithm.values, 1.0).selections
     except ValueError:
         return  # checks/rl.py says why
     if selections:

@@ -88,11 +88,10 @@ class SftRun(Run[SftConfig, PolicyProcesses]):
     ) -> SftTrainer:
         trainer, policy, timers = self.config.trainer, processes.policy, Timers()
         limits = micro_batch_limits(trainer, self.model_config, policy.dp_size)
-        chunk_size = trainer.policy.megatron_config.logprobs_chunk_size
         parts = SftParts(
             order=Order(self.train_examples, batch_size=trainer.train_batch_size, seed=trainer.seed),
             held_out=self.val_examples,
-            tuning=FineTuning(policy, limits, chunk_size, timers),
+            tuning=FineTuning(policy, limits, timers),
             policy=policy,
             tracker=tracker,
             timers=timers,

@@ -37,7 +37,7 @@ class MegatronPolicy(TrainedModel):
         Always at temperature 1, like the engines' prompt logprobs.
         """
         self._memory.require("prompt_logprobs", WEIGHTS)
-        logprobs = batch_logprobs(self.model, self._packer, batch, 1.0, self._objective.logprobs_chunk_size)
+        logprobs = batch_logprobs(self.model, self._packer, batch, 1.0)
         return logprobs if self.ranks.reports else None
 
     def reference_logprobs(self, batch: TrainBatch) -> Tensor | None:
@@ -55,17 +55,15 @@ class MegatronPolicy(TrainedModel):
         """
         self._memory.require("teacher_logprobs", WEIGHTS)
         objective, size = self._objective, self.model.vocab_size
-        chunk = objective.logprobs_chunk_size
         lora = self.model.lora
         adapters = contextlib.nullcontext() if lora is None or not is_base else lora.off()
         with self._tracer("teacher_logprobs"), adapters:
-            fields = batch_topk(self.model, self._packer, batch, objective.temperature, chunk, topk, size)
+            fields = batch_topk(self.model, self._packer, batch, objective.temperature, topk, size)
         return aligned(fields, batch) if self.ranks.reports else None
 
     def _logprobs(self, batch: TrainBatch) -> Tensor | None:
         """[T] float32 at the objective's temperature; None before the last pipeline stage."""
-        objective = self._objective
-        return batch_logprobs(self.model, self._packer, batch, objective.temperature, objective.logprobs_chunk_size)
+        return batch_logprobs(self.model, self._packer, batch, self._objective.temperature)
 
     def keep_old_logprobs(self, batch: TrainBatch, ref_logprobs: Tensor | None = None) -> dict[str, Tensor] | None:
         """Compute the old logprobs of the next `update` and keep them on this rank.
@@ -81,7 +79,6 @@ class MegatronPolicy(TrainedModel):
                 self._packer,
                 batch,
                 objective.temperature,
-                objective.logprobs_chunk_size,
                 with_entropy="old_entropy" in needs,
             )
         self._old = OldLogprobs(batch.step_id, self.num_steps, logprobs)

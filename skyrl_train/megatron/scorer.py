@@ -37,7 +37,7 @@ class MegatronScorer:
         """
         self.ranks = join(rendezvous, config, seed)
         self._tracer = Tracer(config.torch_profiler_config, name, rendezvous.rank)
-        self._chunk, self._temperature = config.logprobs_chunk_size, temperature
+        self._temperature = temperature
         self._model = build_model(model_path, config, dtype_of(bf16), trainable=False)
         self._topk, self._num_candidates = topk, self._model.vocab_size
         if policy_vocab_size is not None:
@@ -49,7 +49,7 @@ class MegatronScorer:
         """[T] float32 on the reporting rank of the data-parallel shard, None elsewhere. A collective."""
         self._memory.require("logprobs", WEIGHTS)
         with self._tracer("logprobs"):
-            logprobs = batch_logprobs(self._model, self._packer, batch, self._temperature, self._chunk)
+            logprobs = batch_logprobs(self._model, self._packer, batch, self._temperature)
         self._tracer.step += 1
         return logprobs if self.ranks.reports else None
 
@@ -62,9 +62,8 @@ class MegatronScorer:
         """
         self._memory.require("teacher_logprobs", WEIGHTS)
         with self._tracer("teacher_logprobs"):
-            fields = batch_topk(
-                self._model, self._packer, batch, self._temperature, self._chunk, self._topk, self._num_candidates
-            )
+            temperature, k = self._temperature, self._topk
+            fields = batch_topk(self._model, self._packer, batch, temperature, k, self._num_candidates)
         self._tracer.step += 1
         return aligned(fields, batch) if self.ranks.reports else None
 

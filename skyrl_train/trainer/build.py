@@ -80,7 +80,7 @@ async def launch_fine_tuning(
     trainer: TrainingConfig, cluster: Cluster, num_optimizer_steps: int, logs: str, saved: SavedState | None = None
 ) -> PolicyProcesses:
     """Start the processes of supervised fine-tuning. Args, raises: like `launch`."""
-    objective = cross_entropy_objective(trainer.policy.megatron_config.logprobs_chunk_size)
+    objective = cross_entropy_objective()
     return await launch_policy(
         trainer, cluster, objective=objective, num_optimizer_steps=num_optimizer_steps, logs=logs, saved=saved
     )
@@ -158,8 +158,7 @@ class Assembly:
         )
 
     def fine_tuning(self) -> FineTuning:
-        chunk_size = self._config.trainer.policy.megatron_config.logprobs_chunk_size
-        return FineTuning(self._processes.policy, self._limits, chunk_size, self._timers)
+        return FineTuning(self._processes.policy, self._limits, self._timers)
 
 
 def learning_signal(config: Config, model: PretrainedConfig, *, always_updates: bool = False) -> LearningSignal:
@@ -172,6 +171,5 @@ def learning_signal(config: Config, model: PretrainedConfig, *, always_updates: 
 
 
 def _objective(config: Config) -> Objective:
-    chunk_size = config.trainer.policy.megatron_config.logprobs_chunk_size
-    whole = objective(config.trainer.algorithm, config.generator.sampling_params, chunk_size)
+    whole = objective(config.trainer.algorithm, config.generator.sampling_params)
     return replace(whole, buckets=staleness_buckets(config.trainer))

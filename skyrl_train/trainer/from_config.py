@@ -46,9 +46,9 @@ def micro_batch_limits(
     )
 
 
-def objective(algorithm: AlgorithmConfig, sampling: SamplingConfig, logprobs_chunk_size: int | None) -> Objective:
+def objective(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Objective:
     """Objective of an update."""
-    return build_objective(algorithm.values, sampling.temperature, logprobs_chunk_size)
+    return build_objective(algorithm.values, sampling.temperature)
 
 
 def staleness_buckets(trainer: TrainerConfig) -> Buckets | None:

@@ -48,10 +48,9 @@ def num_trained(examples: Sequence[Example]) -> int:
 class FineTuning:
     """Optimizer steps on examples; the loss is the mean over the trained tokens of all data-parallel ranks."""
 
-    def __init__(self, policy: PolicyGroup, limits: MicroBatchLimits, chunk_size: int | None, timers: Timers) -> None:
-        """Args: chunk_size: tokens per chunk of logprobs."""
+    def __init__(self, policy: PolicyGroup, limits: MicroBatchLimits, timers: Timers) -> None:
         self._policy, self._limits, self._timers = policy, limits, timers
-        self._objective = cross_entropy_objective(chunk_size)
+        self._objective = cross_entropy_objective()
 
     def split(self, examples: Sequence[Example]) -> Shards:
         """Put one mini-batch of the examples into the object store. Raises: ValueError for one that is too long."""

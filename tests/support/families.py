@@ -144,7 +144,7 @@ def make_trial(path: Path, sample_lengths: list[int] | None = None, **changes: A
         advantages=torch.repeat_interleave(advantages, torch.tensor(sizes)),
         old_offsets=0.2 * torch.randn(total, generator=generator),
         ref_offsets=0.3 * torch.randn(total, generator=generator),
-        objective=trial_objective(0.7, logprobs_chunk_size=7, eps_clip_high=0.28),
+        objective=trial_objective(0.7, eps_clip_high=0.28),
         max_lengths=MaxLengths(64, 96),
     )
     return replace(trial, **changes)

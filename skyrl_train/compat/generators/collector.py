@@ -122,7 +122,7 @@ def needs_logprobs(algorithm: AlgorithmConfig) -> bool:
     """Whether the update depends on how likely the engines found the tokens."""
     if algorithm.prox_logp_method == "loglinear":
         return True
-    return uses_rollout_logprobs(build_objective(algorithm.values, temperature=1.0, logprobs_chunk_size=1))
+    return uses_rollout_logprobs(build_objective(algorithm.values, temperature=1.0))
 
 
 class Postprocessed(Collector):

@@ -37,6 +37,8 @@ class Model:
     once: mbridge creates a state_dict for it, a quarter of the host's time of an export."""
     dtype: torch.dtype
     torch_layers: bool
+    logprobs_chunk_size: int | None = None
+    """See `MegatronConfig`."""
     recompute_logits: bool | None = None
     """See `MegatronConfig`."""
     balance: Balance | None = None
@@ -131,6 +133,7 @@ def build_model(
         names=[bridge._weight_name_mapping_mcore_local_to_global(unwrap(one), consider_ep=False) for one in chunks],
         dtype=dtype,
         torch_layers=torch_layers,
+        logprobs_chunk_size=config.logprobs_chunk_size,
         recompute_logits=config.recompute_logits,
         balance=Balance(bare, config.moe_aux_loss_coeff) if balanced else None,
         lora=adapters,

@@ -71,23 +71,21 @@ class ComputeTimers:
         return sum(end - start for start, end in self._spans)
 
 
-def batch_logprobs(
-    model: Model, packer: Packer, batch: TrainBatch, temperature: float, chunk: int | None
-) -> Tensor | None:
+def batch_logprobs(model: Model, packer: Packer, batch: TrainBatch, temperature: float) -> Tensor | None:
     """Logprob of every token of the batch [T] float32 (0 for the first token of a sample); None before the last stage.
 
     A collective over the ranks that hold the model.
     """
-    return batch_logprobs_and_entropy(model, packer, batch, temperature, chunk, with_entropy=False)[0]
+    return batch_logprobs_and_entropy(model, packer, batch, temperature, with_entropy=False)[0]
 
 
 def batch_logprobs_and_entropy(
-    model: Model, packer: Packer, batch: TrainBatch, temperature: float, chunk: int | None, *, with_entropy: bool
+    model: Model, packer: Packer, batch: TrainBatch, temperature: float, *, with_entropy: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Like `batch_logprobs`, and the entropy of the distribution of every token, [T] each."""
 
     def values(hidden: Tensor, targets: Targets) -> dict[str, Tensor]:
-        head = head_of(model, temperature, chunk)
+        head = head_of(model, temperature)
         logprobs, entropy = head.logprobs(hidden, targets.labels[:, None], with_entropy=with_entropy)
         return {"logprobs": logprobs[:, 0]} | ({"entropy": entropy} if with_entropy else {})
 
@@ -101,7 +99,7 @@ def batch_values(model: Model, packer: Packer, batch: TrainBatch) -> Tensor | No
 
 
 def batch_topk(
-    model: Model, packer: Packer, batch: TrainBatch, temperature: float, chunk: int | None, k: int, num_candidates: int
+    model: Model, packer: Packer, batch: TrainBatch, temperature: float, k: int, num_candidates: int
 ) -> dict[str, Tensor]:
     """Fields of a teacher: `batch_logprobs` as teacher_logprobs and, with k > 0, its k likeliest tokens.
 
@@ -110,7 +108,7 @@ def batch_topk(
     """
 
     def values(hidden: Tensor, targets: Targets) -> dict[str, Tensor]:
-        head = head_of(model, temperature, chunk)
+        head = head_of(model, temperature)
         if k == 0:
             logprobs, _ = head.logprobs(hidden, targets.labels[:, None], with_entropy=False)
             return {"teacher_logprobs": logprobs[:, 0]}
@@ -252,11 +250,11 @@ def _run(
     return results
 
 
-def head_of(model: Model, temperature: float, chunk: int | None) -> Head:
+def head_of(model: Model, temperature: float) -> Head:
     """The head of a language model, on its last stage."""
     softmax = Softmax(parallel_state.get_tensor_model_parallel_group(), model.vocab_size, temperature)
-    weight = output_weight(model.modules[-1])
-    return Head(softmax, weight, model.bridge.config.sequence_parallel, chunk, model.recompute_logits)
+    weight, sequence_parallel = output_weight(model.modules[-1]), model.bridge.config.sequence_parallel
+    return Head(softmax, weight, sequence_parallel, model.logprobs_chunk_size, model.recompute_logits)
 
 
 def _loss(
@@ -271,7 +269,7 @@ def _loss(
     else:
         needs_entropy = with_entropy or "entropy" in objective.needs
         ids = [targets.labels[:, None], *([signals.pop("teacher_topk_ids")] if with_topk else [])]
-        head = head_of(model, objective.temperature, objective.logprobs_chunk_size)
+        head = head_of(model, objective.temperature)
         logprobs, entropy = head.logprobs(output, torch.cat(ids, 1), with_entropy=needs_entropy)
         predicted = logprobs[:, 0]
         if with_topk:

@@ -142,7 +142,6 @@ def _run_rank(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, tuple[Obje
         packer,
         batch,
         trial.objective.temperature,
-        trial.objective.logprobs_chunk_size,
         with_entropy=any("old_entropy" in objective.selection_needs for objective in objectives),
     )
     tokens = _token_indices(trial.experience, batch.sample_ids)

@@ -87,9 +87,7 @@ def random_trial(
     )
 
 
-def trial_objective(
-    temperature: float, logprobs_chunk_size: int | None = None, eps_clip_high: float = 0.2
-) -> Objective:
+def trial_objective(temperature: float, eps_clip_high: float = 0.2) -> Objective:
     """A clipped policy loss with an entropy and a KL term."""
     return Objective(
         terms=(
@@ -98,5 +96,4 @@ def trial_objective(
             Term("kl", Bound(kl_to_reference, {"estimator": k3, "use_unbiased_kl": False}), 0.1),
         ),
         temperature=temperature,
-        logprobs_chunk_size=logprobs_chunk_size,
     )

@@ -25,7 +25,7 @@ def inputs(logprobs=None, **signals):
 def objective(kind, *overrides):
     prefix = "trainer.algorithm."
     keys = [f"{prefix}distillation.distillation_type={kind}", f"{prefix}use_kl_loss=false", *overrides]
-    return build_objective(load_config(keys).trainer.algorithm.values, 1.0, 8)
+    return build_objective(load_config(keys).trainer.algorithm.values, 1.0)
 
 
 def test_the_advantage_falls_by_the_reverse_kl_of_each_token():

@@ -168,9 +168,7 @@ def test_order_and_split_change_neither_loss_nor_gradient_nor_metric(
 ):
     reduction = data.draw(st.sampled_from(list(REDUCTIONS)))
     corrections = () if correction is None else (bind(CORRECTIONS[correction], VALUES),)
-    objective = Objective(
-        (Term("policy", bind(LOSSES[loss], VALUES), 1.0, reduction),), 1.0, 8, corrections=corrections
-    )
+    objective = Objective((Term("policy", bind(LOSSES[loss], VALUES), 1.0, reduction),), 1.0, corrections=corrections)
     number = sum(len(group.samples) for group in made)
     order: Any = data.draw(st.permutations(range(number)))
     sizes = []

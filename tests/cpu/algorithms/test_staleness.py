@@ -55,7 +55,7 @@ def test_interpolated_logprobs_are_finite_and_between_both_at_extreme_values(num
 
 def objective_of(*overrides: str) -> Objective:
     values = load_config([f"trainer.algorithm.{override}" for override in overrides]).trainer.algorithm.values
-    return build_objective(values, 1.0, 8)
+    return build_objective(values, 1.0)
 
 
 def tokens_of(**signals: list[float]) -> TokenInputs:

@@ -130,7 +130,7 @@ def test_an_impossible_placement_fails_at_once_and_says_what_was_asked_and_what_
 
 def test_a_run_without_room_starts_no_process(cluster: Cluster, tmp_path: Path):
     config = load_config(["trainer.placement.cpus_per_worker=100", "trainer.algorithm.use_kl_loss=false"])
-    goal = objective(config.trainer.algorithm, config.generator.sampling_params, 1024)
+    goal = objective(config.trainer.algorithm, config.generator.sampling_params)
     started = launch(config, cluster, max_model_len=64, objective=goal, num_optimizer_steps=1, logs=str(tmp_path))
     with pytest.raises(PlacementError, match="1 policy ranks, 1 engines: together 200 CPUs.* the cluster has"):
         asyncio.run(started)

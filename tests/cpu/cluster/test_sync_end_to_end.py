@@ -164,7 +164,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     async def start(self: PolicyGroup, kwargs: dict[str, Any], saved: None) -> None:
         self.ranks = await self.group.build("tests.support.planted_faults:FaultyPolicy", kwargs)
 
-    goal = objective(config.trainer.algorithm, config.generator.sampling_params, 1024)
+    goal = objective(config.trainer.algorithm, config.generator.sampling_params)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
         patch.setenv(VARIABLE, str(folder / "order"))

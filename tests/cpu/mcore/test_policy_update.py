@@ -173,7 +173,7 @@ def _score(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str,
         rendezvous, trial.model_path, one.megatron, ADAM, objective, bf16=False, seed=1, num_optimizer_steps=1
     )
     batch = share_of(trial, one, policy.ranks)
-    sampled, plain = (batch_logprobs(policy.model, policy._packer, batch, t, chunk=7) for t in (0.7, 1.0))
+    sampled, plain = (batch_logprobs(policy.model, policy._packer, batch, t) for t in (0.7, 1.0))
     assert sampled is not None
     terms = (sampled + 5.0).square() / 2
     logprobs = policy.prompt_logprobs(batch)

@@ -104,7 +104,7 @@ def two_steps(rendezvous: Rendezvous, arguments: tuple[str, list[str], Answer]) 
     experiment = Experiment(config, Console(quiet=True))
     trainer, folder = config.trainer, config.trainer.policy.model.path
     engine, pool = Engine(folder, experiment, answer), EnvPool(4, 60.0)
-    goal = objective(trainer.algorithm, config.generator.sampling_params, 1024)
+    goal = objective(trainer.algorithm, config.generator.sampling_params)
     policy = MegatronPolicy(
         rendezvous, folder, trainer.policy.megatron_config, trainer.policy.optimizer_config, goal,
         bf16=trainer.bf16, seed=trainer.seed, num_optimizer_steps=4, lora=trainer.policy.model.lora,
@@ -180,7 +180,7 @@ def two_steps_of_sft(rendezvous: Rendezvous, overrides: list[str]) -> list[tuple
     """Loss and gradient norm of two steps on the same rows."""
     config = SFT.load(["+experiment=sft_chat", *overrides])
     check_sft(config, None, True)
-    run, trainer, goal = SftRun(config, Console(quiet=True)), config.trainer, cross_entropy_objective(1024)
+    run, trainer, goal = SftRun(config, Console(quiet=True)), config.trainer, cross_entropy_objective()
     policy = MegatronPolicy(
         rendezvous, trainer.policy.model.path, trainer.policy.megatron_config, trainer.policy.optimizer_config, goal,
         bf16=trainer.bf16, seed=trainer.seed, num_optimizer_steps=2, lora=trainer.policy.model.lora,

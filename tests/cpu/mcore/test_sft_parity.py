@@ -160,7 +160,7 @@ def policy_of(rendezvous: Rendezvous, one: Layout, objective: Objective, lora: b
 def _fine_tune(rendezvous: Rendezvous, arguments: tuple[Layout, bool]) -> dict[str, Any]:
     """What the trainer's step does, on this rank."""
     one, lora = arguments
-    policy = policy_of(rendezvous, one, cross_entropy_objective(7), lora)
+    policy = policy_of(rendezvous, one, cross_entropy_objective(), lora)
 
     def shard(examples: list[Example]) -> TrainBatch:
         return split(build_examples(examples), rules(one, policy.ranks.dp_size))[policy.ranks.dp_rank]

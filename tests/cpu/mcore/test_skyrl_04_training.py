@@ -70,7 +70,7 @@ def two_steps(rendezvous: Rendezvous, arguments: tuple[str, list[Config]]) -> li
     model, configs = arguments
     first = configs[0].trainer
     megatron = load_config().trainer.policy.megatron_config
-    made = objective(first.algorithm, configs[0].generator.sampling_params, 1024)
+    made = objective(first.algorithm, configs[0].generator.sampling_params)
     policy = MegatronPolicy(
         rendezvous, model, megatron, ADAM, made, bf16=False, seed=1, num_optimizer_steps=4 * len(configs)
     )
@@ -88,7 +88,7 @@ def in_order(values: Tensor, cu_seqlens: Tensor, samples: Tensor) -> Tensor:
 
 def one_step(policy: MegatronPolicy, config: Config, step: int) -> float:
     algorithm = config.trainer.algorithm
-    goal = objective(algorithm, config.generator.sampling_params, 1024)
+    goal = objective(algorithm, config.generator.sampling_params)
     batch = experience(step)
     (shard,) = split(
         batch, LIMITS, num_mini_batches=2, reductions=goal.reductions, max_lengths=max_lengths(config.generator),

@@ -62,7 +62,7 @@ def test_a_fixed_weight_and_a_step_without_a_trained_token_change_nothing():
 def test_the_entropy_weight_rises_below_the_target_and_falls_above_it():
     config = load_config([f"trainer.algorithm.{override}" for override in ADAPTIVE_ENTROPY])
     coefficients = Coefficients(config.trainer.algorithm)
-    whole = objective(config.trainer.algorithm, config.generator.sampling_params, 1024)
+    whole = objective(config.trainer.algorithm, config.generator.sampling_params)
     used = []
     for entropy in (0.1, 0.2, 0.5, 0.5, 0.5):
         own = coefficients.objective(whole)

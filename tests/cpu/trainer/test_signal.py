@@ -45,7 +45,7 @@ def metrics_of(*groups: Group) -> Metrics:
 
 def objective_of(*overrides: str) -> Objective:
     config = load_config([WITHOUT_KL, *overrides])
-    return objective(config.trainer.algorithm, config.generator.sampling_params, 1024)
+    return objective(config.trainer.algorithm, config.generator.sampling_params)
 
 
 class Policy:

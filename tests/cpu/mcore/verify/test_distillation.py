@@ -47,7 +47,7 @@ def trial_of(kind: str) -> Trial:
     total = len(trial.experience.token_ids)
     ids = torch.stack([torch.randperm(VOCABULARY, generator=generator)[:K] for _ in range(total)]).int()
     logprobs = torch.randn(total, VOCABULARY, generator=generator).log_softmax(-1)[:, :K]
-    objective = build_objective({**values, "distillation_coef": 0.7}, 1.3, 7)
+    objective = build_objective({**values, "distillation_coef": 0.7}, 1.3)
     return replace(trial, objective=objective, teacher_topk=(ids, logprobs))
 
 
@@ -110,7 +110,7 @@ def _topk(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, int]) -> dict[
     batch, hinted = share_of(trial, one, ranks), hinted_share(trial, one, ranks)
     model = build_model(trial.model_path, one.megatron, torch.float32, trainable=False)
     packer = Packer.of_layout(sequence_parallel=model.bridge.config.sequence_parallel)
-    found = [batch_topk(model, packer, each, 1.3, 7, K, num_candidates) for each in (batch, hinted)]
+    found = [batch_topk(model, packer, each, 1.3, K, num_candidates) for each in (batch, hinted)]
     if not ranks.reports:
         return None
     plain, with_hint = (aligned(fields, each) for fields, each in zip(found, (batch, hinted), strict=True))
