@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def problem(model: transformers.PretrainedConfig, *overrides: str) -> str:
     return ""
 
 
+@cache
 def config(*overrides: str) -> Config:
     return load_config(["trainer.policy.model.path=model", CACHE, *overrides])
 
