@@ -1,5 +1,8 @@
 """Whole jobs of models that are not a dense Qwen3: experts over two ranks, latent attention in two stages. They learn,
-and engine and trainer agree on every token."""
+all weights or adapters of rank 8 alone, and engine and trainer agree on every token.
+
+Adapters are merged on their way: vLLM's CPU build serves none of models with experts. They need a learning rate of 1e-2
+and, above all, an output layer that is not tiny (`write_model`); then six steps are enough."""
 
 from __future__ import annotations
 
