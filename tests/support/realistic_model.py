@@ -63,6 +63,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen2",
         "qwen2_5",
         {
+            "hidden_size": 128,
             "num_key_value_heads": 2,
             "max_position_embeddings": 32768,
             "rms_norm_eps": 1e-6,
@@ -77,7 +78,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "llama3",
         {
             "num_key_value_heads": 2,
-            "head_dim": 16,
+            "head_dim": 32,
             "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,
             "rope_parameters": LLAMA3_ROPE,
@@ -93,9 +94,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {
             "num_key_value_heads": 4,
             "q_lora_rank": 48,
-            "kv_lora_rank": 32,
+            "kv_lora_rank": 512,
             "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
+            "qk_rope_head_dim": 64,
             "v_head_dim": 16,
             "max_position_embeddings": 163840,
             "rms_norm_eps": 1e-6,
@@ -108,6 +109,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 48,
             "norm_topk_prob": True,
+            "topk_method": "noaux_tc",
             "routed_scaling_factor": 2.5,
             "tie_word_embeddings": False,
         },

@@ -28,8 +28,8 @@ def get_rollout_metrics(
     def mean(values: np.ndarray) -> float:
         return float(values.mean()) if len(values) else 0.0
 
-    metrics = {f"generate/{name}_num_tokens": float(getattr(lengths, name)()) for name in ("min", "max", "mean", "std")}
-    metrics["generate/avg_num_tokens"] = metrics.pop("generate/mean_num_tokens")
+    statistics = {"min": lengths.min(), "max": lengths.max(), "avg": lengths.mean(), "std": lengths.std()}
+    metrics = {f"generate/{name}_num_tokens": float(value) for name, value in statistics.items()}
     metrics["generate/avg_tokens_non_zero_rewards"] = mean(lengths[totals > 0])
     metrics["generate/avg_tokens_zero_rewards"] = mean(lengths[totals == 0])
     for env_class in dict.fromkeys(env_classes or ()):
