@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 WORKER_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAY_DEDUP_LOGS": "0"}
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
-_started: list[bool] = []
-"""Not empty after `start`."""
+STARTED = "SKYRL_TRAIN_RAY"
+"""Environment variable that `start` sets, for this process and those of a local Ray: local or joined."""
 CONNECT_S = 10
 """Timeout for the host of RAY_ADDRESS."""
 
@@ -46,8 +46,8 @@ def connect() -> Iterator[Cluster]:
     Raises: ValueError if that cluster does not answer, if the driver is outside of it, or if this process is already
         connected.
     """
-    if ray.is_initialized() and (_started or ray._private.worker.global_worker.mode == ray.WORKER_MODE):
-        yield _joined(ray.get_runtime_context().gcs_address, is_local=False)
+    if ray.is_initialized() and (STARTED in os.environ or ray._private.worker.global_worker.mode == ray.WORKER_MODE):
+        yield _joined(ray.get_runtime_context().gcs_address, is_local=os.environ.get(STARTED) == "local")
         return
     if ray.is_initialized():
         raise ValueError("this process is already connected to Ray. Call ray.shutdown() before a run")
@@ -64,8 +64,8 @@ def start() -> None:
     The tasks' output is shown. Does nothing in a connected process. Raises: like `connect`.
     """
     if not ray.is_initialized():
+        os.environ[STARTED] = "joined" if os.environ.get("RAY_ADDRESS") else "local"
         _connected(**{**QUIET, "log_to_driver": True})
-        _started.append(True)
 
 
 def _joined(address: object, *, is_local: bool) -> Cluster:

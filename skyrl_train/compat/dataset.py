@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from skyrl_train.config import Config
+from skyrl_train.data.mapping import RowMapping
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.types import Prompt
 
@@ -24,31 +24,24 @@ class PromptDataset:
         num_workers: int = 8,
         prompt_key: str = "prompt",
         env_class_key: str = "env_class",
-        **arguments: Any,
     ) -> None:
-        """Args: arguments: of `load_prompts`. Raises: ValueError for other columns than prompt and env_class, and like
-        `load_prompts`.
-        """
-        if (prompt_key, env_class_key) != ("prompt", "env_class"):
-            raise ValueError(
-                f"prompt_key is {prompt_key}, env_class_key {env_class_key}: rows have prompt and env_class"
-            )
-        sources = [datasets] if isinstance(datasets, str) else list(datasets)
-        defaults: dict[str, Any] = {"default_env_class": "", "chat_template_kwargs": {}}
+        """Args: num_workers: not used. Raises: like `load_prompts`."""
+        keys = {"prompt": prompt_key, "env_class": env_class_key}
+        renamed = {name: key for name, key in keys.items() if key != name}
         self.prompts = load_prompts(
-            sources, tokenizer=tokenizer, max_prompt_length=max_prompt_length, **{**defaults, **arguments}
+            [datasets] if isinstance(datasets, str) else list(datasets),
+            tokenizer=tokenizer,
+            max_prompt_length=max_prompt_length,
+            default_env_class="",
+            chat_template_kwargs={},
+            mapping=RowMapping(columns=renamed),
         ).prompts
 
     @classmethod
-    def of_config(cls, config: Config, tokenizer: Any, sources: Sequence[str]) -> PromptDataset:
-        return cls(
-            sources,
-            tokenizer,
-            config.trainer.max_prompt_length,
-            default_env_class=config.environment.env_class,
-            allowed_env_classes=config.environment.allowed_env_classes,
-            chat_template_kwargs=config.generator.chat_template_kwargs,
-        )
+    def of(cls, prompts: list[Prompt]) -> PromptDataset:
+        dataset = cls.__new__(cls)
+        dataset.prompts = prompts
+        return dataset
 
     def __len__(self) -> int:
         return len(self.prompts)

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
-from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from skyrl_train.checks.tokenizer import load_tokenizer
-from skyrl_train.compat.dataset import PromptDataset, prompts_of
 from skyrl_train.compat.generators.client import InferenceEngineClient
-from skyrl_train.compat.generators.collector import GeneratorCollector, Postprocessed, needs_logprobs
 from skyrl_train.compat.generators.environments import SkyRLGymGenerator
 from skyrl_train.compat.settings import config_of, translate_arguments
-from skyrl_train.compat.trainer import REPLACED, RayPPOTrainer, overridden, refuse
-from skyrl_train.config import Config, config_dir
+from skyrl_train.compat.trainer import REPLACED, RayPPOTrainer, refuse
+from skyrl_train.config import Config
 from skyrl_train.entrypoints import command
-from skyrl_train.entrypoints.experiment import Experiment
 from skyrl_train.entrypoints.main_base import COMMAND
-from skyrl_train.entrypoints.run import MODEL
+from skyrl_train.hf.download import download
 from skyrl_train.hf.hub import local_folder
-from skyrl_train.rollout.collect import Collector
-from skyrl_train.rollout.contract import Rollout
-from skyrl_train.rollout.source import GroupSource, SourceParts
-from skyrl_train.trainer.trainer import Parts, Trainer
-from skyrl_train.types import Generate, Metrics, Prompt
 
-log = logging.getLogger(__name__)
-__all__ = ["BasePPOExp", "config_dir"]
+if TYPE_CHECKING:
+    from skyrl_train.compat.dataset import PromptDataset
+    from skyrl_train.entrypoints.experiment import Experiment
+
 HOOKS = {
     "get_colocate_pg": "devices follow trainer.placement",
     "get_inference_client": "engines follow generator; for another kind set generator.backend=module:attribute",
@@ -44,7 +37,7 @@ GENERATOR_HOOKS = {
 }
 
 
-class BasePPOExp:
+class BasePPOExp:  # the program that starts Ray imports it too: what only a run needs, 4 s of imports, is in `run`
     """An experiment. Override `get_train_dataset`, `get_eval_dataset`, `get_tokenizer`, `get_generator`, `get_trainer`.
 
     Attributes: cfg, tokenizer, train_dataset, eval_dataset.
@@ -67,20 +60,30 @@ class BasePPOExp:
         return OmegaConf.to_yaml(cfg)
 
     def get_tokenizer(self, padding_side: str = "left") -> Any:
+        from skyrl_train.checks.tokenizer import load_tokenizer
+
         trainer = self._config.trainer
-        tokenizer = load_tokenizer(local_folder(trainer.policy.model.path), MODEL, trainer.trust_remote_code)
+        key, path = "trainer.policy.model.path", trainer.policy.model.path
+        download(key, path, trainer.download_timeout_s)
+        tokenizer = load_tokenizer(local_folder(path), key, trainer.trust_remote_code)
         tokenizer.padding_side = padding_side
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         return tokenizer
 
     def get_train_dataset(self) -> Any:
         """Rows as (messages, env_class, extras, uid)."""
-        return PromptDataset.of_config(self._config, self.tokenizer, self._config.data.train_data)
+        return self._dataset(self._config.data.train_data)
 
     def get_eval_dataset(self) -> Any:
         """Like `get_train_dataset`; None without held-out rows."""
         sources = self._config.data.val_data
-        return PromptDataset.of_config(self._config, self.tokenizer, sources) if sources else None
+        return self._dataset(sources) if sources else None
+
+    def _dataset(self, sources: tuple[str, ...]) -> PromptDataset:
+        from skyrl_train.compat.dataset import PromptDataset
+        from skyrl_train.data.prompts import configured_prompts
+
+        return PromptDataset.of(configured_prompts(self._config, self.tokenizer, sources))
 
     def get_generator(self, cfg: DictConfig, tokenizer: Any, inference_engine_client: InferenceEngineClient) -> Any:
         return SkyRLGymGenerator(
@@ -121,11 +124,13 @@ class BasePPOExp:
         trainer.start()
 
     def _train(self, trainer: RayPPOTrainer) -> None:
+        from skyrl_train.compat.run import HookedRun
+
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
         logging.getLogger("skyrl_train").setLevel(logging.INFO)
-        config = of_trainer(self._config, trainer)
+        config = of_trainer(self.cfg, trainer)
         COMMAND.check(config, None, True)
-        kind = cast(type[Experiment], partial(_Run, self, trainer))
+        kind = cast("type[Experiment]", partial(HookedRun, self, trainer))
         interrupts = command.Interrupts()
         work = partial(command.run, dataclasses.replace(COMMAND, run=kind), config, Console(), interrupts)
         ended = command.beside_a_running_loop(work, interrupts)
@@ -135,90 +140,16 @@ class BasePPOExp:
             raise KeyboardInterrupt
 
 
-def of_trainer(config: Config, trainer: RayPPOTrainer) -> Config:
+def of_trainer(cfg: DictConfig, trainer: RayPPOTrainer) -> Config:
     """The configuration that a trainer of 0.4 asks for. Its own postprocessing replaces the penalty of long responses,
     which is a key that it reads.
     """
-    settings = config.trainer
-    if trainer.source is not None and settings.source == "on_policy":
-        settings = dataclasses.replace(settings, source=trainer.source)
+    cfg = copy.deepcopy(cfg)  # with its interpolations: some defaults follow the source
+    if trainer.source is not None and cfg.trainer.source == "on_policy":
+        cfg.trainer.source = trainer.source
     if trainer.postprocesses:
-        buffer = dataclasses.replace(settings.algorithm.overlong_buffer, len=None)
-        algorithm = dataclasses.replace(settings.algorithm, overlong_buffer=buffer)
-        settings = dataclasses.replace(settings, algorithm=algorithm)
-    return dataclasses.replace(config, trainer=settings)
-
-
-class _Run(Experiment):
-    """A run whose parts are the hooks of an experiment of 0.4."""
-
-    def __init__(self, hooks: BasePPOExp, trainer: RayPPOTrainer, config: Config, console: Console) -> None:
-        self._hooks, self._old = hooks, trainer
-        generator, kind = trainer.generator, type(trainer.generator)
-        methods = ("generate", "agent_loop")
-        is_own = not isinstance(generator, SkyRLGymGenerator) or any(
-            overridden(kind, SkyRLGymGenerator, name) for name in methods
-        )
-        self._generator = generator if is_own else None
-        self._reported: list[Mapping[str, Any]] = []
-        super().__init__(config, console)
-        trainer.step_of_run = self._step
-
-    def _step(self) -> int:
-        return 0 if self.loop is None else self.loop.global_step
-
-    def _check_environments(self) -> None:
-        if self._generator is None or isinstance(self._generator, SkyRLGymGenerator):
-            super()._check_environments()
-
-    def get_tokenizer(self) -> Any:
-        return self._hooks.tokenizer
-
-    def get_train_prompts(self) -> list[Prompt]:
-        return prompts_of(self._hooks.train_dataset, self.config.environment.env_class)
-
-    def get_val_prompts(self) -> list[Prompt]:
-        return prompts_of(self._hooks.eval_dataset, self.config.environment.env_class)
-
-    def get_collector(self, generate: Generate, rollout: Rollout) -> Collector:
-        plain = super().get_collector(generate, rollout)
-        if self._generator is None:
-            return plain
-        return GeneratorCollector(self._generator, rollout, plain.engines, self._step, self._reported.append)
-
-    def get_source(self, parts: SourceParts) -> GroupSource:
-        collector = parts.collector
-        if isinstance(collector, GeneratorCollector):
-            needs = needs_logprobs(self.config.trainer.algorithm)
-            collector = collector.for_training(parts.policy_version, needs_logprobs=needs)
-        if self._old.postprocesses:
-            collector = Postprocessed(collector, self._old.postprocess_generator_output)
-        return super().get_source(dataclasses.replace(parts, collector=collector))
-
-    def get_trainer(self, parts: Parts) -> Trainer:
-        return _Trainer(self.config, parts, self.num_steps, self._own_metrics)
-
-    def _own_metrics(self) -> Metrics:
-        """Means of what generators and hooks have reported since the last step."""
-        reported = [*self._reported, self._old.all_metrics]
-        self._reported.clear()
-        values: dict[str, list[float]] = {}
-        for metrics in reported:
-            for name, value in metrics.items():
-                if isinstance(value, int | float):
-                    values.setdefault(name, []).append(float(value))
-        self._old.all_metrics.clear()
-        return {name: sum(each) / len(each) for name, each in values.items()}
-
-
-class _Trainer(Trainer):
-    def __init__(self, config: Config, parts: Parts, num_steps: int, own_metrics: Any) -> None:
-        super().__init__(config, parts, num_steps)
-        self._own_metrics = own_metrics
-
-    async def step(self) -> Metrics:
-        metrics = await super().step()
-        return {**self._own_metrics(), **metrics}
+        cfg.trainer.algorithm.overlong_buffer.len = None
+    return config_of(cfg)
 
 
 translate_arguments()

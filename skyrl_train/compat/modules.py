@@ -16,7 +16,8 @@ _PLACEMENT = "!devices follow trainer.placement, and the run reserves them"
 _ENGINES = "!engines follow generator; for another kind set generator.backend=module:attribute (docs/extending.md)"
 _CREDIT = "!the driver calls the estimator of trainer.algorithm.advantage_estimator"
 _UTILS = {
-    **_from("compat.processes", "initialize_ray", "Timer"),
+    **_from("compat.processes", "initialize_ray"),
+    "Timer": "!the run times its phases (timing/*)",
     **_from("compat.settings", "validate_cfg"),
     **dict.fromkeys(
         ("get_ray_pg_ready_with_timeout", "ray_noset_visible_devices", "get_all_env_variables"), _PLACEMENT

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 from omegaconf import DictConfig
 
 from skyrl_train.cluster.session import start
@@ -17,25 +14,3 @@ def initialize_ray(cfg: DictConfig) -> None:
     """
     validate_cfg(cfg)
     start()
-
-
-class Timer:
-    """Adds the seconds of its body to `timings`."""
-
-    def __init__(self, message: str, update_dict: dict[str, Any] | None = None) -> None:
-        self.message, self.update_dict = message, update_dict
-
-    def __enter__(self) -> Timer:
-        self._started = time.perf_counter()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.update_dict is not None:
-            seconds = time.perf_counter() - self._started
-            self.update_dict[self.message] = self.update_dict.get(self.message, 0.0) + seconds
-
-    async def __aenter__(self) -> Timer:
-        return self.__enter__()
-
-    async def __aexit__(self, *error: object) -> None:
-        self.__exit__(*error)

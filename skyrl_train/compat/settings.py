@@ -57,7 +57,8 @@ def validate_cfg(cfg: DictConfig) -> None:
 
     Raises: ConfigError, a ValueError.
     """
-    modules = [*(cfg.trainer.get("custom_modules") or ()), *registering_modules()]
+    named = cfg.trainer.custom_modules
+    modules = [*([named] if isinstance(named, str) else named or ()), *registering_modules()]
     with open_dict(cfg):
         cfg.trainer.custom_modules = list(dict.fromkeys(modules))
         lengths = cfg.generator.max_input_length, cfg.generator.sampling_params.max_generate_length

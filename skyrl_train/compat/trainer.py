@@ -88,8 +88,8 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
 
 
 def overridden(kind: type, base: type, name: str) -> bool:
-    """Whether a class between `kind` and `base` defines a method."""
-    return any(name in vars(each) for each in kind.__mro__ if issubclass(each, base) and each is not base)
+    """Whether a subclass has another method of this name."""
+    return getattr(kind, name, None) is not getattr(base, name, None)
 
 
 def refuse(kind: type, base: type, replaced: dict[str, str]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from skyrl_train.config import Config
 from skyrl_train.data.chat import ChatTemplate, check_messages
 from skyrl_train.data.mapping import RowMapping
 from skyrl_train.data.rows import columns, read_rows, without_empty_fields
@@ -15,6 +17,7 @@ from skyrl_train.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
 
 TOKENISED_TOGETHER = 256
 """Prompts that the tokenizer processes in parallel."""
@@ -64,6 +67,26 @@ def load_prompts(
             f"({shortest}). Raise it"
         )
     return LoadedPrompts(prompts=kept, num_dropped=len(prompts) - len(kept))
+
+
+def configured_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str]) -> list[Prompt]:
+    """The rows of sources as the configuration reads them. Raises: like `load_prompts`."""
+    longest = config.trainer.max_prompt_length
+    loaded = load_prompts(
+        sources,
+        tokenizer=tokenizer,
+        max_prompt_length=longest,
+        default_env_class=config.environment.env_class,
+        allowed_env_classes=config.environment.allowed_env_classes,
+        chat_template_kwargs=config.generator.chat_template_kwargs,
+        mapping=RowMapping.of(config.data),
+    )
+    if loaded.num_dropped:
+        log.warning(
+            "%s: dropped %d of %d prompts with more than trainer.max_prompt_length=%d tokens",
+            ", ".join(sources), loaded.num_dropped, loaded.num_dropped + len(loaded.prompts), longest,
+        )  # fmt: skip
+    return loaded.prompts
 
 
 def _lengths(prompts: Sequence[Prompt], places: Sequence[str], chat: ChatTemplate, limit: TextLimit) -> list[int]:

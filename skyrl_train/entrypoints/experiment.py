@@ -17,8 +17,7 @@ from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config
 from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.data.hints import KEY, Hints, check_template, hint_of_template
-from skyrl_train.data.mapping import RowMapping
-from skyrl_train.data.prompts import load_prompts
+from skyrl_train.data.prompts import configured_prompts
 from skyrl_train.entrypoints.run import Run
 from skyrl_train.entrypoints.verify_template.before_run import check_conversations
 from skyrl_train.envs.registry import env_creator, row_problem
@@ -101,10 +100,11 @@ class Experiment(Run[Config, Processes]):
         teacher_max_model_len(self.config, self.model_config)
 
     def get_train_prompts(self) -> list[Prompt]:
-        return self._load(self.config.data.train_data)
+        return configured_prompts(self.config, self.tokenizer, self.config.data.train_data)
 
     def get_val_prompts(self) -> list[Prompt]:
-        return self._load(self.config.data.val_data) if self.config.data.val_data else []
+        sources = self.config.data.val_data
+        return configured_prompts(self.config, self.tokenizer, sources) if sources else []
 
     def get_hints(self) -> Hints | None:
         """The hints in the prompts of teachers. Raises: ValueError for a row that does not fit the template."""
@@ -119,24 +119,6 @@ class Experiment(Run[Config, Processes]):
         longest = self.model_config.max_position_embeddings - self.config.trainer.teacher.is_served
         length = check_template(hint, self.train_prompts, chat, max_tokens=longest, max_response=response)
         return Hints(hint_of_template(hint), chat, None if response is None else length + response)
-
-    def _load(self, sources: tuple[str, ...]) -> list[Prompt]:
-        loaded = load_prompts(
-            sources,
-            tokenizer=self.tokenizer,
-            max_prompt_length=self.config.trainer.max_prompt_length,
-            default_env_class=self.config.environment.env_class,
-            allowed_env_classes=self.config.environment.allowed_env_classes,
-            chat_template_kwargs=self.config.generator.chat_template_kwargs,
-            mapping=RowMapping.of(self.config.data),
-        )
-        if loaded.num_dropped:
-            num_rows, longest = loaded.num_dropped + len(loaded.prompts), self.config.trainer.max_prompt_length
-            log.warning(
-                "%s: dropped %d of %d prompts with more than trainer.max_prompt_length=%d tokens",
-                ", ".join(sources), loaded.num_dropped, num_rows, longest,
-            )  # fmt: skip
-        return loaded.prompts
 
     @property
     def num_train_rows(self) -> int:

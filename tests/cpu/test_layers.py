@@ -50,7 +50,7 @@ MAY_IMPORT = {
     ),
     "api": "config entrypoints",
     # names of skyrl_train 0.4, over all of it
-    "compat": ("types algorithms config envs hf checks data rollout cluster trainer entrypoints"),
+    "compat": "types algorithms config envs hf checks data rollout cluster trainer entrypoints",
 }
 HOW_TO_MEND = (
     "Move what both need into a room that both may import, or hand it in as an argument. If the arrow should exist, "

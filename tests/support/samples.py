@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from skyrl_train.types import Generation, Sample, final_reward
 
@@ -20,3 +21,9 @@ def sample(prompt: list[int], generation: Generation, reward: float) -> Sample:
         turns=1,
         policy_version=generation.policy_version,
     )
+
+
+def in_order(values: Tensor, cu_seqlens: Tensor, samples: Tensor) -> Tensor:
+    """The tokens of these samples, one after the other."""
+    parts = torch.split(values, cu_seqlens.diff().tolist())
+    return torch.cat([parts[index] for index in samples.tolist()])

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from skyrl_train.compat.generators.types import ConversationType
-from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.envs.registry import aggregate_env_metrics
 
 BEFORE = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
@@ -51,6 +50,8 @@ def get_response_ids_and_loss_mask_from_messages(
 
     Raises: ValueError if an assistant's message has another number of tokens than logprobs.
     """
+    from skyrl_train.data.chat import ChatTemplate  # and transformers, which a program that starts Ray does not need
+
     chat = ChatTemplate(tokenizer, {} if chat_template is None else {"chat_template": chat_template})
     start = chat.render(BEFORE, add_generation_prompt=False)
     header = chat.encode(chat.render(BEFORE)[len(start) :])

@@ -36,10 +36,11 @@ from skyrl_train.rollout.source import SourceParts
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.credit import CreditAssignment
 from skyrl_train.trainer.from_config import max_lengths, micro_batch_limits, objective, sampling_params
-from skyrl_train.types import Generation, Group, SamplingParams, TrainBatch
+from skyrl_train.types import Generation, Group, SamplingParams
 from tests.support import realistic_rows as rows
 from tests.support.realistic_model import write_realistic_model
 from tests.support.rollouts import Quiet
+from tests.support.samples import in_order
 
 pytestmark = pytest.mark.slow
 Answer = Callable[[str, bool], str]
@@ -137,10 +138,12 @@ def two_steps(rendezvous: Rendezvous, arguments: tuple[str, list[str], Answer]) 
         samples = [sample for group in groups for sample in group.samples]
         own = policy.prompt_logprobs(shard)
         assert own is not None
-        hf = arranged(torch.cat([engine.logprobs(sample.token_ids) for sample in samples]), batch.cu_seqlens, shard)
+        hf = in_order(
+            torch.cat([engine.logprobs(sample.token_ids) for sample in samples]), batch.cu_seqlens, shard.sample_ids
+        )
         found["differences"].append(float((own - hf)[shard.loss_mask].abs().max()))
         advantages = CreditAssignment(trainer.algorithm)(batch, None).advantages
-        values = {"advantages": arranged(advantages, batch.cu_seqlens, shard)}
+        values = {"advantages": in_order(advantages, batch.cu_seqlens, shard.sample_ids)}
         if "ref_logprobs" in goal.needs:
             values["ref_logprobs"] = policy.reference_logprobs(shard) if trainer.policy.model.lora.rank else hf
         policy.keep_old_logprobs(shard)
@@ -149,12 +152,6 @@ def two_steps(rendezvous: Rendezvous, arguments: tuple[str, list[str], Answer]) 
         found["turns"] += [sample.turns for sample in samples]
     pool.close(timeout_s=5.0)
     return found
-
-
-def arranged(values: Tensor, cu_seqlens: Tensor, shard: TrainBatch) -> Tensor:
-    """Values of the batch's tokens in the order of the shard's."""
-    parts = torch.split(values, cu_seqlens.diff().tolist())
-    return torch.cat([parts[index] for index in shard.sample_ids.tolist()])
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -8,7 +8,6 @@ import shlex
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from skyrl_train.batching.build import build_experience
 from skyrl_train.batching.limits import MicroBatchLimits
@@ -23,7 +22,7 @@ from skyrl_train.trainer.credit import CreditAssignment
 from skyrl_train.trainer.from_config import max_lengths, objective
 from skyrl_train.types import ExperienceBatch, Generation, Group, Prompt
 from tests.support.policies import ADAM
-from tests.support.samples import sample
+from tests.support.samples import in_order, sample
 from tests.support.tiny import write_tiny_model
 
 COMMANDS = json.loads((Path(__file__).parents[2] / "data/skyrl_04.json").read_text())["commands"]
@@ -78,12 +77,6 @@ def two_steps(rendezvous: Rendezvous, arguments: tuple[str, list[Config]]) -> li
     for config in configs:
         norms.append([one_step(policy, config, step) for step in range(2)])
     return norms
-
-
-def in_order(values: Tensor, cu_seqlens: Tensor, samples: Tensor) -> Tensor:
-    """The tokens of these samples, one after the other."""
-    parts = torch.split(values, cu_seqlens.diff().tolist())
-    return torch.cat([parts[index] for index in samples.tolist()])
 
 
 def one_step(policy: MegatronPolicy, config: Config, step: int) -> float:

@@ -1,0 +1,101 @@
+"""A run whose parts are the hooks of an experiment of skyrl_train 0.4."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from skyrl_train.compat.dataset import prompts_of
+from skyrl_train.compat.generators.collector import GeneratorCollector, Postprocessed, needs_logprobs
+from skyrl_train.compat.generators.environments import SkyRLGymGenerator
+from skyrl_train.compat.trainer import RayPPOTrainer, overridden
+from skyrl_train.config import Config
+from skyrl_train.entrypoints.experiment import Experiment
+from skyrl_train.rollout.collect import Collector
+from skyrl_train.rollout.contract import Rollout
+from skyrl_train.rollout.source import GroupSource, SourceParts
+from skyrl_train.trainer.trainer import Parts, Trainer
+from skyrl_train.types import Generate, Metrics, Prompt
+
+if TYPE_CHECKING:
+    from skyrl_train.compat.experiment import BasePPOExp
+
+
+class HookedRun(Experiment):
+    """A run whose parts are the hooks of an experiment of 0.4."""
+
+    def __init__(self, hooks: BasePPOExp, trainer: RayPPOTrainer, config: Config, console: Console) -> None:
+        self._hooks, self._old = hooks, trainer
+        methods, kind = ("generate", "agent_loop"), type(trainer.generator)
+        is_own = not self._plays_environments or any(overridden(kind, SkyRLGymGenerator, name) for name in methods)
+        self._generator = trainer.generator if is_own else None
+        self._reported: list[Mapping[str, Any]] = []
+        super().__init__(config, console)
+        trainer.step_of_run = self._step
+
+    def _step(self) -> int:
+        return 0 if self.loop is None else self.loop.global_step
+
+    @property
+    def _plays_environments(self) -> bool:
+        return isinstance(self._old.generator, SkyRLGymGenerator)
+
+    def _check_environments(self) -> None:
+        if self._plays_environments:
+            super()._check_environments()
+
+    def _check_conversations(self) -> None:
+        if self._plays_environments:
+            super()._check_conversations()
+
+    def get_tokenizer(self) -> Any:
+        return self._hooks.tokenizer
+
+    def get_train_prompts(self) -> list[Prompt]:
+        return prompts_of(self._hooks.train_dataset, self.config.environment.env_class)
+
+    def get_val_prompts(self) -> list[Prompt]:
+        return prompts_of(self._hooks.eval_dataset, self.config.environment.env_class)
+
+    def get_collector(self, generate: Generate, rollout: Rollout) -> Collector:
+        plain = super().get_collector(generate, rollout)
+        if self._generator is None:
+            return plain
+        return GeneratorCollector(self._generator, rollout, plain.engines, self._step, self._reported.append)
+
+    def get_source(self, parts: SourceParts) -> GroupSource:
+        collector = parts.collector
+        if isinstance(collector, GeneratorCollector):
+            needs = needs_logprobs(self.config.trainer.algorithm)
+            collector = collector.for_training(parts.policy_version, needs_logprobs=needs)
+        if self._old.postprocesses:
+            collector = Postprocessed(collector, self._old.postprocess_generator_output)
+        return super().get_source(dataclasses.replace(parts, collector=collector))
+
+    def get_trainer(self, parts: Parts) -> Trainer:
+        return _Trainer(self.config, parts, self.num_steps, self._own_metrics)
+
+    def _own_metrics(self) -> Metrics:
+        """Means of what generators and hooks have reported since the last step."""
+        reported = [*self._reported, self._old.all_metrics]
+        self._reported.clear()
+        values: dict[str, list[float]] = {}
+        for metrics in reported:
+            for name, value in metrics.items():
+                if isinstance(value, int | float):
+                    values.setdefault(name, []).append(float(value))
+        self._old.all_metrics.clear()
+        return {name: sum(each) / len(each) for name, each in values.items()}
+
+
+class _Trainer(Trainer):
+    def __init__(self, config: Config, parts: Parts, num_steps: int, own_metrics: Callable[[], Metrics]) -> None:
+        super().__init__(config, parts, num_steps)
+        self._own_metrics = own_metrics
+
+    async def step(self) -> Metrics:
+        metrics = await super().step()
+        return {**self._own_metrics(), **metrics}

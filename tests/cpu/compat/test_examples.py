@@ -1,0 +1,135 @@
+"""The programs in examples/skyrl_04, which have the form of skyrl_train 0.4's, train two steps."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyrl_train.entrypoints import command
+from skyrl_train.entrypoints.main_base import validate_cfg
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+from skyrl_train.ranks import Rendezvous
+from tests.support.hydra_main import composed
+from tests.support.in_process import InProcess, Trained
+from tests.support.jobs import ROOT, WITHOUT_VLLM, start_command, write_world
+
+EXAMPLES = ROOT / "examples/skyrl_04"
+IN_PROCESS = {
+    "custom_loss": ["trainer.algorithm.policy_loss_type=squared_drift", "+trainer.algorithm.drift_coef=0.1"],
+    "custom_advantage": ["trainer.algorithm.advantage_estimator=median"],
+    "turn_level_rewards": [
+        *("environment.env_class=second_try", "generator.max_turns=2", "generator.max_input_length=64"),
+        *("trainer.algorithm.advantage_estimator=reinforce++", "+later_turns=0.5"),
+    ],
+    "async": ["trainer.fully_async.max_staleness_steps=2"],
+}
+TINY = (
+    *("trainer.train_batch_size=8", "trainer.policy_mini_batch_size=4", "trainer.max_tokens_per_microbatch=96"),
+    *("trainer.max_prompt_length=16", "trainer.bf16=false", "generator.n_samples_per_prompt=4", "trainer.logger=[]"),
+    *("generator.sampling_params.max_generate_length=4", "environment.env_class=rewards:Digits", "data.val_data=[]"),
+    *("trainer.placement.colocate_all=false", "trainer.max_training_steps=2", "generator.kv_cache_memory_gb=0.1"),
+    "trainer.algorithm.use_kl_loss=false",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_multiply_trains_by_its_command_line(tmp_path: Path):
+    """With keys of 0.4, in a Ray task, with an environment that the task registers."""
+    world, example = write_world(tmp_path / "world"), EXAMPLES / "multiply"
+    subprocess.run([sys.executable, example / "multiply_dataset.py", world / "multiply.jsonl"], check=True)
+    command = [sys.executable, str(example / "main_multiply.py"), "--config-dir", "configs", "+experiment=tiny"]
+    arguments = ["data.train_data=[multiply.jsonl]", "environment.env_class=gsm8k", WITHOUT_VLLM]
+    arguments += ["trainer.strategy=fsdp2", "+environment.skyrl_gym.multiply.format_reward=0.5"]
+    job = start_command([*command, *arguments], world, "tiny", uuid.uuid4().hex, {})
+    try:
+        assert job.wait() == 0, job.story()
+        assert not (left := job.left_behind()), left
+    finally:
+        job.kill()
+    assert [row["trainer/global_step"] for row in job.metrics] == [1, 2]
+    for row in job.metrics:
+        assert 0 < row["reward/avg_raw_reward"] < 0.5, "some characters are digits, and no response is the product"
+        assert row["policy/grad_norm"] > 0
+    assert json.loads((job.run_dir / "run.json").read_text())["status"] == "finished"
+    assert "local Ray is up" in job.output, "the task knows that all processes are of this host"
+    assert "environment.skyrl_gym.env_kwargs.multiply.format_reward=0.5" in job.output, "the translation is reported"
+
+
+def entry_points(rendezvous: Rendezvous, arguments: tuple[str, list[str]]) -> dict[str, Trained]:
+    """Call each example's `skyrl_entrypoint`; its run trains in this process."""
+    world, overrides = arguments
+    sys.path.insert(0, world)
+    process = InProcess(rendezvous)
+    command.run = process.train
+    results = {}
+    for name, own in IN_PROCESS.items():
+        sys.path.insert(0, str(EXAMPLES / name))
+        module = importlib.import_module(f"main_{name}")
+        cfg = composed(*overrides, *own)
+        validate_cfg(cfg)
+        module.skyrl_entrypoint._function(cfg)
+        results[name] = process.trained
+    return results
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+    world = write_world(tmp_path_factory.mktemp("examples") / "world")
+    files = [f"trainer.policy.model.path={world / 'model'}", f"data.train_data=[{world / 'rows.jsonl'}]"]
+    (found,) = run_on_ranks(entry_points, (str(world), [*TINY, *files]), 1, timeout_s=300)
+    return found  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_an_example_trains_two_steps(name: str, trained: dict[str, Trained]):
+    norms = [metrics["policy/grad_norm"] for metrics in trained[name].metrics]
+    assert len(norms) == 2 and all(math.isfinite(norm) and norm > 0 for norm in norms), norms
+
+
+def test_the_loss_of_an_example_reads_its_own_key_and_reports_its_metric(trained: dict[str, Trained]):
+    found = trained["custom_loss"]
+    assert found.config.trainer.algorithm.parameters["drift_coef"] == 0.1
+    drifts = [metrics["policy/loss_metrics/largest_drift"] for metrics in found.metrics]
+    assert all(drift > 0 for drift in drifts), "the second mini-batch of a step is trained on changed weights"
+
+
+def test_the_estimator_of_an_example_subtracts_the_median_of_each_group(trained: dict[str, Trained]):
+    found = trained["custom_advantage"]
+    for groups, advantages in zip(found.groups, found.advantages, strict=True):
+        rewards = torch.tensor([[sample.reward for sample in group.samples] for group in groups])
+        expected = rewards - rewards.sort(-1).values[:, 1:3].mean(-1, keepdim=True)
+        lengths = torch.tensor([len(sample.token_ids) for group in groups for sample in group.samples])
+        mask = torch.cat([sample.loss_mask for group in groups for sample in group.samples])
+        torch.testing.assert_close(advantages[mask], expected.flatten().repeat_interleave(lengths)[mask].float())
+
+
+def test_the_trainer_of_an_example_changes_rewards_of_turns_and_logs_its_metric(trained: dict[str, Trained]):
+    found = trained["turn_level_rewards"]
+    samples = [sample for groups in found.groups for group in groups for sample in group.samples]
+    later = [sample for sample in samples if sample.turns == 2]
+    assert len(later) > 32
+    seconds = set()
+    for sample in later:
+        is_end = sample.loss_mask & ~torch.cat([sample.loss_mask[1:], torch.tensor([False])])
+        first, second = sample.rewards[is_end].tolist()
+        assert first in (0, 0.25, 0.5) and second in (0, 0.125, 0.25), "digits that are right, of four characters"
+        seconds.add(second)
+    assert 0.125 in seconds
+    assert found.own_metrics == {"reward/later_turns": 0.5}
+
+
+def test_the_asynchronous_example_streams_with_the_defaults_of_streaming(trained: dict[str, Trained]):
+    found = trained["async"]
+    trainer = found.config.trainer
+    assert (trainer.source, trainer.max_staleness, trainer.algorithm.corrections) == ("streaming", 2, ("token_tis",))
+    stale = [metrics["staleness"] for metrics in found.metrics]
+    assert stale[1] > stale[0] == 0, "the groups of the second step were sampled before the first update"

@@ -1,0 +1,71 @@
+"""Methods of 0.4's classes that are not served, and the configuration of a run with a trainer of 0.4."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
+
+from skyrl_train.compat.experiment import GENERATOR_HOOKS, HOOKS, of_trainer
+from skyrl_train.compat.generators.environments import SkyRLGymGenerator
+from skyrl_train.compat.trainer import REPLACED, refuse
+from skyrl_train.entrypoints.main_base import BasePPOExp
+from skyrl_train.trainer import RayPPOTrainer
+from tests.support.hydra_main import composed
+
+PAGE = (Path(__file__).parents[3] / "docs/skyrl_train_04.md").read_text()
+REFUSED = [
+    (base, table, name)
+    for base, table in ((BasePPOExp, HOOKS), (RayPPOTrainer, REPLACED), (SkyRLGymGenerator, GENERATOR_HOOKS))
+    for name in table
+]
+
+
+@pytest.mark.parametrize(("base", "table", "name"), REFUSED, ids=[name for *_, name in REFUSED])
+def test_an_overridden_method_that_is_not_served_is_an_error_that_the_page_has(base: type, table: dict, name: str):
+    own = type("Own", (type("Mixin", (), {name: print}), base), {})
+    with pytest.raises(NotImplementedError) as error:
+        refuse(own, base, table)
+    assert f"Own.{name}: {table[name]}" in str(error.value)
+    (row,) = [line for line in PAGE.splitlines() if f"`{name}`" in line and f"of `{base.__name__}`" in line]
+    assert row.endswith(f"| {table[name]} |")
+
+
+def test_a_method_of_0_4_that_is_called_is_an_error_with_what_replaces_it():
+    trainer: Any = trainer_of(RayPPOTrainer, composed())
+    with pytest.raises(NotImplementedError, match=r"RayPPOTrainer.save_models is not served: the run builds"):
+        trainer.save_models()
+    assert not hasattr(trainer, "other")
+
+
+def test_the_hooks_that_are_served_are_not_refused():
+    own = type("Own", (RayPPOTrainer,), {"postprocess_generator_output": print, "mine": print})
+    refuse(own, RayPPOTrainer, REPLACED)
+    served = ("get_tokenizer", "get_train_dataset", "get_eval_dataset", "get_generator", "get_trainer", "run")
+    refuse(type("Own", (BasePPOExp,), dict.fromkeys(served, print)), BasePPOExp, HOOKS)
+
+
+def test_the_asynchronous_trainer_streams_with_the_corrections_of_stale_samples():
+    cfg = composed()
+    assert of_trainer(cfg, trainer_of(RayPPOTrainer, cfg)).trainer.source == "on_policy"
+    streaming = of_trainer(cfg, trainer_of(FullyAsyncRayPPOTrainer, cfg)).trainer
+    assert streaming.source == "streaming" and streaming.algorithm.corrections == ("token_tis",)
+    own = composed("trainer.source=own:Source")
+    assert of_trainer(own, trainer_of(FullyAsyncRayPPOTrainer, own)).trainer.source == "own:Source"
+
+
+def test_a_trainer_that_postprocesses_applies_the_penalty_of_long_responses_itself():
+    class Own(RayPPOTrainer):
+        def postprocess_generator_output(self, generator_output: Any, uids: list[str]) -> Any:
+            return generator_output
+
+    cfg = composed("trainer.algorithm.overlong_buffer.len=4")
+    trainer = trainer_of(Own, cfg)
+    assert of_trainer(cfg, trainer).trainer.algorithm.overlong_buffer.len is None
+    assert trainer.cfg.trainer.algorithm.overlong_buffer.len == 4
+
+
+def trainer_of(kind: type[RayPPOTrainer], cfg: Any) -> RayPPOTrainer:
+    return kind(cfg, None, None, None, None, None)

@@ -1,0 +1,75 @@
+"""Configurations of programs of 0.4's form: `sys.argv`, `validate_cfg`, and keys that only the program knows."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from skyrl_train.compat.settings import config_of, translate_arguments, translated
+from skyrl_train.config import ConfigError, load_config
+from skyrl_train.entrypoints.main_base import validate_cfg
+from tests.support.hydra_main import composed
+from tests.support.old_functions import registered
+
+ROWS = ("data.train_data=[rows.jsonl]", "trainer.policy.model.path=model")
+
+
+def test_without_keys_of_its_own_a_program_has_the_configuration_of_the_command():
+    given = ("trainer.policy.sequence_parallel_size=2", "generator.sampling_params.stop=null")
+    assert config_of(composed(*ROWS, *given)) == load_config([*ROWS, *given])
+
+
+def test_flags_groups_and_keys_of_the_program_stay_for_hydra():
+    own = ["--config-dir", "configs", "+experiment=tiny", "+mine.size=3", "hydra.run.dir=out"]
+    lines, translation = translated([*own, "trainer.strategy=fsdp2", "trainer.seed=5"])
+    assert lines == [*own, "trainer.seed=5"] and list(translation.ignored) == ["trainer.strategy=fsdp2"]
+
+
+def test_keys_of_the_program_are_in_extra():
+    config = config_of(composed("+mine.size=3", "+later=0.5"))
+    assert config.extra == {"mine": {"size": 3}, "later": 0.5}
+
+
+def test_keys_of_0_4_that_the_program_itself_adds_are_translated():
+    cfg = composed()
+    OmegaConf.update(cfg, "trainer.policy.sequence_parallel_size", 2, force_add=True)
+    assert config_of(cfg).trainer.policy.megatron_config.context_parallel_size == 2
+    OmegaConf.update(cfg, "trainer.update_ref_every_epoch", True, force_add=True)
+    with pytest.raises(ConfigError, match=r"trainer.update_ref_every_epoch=true: the reference stays"):
+        config_of(cfg)
+
+
+def test_validate_cfg_reports_the_arguments_of_the_process_and_leaves_what_0_4_leaves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(sys, "argv", ["main.py", *ROWS, "trainer.strategy=fsdp2", "+mine=1"])
+    translate_arguments()
+    assert sys.argv[1:] == ["+mine=1", *ROWS]
+    cfg = composed(*sys.argv[1:])
+    validate_cfg(cfg)
+    assert "trainer.strategy=fsdp2" in caplog.text
+    assert cfg.trainer.algorithm.max_seq_len == 512 + 1024
+    caplog.clear()
+    validate_cfg(cfg)  # as initialize_ray does
+    assert not caplog.text
+
+
+def test_validate_cfg_refuses_what_the_command_refuses(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["main.py", "trainer.update_ref_every_epoch=true"])
+    translate_arguments()
+    with pytest.raises(ConfigError, match=r"update_ref_every_epoch=true"):
+        validate_cfg(composed())
+    with pytest.raises(ConfigError, match=r"trainer.train_batch_size"):
+        validate_cfg(composed("trainer.train_batch_size=7"))
+
+
+def test_modules_of_registered_functions_are_imported_by_all_processes_and_get_all_keys():
+    with registered():
+        cfg: Any = composed("trainer.algorithm.policy_loss_type=old_clip", "+trainer.algorithm.mine=2")
+        validate_cfg(cfg)
+        assert cfg.trainer.custom_modules == ["tests.support.old_functions"]
+        config = config_of(cfg)
+    assert config.trainer.algorithm.parameters == {"mine": 2, "max_seq_len": 1536}
