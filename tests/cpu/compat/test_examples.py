@@ -5,10 +5,15 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -20,6 +25,7 @@ from skyrl_train.ranks import Rendezvous
 from tests.support.hydra_main import composed
 from tests.support.in_process import InProcess, Trained
 from tests.support.jobs import ROOT, WITHOUT_VLLM, start_command, write_world
+from tests.support.tiny import tiny_tokenizer
 
 EXAMPLES = ROOT / "examples/skyrl_04"
 IN_PROCESS = {
@@ -28,6 +34,11 @@ IN_PROCESS = {
     "turn_level_rewards": [
         *("environment.env_class=second_try", "generator.max_turns=2", "generator.max_input_length=64"),
         *("trainer.algorithm.advantage_estimator=reinforce++", "+later_turns=0.5"),
+    ],
+    "custom_generator": ["generator.max_input_length=64", "+second_chance.digit_reward=0.5"],
+    "llm_as_a_judge": [
+        *("environment.env_class=llm_as_a_judge", "+environment.skyrl_gym.llm_as_a_judge.model=judge"),
+        "+environment.skyrl_gym.llm_as_a_judge.base_url=JUDGE",
     ],
     "async": ["trainer.fully_async.max_staleness_steps=2"],
 }
@@ -64,9 +75,9 @@ def test_multiply_trains_by_its_command_line(tmp_path: Path):
     assert "environment.skyrl_gym.env_kwargs.multiply.format_reward=0.5" in job.output, "the translation is reported"
 
 
-def entry_points(rendezvous: Rendezvous, arguments: tuple[str, list[str]]) -> dict[str, Trained]:
+def entry_points(rendezvous: Rendezvous, arguments: tuple[str, str, list[str]]) -> dict[str, Trained]:
     """Call each example's `skyrl_entrypoint`; its run trains in this process."""
-    world, overrides = arguments
+    world, judge, overrides = arguments
     sys.path.insert(0, world)
     process = InProcess(rendezvous)
     command.run = process.train
@@ -74,18 +85,50 @@ def entry_points(rendezvous: Rendezvous, arguments: tuple[str, list[str]]) -> di
     for name, own in IN_PROCESS.items():
         sys.path.insert(0, str(EXAMPLES / name))
         module = importlib.import_module(f"main_{name}")
-        cfg = composed(*overrides, *own)
+        cfg = composed(*overrides, *(text.replace("JUDGE", judge) for text in own))
         validate_cfg(cfg)
         module.skyrl_entrypoint._function(cfg)
         results[name] = process.trained
     return results
 
 
+class Judge(BaseHTTPRequestHandler):
+    """A server with OpenAI's API that grades an answer by the number of its digits."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        (text,) = re.findall(r"^answer: (.*)", body["messages"][0]["content"], re.MULTILINE)
+        is_asked = self.path == "/v1/chat/completions" and body["model"] == "judge"
+        message = {"role": "assistant", "content": f"I like digits.\ngrade: {sum(map(str.isdigit, text))}"}
+        reply = json.dumps({"choices": [{"index": 0, "message": message}]}).encode()
+        self.send_response(200 if is_asked else 404)
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, *arguments: object) -> None:
+        """Its requests are not logged."""
+
+
+@contextmanager
+def judge() -> Iterator[str]:
+    """Address of a judge."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
     world = write_world(tmp_path_factory.mktemp("examples") / "world")
     files = [f"trainer.policy.model.path={world / 'model'}", f"data.train_data=[{world / 'rows.jsonl'}]"]
-    (found,) = run_on_ranks(entry_points, (str(world), [*TINY, *files]), 1, timeout_s=300)
+    with judge() as url:
+        (found,) = run_on_ranks(entry_points, (str(world), url, [*TINY, *files]), 1, timeout_s=300)
     return found  # type: ignore[no-any-return]
 
 
@@ -133,3 +176,27 @@ def test_the_asynchronous_example_streams_with_the_defaults_of_streaming(trained
     assert (trainer.source, trainer.max_staleness, trainer.algorithm.corrections) == ("streaming", 2, ("token_tis",))
     stale = [metrics["staleness"] for metrics in found.metrics]
     assert stale[1] > stale[0] == 0, "the groups of the second step were sampled before the first update"
+
+
+def test_the_generator_of_an_example_trains_both_answers_and_not_the_refusal_between_them(trained: dict[str, Trained]):
+    found, tokenizer = trained["custom_generator"], tiny_tokenizer()
+    samples = [sample for groups in found.groups for group in groups for sample in group.samples]
+    assert len(samples) == 2 * 8 * 4 and all(sample.turns == 2 for sample in samples)
+    for sample in samples:
+        after = slice(sample.prompt_length, None)
+        is_written, rewards = sample.loss_mask[after], sample.rewards[after]
+        text = tokenizer.decode(sample.token_ids[after])
+        assert tokenizer.decode(sample.token_ids[after][~is_written]) == " no. again: " == text[4:-4]
+        earned = [0.5 * sum(map(str.isdigit, answer)) / 4 for answer in (text[:4], text[-4:])]
+        assert (rewards[3], rewards[-1]) == tuple(earned) and rewards.sum() == sum(earned)
+    assert found.own_metrics["second_chance/avg_attempts"] == 2
+
+
+def test_the_judge_of_an_example_gives_the_rewards(trained: dict[str, Trained]):
+    tokenizer = tiny_tokenizer()
+    samples = [sample for groups in trained["llm_as_a_judge"].groups for group in groups for sample in group.samples]
+    assert len(samples) == 2 * 8 * 4
+    for sample in samples:
+        answer = tokenizer.decode(sample.token_ids[sample.prompt_length :])
+        assert sample.reward == sum(map(str.isdigit, answer)) / 10
+        assert sample.env_metrics["judge_characters"] == len("I like digits.\ngrade: 4")
