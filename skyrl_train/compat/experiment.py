@@ -14,7 +14,13 @@ from rich.console import Console
 from skyrl_train.compat.generators.client import InferenceEngineClient
 from skyrl_train.compat.generators.environments import SkyRLGymGenerator
 from skyrl_train.compat.settings import config_of, translate_arguments
-from skyrl_train.compat.trainer import REPLACED, RayPPOTrainer, refuse
+from skyrl_train.compat.trainer import (
+    REPLACED,
+    REPLACED_IN_ASYNC,
+    FullyAsyncRayPPOTrainer,
+    RayPPOTrainer,
+    refuse,
+)
 from skyrl_train.config import Config
 from skyrl_train.entrypoints import command
 from skyrl_train.entrypoints.main_base import COMMAND
@@ -27,13 +33,22 @@ if TYPE_CHECKING:
 
 HOOKS = {
     "get_colocate_pg": "devices follow trainer.placement",
-    "get_inference_client": "engines follow generator; for another kind set generator.backend=module:attribute",
+    **dict.fromkeys(
+        ("get_inference_client", "_get_legacy_inference_client", "_get_new_inference_client"),
+        "engines follow generator; for another kind set generator.backend=module:attribute",
+    ),
     "get_tracker": "set trainer.logger, or override get_tracker of skyrl_train.Experiment",
 }
 """Method of BasePPOExp -> what replaces it."""
 GENERATOR_HOOKS = {
     name: "override agent_loop, or write a rollout (generator.rollout)"
-    for name in ("generate_batched", "get_obs_ids_from_obs", "_build_per_token_rewards")
+    for name in (
+        *("generate_batched", "get_obs_ids_from_obs", "_build_per_token_rewards", "_zero_reward_if_not_stop"),
+        *("_run_in_executor_if_available", "_update_chat_history"),
+        "_update_agent_state_by_retokenizing_chat_history",
+        "_update_agent_loop_state_with_multiturn_chat_template",
+        "_update_agent_loop_state_with_singleturn_chat_template",
+    )
 }
 
 
@@ -112,6 +127,8 @@ class BasePPOExp:  # the program that starts Ray imports it too: what only a run
             colocate_pg=None,
         )
         refuse(type(trainer), RayPPOTrainer, REPLACED)
+        if isinstance(trainer, FullyAsyncRayPPOTrainer):
+            refuse(type(trainer), FullyAsyncRayPPOTrainer, REPLACED_IN_ASYNC)
         if isinstance(generator, SkyRLGymGenerator):
             refuse(type(generator), SkyRLGymGenerator, GENERATOR_HOOKS)
         trainer.start = partial(self._train, trainer)

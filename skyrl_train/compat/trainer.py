@@ -8,7 +8,7 @@ from typing import Any
 from skyrl_train.compat.generators.outputs import token_rewards
 from skyrl_train.compat.generators.types import GeneratorOutput
 
-_LOOP = "the loop is that of the run. Set trainer.source=streaming for asynchronous training, or write a trainer.source"
+_LOOP = "the run has its own loop. Set trainer.source=streaming for asynchronous training, or write a trainer.source"
 _BATCH = "register an advantage estimator (skyrl_train.utils.ppo_utils), or name one in trainer.algorithm"
 _MODELS = "the run builds, saves and syncs its models. Subclass skyrl_train.Experiment for another part"
 REPLACED = {
@@ -17,14 +17,21 @@ REPLACED = {
     "handle_dynamic_sampling": "set trainer.algorithm.dynamic_sampling.type, or write a trainer.source",
     "pad_batch": "samples are packed without padding, and batches need no padding samples",
     **dict.fromkeys(("_build_train_dataloader_and_compute_training_steps", "_remove_tail_data"), _LOOP),
+    "_execute_training_step": _LOOP,
     **dict.fromkeys(
         ("build_models", "init_weight_sync_state", "sync_policy_weights_to_inference_engines", "save_checkpoints"),
         _MODELS,
     ),
-    **dict.fromkeys(("load_checkpoints", "save_models", "update_ref_with_policy"), _MODELS),
+    **dict.fromkeys(("load_checkpoints", "save_models", "update_ref_with_policy", "_cleanup_old_checkpoints"), _MODELS),
     "dump_data": "samples.jsonl has samples (trainer.log_samples_interval)",
 }
 """Method of 0.4's trainer -> what a subclass uses instead."""
+REPLACED_IN_ASYNC = {
+    **dict.fromkeys(("_run_training", "_run_generate_for_a_group_loop"), _LOOP),
+    "convert_generation_group_mini_batch_to_training_input": _BATCH,
+    "async_sync_policy_weights_to_inference_engines": _MODELS,
+}
+"""The methods that 0.4's asynchronous trainer adds."""
 
 
 class RayPPOTrainer:
@@ -68,7 +75,7 @@ class RayPPOTrainer:
 
     async def train(self) -> None:
         """Run the experiment to its end."""
-        assert self.start is not None, "the trainer belongs to no BasePPOExp"
+        assert self.start is not None, "the trainer was not built by BasePPOExp._setup_trainer. Call that"
         self.start()
 
     def __getattr__(self, name: str) -> Any:

@@ -94,7 +94,7 @@ class TrajectoryOutput:
 
 
 class GeneratorInterface(ABC):
-    """Makes samples. Here `generate` is called once for each group."""
+    """Generates samples. Here `generate` is called once for each group."""
 
     @abstractmethod
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:

@@ -10,7 +10,7 @@ from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 
 from skyrl_train.compat.experiment import GENERATOR_HOOKS, HOOKS, of_trainer
 from skyrl_train.compat.generators.environments import SkyRLGymGenerator
-from skyrl_train.compat.trainer import REPLACED, refuse
+from skyrl_train.compat.trainer import REPLACED, REPLACED_IN_ASYNC, refuse
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.trainer import RayPPOTrainer
 from tests.support.hydra_main import composed
@@ -18,7 +18,12 @@ from tests.support.hydra_main import composed
 PAGE = (Path(__file__).parents[3] / "docs/skyrl_train_04.md").read_text()
 REFUSED = [
     (base, table, name)
-    for base, table in ((BasePPOExp, HOOKS), (RayPPOTrainer, REPLACED), (SkyRLGymGenerator, GENERATOR_HOOKS))
+    for base, table in (
+        (BasePPOExp, HOOKS),
+        (RayPPOTrainer, REPLACED),
+        (FullyAsyncRayPPOTrainer, REPLACED_IN_ASYNC),
+        (SkyRLGymGenerator, GENERATOR_HOOKS),
+    )
     for name in table
 ]
 
@@ -38,6 +43,27 @@ def test_a_method_of_0_4_that_is_called_is_an_error_with_what_replaces_it():
     with pytest.raises(NotImplementedError, match=r"RayPPOTrainer.save_models is not served: the run builds"):
         trainer.save_models()
     assert not hasattr(trainer, "other")
+
+
+def test_an_experiment_refuses_methods_of_its_generator_and_of_its_asynchronous_trainer():
+    def experiment(generator: dict[str, Any], trainer: dict[str, Any], base: type = FullyAsyncRayPPOTrainer) -> Any:
+        class Own(BasePPOExp):
+            def __init__(self) -> None:
+                self.cfg, self.tokenizer, self.train_dataset, self.eval_dataset = composed(), None, [], None
+
+            def get_generator(self, cfg: Any, *arguments: Any) -> Any:
+                return type("OwnGenerator", (SkyRLGymGenerator,), generator)(cfg.generator, None, None, None, "model")
+
+            def get_trainer(self, *arguments: Any, **named: Any) -> RayPPOTrainer:
+                return type("OwnTrainer", (base,), trainer)(*arguments, **named)
+
+        return Own()
+
+    with pytest.raises(NotImplementedError, match=r"OwnTrainer._run_training: the run has its own loop"):
+        experiment({}, {"_run_training": print})._setup_trainer()
+    with pytest.raises(NotImplementedError, match=r"OwnGenerator._zero_reward_if_not_stop: override agent_loop"):
+        experiment({"_zero_reward_if_not_stop": print}, {})._setup_trainer()
+    experiment({}, {"_run_training": print}, RayPPOTrainer)._setup_trainer()  # a name of its own
 
 
 def test_the_hooks_that_are_served_are_not_refused():
