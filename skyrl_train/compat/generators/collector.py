@@ -110,10 +110,11 @@ class GeneratorCollector(Collector):
         began, *answered = call.versions
         version = min(answered, default=began)
         made = conversations_of(output, call.prompt, n_samples, version, self.engines.tokenizer)
-        if made and self._needs_logprobs and not output.get("rollout_logprobs"):
+        are_missing = any(sample.rollout_logprobs.isnan().any() for samples in made for sample in samples)
+        if are_missing and self._needs_logprobs:
             raise ValueError(
-                "the generator returned no rollout_logprobs, and the update needs them. Return those of the engines, "
-                "or set trainer.algorithm.corrections=[] and trainer.source=on_policy"
+                "the generator returned samples without rollout_logprobs, and the update needs them. Return those of "
+                "the engines, or set trainer.algorithm.corrections=[] and trainer.source=on_policy"
             )
         return made
 

@@ -160,16 +160,17 @@ def test_samples_that_are_left_out_count_as_failed_and_a_group_of_one_fails():
         world.collect("1", n_samples=3)
 
 
-def test_missing_logprobs_are_refused_where_the_update_needs_them():
+@pytest.mark.parametrize("missing", [None, [[-0.5], None]])
+def test_missing_logprobs_are_refused_where_the_update_needs_them(missing: Any):
     def without_logprobs(output: GeneratorOutput) -> None:
-        output["rollout_logprobs"] = None
+        output["rollout_logprobs"] = missing
 
     world = World()
     world.generator.change = without_logprobs  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"no rollout_logprobs, and the update needs them. .* or set trainer"):
+    with pytest.raises(ValueError, match=r"without rollout_logprobs, and the update needs them. .* or set trainer"):
         world.collect("0")
     groups, _ = world.collect("0", needs=False)
-    assert groups[0].samples[0].rollout_logprobs.isnan().tolist() == [False, True]
+    assert groups[0].samples[1].rollout_logprobs.isnan().tolist() == [False, True]
     assert asyncio.run(world.evaluating.collect([prompt("0")], 2, PARAMS, Quiet(), Admission(0)))
 
 
