@@ -29,9 +29,8 @@ class HookedRun(Experiment):
 
     def __init__(self, hooks: BasePPOExp, trainer: RayPPOTrainer, config: Config, console: Console) -> None:
         self._hooks, self._old = hooks, trainer
-        methods, kind = ("generate", "agent_loop"), type(trainer.generator)
-        is_own = not self._plays_environments or any(overridden(kind, SkyRLGymGenerator, name) for name in methods)
-        self._generator = trainer.generator if is_own else None
+        has_own_loop = overridden(type(trainer.generator), SkyRLGymGenerator, "agent_loop")
+        self._generator = trainer.generator if has_own_loop or not self._plays_environments else None
         self._reported: list[Mapping[str, Any]] = []
         super().__init__(config, console)
         trainer.step_of_run = self._step
@@ -41,7 +40,8 @@ class HookedRun(Experiment):
 
     @property
     def _plays_environments(self) -> bool:
-        return isinstance(self._old.generator, SkyRLGymGenerator)
+        kind = type(self._old.generator)
+        return issubclass(kind, SkyRLGymGenerator) and not overridden(kind, SkyRLGymGenerator, "generate")
 
     def _check_environments(self) -> None:
         if self._plays_environments:
