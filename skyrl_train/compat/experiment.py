@@ -159,13 +159,14 @@ class BasePPOExp:  # the program that starts Ray imports it too: what only a run
 
 def of_trainer(cfg: DictConfig, trainer: RayPPOTrainer) -> Config:
     """The configuration that a trainer of 0.4 asks for. Its own postprocessing replaces the penalty of long responses,
-    which is a key that it reads.
+    which is a key that it reads, and gets rewards that are zeroed already.
     """
     cfg = copy.deepcopy(cfg)  # with its interpolations: some defaults follow the source
     if trainer.source is not None and cfg.trainer.source == "on_policy":
         cfg.trainer.source = trainer.source
     if trainer.postprocesses:
         cfg.trainer.algorithm.overlong_buffer.len = None
+        cfg.generator.zero_reward_on_non_stop = False
     return config_of(cfg)
 
 

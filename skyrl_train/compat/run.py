@@ -72,8 +72,21 @@ class HookedRun(Experiment):
             needs = needs_logprobs(self.config.trainer.algorithm)
             collector = collector.for_training(parts.policy_version, needs_logprobs=needs)
         if self._old.postprocesses:
-            collector = Postprocessed(collector, self._old.postprocess_generator_output)
+            collector = self._postprocessed(collector)
         return super().get_source(dataclasses.replace(parts, collector=collector))
+
+    def _postprocessed(self, collector: Collector) -> Collector:
+        def gives_token_rewards() -> bool:  # with one turn numbers, like 0.4's generator with batched=true
+            own = collector.gives_token_rewards if isinstance(collector, GeneratorCollector) else None
+            return self.config.generator.max_turns > 1 if own is None else own
+
+        return Postprocessed(
+            collector,
+            self._old.postprocess_generator_output,
+            gives_token_rewards,
+            filters=self.config.trainer.algorithm.dynamic_sampling.type is not None,
+            zeroes_unfinished=self._hooks.cfg.generator.zero_reward_on_non_stop,
+        )
 
     def get_trainer(self, parts: Parts) -> Trainer:
         return _Trainer(self.config, parts, self.num_steps, self._own_metrics)

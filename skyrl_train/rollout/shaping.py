@@ -27,6 +27,17 @@ def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -
     return min(max(0.0, (length - (max_length - buffer)) / buffer), 1.0) * factor
 
 
+def zero_unfinished(group: Group) -> Group:
+    """The group without the rewards of conversations that did not end by themselves."""
+
+    def zeroed(conversation: Sequence[Sample]) -> list[Sample]:
+        is_finished = not conversation or conversation[-1].stop_reason == "stop"
+        return list(conversation) if is_finished else [_without_rewards(sample) for sample in conversation]
+
+    samples = (sample for conversation in group.conversations for sample in zeroed(conversation))
+    return Group(group.prompt, tuple(samples), tuple(zeroed(group.greedy)))
+
+
 class Shaping:
     """Applies the configured penalties and masks to finished groups."""
 
@@ -40,6 +51,7 @@ class Shaping:
 
     def __call__(self, group: Group) -> Group:
         """The group with the rewards and loss masks that are trained."""
+        group = zero_unfinished(group) if self._zeroes_unfinished else group
         samples = [sample for conversation in group.conversations for sample in self._shaped(conversation)]
         greedy = tuple(self._shaped(group.greedy)) if group.greedy else ()
         if self._masks_groups and not has_signal(Group(group.prompt, tuple(samples))):
@@ -49,8 +61,6 @@ class Shaping:
     def _shaped(self, conversation: Sequence[Sample]) -> list[Sample]:
         """A conversation ends as its last sample does, and is as long as all together."""
         samples = list(conversation)
-        if self._zeroes_unfinished and samples[-1].stop_reason != "stop":
-            samples = [_without_rewards(sample) for sample in samples]
         if self._buffer.len is not None:
             length = sum(int(sample.loss_mask.sum()) for sample in samples)
             penalty = overlong_penalty(length, self._max_length, self._buffer.len, self._buffer.penalty_factor)

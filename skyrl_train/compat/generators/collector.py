@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_train.algorithms.build import build_objective, uses_rollout_logprobs
 from skyrl_train.compat.generators.client import CURRENT, Call
-from skyrl_train.compat.generators.outputs import conversations_of, input_of, output_of, with_output
+from skyrl_train.compat.generators.outputs import conversations_of, input_of, output_of, token_rewards, with_output
 from skyrl_train.compat.generators.types import (
     BatchMetadata,
     GeneratorInterface,
@@ -20,6 +20,7 @@ from skyrl_train.rollout.admission import Admission, Failure
 from skyrl_train.rollout.collect import Collector, Progress, Result, all_or_first_error, task_name
 from skyrl_train.rollout.contract import Engines, Requests, Rollout
 from skyrl_train.rollout.seeds import seeded
+from skyrl_train.rollout.shaping import has_signal, zero_unfinished
 from skyrl_train.types import UNKNOWN_VERSION, Group, Prompt, Sample, SamplingParams
 
 Report = Callable[[Mapping[str, Any]], None]
@@ -39,6 +40,8 @@ class GeneratorCollector(Collector):
         self._phase: TrainingPhase = "eval"
         self._policy_version: Callable[[], int] = lambda: UNKNOWN_VERSION
         self._needs_logprobs = False
+        self.gives_token_rewards = False
+        """Whether the rewards of the last group were lists with one number per token."""
 
     def for_training(self, policy_version: Callable[[], int], *, needs_logprobs: bool) -> GeneratorCollector:
         """The collector of training samples. Args: policy_version: that of the engines when a group begins."""
@@ -83,6 +86,7 @@ class GeneratorCollector(Collector):
             try:
                 output = await self._output(call, n_samples)
                 made = self._conversations(output, call, n_samples)
+                self.gives_token_rewards = any(isinstance(each, list | tuple) for each in output["rewards"])
                 problem: Exception = ValueError(
                     f"the generator returned {len(made)} complete trajectories for {n_samples} inputs"
                 )
@@ -127,10 +131,23 @@ def needs_logprobs(algorithm: AlgorithmConfig) -> bool:
 
 
 class Postprocessed(Collector):
-    """A collector whose groups go through `postprocess_generator_output` of a trainer of 0.4."""
+    """A collector whose groups go through `postprocess_generator_output` of a trainer of 0.4.
 
-    def __init__(self, inner: Collector, hook: Callable[[GeneratorOutput, list[str]], GeneratorOutput]) -> None:
-        self._inner, self._hook = inner, hook
+    Like in 0.4, rewards of unfinished samples are zeroed before, and groups without signal are filtered before.
+    """
+
+    def __init__(
+        self,
+        inner: Collector,
+        hook: Callable[[GeneratorOutput, list[str]], GeneratorOutput],
+        gives_token_rewards: Callable[[], bool],
+        *,
+        filters: bool,
+        zeroes_unfinished: bool,
+    ) -> None:
+        """Args: gives_token_rewards: whether the hook gets one reward per token; filters: the source does."""
+        self._inner, self._hook, self._gives_token_rewards = inner, hook, gives_token_rewards
+        self._filters, self._zeroes_unfinished = filters, zeroes_unfinished
 
     @property
     def requests(self) -> Requests:
@@ -138,7 +155,13 @@ class Postprocessed(Collector):
 
     async def collect(self, *arguments: Any, **named: Any) -> list[Group]:
         groups = await self._inner.collect(*arguments, **named)
-        return [
-            with_output(group, self._hook(output_of(group), [group.prompt.uid] * len(group.samples)))
-            for group in groups
-        ]
+        if self._zeroes_unfinished:
+            groups = [zero_unfinished(group) for group in groups]
+        return [group if self._filters and not has_signal(group) else self._hooked(group) for group in groups]
+
+    def _hooked(self, group: Group) -> Group:
+        output = output_of(group)
+        if self._gives_token_rewards():
+            lengths = map(len, output["response_ids"])
+            output["rewards"] = [token_rewards(*each) for each in zip(output["rewards"], lengths, strict=True)]
+        return with_output(group, self._hook(output, [group.prompt.uid] * len(group.samples)))

@@ -82,14 +82,15 @@ def test_the_asynchronous_trainer_streams_with_the_corrections_of_stale_samples(
     assert of_trainer(own, trainer_of(FullyAsyncRayPPOTrainer, own)).trainer.source == "own:Source"
 
 
-def test_a_trainer_that_postprocesses_applies_the_penalty_of_long_responses_itself():
+def test_a_trainer_that_postprocesses_gets_zeroed_rewards_and_applies_the_penalty_of_long_responses_itself():
     class Own(RayPPOTrainer):
         def postprocess_generator_output(self, generator_output: Any, uids: list[str]) -> Any:
             return generator_output
 
-    cfg = composed("trainer.algorithm.overlong_buffer.len=4")
+    cfg = composed("trainer.algorithm.overlong_buffer.len=4", "generator.zero_reward_on_non_stop=true")
     trainer = trainer_of(Own, cfg)
-    assert of_trainer(cfg, trainer).trainer.algorithm.overlong_buffer.len is None
+    config = of_trainer(cfg, trainer)
+    assert config.trainer.algorithm.overlong_buffer.len is None and not config.generator.zero_reward_on_non_stop
     assert trainer.cfg.trainer.algorithm.overlong_buffer.len == 4
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,10 @@ from skyrl_train.compat.generators.environments import SkyRLGymGenerator
 from skyrl_train.compat.generators.types import GeneratorInterface
 from skyrl_train.compat.run import HookedRun
 from skyrl_train.config import load_config
+from skyrl_train.rollout.collect import Collector
+from skyrl_train.types import Generation, Group
+from tests.support.hydra_main import composed
+from tests.support.samples import sample
 from tests.support.scripted import prompt
 
 
@@ -33,3 +39,28 @@ def test_the_environments_of_rows_are_checked_where_the_generator_plays_them(bas
             run._check_environments()
     else:
         run._check_environments()
+
+
+@pytest.mark.parametrize(("max_turns", "rewards"), [(1, [0.5, 0.0]), (2, [[0.0, 0.5], [0.0, 0.0]])])
+def test_the_hook_gets_zeroed_rewards_of_one_kind_and_no_groups_without_signal(max_turns: int, rewards: list[Any]):
+    class Inner(Collector):
+        def __init__(self) -> None:
+            """No engines."""
+
+        async def collect(self, *arguments: Any, **named: Any) -> list[Group]:
+            made = sample([1], Generation([4, 5], [-0.5, -0.5], "", "stop", 0), 0.5)
+            unfinished = replace(made, stop_reason="length")
+            groups = (made, unfinished), (made, made)
+            return [Group(prompt("mine"), samples) for samples in groups]
+
+    def hook(output: Any, uids: list[str]) -> Any:
+        seen.append(output["rewards"])
+        return output
+
+    seen = list[Any]()
+    run: Any = HookedRun.__new__(HookedRun)
+    run.config = load_config([f"generator.max_turns={max_turns}", "trainer.algorithm.dynamic_sampling.type=filter"])
+    run._old = SimpleNamespace(postprocess_generator_output=hook)
+    run._hooks = SimpleNamespace(cfg=composed("generator.zero_reward_on_non_stop=true"))
+    asyncio.run(run._postprocessed(Inner()).collect())
+    assert seen == [rewards]

@@ -278,14 +278,57 @@ def test_a_trainers_postprocessing_changes_rewards_and_masks_of_each_group():
         output["loss_masks"] = [[0] * len(mask) for mask in output["loss_masks"]]
         return output
 
-    world = World()
-    collector = Postprocessed(world.training(), hook)
-    rows = [prompt(uid) for uid in "01"]
-    groups = asyncio.run(collector.collect(rows, 2, PARAMS, Quiet(), Admission(0)))
+    collector = Postprocessed(World().training(), hook, lambda: False, filters=False, zeroes_unfinished=False)
+    groups = asyncio.run(collector.collect([prompt(uid) for uid in "01"], 2, PARAMS, Quiet(), Admission(0)))
     assert seen == [["0", "0"], ["1", "1"]]
     assert [group.rewards for group in groups] == [[10.0, 11.0]] * 2
     assert not any(each.loss_mask.any() for group in groups for each in group.samples)
     assert len(collector.requests) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "trained"),
+    [
+        ({"filters": False, "zeroes_unfinished": False}, [[1.0, 1.0], [1.0, 2.0]], [[1.0, 2.0], [1.0, 3.0]]),
+        ({"filters": True, "zeroes_unfinished": False}, [[1.0, 2.0]], [[1.0, 1.0], [1.0, 3.0]]),
+        ({"filters": True, "zeroes_unfinished": True}, [[0.0, 1.0], [0.0, 2.0]], [[0.0, 2.0], [0.0, 3.0]]),
+    ],
+)
+def test_a_trainers_postprocessing_comes_after_filters_and_zeroed_rewards(
+    options: dict[str, bool], given: list[list[float]], trained: list[list[float]]
+):
+    def rewards(output: GeneratorOutput) -> None:
+        is_equal = output["prompt_token_ids"][0] == TOKENIZER.encode("0")
+        output["rewards"] = [1.0, 1.0 if is_equal else 2.0]
+        output["stop_reasons"] = ["length", "stop"]
+
+    def hook(output: GeneratorOutput, uids: list[str]) -> GeneratorOutput:
+        seen.append(list(output["rewards"]))
+        output["rewards"][1] += 1  # type: ignore[operator]
+        return output
+
+    world, seen = World(), list[Any]()
+    world.generator.change = rewards  # type: ignore[attr-defined]
+    collector = Postprocessed(world.training(), hook, lambda: False, **options)
+    groups = asyncio.run(collector.collect([prompt(uid) for uid in "01"], 2, PARAMS, Quiet(), Admission(0)))
+    assert seen == given and [group.rewards for group in groups] == trained
+
+
+def test_a_trainers_postprocessing_gets_rewards_of_the_generators_kind():
+    def lists(output: GeneratorOutput) -> None:
+        output["rewards"] = [[0.0] * len(response) for response in output["response_ids"]]
+
+    def hook(output: GeneratorOutput, uids: list[str]) -> GeneratorOutput:
+        seen.append(output["rewards"])
+        return output
+
+    world, seen = World(), list[Any]()
+    inner = world.training()
+    collector = Postprocessed(inner, hook, lambda: inner.gives_token_rewards, filters=False, zeroes_unfinished=False)
+    asyncio.run(collector.collect([prompt("0")], 2, PARAMS, Quiet(), Admission(0)))
+    world.generator.change = lists  # type: ignore[attr-defined]
+    asyncio.run(collector.collect([prompt("0")], 2, PARAMS, Quiet(), Admission(0)))
+    assert seen == [[1.0, 1.0], [[0.0], [0.0]]]
 
 
 def test_a_row_may_be_a_task_that_is_not_a_conversation():
