@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from skyrl_train.compat.generators.client import CURRENT, sampling_params_of
 from skyrl_train.compat.generators.functions import get_rollout_metrics
 from skyrl_train.compat.generators.outputs import output_of, token_rewards
@@ -26,7 +28,7 @@ class SkyRLGymGenerator(GeneratorInterface):
     def __init__(
         self, generator_cfg: Any, skyrl_gym_cfg: Any, inference_engine_client: Any, tokenizer: Any, model_name: str
     ) -> None:
-        self.generator_cfg, self.skyrl_gym_cfg = generator_cfg, skyrl_gym_cfg
+        self.generator_cfg, self.skyrl_gym_cfg = generator_cfg, _with_env_kwargs(skyrl_gym_cfg)
         self.inference_engine_client, self.tokenizer, self.model_name = inference_engine_client, tokenizer, model_name
         self.max_turns = generator_cfg.max_turns
 
@@ -40,12 +42,22 @@ class SkyRLGymGenerator(GeneratorInterface):
         sampling_params: dict[str, Any] | None = None,
         trajectory_id: TrajectoryID | None = None,
     ) -> TrajectoryOutput:
-        """One sample by the default rollout. Raises: ValueError if that makes several of a conversation."""
+        """One sample by the default rollout, with a reward per token.
+
+        Args: max_tokens, max_input_length: lower limits than those of `sampling_params` and of the run.
+        Raises: ValueError if the rollout makes several samples of a conversation.
+        """
         call = CURRENT.get()
         session = trajectory_id or TrajectoryID(call.prompt.uid, 0)
         engines, params = call.session(session.to_string())
         row = replace(call.prompt, messages=prompt, env_class=env_class, extras=env_extras)
-        made = await call.rollout(row, sampling_params_of(sampling_params, params), engines)
+        params = sampling_params_of(sampling_params, params)
+        params = replace(params, max_generate_length=min(max_tokens, params.max_generate_length))
+        engines.max_input_length = min(max_input_length, call.engines.max_input_length)
+        try:
+            made = await call.rollout(row, params, engines)
+        finally:  # requests of the session itself have the run's limit
+            engines.max_input_length = call.engines.max_input_length
         samples = [made] if not isinstance(made, list) else made
         if len(samples) > 1:
             raise ValueError(
@@ -56,7 +68,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         output = output_of(Group(row, tuple(samples)))
         return TrajectoryOutput(
             response_ids=output["response_ids"][0],
-            reward=output["rewards"][0],
+            reward=token_rewards(output["rewards"][0], len(output["response_ids"][0])),
             stop_reason=samples[0].stop_reason,
             loss_mask=output["loss_masks"][0],
             prompt_ids=output["prompt_token_ids"][0],
@@ -70,7 +82,8 @@ class SkyRLGymGenerator(GeneratorInterface):
         extras = input_batch["env_extras"] or [{} for _ in prompts]
         ids: Sequence[TrajectoryID | None] = input_batch["trajectory_ids"] or [None] * len(prompts)
         params = input_batch["sampling_params"]
-        limits = self.generator_cfg.sampling_params.max_generate_length, self.generator_cfg.max_input_length
+        max_tokens = (params or {}).get("max_tokens") or self.generator_cfg.sampling_params.max_generate_length
+        limits = max_tokens, self.generator_cfg.max_input_length
         loops = (
             self.agent_loop(prompt, env_class, extra, *limits, sampling_params=params, trajectory_id=trajectory_id)
             for prompt, env_class, extra, trajectory_id in zip(prompts, classes, extras, ids, strict=True)
@@ -92,3 +105,11 @@ class SkyRLGymGenerator(GeneratorInterface):
             rollout_metrics=get_rollout_metrics(responses, rewards, [each.env_metrics for each in made], classes),
             rollout_logprobs=None if None in logprobs else logprobs,
         )
+
+
+def _with_env_kwargs(cfg: Any) -> Any:
+    """`environment.skyrl_gym` with the settings of each environment at its name, as in 0.4."""
+    if not isinstance(cfg, DictConfig) or "env_kwargs" not in cfg:
+        return cfg
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    return OmegaConf.create({**plain["env_kwargs"], **plain})

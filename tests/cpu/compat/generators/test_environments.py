@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.compat.generators.client import InferenceEngineClient
+from skyrl_train.compat.generators.client import CURRENT, InferenceEngineClient
 from skyrl_train.compat.generators.collector import GeneratorCollector
 from skyrl_train.compat.generators.environments import SkyRLGymGenerator
 from skyrl_train.compat.generators.types import TrajectoryOutput
 from skyrl_train.rollout.admission import Admission, Ledger
 from skyrl_train.rollout.dialogue import StepWiseDialogue
-from skyrl_train.types import Group
+from skyrl_train.types import Group, SamplingParams
+from tests.support.hydra_main import composed
 from tests.support.rollouts import Quiet
 from tests.support.scripted import PARAMS, Script, prompt, sampler
 from tests.support.tiny import tiny_tokenizer
@@ -23,7 +24,9 @@ TOKENIZER = tiny_tokenizer()
 CONFIG = SimpleNamespace(max_turns=2, max_input_length=100, sampling_params=SimpleNamespace(max_generate_length=8))
 
 
-def collect(kind: type[SkyRLGymGenerator], script: Script, **options: Any) -> tuple[list[Group], list[Any], Admission]:
+def collect(
+    kind: type[SkyRLGymGenerator], script: Any, n_samples: int = 2, **options: Any
+) -> tuple[list[Group], list[Any], Admission]:
     reported: list[Any] = []
     admission = Admission(0)
     generator = kind(CONFIG, None, InferenceEngineClient(TOKENIZER, "model"), TOKENIZER, "model")
@@ -32,17 +35,17 @@ def collect(kind: type[SkyRLGymGenerator], script: Script, **options: Any) -> tu
         collector = GeneratorCollector(generator, default._rollout, default.engines, lambda: 0, reported.append)
         training = collector.for_training(lambda: 0, needs_logprobs=True)
         rows = [prompt("guess_number", "guess:", "7")]
-        groups = asyncio.run(training.collect(rows, 2, PARAMS, Quiet(), admission))
+        groups = asyncio.run(training.collect(rows, n_samples, PARAMS, Quiet(), admission))
     return groups, reported, admission
 
 
 class Doubled(SkyRLGymGenerator):
-    """The default loop with twice the reward."""
+    """The default loop with twice the rewards."""
 
     async def agent_loop(self, *arguments: Any, **named: Any) -> TrajectoryOutput:
         output = await super().agent_loop(*arguments, **named)
-        assert isinstance(output.reward, float)
-        output.reward *= 2
+        assert isinstance(output.reward, list) and len(output.reward) == len(output.response_ids)
+        output.reward = [2 * reward for reward in output.reward]
         return output
 
 
@@ -81,6 +84,42 @@ def test_a_loop_that_calls_the_default_one_plays_environments_with_its_tokens_an
         assert each.reward == 2 * plain.reward > 0
     assert reported["environment/turns"] == 1.0 and admission.ledger == Ledger(generated=1, waiting=1)
     assert script.route_keys == ["0", "0"]
+
+
+class Limited(SkyRLGymGenerator):
+    """The default loop with other limits than the configuration's."""
+
+    limits: dict[str, int]
+
+    async def agent_loop(self, *arguments: Any, **named: Any) -> TrajectoryOutput:
+        prompt, env_class, extras, *_ = arguments
+        limits = {"max_tokens": 8, "max_input_length": 100, **self.limits}
+        output = await super().agent_loop(prompt, env_class, extras, **limits, **named)
+        assert isinstance(output.reward, list), "also where nothing was earned"
+        (engines,) = CURRENT.get()._sessions.values()
+        assert engines.max_input_length == 1000, "that of the run again"
+        return output
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked"), [({"max_tokens": 3}, [3]), ({"max_tokens": 9}, [8]), ({"max_input_length": 2}, [])]
+)
+def test_the_default_loop_keeps_to_the_limits_that_it_is_given(limits: dict[str, int], asked: list[int]):
+    script, lengths = Script(TOKENIZER, "7<eos>"), list[int]()
+
+    async def generate(token_ids: list[int], params: SamplingParams, route_key: str) -> Any:
+        lengths.append(params.max_generate_length)
+        return await script(token_ids, params, route_key)
+
+    (group,), _, _ = collect(type("Own", (Limited,), {"limits": limits}), generate, n_samples=1)
+    assert lengths == asked and [each.stop_reason for each in group.samples] == ["stop" if asked else "length"]
+
+
+def test_settings_of_environments_are_read_as_in_0_4():
+    cfg = composed("+environment.skyrl_gym.multiply.format_reward=0.5").environment.skyrl_gym
+    read = SkyRLGymGenerator(CONFIG, cfg, None, TOKENIZER, "model").skyrl_gym_cfg
+    assert getattr(read, "multiply", {}) == {"format_reward": 0.5} and getattr(read, "other", {}) == {}
+    assert (read.max_env_workers, read.env_kwargs) == (cfg.max_env_workers, cfg.env_kwargs)
 
 
 def test_a_loop_of_its_own_reaches_the_engines_by_the_client():
