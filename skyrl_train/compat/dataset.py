@@ -11,6 +11,8 @@ from skyrl_train.types import Prompt
 
 Item = tuple[Any, str | None, dict[str, Any], str]
 """(messages, env_class, extras, uid)"""
+NAMES = ("prompt", "env_class", "env_extras", "uid")
+"""What a data set's `collate_fn` calls them."""
 
 
 class PromptDataset:
@@ -51,13 +53,14 @@ class PromptDataset:
         return prompt.messages, prompt.env_class, prompt.extras, prompt.uid
 
     def collate_fn(self, items: Sequence[Item]) -> list[dict[str, Any]]:
-        names = ("prompt", "env_class", "env_extras", "uid")
-        return [dict(zip(names, item, strict=True)) for item in items]
+        return [dict(zip(NAMES, item, strict=True)) for item in items]
 
 
 def prompts_of(dataset: Any, default_env_class: str) -> list[Prompt]:
-    """The rows of a data set of 0.4's contract; none of None."""
-    rows: list[Item] = [] if dataset is None else [dataset[index] for index in range(len(dataset))]
+    """The rows of a data set of 0.4's contract, in the form of its `collate_fn` where it has one; none of None."""
+    rows = [] if dataset is None else [dataset[index] for index in range(len(dataset))]
+    if (collate := getattr(dataset, "collate_fn", None)) is not None:
+        rows = [tuple(row[name] for name in NAMES) for row in collate(rows)]
     return [
         Prompt(str(uid), messages, env_class or default_env_class, dict(extras or {}), _data_source(extras))
         for messages, env_class, extras, uid in rows

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from skyrl_train.checks.training import data_file_problems
 from skyrl_train.compat.generators.client import InferenceEngineClient
 from skyrl_train.compat.generators.environments import SkyRLGymGenerator
 from skyrl_train.compat.settings import config_of, translate_arguments
@@ -19,9 +20,10 @@ from skyrl_train.compat.trainer import (
     REPLACED_IN_ASYNC,
     FullyAsyncRayPPOTrainer,
     RayPPOTrainer,
+    overridden,
     refuse,
 )
-from skyrl_train.config import Config
+from skyrl_train.config import Config, ConfigError
 from skyrl_train.entrypoints import command
 from skyrl_train.entrypoints.main_base import COMMAND
 from skyrl_train.hf.download import download
@@ -63,12 +65,23 @@ class BasePPOExp:  # the program that starts Ray imports it too: what only a run
         refuse(type(self), BasePPOExp, HOOKS)
         self.cfg = cfg
         self._config = config_of(cfg)
-        command.prepare(COMMAND, self._config)
-        COMMAND.check(self._config, None, True)
+        self._command = dataclasses.replace(COMMAND, check=self._check)
+        command.prepare(self._command, self._config)
+        self._check(self._config, None)
         self.tokenizer = self.get_tokenizer()
         self.train_dataset = self.get_train_dataset()
         self.eval_dataset = self.get_eval_dataset()
         self.colocate_pg = None
+
+    def _check(self, config: Config, num_train_prompts: int | None, files: bool = True) -> None:
+        """Raises: ConfigError; a `get_train_dataset` of a subclass reads data.train_data in its own way."""
+        try:
+            COMMAND.check(config, num_train_prompts, files)
+        except ConfigError as error:
+            reads_itself = overridden(type(self), BasePPOExp, "get_train_dataset")
+            ignored = set(data_file_problems(config.data)) if reads_itself else set()
+            if problems := [each for each in error.problems if each not in ignored]:
+                raise ConfigError(problems) from error
 
     @staticmethod
     def get_cfg_as_str(cfg: DictConfig) -> str:
@@ -146,10 +159,10 @@ class BasePPOExp:  # the program that starts Ray imports it too: what only a run
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
         logging.getLogger("skyrl_train").setLevel(logging.INFO)
         config = of_trainer(self.cfg, trainer)
-        COMMAND.check(config, None, True)
+        self._check(config, None)
         kind = cast("type[Experiment]", partial(HookedRun, self, trainer))
         interrupts = command.Interrupts()
-        work = partial(command.run, dataclasses.replace(COMMAND, run=kind), config, Console(), interrupts)
+        work = partial(command.run, dataclasses.replace(self._command, run=kind), config, Console(), interrupts)
         ended = command.beside_a_running_loop(work, interrupts)
         if ended.error is not None:
             raise ended.error

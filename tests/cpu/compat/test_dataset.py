@@ -41,3 +41,15 @@ def test_any_object_of_the_contract_gives_the_prompts_of_a_run():
         Prompt("1", "task_1", "mine", {"data_source": "folders"}, "folders"),  # type: ignore[arg-type]
     ]
     assert prompts_of(None, "mine") == []
+
+
+def test_rows_of_any_form_become_prompts_by_the_collate_fn_of_their_data_set():
+    class Tasks(list[dict[str, object]]):
+        def collate_fn(self, items: list[dict[str, object]]) -> list[dict[str, object]]:
+            return [
+                {"prompt": each["path"], "env_class": None, "env_extras": {}, "uid": each["name"]} for each in items
+            ]
+
+    assert prompts_of(Tasks([{"name": "a", "path": "tasks/a"}]), "mine") == [
+        Prompt("a", "tasks/a", "mine", {}, "unknown"),  # type: ignore[arg-type]
+    ]

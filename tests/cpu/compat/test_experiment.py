@@ -11,6 +11,7 @@ from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.compat.experiment import GENERATOR_HOOKS, HOOKS, of_trainer
 from skyrl_train.compat.generators.environments import SkyRLGymGenerator
 from skyrl_train.compat.trainer import REPLACED, REPLACED_IN_ASYNC, refuse
+from skyrl_train.config import ConfigError
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.trainer import RayPPOTrainer
 from tests.support.hydra_main import composed
@@ -80,6 +81,15 @@ def test_the_asynchronous_trainer_streams_with_the_corrections_of_stale_samples(
     assert streaming.source == "streaming" and streaming.algorithm.corrections == ("token_tis",)
     own = composed("trainer.source=own:Source")
     assert of_trainer(own, trainer_of(FullyAsyncRayPPOTrainer, own)).trainer.source == "own:Source"
+
+
+def test_data_sources_are_checked_unless_the_experiment_reads_them_itself():
+    cfg = composed("data.train_data=[tasks]", "trainer.train_batch_size=7")
+    with pytest.raises(ConfigError, match=r"data.train_data contains tasks"):
+        BasePPOExp(cfg)
+    with pytest.raises(ConfigError) as error:
+        type("Own", (BasePPOExp,), {"get_train_dataset": print})(cfg)
+    assert "train_data" not in str(error.value) and "trainer.train_batch_size" in str(error.value)
 
 
 def test_a_trainer_that_postprocesses_gets_zeroed_rewards_and_applies_the_penalty_of_long_responses_itself():
