@@ -40,15 +40,23 @@ def translate_arguments() -> None:
 
 
 def translated(arguments: Sequence[str]) -> tuple[list[str], Translation]:
-    """Arguments for Hydra; flags, groups and sections of the user's own are kept, in front."""
+    """Arguments for Hydra; flags, groups and keys that only the program reads are kept, in front."""
     sections = field_types(Config)
-    ours = [text for text in arguments if text.lstrip("+").split("=")[0].partition(".")[0] in sections and "=" in text]
+    own = [text for text in arguments if _is_of_an_example(text)]
+    others = [text for text in arguments if text not in own]
+    ours = [text for text in others if text.lstrip("+").split("=")[0].partition(".")[0] in sections and "=" in text]
     try:
         overrides, translation = translate([parse(text, Config) for text in ours], Config)
     except ConfigError:  # Hydra says what cannot be read
         return list(arguments), Translation()
-    kept = [text for text in arguments if text not in ours]
+    kept = [*(text for text in others if text not in ours), *(f"++{text.lstrip('+')}" for text in own)]
     return [*kept, *(hydra_line(override, Config) for override in overrides)], translation
+
+
+def _is_of_an_example(text: str) -> bool:
+    """Whether 0.4's examples read the key, which is in `extra` here: it stays at its path in `cfg` too."""
+    found = table().find(text.lstrip("+").partition("=")[0])
+    return found is not None and any(name.startswith("extra.") for case in found[0].cases for name in case.to)
 
 
 def validate_cfg(cfg: DictConfig) -> None:

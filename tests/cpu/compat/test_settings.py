@@ -33,6 +33,14 @@ def test_keys_of_the_program_are_in_extra():
     assert config.extra == {"mine": {"size": 3}, "later": 0.5}
 
 
+def test_keys_of_the_program_are_read_at_their_path_too():
+    given = {"generator.miniswe_config_path": "swe.yaml", "generator.mine": "own", "trainer.num_dummy_steps": 3}
+    cfg = composed(*(f"+{key}={value}" for key, value in given.items()))
+    assert {key: OmegaConf.select(cfg, key) for key in given} == given
+    extra = config_of(cfg).extra
+    assert (extra["miniswe_config_path"], extra["num_dummy_steps"]) == ("swe.yaml", 3)
+
+
 def test_keys_of_0_4_that_the_program_itself_adds_are_translated():
     cfg = composed()
     OmegaConf.update(cfg, "trainer.policy.sequence_parallel_size", 2, force_add=True)
