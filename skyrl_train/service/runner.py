@@ -23,7 +23,8 @@ from skyrl_train.weight_sync.control import SyncCheckFailed
 
 log = logging.getLogger(__name__)
 
-NEEDS_LOGPROBS = "policy/rollout_train_logprobs_"
+NEEDS_LOGPROBS = "rollout_train_"
+"""Part of the names of metrics that compare the engine's logprobs with the trainer's."""
 
 
 class SavedVersion:
@@ -109,7 +110,7 @@ class JobRunner:
         self._source.put(job)
         metrics = await self._step.step()
         if not job.has_logprobs:
-            metrics = {name: value for name, value in metrics.items() if not name.startswith(NEEDS_LOGPROBS)}
+            metrics = {name: value for name, value in metrics.items() if NEEDS_LOGPROBS not in name}
         return metrics
 
     async def _fine_tune(self, job: SftJob) -> Metrics:

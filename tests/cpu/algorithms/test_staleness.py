@@ -15,6 +15,7 @@ from skyrl_train.algorithms.metrics import Metric, Reduce, Total, merged, partia
 from skyrl_train.algorithms.objective import Objective, objective_loss
 from skyrl_train.algorithms.staleness import Buckets, loglinear
 from skyrl_train.config import load_config
+from skyrl_train.service.runner import NEEDS_LOGPROBS
 
 DOUBLE = torch.float64
 
@@ -180,3 +181,12 @@ def test_a_bucket_without_tokens_is_not_logged():
     _, metrics = summed(objective, tokens)
     assert "policy/staleness_0/rollout_train_kl" in metrics
     assert not [name for name in metrics if "staleness_1" in name], "its only token is not the policy's"
+
+
+def test_a_service_recognises_each_metric_of_the_engines_logprobs_by_its_name():
+    objective = replace(objective_of("use_kl_loss=false"), buckets=Buckets(last=1, versions_per_step=1))
+    signals = {"logprobs": [-1.0] * 5, "old_logprobs": [-1.0] * 5, "advantages": [1.0] * 5, "staleness": [0] * 5}
+    without = summed(objective, tokens_of(**signals))[1]
+    more = summed(objective, tokens_of(**signals, rollout_logprobs=[-1.0] * 5))[1].keys() - without.keys()
+    assert more and all(NEEDS_LOGPROBS in name for name in more), more
+    assert not [name for name in without if NEEDS_LOGPROBS in name]
