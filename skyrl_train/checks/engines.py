@@ -12,7 +12,7 @@ from skyrl_train.config import Config, ConfigError
 from skyrl_train.config.generator import GeneratorConfig, SamplingConfig
 from skyrl_train.config.values import is_loopback
 from skyrl_train.engines.protocol import engine_kind
-from skyrl_train.engines.settings import known_device_type, require_cache_size
+from skyrl_train.engines.settings import require_cache_size
 from skyrl_train.engines.vllm.models import model_problems as vllm_model_problems
 from skyrl_train.weight_sync.channels.table import transport
 
@@ -151,15 +151,16 @@ def _paths_of_remote_code(value: Any, path: str) -> Iterator[str]:
             yield from _paths_of_remote_code(item, path)
 
 
-def check_vllm(config: Config, model: PretrainedConfig) -> None:
+def check_vllm(config: Config, model: PretrainedConfig, device_type: str | None) -> None:
     """Check vLLM engines that the run starts.
 
-    Raises: ValueError for a model that they cannot load, or if they have no GPU and no size of the KV cache.
+    Args: device_type: theirs, None if unknown. Raises: ValueError for a model that they cannot load, or if they have no
+        GPU and no size of the KV cache.
     """
     generator, policy = config.generator, config.trainer.policy.model
     if generator.backend != "vllm" or not generator.run_engines_locally:
         return
-    device_type, sync = known_device_type(), policy.lora.sync if policy.lora.rank > 0 else None
+    sync = policy.lora.sync if policy.lora.rank > 0 else None
     if device_type is not None:
         require_cache_size(generator, device_type)
     if problems := list(vllm_model_problems(model.get_text_config(), policy.path, device_type, sync)):

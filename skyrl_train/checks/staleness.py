@@ -61,11 +61,10 @@ def eval_engine_problems(config: Config) -> Iterator[str]:
             f"{key} and trainer.placement.colocate_all is true: engines on the trainer's devices stop while it trains. "
             "Set eval_num_engines=0 or colocate_all=false"
         )
-    if not (trainer.evaluates_beside and trainer.eval_interval > 0 and config.data.val_data):
+    if not (trainer.evaluates_beside and trainer.eval_interval > 0):
         yield (
             f"{key}: the reserved engines serve evaluations during which training continues, and there are none. Set "
-            "it to 0, or set data.val_data, trainer.eval_interval, trainer.source=streaming and "
-            "trainer.eval_beside_training=true"
+            "it to 0, or set trainer.eval_interval, trainer.source=streaming and trainer.eval_beside_training=true"
         )
     if generator.weight_sync_backend == STOCK:
         yield (

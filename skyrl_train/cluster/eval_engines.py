@@ -15,6 +15,7 @@ class EvalEngines:
     def __init__(self, pool: EnginePool, policy: PolicyGroup, settings: GeneratorConfig) -> None:
         self._pool, self._sync = pool, WeightSync(policy, pool, settings, "evaluation")
         self.generate: Generate = pool.generate
+        pool.restore = self._restore
 
     async def start(self) -> None:
         await self._pool.start()
@@ -26,6 +27,11 @@ class EvalEngines:
         Raises: RemoteFailed if no engine is left.
         """
         await self._sync.publish(())
+        await self._sync.senders.disconnect()
+
+    async def _restore(self) -> None:
+        """Send the weights to the replacement of all these engines."""
+        await self._sync.restore()
         await self._sync.senders.disconnect()
 
     async def shutdown(self) -> None:

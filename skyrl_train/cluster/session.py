@@ -16,6 +16,8 @@ from typing import Any
 import ray
 from ray.exceptions import AuthenticationError
 
+from skyrl_train.device import device_type
+
 log = logging.getLogger(__name__)
 
 # Spinning OpenMP threads of several processes on the same cores cost more than they gain; compiling small functions on
@@ -102,6 +104,13 @@ def _start_or_join(address: str, **arguments: Any) -> Any:
             raise
         log.warning("local Ray did not start in time, retrying: %s", error)
         return ray.init(address=address, **arguments)
+
+
+def known_device_type() -> str | None:
+    """Device type of engines that certainly run on this machine; None with a Ray cluster, and in Ray's processes, from
+    which Ray may hide the GPUs.
+    """
+    return None if os.environ.get("RAY_ADDRESS") or ray.is_initialized() else device_type()
 
 
 def attach(address: str) -> None:

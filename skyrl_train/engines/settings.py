@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.policy import LoraConfig
-from skyrl_train.device import device_type as own_device_type
 from skyrl_train.hf.adapter import SLOT_RANKS, linear_shapes, slot_problem, targets
 
 log = logging.getLogger(__name__)
@@ -95,11 +94,6 @@ def require_cache_size(generator: GeneratorConfig, device_type: str) -> None:
             "generator.kv_cache_memory_gb is null: without a GPU every engine would claim most of the host's memory. "
             "Set it, for example to 0.25"
         )
-
-
-def known_device_type() -> str | None:
-    """Device type of engines that certainly run on this machine; None with a Ray cluster."""
-    return None if os.environ.get("RAY_ADDRESS") else own_device_type()
 
 
 def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, Any]:

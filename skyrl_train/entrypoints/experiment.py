@@ -13,8 +13,9 @@ from skyrl_train.checks.engines import check_vllm
 from skyrl_train.checks.model_folder import check_scoring_models
 from skyrl_train.cluster.launch import Processes
 from skyrl_train.cluster.pool.settings import served_model_name
-from skyrl_train.cluster.session import Cluster
+from skyrl_train.cluster.session import Cluster, known_device_type
 from skyrl_train.config import Config
+from skyrl_train.config.errors import ConfigError
 from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.data.hints import KEY, Hints, check_template, hint_of_template
 from skyrl_train.data.prompts import configured_prompts
@@ -55,8 +56,12 @@ class Experiment(Run[Config, Processes]):
         self.check_models()
         self.train_prompts = self.get_train_prompts()
         self.val_prompts = self.get_val_prompts()
+        if (reserved := config.generator.eval_num_engines) and not self.val_prompts:
+            raise ConfigError(
+                [f"generator.eval_num_engines is {reserved}, and there are no held-out prompts. Set data.val_data"]
+            )
         self.hints = self.get_hints()
-        check_vllm(config, self.model_config)
+        check_vllm(config, self.model_config, known_device_type())
         self._check_environments()
         self._check_conversations()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from skyrl_train.algorithms.tables import compares_with_greedy
 from skyrl_train.config import Config
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.policy import MegatronConfig
@@ -51,6 +52,8 @@ class Choices:
 
     config: RunConfig
     made: tuple[Choice, ...]
+    device: str
+    """Kind of GPU."""
 
 
 def has_open_layout(config: RunConfig) -> bool:
@@ -72,7 +75,7 @@ def chosen(inputs: Inputs) -> Choices:
     if config.trainer.policy.megatron_config.recompute_logits is None:
         reason = "each rank keeps the logits for which memory is free"
         made.append(Choice(((f"{MEGATRON}.recompute_logits", None),), reason))
-    return Choices(config, tuple(made))
+    return Choices(config, tuple(made), inputs.device.name)
 
 
 def _engine_choices(config: Config, model: PretrainedConfig, device: DeviceKind) -> Iterator[Choice]:
@@ -80,26 +83,29 @@ def _engine_choices(config: Config, model: PretrainedConfig, device: DeviceKind)
     if generator.enforce_eager is None:
         yield Choice((("generator.enforce_eager", False),), "GPUs can run CUDA graphs")
     if generator.max_num_seqs is None:
-        wanted = MAX_SEQUENCES if generator.enable_http_endpoint else _sequences(config)
+        wanted, reason = _sequences(config), f"an engine may get {_sequences(config):,} samples at once"
+        if generator.enable_http_endpoint or generator.rollout:
+            who = "clients of the endpoint" if generator.enable_http_endpoint else "a rollout of your own"
+            wanted, reason = MAX_SEQUENCES, f"{who} may send any number of requests"
         count = min(MAX_SEQUENCES, -(-wanted // CAPTURED) * CAPTURED)
-        reason = f"an engine may get {wanted:,} samples at once"
-        if generator.enable_http_endpoint:
-            reason = "clients of the endpoint may send any number of requests"
         yield Choice((("generator.max_num_seqs", count),), reason)
     if generator.max_num_batched_tokens is None:
         yield _prefill(generator, model, device)
 
 
 def _sequences(config: Config) -> int:
-    """Samples of an engine in training or evaluation; those of a prompt stay together."""
+    """Samples of an engine in training, evaluation or both at once; those of a prompt stay together."""
     generator, trainer = config.generator, config.trainer
-    samples = generator.n_samples_per_prompt
-    most = -(-trainer.groups_in_flight * samples // generator.num_rollout_engines) + samples
-    if config.data.val_data:
-        samples, engines = generator.eval_n_samples_per_prompt, generator.eval_num_engines
-        engines = engines or generator.num_rollout_engines
-        most = max(most, -(-trainer.eval_batch_size * samples // engines) + samples)
-    return most
+    engines = max(1, generator.num_rollout_engines)
+    samples = generator.n_samples_per_prompt + compares_with_greedy(trainer.algorithm.advantage_estimator)
+    training = -(-trainer.groups_in_flight * samples // engines) + samples
+    if not config.data.val_data:
+        return training
+    samples = generator.eval_n_samples_per_prompt
+    evaluation = -(-trainer.eval_batch_size * samples // (generator.eval_num_engines or engines)) + samples
+    if trainer.evaluates_beside and not generator.eval_num_engines:
+        return training + evaluation
+    return max(training, evaluation)
 
 
 def _prefill(generator: GeneratorConfig, model: PretrainedConfig, device: DeviceKind) -> Choice:
@@ -180,7 +186,9 @@ def _levels(inputs: Inputs) -> Iterator[MegatronConfig]:
         yield given
         return
     yield replace(given, recompute_granularity=None)
-    modules = given.recompute_modules or _cheap_modules(inputs.model, given, is_half=inputs.config.trainer.bf16)
+    modules = given.recompute_modules
+    if modules is None:
+        modules = _cheap_modules(inputs.model, given, is_half=inputs.config.trainer.bf16)
     if modules:
         yield replace(given, recompute_granularity="selective", recompute_modules=modules)
     yield replace(given, recompute_granularity="full")
@@ -203,20 +211,29 @@ def _sizes(inputs: Inputs, megatron: MegatronConfig) -> list[int]:
 
 
 def _option(inputs: Inputs, megatron: MegatronConfig, tokens: int) -> _Option:
-    """All models whose recomputation is open follow the policy's."""
+    """A critic whose recomputation is open follows the policy; frozen models have nothing to recompute."""
     trainer, fields = inputs.config.trainer, {"max_tokens_per_microbatch": tokens}
     changed: dict[str, object] = {"policy": replace(trainer.policy, megatron_config=megatron)}
     for name in ("ref", "critic", "teacher") if isinstance(inputs.config, Config) else ():
         other = getattr(trainer, name)
         if other.megatron_config.recompute_granularity == "auto":
-            own = replace(
-                other.megatron_config,
-                recompute_granularity=megatron.recompute_granularity,
-                recompute_modules=megatron.recompute_modules,
-            )
+            own = replace(other.megatron_config, recompute_granularity=None)
+            if name == "critic" and other.model.path in inputs.models:
+                own = _like_the_policy(inputs, megatron, own, inputs.models[other.model.path])
             changed[name] = replace(other, megatron_config=own)
     config = replace(inputs.config, trainer=replace(trainer, **fields, **changed))  # type: ignore[arg-type]
     return _Option(config, forecast(replace(inputs, config=config)))
+
+
+def _like_the_policy(
+    inputs: Inputs, policy: MegatronConfig, own: MegatronConfig, model: PretrainedConfig
+) -> MegatronConfig:
+    """A critic's configuration with the policy's recomputation, as far as its layers have these modules."""
+    if policy.recompute_granularity != "selective":
+        return replace(own, recompute_granularity=policy.recompute_granularity)
+    has = _cheap_modules(model, own, is_half=inputs.config.trainer.bf16)
+    modules = tuple(name for name in policy.recompute_modules or () if name in has)
+    return replace(own, recompute_granularity="selective" if modules else None, recompute_modules=modules or None)
 
 
 def _gib(num_bytes: float) -> str:

@@ -82,10 +82,11 @@ def workload_of(config: RunConfig, prompt_tokens: int | None = None, response_to
         longest = config.data.max_length if isinstance(config, SftConfig) else 1024
         return Workload(trainer.train_batch_size, trainer.train_batch_size, 0, response_tokens or longest)
     generator = config.generator
+    longest = generator.max_input_length if generator.max_turns > 1 else config.trainer.max_prompt_length
     return Workload(
         prompts=trainer.train_batch_size,
         samples=trainer.train_batch_size * generator.n_samples_per_prompt,
-        prompt_tokens=config.trainer.max_prompt_length if prompt_tokens is None else prompt_tokens,
+        prompt_tokens=longest if prompt_tokens is None else prompt_tokens,
         response_tokens=response_tokens or generator.sampling_params.max_generate_length,
         epochs=config.trainer.update_epochs_per_batch,
     )

@@ -41,7 +41,7 @@ def choices_line(choices: Choices) -> str:
     for choice in choices.made:
         values = ", ".join(f"{key.rpartition('.')[2]}={override_text(value)}" for key, value in choice.values)
         found.append(f"{values}, because {choice.reason}")
-    return f"chose   {'; '.join(found)}"
+    return f"chose   for {choices.device}: {'; '.join(found)}"
 
 
 def memory_table(made: Forecast) -> Table:

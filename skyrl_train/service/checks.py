@@ -12,6 +12,7 @@ from skyrl_train.checks.model_folder import check_scoring_models, checked_folder
 from skyrl_train.checks.rl import check
 from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
 from skyrl_train.checks.training import lora_problems
+from skyrl_train.cluster.session import known_device_type
 from skyrl_train.config import Config, ConfigError
 from skyrl_train.hf import adapter_file
 
@@ -33,7 +34,7 @@ def checked_model(config: Config) -> tuple[PretrainedConfig, PreTrainedTokenizer
     """Raises: ValueError for a missing model, or weights, tokenizer, adapter or reference that do not fit."""
     key, path, trainer = "trainer.policy.model.path", config.trainer.policy.model.path, config.trainer
     folder, model = checked_folder(key, path, trainer.download_timeout_s)
-    check_vllm(config, model)
+    check_vllm(config, model, known_device_type())
     adapter_file.check(folder, trainer.policy.model.lora)
     tokenizer = load_tokenizer(folder, key, trainer.trust_remote_code)
     check_tokenizer(tokenizer, model.vocab_size, path)

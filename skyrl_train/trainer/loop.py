@@ -137,7 +137,7 @@ class Loop(ABC):
             self.global_step += 1
             self._skipped.count(metrics)
             self._anomalies.note(self.global_step, metrics)
-            metrics |= await self._export_and_evaluate()
+            metrics |= await self._work_after_step()
             if config.ckpt_interval > 0 and self._is_due(config.ckpt_interval, also_last=True):
                 await self._save_checkpoint()
             metrics |= self._timers.metrics() | {"perf/driver_share": self._timers.driver_share()}
@@ -161,6 +161,18 @@ class Loop(ABC):
             log.error("step %d got no groups, so the run ends: %s", self.global_step + 1, error)
             try:
                 await self._save_last(before)
+            except Exception:
+                log.exception("the checkpoint of step %d could not be written", self.global_step)
+            raise error
+
+    async def _work_after_step(self) -> Metrics:
+        """Exports and evaluations that are due. If one fails, the step is saved; a resumed run repeats them."""
+        try:
+            return await self._export_and_evaluate()
+        except Exception as error:
+            self._pending = True
+            try:
+                await self._save_last()
             except Exception:
                 log.exception("the checkpoint of step %d could not be written", self.global_step)
             raise error

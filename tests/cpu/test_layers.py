@@ -38,7 +38,7 @@ MAY_IMPORT = {
     # processes: ranks are named to them as text (module:class), so cluster imports no Megatron
     "cluster": "types config device imports file_sum ranks stores algorithms hf weight_sync engines",
     # what a run will take; batching and Megatron's own rules, without their packages
-    "forecast": "config device checks hf engines megatron cluster",
+    "forecast": "config device algorithms checks hf engines megatron cluster",
     # the driver
     "trainer": "types config file_sum ranks algorithms hf weight_sync tracking data batching rollout cluster",
     "service": "types config algorithms spelling hf weight_sync tracking checks data batching rollout cluster trainer",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from skyrl_train.hf.ledger import LEDGERS
 from skyrl_train.hf.matrices import head_sizes, is_latent, num_experts
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def model_problems(model: PretrainedConfig, path: str, device_type: str | None, 
         if getattr(model, field, None) is None:
             missing = f"{MODEL} is {path}: its config.json has no {field}"
             yield f"{missing}, which vLLM reads ({why}). Add it, often as {usual}"
-    if device_type == "cpu":
+    if device_type == "cpu" and model.model_type in LEDGERS:
         yield from _size_problems(model, f"{MODEL} is {path}")
         if sync == "adapter" and num_experts(model):
             yield (

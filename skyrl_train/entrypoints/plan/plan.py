@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from transformers import AutoConfig, PretrainedConfig
 
+from skyrl_train.checks.staleness import eval_engine_problems
 from skyrl_train.checks.training import POLICY, POLICY_RANKS, layout_problems
 from skyrl_train.config import ConfigError
 from skyrl_train.config.rl import PLAN, PlanConfig
@@ -42,7 +43,8 @@ def main(argv: Sequence[str]) -> int:
 def plan(config: PlanConfig, console: Console) -> int:
     """Print memory, times, limits and proposals; 0 if the run fits for sure."""
     megatron, ranks = config.trainer.policy.megatron_config, config.trainer.placement.num_policy_ranks
-    if problems := list(layout_problems(megatron, POLICY, ranks, POLICY_RANKS)):
+    problems = [*layout_problems(megatron, POLICY, ranks, POLICY_RANKS), *eval_engine_problems(config)]
+    if problems:
         raise ConfigError(problems)
     workload = workload_of(config, config.plan.prompt_tokens, config.plan.response_tokens)
     given = Inputs(config, _models(config), _device(config), workload)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import transformers
 
 from skyrl_train.checks.engines import check_vllm
+from skyrl_train.cluster.session import known_device_type
 from skyrl_train.config import Config, load_config
+from skyrl_train.engines.vllm.models import model_problems
 from tests.support import released
 from tests.support.families import FAMILIES, SHAPE
 from tests.support.sync_proof import KINDS
@@ -23,7 +26,7 @@ ADAPTER = ["trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.sync=a
 @pytest.fixture(autouse=True)
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("skyrl_train.engines.settings.own_device_type", lambda: "cpu")
+    monkeypatch.setattr("skyrl_train.cluster.session.device_type", lambda: "cpu")
 
 
 def model_of(kind: str, folder: Path, *removed: str, **changes: Any) -> transformers.PretrainedConfig:
@@ -40,7 +43,7 @@ def model_of(kind: str, folder: Path, *removed: str, **changes: Any) -> transfor
 def problem(model: transformers.PretrainedConfig, *overrides: str) -> str:
     """What is refused; "" if nothing is."""
     try:
-        check_vllm(config(*overrides), model)
+        check_vllm(config(*overrides), model, known_device_type())
     except ValueError as error:
         return str(error)
     return ""
@@ -64,7 +67,7 @@ def test_adapters_of_experts_need_merging_without_a_gpu(tmp_path: Path, monkeypa
     )
     assert problem(experts, ADAPTER[0]) == problem(experts, ADAPTER[1]) == ""
     assert problem(model_of("dense tied", tmp_path), *ADAPTER) == ""
-    monkeypatch.setattr("skyrl_train.engines.settings.own_device_type", lambda: "cuda")
+    monkeypatch.setattr("skyrl_train.cluster.session.device_type", lambda: "cuda")
     assert problem(experts, *ADAPTER) == ""
 
 
@@ -116,3 +119,15 @@ def test_sizes_of_heads_are_those_of_vllms_kernels_without_a_gpu(
 def test_released_models_that_can_be_trained_have_what_vllm_reads(name: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(released.CONFIGS[name]))
     assert problem(transformers.AutoConfig.from_pretrained(tmp_path)) == ""
+
+
+def test_a_process_of_ray_does_not_take_its_hidden_gpus_for_the_engines(monkeypatch: pytest.MonkeyPatch):
+    assert known_device_type() == "cpu"
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    assert known_device_type() is None
+
+
+def test_only_families_that_are_trained_are_judged_by_their_heads():
+    """MiniCPM3 has a latent, and vLLM computes its attention without one."""
+    other = SimpleNamespace(model_type="minicpm3", kv_lora_rank=256, qk_rope_head_dim=32)
+    assert not list(model_problems(other, "minicpm3", "cpu", None))  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ def test_rows_without_what_their_environment_reads_and_an_engine_without_a_cache
     assert "the environment gsm8k cannot be created for prompt 0, whose row has the columns" in message
     assert "reward_spec" in message and "Add what is missing to the rows" in message
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("skyrl_train.engines.settings.own_device_type", lambda: "cpu")
+    monkeypatch.setattr("skyrl_train.cluster.session.device_type", lambda: "cpu")
     message = error(capsys, "generator.kv_cache_memory_gb=null")
     assert "generator.kv_cache_memory_gb is null: without a GPU every engine would claim" in message
 

@@ -56,7 +56,8 @@ def test_a_run_on_gpus_prints_the_forecast_and_refuses_what_cannot_fit(
     monkeypatch.setattr(before_run, "this_device", lambda: device_kind("NVIDIA H200"))
     fitted = before_run.fitted(config, model_config("qwen3-0.6b"), Console())
     printed = capsys.readouterr().out
-    assert "GiB of 139.8 by the forecast (one rank)" in printed and "chose   enforce_eager=false, because" in printed
+    assert "GiB of 139.8 by the forecast (one rank)" in printed
+    assert "chose   for H200: enforce_eager=false, because" in printed
     assert fitted.trainer.max_tokens_per_microbatch == 16_384 and fitted.generator.max_num_batched_tokens == 16_384
     monkeypatch.setattr(before_run, "this_device", lambda: device_kind("NVIDIA H100 80GB HBM3"))
     with pytest.raises(ValueError, match=r"update needs at least .* This fits: trainer\.placement\.policy_num_gpus"):

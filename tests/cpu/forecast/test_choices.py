@@ -10,7 +10,7 @@ import pytest
 from skyrl_train.config.rl import PLAN
 from skyrl_train.config.sft import load_sft_config
 from skyrl_train.device.kinds import device_kind
-from skyrl_train.forecast.choices import chosen
+from skyrl_train.forecast.choices import _option, chosen
 from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
 from skyrl_train.forecast.parts import GIB
 from skyrl_train.forecast.report import choices_line
@@ -20,6 +20,7 @@ MEGATRON = "trainer.policy.megatron_config"
 RANKS = "trainer.placement.policy_num_gpus_per_node"
 EP8 = f"{MEGATRON}.expert_model_parallel_size=8"
 CHEAP = ["layernorm", "mlp_act"]
+EVALUATED = ["data.val_data=[a.jsonl]", "trainer.eval_batch_size=300"]
 
 
 def inputs(shape: str, device: str, *overrides: str) -> Inputs:
@@ -126,8 +127,11 @@ def test_context_parallel_ranks_share_a_micro_batch():
         ([], 1024),  # of 1,024 prompts with 5 samples
         (["trainer.train_batch_size=16", "generator.num_inference_engines=2"], 48),  # 80 / 2 and 5 more: 45
         (["trainer.train_batch_size=16", "trainer.source=streaming"], 168),  # two batches of 80 and 5: 165
-        (["trainer.train_batch_size=16", "data.val_data=[a.jsonl]", "trainer.eval_batch_size=300"], 304),  # 300 and 1
+        (["trainer.train_batch_size=16", *EVALUATED], 304),  # 300 and 1
         (["trainer.train_batch_size=16", "generator.enable_http_endpoint=true"], 1024),
+        (["trainer.train_batch_size=16", "generator.rollout=a:b"], 1024),
+        (["trainer.train_batch_size=16", "trainer.algorithm.advantage_estimator=remax"], 104),  # 16 x 6 and 6: 102
+        (["trainer.train_batch_size=16", "trainer.source=streaming", *EVALUATED], 472),  # 165 and 301 more: 466
     ],
 )
 def test_an_engine_takes_as_many_sequences_as_it_may_get(overrides: list[str], sequences: int):
@@ -143,7 +147,9 @@ def test_a_step_over_prompts_is_arithmetic(shape: str, tokens: int):
 
 def test_what_was_chosen_is_told_in_one_line_with_reasons():
     line = choices_line(chosen(inputs("qwen3-4b", "h200")))
-    assert line.startswith("chose   enforce_eager=false, because GPUs can run CUDA graphs; max_num_seqs=1024, because")
+    assert line.startswith(
+        "chose   for H200: enforce_eager=false, because GPUs can run CUDA graphs; max_num_seqs=1024, because"
+    )
     assert (
         "max_tokens_per_microbatch=8192, recompute_granularity=null, because recomputing nothing with 8,192 tok" in line
     )
@@ -171,3 +177,27 @@ def test_without_a_gpu_open_keys_mean_what_they_always_meant():
     assert (config.generator.step_sequences, config.generator.step_tokens) == (1_024, 8_192)
     selective = PLAN.load([f"{MEGATRON}.recompute_granularity=selective"]).trainer.policy.megatron_config
     assert selective.recomputed == ("core_attn",)
+
+
+def test_conversations_may_be_as_long_as_their_input_and_a_response():
+    """Of one turn a sample has 512 + 1,024 tokens, of eight up to 30,000 + 1,024."""
+    long = ["generator.max_turns=8", "generator.max_input_length=30000"]
+    assert inputs("qwen3-4b", "h100", f"{RANKS}=2").workload.sample_tokens == 1536
+    found = inputs("qwen3-4b", "h100", f"{RANKS}=2", *long)
+    assert found.workload.sample_tokens == 31_024
+    assert values(found)["max_tokens_per_microbatch"] >= 31_024
+
+
+def test_frozen_models_recompute_nothing_and_a_critic_what_its_layers_have():
+    given = inputs("qwen3-30b-a3b", "h100", "trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=c")
+    given = replace(given, models={**given.models, "c": model_config("qwen3-0.6b")})
+    megatron = given.config.trainer.policy.megatron_config
+    policy = replace(megatron, recompute_granularity="selective", recompute_modules=("layernorm", "moe_act"))
+    trainer: Any = _option(given, policy, 4_096).config.trainer
+    assert trainer.critic.megatron_config.recompute_modules == ("layernorm",)
+    assert trainer.ref.megatron_config.recompute is trainer.teacher.megatron_config.recompute is None
+
+
+def test_an_empty_list_of_modules_leaves_out_the_selective_level():
+    found = values(inputs("qwen3-8b", "h100", f"{RANKS}=8", f"{MEGATRON}.recompute_modules=[]"))
+    assert found["recompute_granularity"] != "selective"

@@ -24,6 +24,7 @@ from skyrl_train.trainer import run_state
 from skyrl_train.trainer.from_config import settings_of
 from skyrl_train.trainer.problems import RunIncomplete
 from skyrl_train.trainer.run_state import DRAFT, RECORD, Checkpoints, RunState, load_checkpoint
+from skyrl_train.types import Metrics
 from tests.support.counting import NUM_ROWS, Counting, steps, trainer_config
 
 
@@ -435,6 +436,24 @@ def test_an_evaluation_that_was_left_out_is_made_when_the_run_goes_on(stop_at: i
     asyncio.run(resumed.train())
     assert stopped.evaluated + resumed.evaluated == [0, 2, 4, 6, 7]
     assert not load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(7)).state.pending or stop_at == 7
+
+
+def test_an_evaluation_that_fails_costs_no_step_and_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    trainer = trainer_config(tmp_path, "trainer.ckpt_interval=3", "trainer.eval_interval=5")
+    failing, resumed = Counting(trainer, 7), Counting(trainer, 7)
+
+    async def evaluate() -> Metrics:
+        if failing.global_step == 0:
+            return {}
+        raise RemoteFailed("engine-1 died")
+
+    monkeypatch.setattr(failing, "evaluate", evaluate)
+    with pytest.raises(RemoteFailed, match="engine-1 died"):
+        asyncio.run(failing.train())
+    assert steps(trainer) == [3, 5]
+    resumed.resume(load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(5)).state)
+    asyncio.run(resumed.train())
+    assert resumed.evaluated == [5, 7] and len(resumed.batches) == 2
 
 
 def test_processes_that_end_with_the_run_cost_it_a_checkpoint_and_no_more(
