@@ -23,7 +23,7 @@ class Estimator:
 
     def __call__(self, inputs: CreditInputs, **values: Any) -> Tensor:
         """Advantages [T]; returns, which a critic would learn, are not used. Raises: ValueError for other shapes."""
-        responses = Responses.all(inputs.cu_seqlens, inputs.loss_mask)
+        responses = Responses.all(inputs.cu_seqlens, inputs.loss_mask | (inputs.rewards != 0))
         response_mask = responses.padded(torch.ones(len(inputs.rewards), dtype=torch.int64))
         named = {
             "token_level_rewards": responses.padded(inputs.rewards.float()),

@@ -36,16 +36,16 @@ class Responses:
         return cls(tokens, row[sample[tokens]], tokens - first[sample[tokens]])
 
     @classmethod
-    def all(cls, cu_seqlens: Tensor, loss_mask: Tensor) -> Responses:
-        """From the first token that the policy wrote to the end of each sample; the last token of one without any.
+    def all(cls, cu_seqlens: Tensor, counts: Tensor) -> Responses:
+        """From the first token that counts to the end of each sample; the last token of one without any.
 
-        Args: cu_seqlens [B + 1]; loss_mask [T].
+        Args: cu_seqlens [B + 1]; counts [T] bool.
         """
         lengths = cu_seqlens.diff().long()
         sample = torch.repeat_interleave(lengths)
         last = cu_seqlens[1:].long() - 1
-        written = loss_mask.nonzero()[:, 0]
-        first = last.scatter_reduce(0, sample[written], written, "amin")
+        counting = counts.nonzero()[:, 0]
+        first = last.scatter_reduce(0, sample[counting], counting, "amin")
         tokens = (torch.arange(len(sample)) >= first[sample]).nonzero()[:, 0]
         return cls(tokens, sample[tokens], tokens - first[sample[tokens]])
 

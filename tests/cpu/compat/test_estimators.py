@@ -62,6 +62,20 @@ def test_a_sample_without_a_trained_token_keeps_its_reward_in_its_row():
     assert seen["index"] == ["0", "0", "1", "1"]
 
 
+def test_a_reward_before_the_first_trained_token_is_in_its_row():
+    seen = {}
+
+    def look(token_level_rewards: Any, response_mask: Any) -> Any:
+        seen.update(rewards=token_level_rewards.tolist(), mask=response_mask.tolist())
+        return token_level_rewards, None
+
+    rewards = torch.tensor([0, 0.5, 0, 1, 0, 0.25, 0], dtype=torch.float64)
+    mask = torch.tensor([0, 0, 0, 1, 0, 0, 0], dtype=torch.bool)
+    bounds = torch.tensor([0, 4, 7], dtype=torch.int32)
+    Estimator(look)(CreditInputs(rewards, mask, bounds, torch.tensor([0, 0])), **VALUES)
+    assert seen == {"rewards": [[0.5, 0, 1], [0.25, 0, 0]], "mask": [[1, 1, 1], [1, 1, 0]]}
+
+
 def test_another_shape_is_an_error():
     with pytest.raises(ValueError, match="it must return advantages and returns of \\(4, 4\\)"):
         Estimator(lambda token_level_rewards: token_level_rewards.sum(-1))(INPUTS, **VALUES)
