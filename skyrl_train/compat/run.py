@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -11,6 +13,7 @@ from rich.console import Console
 from skyrl_train.compat.dataset import prompts_of
 from skyrl_train.compat.generators.collector import GeneratorCollector, Postprocessed, needs_logprobs
 from skyrl_train.compat.generators.environments import SkyRLGymGenerator
+from skyrl_train.compat.generators.types import GeneratorOutput
 from skyrl_train.compat.trainer import RayPPOTrainer, overridden
 from skyrl_train.config import Config
 from skyrl_train.entrypoints.experiment import Experiment
@@ -31,7 +34,7 @@ class HookedRun(Experiment):
         self._hooks, self._old = hooks, trainer
         has_own_loop = overridden(type(trainer.generator), SkyRLGymGenerator, "agent_loop")
         self._generator = trainer.generator if has_own_loop or not self._plays_environments else None
-        self._reported: list[Mapping[str, Any]] = []
+        self._reported = Reports()
         super().__init__(config, console)
         trainer.step_of_run = self._step
 
@@ -64,7 +67,7 @@ class HookedRun(Experiment):
         plain = super().get_collector(generate, rollout)
         if self._generator is None:
             return plain
-        return GeneratorCollector(self._generator, rollout, plain.engines, self._step, self._reported.append)
+        return GeneratorCollector(self._generator, rollout, plain.engines, self._step, self._reported.add)
 
     def get_source(self, parts: SourceParts) -> GroupSource:
         collector = parts.collector
@@ -82,7 +85,7 @@ class HookedRun(Experiment):
 
         return Postprocessed(
             collector,
-            self._old.postprocess_generator_output,
+            self._postprocess,
             gives_token_rewards,
             filters=self.config.trainer.algorithm.dynamic_sampling.type is not None,
             zeroes_unfinished=self._hooks.cfg.generator.zero_reward_on_non_stop,
@@ -91,17 +94,50 @@ class HookedRun(Experiment):
     def get_trainer(self, parts: Parts) -> Trainer:
         return _Trainer(self.config, parts, self.num_steps, self._own_metrics)
 
+    def _postprocess(self, output: GeneratorOutput, uids: list[str]) -> GeneratorOutput:
+        changed = self._old.postprocess_generator_output(output, uids)
+        self._reported.add_those_of(self._old)
+        return changed
+
     def _own_metrics(self) -> Metrics:
-        """Means of what generators and hooks have reported since the last step."""
-        reported = [*self._reported, self._old.all_metrics]
-        self._reported.clear()
-        values: dict[str, list[float]] = {}
-        for metrics in reported:
-            for name, value in metrics.items():
-                if isinstance(value, int | float):
-                    values.setdefault(name, []).append(float(value))
-        self._old.all_metrics.clear()
-        return {name: sum(each) / len(each) for name, each in values.items()}
+        self._reported.add_those_of(self._old)
+        return self._reported.take()
+
+
+class Reports:
+    """What generators and hooks have reported since the last step, group by group."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+        self._timings: dict[str, float] = {}
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Values that are no numbers are left out."""
+        for name, value in _numbers(metrics):
+            self._values.setdefault(name, []).append(value)
+
+    def add_those_of(self, trainer: RayPPOTrainer) -> None:
+        """Add `all_metrics` and `all_timings`, and clear them."""
+        self.add(trainer.all_metrics)
+        for name, seconds in _numbers(trainer.all_timings):
+            self._timings[name] = self._timings.get(name, 0.0) + seconds
+        trainer.all_metrics.clear()
+        trainer.all_timings.clear()
+
+    def take(self) -> Metrics:
+        """Means of the metrics and sums of the timings (timing/*); then there are none."""
+        means = {name: sum(each) / len(each) for name, each in self._values.items()}
+        timings = {f"timing/{name}": seconds for name, seconds in self._timings.items()}
+        self._values, self._timings = {}, {}
+        return means | timings
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Numbers of Python and numpy, and those in tensors and arrays of one element."""
+    for name, value in values.items():
+        number = value.item() if getattr(value, "shape", None) is not None and prod(value.shape) == 1 else value
+        if isinstance(number, Real):
+            yield name, float(number)
 
 
 class _Trainer(Trainer):

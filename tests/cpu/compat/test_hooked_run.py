@@ -1,4 +1,4 @@
-"""A run with the hooks of 0.4: which rows it checks, and how a trainer's hook sees its configuration."""
+"""A run with the hooks of 0.4: which rows it checks, what a trainer's hook sees, and what it logs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from skyrl_train.compat.generators.environments import SkyRLGymGenerator
 from skyrl_train.compat.generators.types import GeneratorInterface
-from skyrl_train.compat.run import HookedRun
+from skyrl_train.compat.run import HookedRun, Reports
+from skyrl_train.compat.trainer import RayPPOTrainer
 from skyrl_train.config import load_config
 from skyrl_train.rollout.collect import Collector
 from skyrl_train.types import Generation, Group
@@ -60,7 +63,35 @@ def test_the_hook_gets_zeroed_rewards_of_one_kind_and_no_groups_without_signal(m
     seen = list[Any]()
     run: Any = HookedRun.__new__(HookedRun)
     run.config = load_config([f"generator.max_turns={max_turns}", "trainer.algorithm.dynamic_sampling.type=filter"])
-    run._old = SimpleNamespace(postprocess_generator_output=hook)
+    run._old = SimpleNamespace(postprocess_generator_output=hook, all_metrics={}, all_timings={})
+    run._reported = Reports()
     run._hooks = SimpleNamespace(cfg=composed("generator.zero_reward_on_non_stop=true"))
     asyncio.run(run._postprocessed(Inner()).collect())
     assert seen == [rewards]
+
+
+class Own(RayPPOTrainer):
+    def postprocess_generator_output(self, generator_output: Any, uids: list[str]) -> Any:
+        size = len(uids)
+        self.all_metrics |= {"size": size, "numpy": np.float32(size), "tensor": torch.tensor([size]), "text": "none"}
+        if size == 1:
+            self.all_metrics["rare"] = np.array(3)
+        self.all_timings["hook"] = 0.25
+        return generator_output
+
+
+def test_metrics_of_all_groups_are_averaged_and_timings_added_up():
+    run: Any = HookedRun.__new__(HookedRun)
+    run._old, run._reported = Own(composed(), None, None, None, None, None), Reports()
+    for uids in (["1"], ["2", "2"]):
+        assert run._postprocess({"rewards": []}, uids) == {"rewards": []}
+    run._old.all_metrics["after"] = True
+    expected = {"size": 1.5, "numpy": 1.5, "tensor": 1.5, "rare": 3.0, "after": 1.0, "timing/hook": 0.5}
+    assert run._own_metrics() == expected
+    assert run._own_metrics() == {} and run._old.all_timings == {}
+
+
+def test_vectors_are_no_metrics():
+    reports = Reports()
+    reports.add({"vector": torch.ones(2), "number": np.int64(2), "unknown": None})
+    assert reports.take() == {"number": 2.0}
