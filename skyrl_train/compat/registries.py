@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from enum import Enum, StrEnum
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
 from skyrl_train.algorithms.tables import ADVANTAGES, LOSSES, Table
@@ -54,7 +56,9 @@ class _Registry:
         if is_taken or name in [each.value for each in cls.built_in]:
             raise ValueError(f"{cls.table.key}: {name} is already registered. Choose another name")
         cls._own[name] = func
-        cls.table.register(name, cls.adapter(func), replaces=True)
+        adapted = cls.adapter(func)
+        adapted.__module__ = _registering_module()
+        cls.table.register(name, adapted, replaces=True)
 
     @classmethod
     def get(cls, name: str | Enum) -> Callable[..., Any]:
@@ -102,16 +106,24 @@ def sync_registries() -> None:
 
 
 def registering_modules() -> list[str]:
-    """Modules whose functions are registered, by names that other processes can import.
+    """Modules that have registered functions, by names that other processes can import.
 
-    Raises: ValueError for functions of a main program without one, such as a notebook's.
+    Raises: ValueError for a main program without one, such as a notebook.
     """
-    registered = [*PolicyLossRegistry._own.values(), *AdvantageEstimatorRegistry._own.values()]
-    return list(dict.fromkeys(_importable(function) for function in registered))
+    registries = (PolicyLossRegistry, AdvantageEstimatorRegistry)
+    places = ((name, registry.table.place(name)) for registry in registries for name in registry._own)
+    return list(dict.fromkeys(_importable(name, module) for name, module in places if module is not None))
 
 
-def _importable(function: Callable[..., Any]) -> str:
-    module = function.__module__
+def _registering_module() -> str:
+    """The module that calls this one."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    return "__main__" if frame is None else str(frame.f_globals.get("__name__"))
+
+
+def _importable(function: str, module: str) -> str:
     if module != "__main__":
         return module
     main = sys.modules["__main__"]
@@ -137,5 +149,7 @@ def _text(name: str | Enum) -> str:
 
 def _origin(function: Callable[..., Any]) -> object:
     """Identity shared by a function of the main program and the one of its module."""
+    if isinstance(function, partial):
+        return _origin(function.func), function.args, function.keywords
     code = getattr(function, "__code__", None)
     return function if code is None else (code.co_filename, function.__qualname__)

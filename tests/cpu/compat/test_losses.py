@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from skyrl_train.algorithms.inputs import LossTerms, PerSample, TokenInputs
 from skyrl_train.algorithms.tables import LOSSES
 from skyrl_train.checks.rl import check
 from skyrl_train.compat.losses import PolicyLoss, reduce_loss
-from skyrl_train.compat.registries import PolicyLossRegistry, register_policy_loss
+from skyrl_train.compat.registries import PolicyLossRegistry, register_policy_loss, registering_modules
 from skyrl_train.config import ConfigError, load_config
 from tests.support.old_functions import registered
 
@@ -99,6 +102,37 @@ def test_responses_are_rows_from_the_left_with_their_masks():
     PolicyLoss(look)(inputs, **VALUES)
     assert seen["mask"].tolist() == [[1, 1, 0, 1], [1, 0, 0, 0]]
     assert torch.equal(seen["log_probs"][0], inputs.logprobs[1:5]) and seen["log_probs"][1, 1:].tolist() == [0, 0, 0]
+
+
+PROGRAM = """
+from functools import partial
+from old_library import estimator, loss
+from skyrl_train.utils.ppo_utils import PolicyLossRegistry, register_advantage_estimator
+
+PolicyLossRegistry.register("of_a_library", loss)
+PolicyLossRegistry.register("a_part", partial(loss, sign=2))
+register_advantage_estimator("of_a_library")(estimator)
+"""
+LIBRARY = """
+def loss(log_probs, old_log_probs, advantages, config, loss_mask=None, *, sign=1):
+    return sign * log_probs.sum(), {}
+
+def estimator(token_level_rewards, response_mask, index):
+    return token_level_rewards, None
+"""
+
+
+def test_the_module_that_registers_is_imported_by_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "old_library.py").write_text(LIBRARY)
+    (tmp_path / "old_program.py").write_text(PROGRAM)
+    program = importlib.import_module("old_program")
+    assert registering_modules() == ["tests.support.old_functions", "old_program"]
+    importlib.reload(program)  # as where a main program is also imported by its name
+    terms = [called(name, tokens()).terms[MASK] for name in ("of_a_library", "a_part")]
+    assert torch.equal(2 * terms[0], terms[1])
+    with pytest.raises(ValueError, match="a_part is already registered"):
+        PolicyLossRegistry.register("a_part", partial(program.loss, sign=3))
 
 
 def test_another_reduction_than_the_configured_one_is_an_error_before_the_run():
