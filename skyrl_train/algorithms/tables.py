@@ -103,6 +103,12 @@ def compares_with_greedy(estimator: str) -> bool:
     return getattr(ADVANTAGES.resolve(estimator), "compares_with_greedy", False)
 
 
+def reads_max_seq_len(loss: str, estimator: str) -> bool:
+    """Whether the user registered one of them, with a parameter for the longest conversation in tokens."""
+    found = [table[name] for table, name in ((LOSSES, loss), (ADVANTAGES, estimator)) if table.place(name) is not None]
+    return any(getattr(function, "reads_max_seq_len", False) for function in found)
+
+
 def import_modules(names: Iterable[str]) -> None:
     """Import `trainer.custom_modules`. Raises: ValueError naming the module and the reason."""
     for name in names:

@@ -17,6 +17,8 @@ from skyrl_train.compat.padding import Responses
 class Estimator:
     """An estimator f(token_level_rewards, response_mask, index, ...) -> (advantages, returns), all [B, R]."""
 
+    reads_max_seq_len = True
+
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.__name__, self.__qualname__, self.__module__ = names(function)

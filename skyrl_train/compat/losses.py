@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from skyrl_train.algorithms.inputs import LossTerms, TokenInputs
 from skyrl_train.algorithms.metrics import Metric, Reduce
 from skyrl_train.compat.padding import Responses
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import field_types, key_types
+from skyrl_train.config.schema import key_types
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class PolicyLoss:
 
     needs_whole_samples = True
     """Ranks of context parallelism would have parts of the responses."""
+    reads_max_seq_len = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -177,6 +179,8 @@ def accepted(function: Callable[..., Any], named: Mapping[str, Any]) -> dict[str
 
 def names(function: Callable[..., Any]) -> tuple[str, str, str]:
     """Name, qualified name and module, also of an object that is called."""
+    if isinstance(function, partial):
+        return names(function.func)
     name = getattr(function, "__name__", type(function).__name__)
     return name, getattr(function, "__qualname__", name), function.__module__
 
@@ -184,19 +188,13 @@ def names(function: Callable[..., Any]) -> tuple[str, str, str]:
 def algorithm_config(values: Mapping[str, Any]) -> DictConfig:
     """`trainer.algorithm` as functions of 0.4 read it, with the user's own parameters beside its keys.
 
-    Args: values: leaf name of every key -> its value.
+    Args: values: those of AlgorithmConfig.
     """
-    left = dict(values)
-    config: dict[str, Any] = {}
-    for name, kind in field_types(AlgorithmConfig).items():
-        if name in SECTIONS:
-            config[name] = {leaf: left.pop(leaf) for leaf in field_types(kind) if leaf in left}
-        elif name in left:
-            config[name] = left.pop(name)
-    return OmegaConf.create(_plain(left | config))
+    return OmegaConf.create(_plain({name: value for name, value in values.items() if name not in LEAVES}))
 
 
-SECTIONS = {key.partition(".")[0] for key in key_types(AlgorithmConfig) if "." in key}
+LEAVES = {key.rpartition(".")[2] for key in key_types(AlgorithmConfig) if "." in key}
+"""Keys of sections, which the values have by themselves too."""
 
 
 def _plain(value: Any) -> Any:

@@ -26,7 +26,8 @@ from skyrl_train.config.skyrl_04.notice import tell
 from skyrl_train.config.skyrl_04.table import table
 from skyrl_train.config.skyrl_04.translate import Translation, translate
 
-MAX_SEQ_LEN = "trainer.algorithm.max_seq_len"
+ALGORITHM = "trainer.algorithm."
+MAX_SEQ_LEN = f"{ALGORITHM}max_seq_len"
 _pending: list[Translation] = []
 """Translation of this process's arguments, until it has been reported."""
 
@@ -91,13 +92,12 @@ def config_of(cfg: DictConfig) -> Config:
     values: dict[str, Any] = {}
     old = []
     for key, value in _leaves(plain, kinds):
-        section, _, name = key.rpartition(".")
         if key in kinds:
             _place(values, key, value)
         elif key.partition(".")[0] in kinds and table().find(key) is not None:
             old.append(parse(f"++{key}={literal(value)}"))
-        elif section == "trainer.algorithm" and reads_all:
-            _place(values, f"{section}.parameters.{name}", value)
+        elif key.startswith(ALGORITHM) and reads_all:
+            _place(values, f"{ALGORITHM}parameters.{key.removeprefix(ALGORITHM)}", value)
         elif key != MAX_SEQ_LEN:
             _place(values, f"extra.{key}", value)
     overrides, translation = translate(old, Config)

@@ -175,11 +175,15 @@ class AlgorithmConfig:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Leaf name -> value of every key, for the keyword-only parameters of functions."""
+        """Leaf name -> value of every key, for the keyword-only parameters of functions, and name -> section."""
         fields = dataclasses.asdict(self)
         values = fields.pop("parameters")
         for name, value in fields.items():
-            values |= value if dataclasses.is_dataclass(getattr(self, name)) else {name: value}
+            if dataclasses.is_dataclass(getattr(self, name)):
+                own = values.get(name)
+                values |= value | {name: {**own, **value} if isinstance(own, dict) else value}
+            else:
+                values[name] = value
         return values
 
     @property

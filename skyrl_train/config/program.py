@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
@@ -44,6 +44,8 @@ class Program(Generic[T]):
     schema: type[T]
     base_name: str
     """Name of the base YAML in config_dir, without `.yaml`."""
+    complete: Callable[[T], T] = lambda config: config
+    """Adds values that follow from others."""
 
     @property
     def base(self) -> Path:
@@ -68,7 +70,7 @@ class Program(Generic[T]):
             import_modules([modules] if isinstance(modules, str) else modules or ())
         except ValueError as error:
             raise ConfigError(str(error) + where("trainer.custom_modules")) from error
-        return build(self.schema, values, where)
+        return self.complete(build(self.schema, values, where))
 
     def read(self, argv: Sequence[str]) -> T:
         """The configuration of a command line (without the program's name); see docs/configuration.md.

@@ -6,9 +6,10 @@ list of overrides, `from_hydra` the configuration of `@hydra.main`; all raise Co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypeVar
 
+from skyrl_train.algorithms.tables import reads_max_seq_len
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.policy import CriticConfig, RefConfig, ScoringModel, SyncedPolicyConfig, TeacherConfig
@@ -191,11 +192,25 @@ class Config(RunConfig):
     environment: EnvironmentConfig
 
 
+C = TypeVar("C", bound=Config)
+
+
+def with_max_seq_len(config: C) -> C:
+    """The configuration with the parameter max_seq_len, if a function of the user reads it."""
+    algorithm, generator = config.trainer.algorithm, config.generator
+    if not reads_max_seq_len(algorithm.policy_loss_type, algorithm.advantage_estimator):
+        return config
+    longest = generator.max_input_length + generator.sampling_params.max_generate_length
+    algorithm = replace(algorithm, parameters={"max_seq_len": longest, **algorithm.parameters})
+    return replace(config, trainer=replace(config.trainer, algorithm=algorithm))
+
+
 RL = Program(
     module="skyrl_train.entrypoints.main_base",
     purpose="Train a language model by reinforcement learning.",
     schema=Config,
     base_name="ppo_base_config",
+    complete=with_max_seq_len,
 )
 load_config, main_config, from_hydra = RL.load, RL.read, RL.from_hydra
 
@@ -266,4 +281,5 @@ PLAN = Program(
     purpose="Forecast the memory and time of a run, and propose a layout.",
     schema=PlanConfig,
     base_name="plan_config",
+    complete=with_max_seq_len,
 )

@@ -17,7 +17,7 @@ from skyrl_train.algorithms.build import bind
 from skyrl_train.algorithms.inputs import LossTerms, PerSample, TokenInputs
 from skyrl_train.algorithms.tables import LOSSES
 from skyrl_train.checks.rl import check
-from skyrl_train.compat.losses import PolicyLoss, reduce_loss
+from skyrl_train.compat.losses import PolicyLoss, algorithm_config, reduce_loss
 from skyrl_train.compat.registries import PolicyLossRegistry, register_policy_loss, registering_modules
 from skyrl_train.config import ConfigError, load_config
 from tests.support.old_functions import registered
@@ -170,6 +170,20 @@ def test_settings_have_the_sections_of_the_configuration_and_the_users_own_value
 
     PolicyLoss(look)(tokens(), **VALUES, own=3)
     assert seen == [(VALUES["tau_pos"], VALUES["eps_clip_low"], 3)]
+
+
+def test_keys_with_one_name_in_two_sections_are_in_their_sections():
+    config: Any = algorithm_config(load_config(["trainer.algorithm.kl_ctrl.type=adaptive"]).trainer.algorithm.values)
+    assert config.kl_ctrl.type == "adaptive" and config.dynamic_sampling.type is None
+    assert "type" not in config and "tau_pos" not in config and "parameters" not in config
+
+
+def test_a_module_of_the_configuration_gets_the_longest_length_like_a_program():
+    keys = ["trainer.custom_modules=[tests.support.old_functions]", "generator.max_input_length=64"]
+    changes = ["generator.sampling_params.max_generate_length=32", "trainer.algorithm.policy_loss_type=old_clip"]
+    algorithm = load_config([*keys, *changes]).trainer.algorithm
+    assert algorithm_config(algorithm.values).max_seq_len == 96
+    assert load_config([*keys, changes[0]]).trainer.algorithm.parameters == {}
 
 
 def test_names_of_0_4_cannot_be_taken_and_other_built_in_names_can():

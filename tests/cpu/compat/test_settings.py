@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from skyrl_train.compat.losses import algorithm_config
 from skyrl_train.compat.settings import config_of, translate_arguments, translated
 from skyrl_train.config import ConfigError, load_config
 from skyrl_train.entrypoints.main_base import validate_cfg
@@ -81,3 +82,14 @@ def test_modules_of_registered_functions_are_imported_by_all_processes_and_get_a
         assert cfg.trainer.custom_modules == ["tests.support.old_functions"]
         config = config_of(cfg)
     assert config.trainer.algorithm.parameters == {"mine": 2, "max_seq_len": 1536}
+
+
+def test_nested_keys_of_the_program_reach_the_function_with_their_path():
+    own = ("+trainer.algorithm.mine.alpha=0.1", "+trainer.algorithm.mine.deep.beta=2", "+trainer.algorithm.sapo.own=3")
+    with registered():
+        cfg: Any = composed("trainer.algorithm.policy_loss_type=old_clip", *own)
+        validate_cfg(cfg)
+        config = config_of(cfg)
+    assert config.extra == {}
+    seen = algorithm_config(config.trainer.algorithm.values)
+    assert seen.mine == {"alpha": 0.1, "deep": {"beta": 2}} and seen.sapo == {**cfg.trainer.algorithm.sapo, "own": 3}
