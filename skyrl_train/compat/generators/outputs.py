@@ -155,13 +155,46 @@ def output_of(group: Group) -> GeneratorOutput:
 
 
 def with_output(group: Group, output: Mapping[str, Any]) -> Group:
-    """The group with the rewards and loss masks of an output. Raises: ValueError if it has other samples."""
+    """The group with the rewards and loss masks of an output. Raises: ValueError if it has other samples, or trains
+    other tokens.
+    """
     samples = []
-    for sample, reward, mask in zip(group.samples, output["rewards"], output["loss_masks"], strict=True):
+    for number, (sample, reward, mask) in enumerate(
+        zip(group.samples, output["rewards"], output["loss_masks"], strict=True)
+    ):
         length = len(sample.token_ids) - sample.prompt_length
         if len(mask) != length:
             raise ValueError("postprocess_generator_output changed the length of a response. Change rewards and masks")
         rewards = _rewards(reward, sample.prompt_length, length)
         is_trained = torch.tensor([0] * sample.prompt_length + [*mask], dtype=torch.bool)
-        samples.append(replace(sample, rewards=rewards, loss_mask=is_trained & sample.loss_mask))
+        changed = [name for name, value in _fixed(sample).items() if not _is_same(output, name, number, value)]
+        if bool((is_trained & ~sample.loss_mask).any()):
+            changed.append("loss_masks from 0 to 1")
+        if changed:
+            raise ValueError(
+                f"postprocess_generator_output changed {', '.join(changed)} of sample {number}. Change rewards, and "
+                "loss_masks from 1 to 0"
+            )
+        samples.append(replace(sample, rewards=rewards, loss_mask=is_trained))
     return replace(group, samples=tuple(samples))
+
+
+def _fixed(sample: Sample) -> dict[str, Any]:
+    """What a hook must leave as it is."""
+    start = sample.prompt_length
+    return {
+        "prompt_token_ids": sample.token_ids[:start],
+        "response_ids": sample.token_ids[start:],
+        "rollout_logprobs": sample.rollout_logprobs[start:],
+        "stop_reasons": sample.stop_reason,
+    }
+
+
+def _is_same(output: Mapping[str, Any], name: str, number: int, value: Tensor | str) -> bool:
+    """Whether the output has this value, or no such column. Logprobs may be NaN."""
+    if name not in output:
+        return True
+    column = output[name]
+    if column is None or not isinstance(value, Tensor):
+        return column is not None and bool(column[number] == value)
+    return torch.equal(torch.as_tensor(column[number], dtype=value.dtype).nan_to_num(), value.nan_to_num())

@@ -183,11 +183,34 @@ def test_a_group_becomes_an_output_and_takes_back_its_rewards_and_masks():
     assert {name: given[name] for name in output() if name != "rollout_metrics"} == {  # type: ignore[literal-required]
         name: value for name, value in output().items() if name != "rollout_metrics"
     }
-    changed = with_output(group, {"rewards": [2.0, [0.0, 0.0, 3.0]], "loss_masks": [[0, 0], [1, 1, 1]]})
+    changed = with_output(group, {"rewards": [2.0, [0.0, 0.0, 3.0]], "loss_masks": [[0, 0], [1, 0, 0]]})
     first, second = changed.samples
     assert first.rewards.tolist() == [0.0, 0.0, 0.0, 2.0] and not first.loss_mask.any()
     assert second.rewards.tolist() == [0.0, 0.0, 0.0, 3.0]
-    assert second.loss_mask.tolist() == [False, True, False, True], "no token of the environment is trained"
+    assert second.loss_mask.tolist() == [False, True, False, False]
     assert output_of(Group(PROMPT, (sample(0.5),)))["rewards"] == [0.5]
     with pytest.raises(ValueError, match="changed the length of a response"):
         with_output(group, {"rewards": [2.0, 1.0], "loss_masks": [[0], [1, 1, 1]]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"response_ids": [[4, 5], [6, 7, 9]]}, "response_ids of sample 1"),
+        ({"prompt_token_ids": [[1, 1], [3]]}, "prompt_token_ids of sample 0"),
+        ({"rollout_logprobs": [[-0.25, -0.5], [-1.0, 0.0, 0.0]]}, "rollout_logprobs of sample 1"),
+        ({"rollout_logprobs": None}, "rollout_logprobs of sample 0"),
+        ({"stop_reasons": ["length", "stop"], "response_ids": [[4], [6]]}, "response_ids, stop_reasons of sample 0"),
+        ({"loss_masks": [[1, 1], [1, 1, 0]]}, "loss_masks from 0 to 1 of sample 1"),
+    ],
+)
+def test_a_hook_that_changes_more_than_rewards_and_masks_is_told_what(changes: dict[str, Any], names: str):
+    group = Group(PROMPT, tuple(samples_of(output())))
+    message = f"changed {names}. Change rewards, and loss_masks from 1 to 0"
+    with pytest.raises(ValueError, match=message):
+        with_output(group, output(**changes))
+
+
+def test_a_hook_may_return_unknown_logprobs_as_they_are():
+    group = Group(PROMPT, tuple(samples_of(output(rollout_logprobs=None))))
+    assert with_output(group, output_of(group)).rewards == [1.0, -0.5]
