@@ -18,7 +18,7 @@ from skyrl_train.tracking.run_dir import HeldFolder
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.from_config import model_of, settings_of
-from skyrl_train.trainer.problems import Anomalies, Problems, SkippedUpdates
+from skyrl_train.trainer.problems import Anomalies, Problems, SkippedUpdates, require_idle
 from skyrl_train.trainer.run_state import CRITIC, RECORD, Checkpoints, RunState, write_groups
 from skyrl_train.types import Metrics
 
@@ -159,23 +159,23 @@ class Loop(ABC):
             if not self.is_between_steps:
                 raise
             log.error("step %d got no groups, so the run ends: %s", self.global_step + 1, error)
-            try:
-                await self._save_last(before)
-            except Exception:
-                log.exception("the checkpoint of step %d could not be written", self.global_step)
-            raise error
+            await self._save_if_possible(before)
+            raise
 
     async def _work_after_step(self) -> Metrics:
         """Exports and evaluations that are due. If one fails, the step is saved; a resumed run repeats them."""
         try:
             return await self._export_and_evaluate()
-        except Exception as error:
+        except Exception:
             self._pending = True
-            try:
-                await self._save_last()
-            except Exception:
-                log.exception("the checkpoint of step %d could not be written", self.global_step)
-            raise error
+            await self._save_if_possible()
+            raise
+
+    async def _save_if_possible(self, source: dict[str, Any] | None = None) -> None:
+        try:
+            await self._save_last(source)
+        except Exception:
+            log.exception("the checkpoint of step %d could not be written", self.global_step)
 
     async def _save_last(self, source: dict[str, Any] | None = None) -> None:
         """Write the checkpoint of the last step, unless there is one. Args: source: like `_save_checkpoint`."""
@@ -212,8 +212,7 @@ class Loop(ABC):
         self._pending = self._export_failed = False
         for work in due:
             self._pending = self._stop_requested
-            if not self._pending:
-                metrics |= await work()
+            metrics |= {} if self._pending else await work()
         self._pending |= self._export_failed
         return metrics
 
@@ -230,7 +229,7 @@ class Loop(ABC):
                 await self._policy.save_hf(str(folder))
                 self.exported = folder
             except (OSError, RemoteFailed) as error:
-                await self._require_idle(error)
+                await require_idle((self._policy, self._critic), error, self._trainer_config.timeout_s)
                 self._report_unwritten(f"the export of step {self.global_step}", error)
                 self._export_failed = True
         return {"trainer/export_failed": float(self._export_failed)}
@@ -276,7 +275,7 @@ class Loop(ABC):
                 self._checkpoints.finish(folder, state, sums, critic_sums, groups_sum)
                 self._saved_step = step
             except (OSError, RemoteFailed) as error:
-                await self._require_idle(error)
+                await require_idle((self._policy, self._critic), error, self._trainer_config.timeout_s)
                 self._report_unwritten(f"the checkpoint of step {step}", error)
                 self._checkpoints.discard(folder)
 
@@ -285,14 +284,6 @@ class Loop(ABC):
         if isinstance(self._source, HoldsGroups):
             return self._source.snapshot()
         return dict(self._source.state) if state is None else state, b""
-
-    async def _require_idle(self, error: Exception) -> None:
-        """Raises: the error, unless all ranks respond within the timeout; those that did not fail may still write."""
-        if not isinstance(error, RemoteFailed):
-            return
-        for group in (self._policy, self._critic):
-            if group is not None and group.is_running and not await group.is_idle(self._trainer_config.timeout_s):
-                raise error
 
     def _report_unwritten(self, what: str, error: Exception) -> None:
         """Log the failure; after the last step it makes the run incomplete."""
@@ -304,5 +295,5 @@ class Loop(ABC):
             self._problems.note(f"{what}, the last one, could not be written: {error}")
 
     def _is_due(self, interval: int, *, also_last: bool) -> bool:
-        is_last = self.global_step == self._num_steps
-        return (interval > 0 and self.global_step % interval == 0) or (also_last and is_last)
+        step = self.global_step
+        return (interval > 0 and step % interval == 0) or (also_last and step == self._num_steps)

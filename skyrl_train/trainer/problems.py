@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from collections.abc import Iterable
 from statistics import median
 
+from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -125,3 +128,11 @@ class SkippedUpdates:
         if self.is_stuck:
             return f"training ended early: the updates of the last {self._in_a_row} steps {reason} and the data"
         return None
+
+
+async def require_idle(groups: Iterable[ModelGroup | None], error: Exception, timeout_s: float) -> None:
+    """Raises: the error, unless all ranks respond within the timeout; those that did not fail may still write."""
+    if isinstance(error, RemoteFailed):
+        for group in groups:
+            if group is not None and group.is_running and not await group.is_idle(timeout_s):
+                raise error
