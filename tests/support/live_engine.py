@@ -144,9 +144,10 @@ def greedy(model: torch.nn.Module, prompt: list[int], length: int = 8) -> tuple[
 
 
 def live_world(folder: Path, **settings: Any) -> Iterator[World]:
+    others = psutil.Process().children(recursive=True)  # such as the server of jobs
     world = World(folder, **settings)
     world.url = run(world.engine.start(waits_for_weights=False)).url
-    children = psutil.Process().children(recursive=True)
+    children = [process for process in psutil.Process().children(recursive=True) if process not in others]
     shared = {area.path for child in children for area in mapped(child) if area.path.startswith("/dev/shm/")}
     llm = weakref.ref(world.engine._core.llm)
     yield world
