@@ -21,8 +21,8 @@ from skyrl_train.hf.hub import local_folder
 GONE_S = 10.0
 """Seconds for killed processes to disappear."""
 TRACKER_S = 10.0
-"""Seconds for a resource tracker to finish; it needs a few hundredths of one on an idle machine, and more if it has just
-been started.
+"""Seconds for a resource tracker to finish; it needs a few hundredths of one on an idle machine, and more if it has
+only just been started.
 """
 
 
