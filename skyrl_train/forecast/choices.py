@@ -83,7 +83,8 @@ def _engine_choices(config: Config, model: PretrainedConfig, device: DeviceKind)
     if generator.enforce_eager is None:
         yield Choice((("generator.enforce_eager", False),), "GPUs can run CUDA graphs")
     if generator.max_num_seqs is None:
-        wanted, reason = _sequences(config), f"an engine may get {_sequences(config):,} samples at once"
+        wanted = _sequences(config)
+        reason = f"an engine may get {wanted:,} samples at once"
         if generator.enable_http_endpoint or generator.rollout:
             who = "clients of the endpoint" if generator.enable_http_endpoint else "a rollout of your own"
             wanted, reason = MAX_SEQUENCES, f"{who} may send any number of requests"

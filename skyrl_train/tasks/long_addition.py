@@ -41,10 +41,10 @@ def long_addition_rows(seed: int) -> tuple[list[task.Row], list[task.Row]]:
 
     So neither `a+b` nor `b+a` of a validation row is in training. 2 % of all pairs occur.
     """
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     sums: dict[frozenset[int], task.Row] = {}
     while len(sums) < NUM_TRAIN_ROWS + NUM_VALIDATION_ROWS:
-        a, b = draw.randrange(10**NUM_DIGITS), draw.randrange(10**NUM_DIGITS)
+        a, b = rng.randrange(10**NUM_DIGITS), rng.randrange(10**NUM_DIGITS)
         sums.setdefault(frozenset((a, b)), task.sum_row(a, b, NUM_DIGITS))
     rows = list(sums.values())
     return rows[:NUM_TRAIN_ROWS], rows[NUM_TRAIN_ROWS:]

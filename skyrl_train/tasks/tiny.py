@@ -102,11 +102,11 @@ def addition_rows(seed: int) -> tuple[list[Row], list[Row]]:
     Returns: about 9,010 training rows in order of the operands, and 500 validation rows, each of another unordered
     pair; neither `a+b` nor `b+a` of a validation row is in training.
     """
-    draw = random.Random(seed)
-    held_out = draw.sample([(a, b) for a in OPERANDS for b in OPERANDS if a <= b], NUM_VALIDATION_ROWS)
+    rng = random.Random(seed)
+    held_out = rng.sample([(a, b) for a in OPERANDS for b in OPERANDS if a <= b], NUM_VALIDATION_ROWS)
     hidden = set(held_out)
     train = [(a, b) for a in OPERANDS for b in OPERANDS if (min(a, b), max(a, b)) not in hidden]
-    validation = [(b, a) if draw.random() < 0.5 else (a, b) for a, b in held_out]
+    validation = [(b, a) if rng.random() < 0.5 else (a, b) for a, b in held_out]
     return [sum_row(a, b, num_digits=2) for a, b in train], [sum_row(a, b, num_digits=2) for a, b in validation]
 
 

@@ -70,13 +70,13 @@ def warm_start(
     started = time.perf_counter()
     policy = task.untrained(seed, model)
     draft = task.new_draft(folder)
-    threads, draw = torch.get_num_threads(), random.Random(seed)
+    threads, rng = torch.get_num_threads(), random.Random(seed)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=learning_rate, weight_decay=0.0)
     rows, validation = encoded(train), padded(encoded(held_out))
     torch.set_num_threads(1)  # faster for matrices of this size
     try:
         for step in range(1, MAX_STEPS + 1):
-            tokens, is_answer = padded(draw.sample(rows, BATCH_SIZE))
+            tokens, is_answer = padded(rng.sample(rows, BATCH_SIZE))
             (-answer_logprobs(policy, tokens, is_answer).sum() / is_answer.sum()).backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
