@@ -88,6 +88,19 @@ def test_an_evaluation_goes_on_with_its_version_when_one_of_its_engines_dies(mon
     in_world(monkeypatch, main)
 
 
+def test_the_replacement_of_all_engines_leaves_no_sender_open(monkeypatch: pytest.MonkeyPatch):
+    async def main(world: World) -> None:
+        await world.train()
+        await world.evaluation.load()
+        await world.train()
+        for actor in world.reserved[:2]:
+            actor.dies_after_answers = actor.num_answered
+        assert await world.versions(world.evaluation.generate) == {2}, "the replacement has newer weights"
+        assert list(world.rank.opened) == ["training"]
+
+    in_world(monkeypatch, main)
+
+
 def test_the_two_kinds_of_engines_never_receive_weights_at_a_time(monkeypatch: pytest.MonkeyPatch):
     """All ranks take part in an export, so that the tensors of two would mix."""
 
