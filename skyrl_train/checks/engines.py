@@ -163,7 +163,8 @@ def check_vllm(config: Config, model: PretrainedConfig, device_type: str | None)
     sync = policy.lora.sync if policy.lora.rank > 0 else None
     if device_type is not None:
         require_cache_size(generator, device_type)
-    if problems := list(vllm_model_problems(model.get_text_config(), policy.path, device_type, sync)):
+    given = f"trainer.policy.model.path is {policy.path}"
+    if problems := list(vllm_model_problems(model.get_text_config(), given, device_type, sync)):
         raise ConfigError(problems)
 
 

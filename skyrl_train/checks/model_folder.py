@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from transformers import AutoConfig
 
 from skyrl_train.checks.equivalence import compare_with_hugging_face, known_config
 from skyrl_train.checks.tokenizer import check_same_tokens, check_tokenizer, load_tokenizer
 from skyrl_train.checks.weights import check_weights
+from skyrl_train.config import ConfigError
 from skyrl_train.config.rl import TrainerConfig
+from skyrl_train.engines.vllm.models import model_problems as vllm_model_problems
 from skyrl_train.hf.download import download
 from skyrl_train.hf.hub import local_folder
 
@@ -31,8 +36,10 @@ def checked_folder(
     return folder, config
 
 
-def check_scoring_models(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises: ValueError for a reference, critic or teacher that cannot score the policy's tokens."""
+def check_scoring_models(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerBase, device_type: str | None) -> None:
+    """Raises: ValueError for a reference, critic or teacher that cannot score the policy's tokens, or that engines on
+    devices of this type (None if unknown) cannot load.
+    """
     for model in trainer.scoring_models:
         if model.model_path != trainer.policy.model.path:
             head = trainer.algorithm.value_head_prefix if model.signal == "values" else None
@@ -44,5 +51,17 @@ def check_scoring_models(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerB
     for model in trainer.served_teachers if trainer.teacher.backend == "engine" else ():
         # Any model that the engine knows; a server's tokens are compared when the run connects.
         download(model.path_key, model.model_path, trainer.download_timeout_s)
-        teacher = load_tokenizer(local_folder(model.model_path), model.path_key, trainer.trust_remote_code)
+        folder = local_folder(model.model_path)
+        teacher = load_tokenizer(folder, model.path_key, trainer.trust_remote_code)
         check_same_tokens(tokenizer, teacher, model.path_key, model.model_path)
+        given = f"{model.path_key} is {model.model_path}"
+        if problems := list(_engine_problems(folder, given, device_type, trust_remote_code=trainer.trust_remote_code)):
+            raise ConfigError(problems)
+
+
+def _engine_problems(folder: str, given: str, device_type: str | None, *, trust_remote_code: bool) -> Iterator[str]:
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except ValueError:  # transformers does not know the architecture, and vLLM may
+        return
+    yield from vllm_model_problems(config.get_text_config(), given, device_type, None)

@@ -101,7 +101,7 @@ class Experiment(Run[Config, Processes]):
 
     def check_models(self) -> None:
         """Raises: ValueError for a reference, critic or teacher that cannot score the policy's tokens."""
-        check_scoring_models(self.config.trainer, self.tokenizer)
+        check_scoring_models(self.config.trainer, self.tokenizer, known_device_type())
         teacher_max_model_len(self.config, self.model_config)
 
     def get_train_prompts(self) -> list[Prompt]:

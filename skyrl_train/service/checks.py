@@ -38,7 +38,7 @@ def checked_model(config: Config) -> tuple[PretrainedConfig, PreTrainedTokenizer
     adapter_file.check(folder, trainer.policy.model.lora)
     tokenizer = load_tokenizer(folder, key, trainer.trust_remote_code)
     check_tokenizer(tokenizer, model.vocab_size, path)
-    check_scoring_models(trainer, tokenizer)
+    check_scoring_models(trainer, tokenizer, known_device_type())
     return model, tokenizer
 
 

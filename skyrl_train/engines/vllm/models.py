@@ -11,7 +11,6 @@ from skyrl_train.hf.matrices import head_sizes, is_latent, num_experts
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-MODEL = "trainer.policy.model.path"
 READ = {
     "deepseek_v3": ("topk_method", '"noaux_tc"', "without it, the routers' e_score_correction_bias is not loaded"),
     "glm4_moe_lite": ("first_k_dense_replace", "1", "transformers reads mlp_layer_types instead"),
@@ -23,23 +22,22 @@ CPU_LATENT_SIZE = 576
 """Size of the cached keys of latent attention that it computes."""
 
 
-def model_problems(model: PretrainedConfig, path: str, device_type: str | None, sync: str | None) -> Iterator[str]:
+def model_problems(model: PretrainedConfig, given: str, device_type: str | None, sync: str | None) -> Iterator[str]:
     """Why engines cannot load or serve a model.
 
-    Args: model: its configuration; path: for errors; device_type: of the engines, None if unknown; sync:
-        `trainer.policy.model.lora.sync` if adapters are trained.
+    Args: model: its configuration; given: the start of each problem, "<key> is <path>"; device_type: of the engines,
+        None if unknown; sync: `trainer.policy.model.lora.sync` if adapters are trained.
     """
     if model.model_type in READ:
         field, usual, why = READ[model.model_type]
         if getattr(model, field, None) is None:
-            missing = f"{MODEL} is {path}: its config.json has no {field}"
-            yield f"{missing}, which vLLM reads ({why}). Add it, often as {usual}"
+            yield f"{given}: its config.json has no {field}, which vLLM reads ({why}). Add it, often as {usual}"
     if device_type == "cpu" and model.model_type in LEDGERS:
-        yield from _size_problems(model, f"{MODEL} is {path}")
+        yield from _size_problems(model, given)
         if sync == "adapter" and num_experts(model):
             yield (
-                f"trainer.policy.model.lora.sync is adapter and {path} has experts: without a GPU, vLLM serves no "
-                "adapters of such models. Set trainer.policy.model.lora.sync=merged"
+                f"{given} and has experts, and trainer.policy.model.lora.sync is adapter: without a GPU, vLLM serves "
+                "no adapters of such models. Set trainer.policy.model.lora.sync=merged"
             )
 
 

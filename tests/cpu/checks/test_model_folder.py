@@ -207,9 +207,25 @@ def test_the_tokenizer_of_every_teacher_is_checked(tmp_path: Path):
     chatml_tokenizer().save_pretrained(teacher)
     sources = f"trainer.teacher.model.path_of_data_source={{math: {teacher}}}"
     trainer = load_config([f"trainer.policy.model.path={policy}", sources]).trainer
-    check_scoring_models(trainer, tiny_tokenizer())
+    check_scoring_models(trainer, tiny_tokenizer(), None)
     with pytest.raises(ValueError, match=r"path_of_data_source.math is .*teacher: its tokenizer differs"):
-        check_scoring_models(trainer, other_tokenizer())
+        check_scoring_models(trainer, other_tokenizer(), None)
+
+
+def test_a_teacher_that_engines_cannot_compute_is_refused(tmp_path: Path):
+    teacher = write_tiny_model(tmp_path / "teacher")
+    file = teacher / "config.json"
+    given = [
+        "trainer.teacher.backend=engine",
+        f"trainer.teacher.model.path={teacher}",
+        "trainer.policy.model.path=policy",
+    ]
+    trainer = load_config(given).trainer
+    check_scoring_models(trainer, tiny_tokenizer(), "cpu")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"head_dim": 48}))
+    check_scoring_models(trainer, tiny_tokenizer(), "cuda")
+    with pytest.raises(ValueError, match=r"trainer.teacher.model.path is .*teacher: its attention heads have size 48"):
+        check_scoring_models(trainer, tiny_tokenizer(), "cpu")
 
 
 def other_tokenizer() -> PreTrainedTokenizerFast:

@@ -62,8 +62,8 @@ def test_every_model_of_the_sync_proofs_is_accepted(kind: str, tmp_path: Path):
 def test_adapters_of_experts_need_merging_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     experts = model_of("experts", tmp_path)
     assert problem(experts, *ADAPTER) == (
-        "trainer.policy.model.lora.sync is adapter and model has experts: without a GPU, vLLM serves no adapters of "
-        "such models. Set trainer.policy.model.lora.sync=merged"
+        "trainer.policy.model.path is model and has experts, and trainer.policy.model.lora.sync is adapter: without a "
+        "GPU, vLLM serves no adapters of such models. Set trainer.policy.model.lora.sync=merged"
     )
     assert problem(experts, ADAPTER[0]) == problem(experts, ADAPTER[1]) == ""
     assert problem(model_of("dense tied", tmp_path), *ADAPTER) == ""
