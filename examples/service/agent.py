@@ -26,11 +26,11 @@ NUM_EXAMPLE_JOBS, NUM_JOBS, SAMPLES = 20, 40, 16
 
 
 class Moved(Exception):
-    """The version that was asked for is served no more."""
+    """The requested version is no longer served."""
 
 
 def ask(url: str, model: str, prompt: str) -> dict[str, Any]:
-    """One answer, drawn at temperature 1."""
+    """One answer, sampled at temperature 1."""
     body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 8, "temperature": 1.0}
     request = urllib.request.Request(
         f"{url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -49,7 +49,7 @@ def conversation(prompt: str, answer: str) -> list[dict[str, str]]:
 
 
 def sample(prompt: str, answer: dict[str, Any]) -> dict[str, Any]:
-    """What the service trains on. It refuses samples that other weights drew, whole or in part."""
+    """What the service trains on. It refuses samples that other weights generated, fully or in part."""
     text = answer["choices"][0]["message"]["content"] or ""
     return {
         "messages": conversation(prompt, text),
@@ -69,16 +69,16 @@ async def main(name: str, address: str) -> None:
             print(f"version {service.policy_version}: loss on the examples {metrics['sft/loss']:.3f}", flush=True)
             continue
         asked = [prompt for prompt in PROMPTS for _ in range(SAMPLES)]
-        print(f"draws from version {version}", flush=True)
+        print(f"samples from version {version}", flush=True)
         try:
             url = service.openai_base_url
             answers = list(threads.map(partial(ask, url, f"{service.model_name}@{version}"), asked))
             samples = [sample(prompt, answer) for prompt, answer in zip(asked, answers, strict=True)]
             groups = [samples[start : start + SAMPLES] for start in range(0, len(samples), SAMPLES)]
-            print(f"hands in samples of version {version}", flush=True)
+            print(f"submits samples of version {version}", flush=True)
             metrics = await service.train(groups)
         except (Moved, StaleSamples):  # another caller's job came between, or that of an earlier life
-            print(f"version {version} is no more: draws again", flush=True)
+            print(f"version {version} is no longer served: samples again", flush=True)
             continue
         except OSError as error:  # the engine is lost; another one is started
             print(f"no answer ({error}): asks again", flush=True)

@@ -10,7 +10,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
 )
-"""Joins the contents; the end-of-sequence token stands behind what the assistant says."""
+"""Joins the contents; the end-of-sequence token follows what the assistant says."""
 
 
 def prepare(config: Config) -> None:

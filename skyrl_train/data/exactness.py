@@ -50,7 +50,7 @@ class Outcome(Enum):
     REWRITTEN = "rewritten"
     """The template renders earlier turns differently."""
     WRONG = "wrong"
-    """What stands between the turns differs."""
+    """The text between the turns differs."""
     REJECTED = "rejected"
     """The template rejects the messages."""
 

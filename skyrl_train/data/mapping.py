@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RowMapping:
-    """The keys of `data` that say what a row means; without any, rows stay as they are."""
+    """The keys of `data` that say what a row means; without any, rows stay unchanged."""
 
     row_fn: Callable[[Row], Row | None] | None = None
     columns: Mapping[str, str | None] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class RowMapping:
 
     @property
     def writes_messages(self) -> bool:
-        """Whether a prompt of text becomes chat messages where it could also be tokenised as it is."""
+        """Whether a prompt of text becomes chat messages where it could also be tokenised unchanged."""
         return self.prompt_template is not None or self.system_prompt is not None
 
     def row(self, given: Row, where: str) -> Row | None:

@@ -65,7 +65,7 @@ def chosen_checkpoint(trainer: TrainingConfig, num_rows: int) -> Checkpoint | No
     return chosen
 
 
-def goes_on_in_its_folder(trainer: TrainingConfig, chosen: Checkpoint | None) -> bool:
+def resumes_in_its_folder(trainer: TrainingConfig, chosen: Checkpoint | None) -> bool:
     """Whether the folder of the run holds the run that is resumed."""
     if chosen is None:
         return False

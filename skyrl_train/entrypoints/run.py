@@ -19,7 +19,7 @@ from skyrl_train.cluster.launch import PolicyProcesses, Processes
 from skyrl_train.cluster.session import Cluster, connect
 from skyrl_train.config.training import RunConfig
 from skyrl_train.entrypoints.plan.before_run import fitted
-from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_folder, lock_checkpoints
+from skyrl_train.entrypoints.resume import chosen_checkpoint, lock_checkpoints, resumes_in_its_folder
 from skyrl_train.hf import adapter_file
 from skyrl_train.ranks import SavedState
 from skyrl_train.tracking.run_dir import RECORD, HeldFolder, RunDir
@@ -103,7 +103,7 @@ class Run(ABC, Generic[C, P]):
         """
         self._checkpoint_lock = lock_checkpoints(self.config.trainer)
         self.checkpoint = chosen_checkpoint(self.config.trainer, self.num_train_rows)
-        return goes_on_in_its_folder(self.config.trainer, self.checkpoint)
+        return resumes_in_its_folder(self.config.trainer, self.checkpoint)
 
     @property
     def is_done(self) -> bool:

@@ -96,7 +96,7 @@ class EvaluationBeside:
     of their own, whose weights are loaded before it begins and then stay.
 
     It holds nothing that rollouts wait for, so neither can block the other. On shared engines, weights that are
-    published meanwhile answer what is left of it; the metrics say how much.
+    published in the meantime answer what is left of it; the metrics say how much.
     """
 
     def __init__(

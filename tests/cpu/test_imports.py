@@ -1,4 +1,4 @@
-"""Quick imports leave the collector and the libraries as they were; spawned processes begin with what they are told."""
+"""Quick imports leave the collector and the libraries as they were; spawned processes begin as configured."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 ROOT = REPOSITORY / "skyrl_train"
-# Who may import whom. A room (folder or module) stands below all that it may import, so there is no circle.
+# Who may import whom. A room (folder or module) is below all that it may import, so there is no circle.
 MAY_IMPORT = {
     # nouns and the machine
     "types": "",
@@ -104,10 +104,10 @@ def test_a_file_imports_only_from_rooms_that_its_own_may_import(file: Path):
         assert own in ONLY_IN.get(package, {own}), f"{file} imports {name}: only {sorted(ONLY_IN[package])} may"
 
 
-def test_every_room_stands_below_what_it_may_import():
+def test_every_room_is_below_what_it_may_import():
     above: list[str] = []
     for own, others in MAY_IMPORT.items():
-        assert not (below := set(others.split()) - set(above)), f"{own} may import {below}, which stand below it"
+        assert not (below := set(others.split()) - set(above)), f"{own} may import {below}, which are below it"
         above.append(own)
 
 

@@ -1,4 +1,4 @@
-"""A rank that goes on from its saved state on a GPU."""
+"""A rank that resumes from its saved state on a GPU."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.support.policies import build, everything
 State = dict[str, torch.Tensor]
 
 
-def _goes_on(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, Path, bool]) -> tuple[State, State, torch.Tensor]:
-    """What a rank holds when it saved or loaded its state, what it holds an update later, and numbers it drew."""
+def _resumed(rendezvous: Rendezvous, arguments: tuple[Trial, Layout, Path, bool]) -> tuple[State, State, torch.Tensor]:
+    """What a rank holds when it saved or loaded its state, what it holds an update later, and random numbers of it."""
     trial, one, folder, saves = arguments
     policy, batch = build(rendezvous, trial, one, bf16=True)
     if saves:
@@ -53,7 +53,7 @@ def _on_host(state: State) -> State:
         pytest.param({"tp": 2}, None, marks=pytest.mark.gpus(2), id="TP2"),
     ],
 )
-def test_ranks_that_were_replaced_hold_the_same_bits_and_go_on_alike(
+def test_replaced_ranks_hold_the_same_bits_and_continue_alike(
     sizes: dict[str, Any], lora: LoraConfig | None, tmp_path: Path
 ):
     """After an offload and a reload, which may still be under way when the state is asked for."""
@@ -61,7 +61,7 @@ def test_ranks_that_were_replaced_hold_the_same_bits_and_go_on_alike(
     folder = write_family("qwen3_tied", tmp_path / "model")
     trial = replace(make_trial(folder, [7, 30, 12, 9, 25, 40, 3, 18]), lora=lora)
     stayed, replaced = (
-        run_on_ranks(_goes_on, (trial, layout(num_ranks, sizes), tmp_path, saves), num_ranks, timeout_s=120)
+        run_on_ranks(_resumed, (trial, layout(num_ranks, sizes), tmp_path, saves), num_ranks, timeout_s=120)
         for saves in (True, False)
     )
     for mine, theirs in zip(replaced, stayed, strict=True):

@@ -23,11 +23,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["gives up", "is killed"])
-def test_a_receiver_that_reads_on_the_host_hears_of_a_lost_sender_and_goes_on_with_the_next(is_killed: bool, way: str):
+def test_a_receiver_that_reads_on_the_host_notices_a_dead_sender_and_continues_with_the_next(is_killed: bool, way: str):
     said = lose_sender(SENDER, RECEIVER, is_killed)
     assert any(words in said for words in ("gave up this weight update", "died during", "failed")), said
 
 
 @pytest.mark.usefixtures("way")
-def test_a_sender_that_reads_what_it_sends_hears_of_a_lost_receiver_and_goes_on_with_the_next():
+def test_a_sender_that_reads_what_it_sends_notices_a_dead_receiver_and_continues_with_the_next():
     assert lose_receiver(SENDER, RECEIVER) == "the engine died"

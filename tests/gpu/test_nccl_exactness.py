@@ -113,7 +113,7 @@ def test_four_gpus_have_hugging_faces_gradient_in_float32(name: str, sizes: dict
 
 @pytest.mark.gpus(1)
 @pytest.mark.parametrize("granularity", ["full", "selective"])
-def test_recomputing_activations_leaves_the_gradient_as_it_is(granularity: str):
+def test_recomputing_activations_leaves_the_gradient_unchanged(granularity: str):
     trial, hf = hugging_faces("qwen3_tied")
     outcome = run_layout(trial, layout(1, {}, recompute_granularity=granularity, transformer_impl="torch"))
     assert not FLOAT32.exceeded(compare(comparable(outcome, hf), hf))

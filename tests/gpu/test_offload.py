@@ -150,7 +150,7 @@ COLOCATED = [
 
 @pytest.mark.gpus(1)
 def test_a_job_shares_one_gpu_in_each_mode_and_every_sync_is_proven(tmp_path: Path):
-    """The last one goes on from a checkpoint of the one before."""
+    """The last one resumes from a checkpoint of the one before."""
     world, free_gib = write_world(tmp_path / "world"), {}
     first = world / "runs/offload/checkpoints/global_step_1"
     checkpoints = {
@@ -178,7 +178,7 @@ def test_a_job_shares_one_gpu_in_each_mode_and_every_sync_is_proven(tmp_path: Pa
 
 
 @pytest.mark.gpus(2)
-def test_training_goes_on_with_the_engine_that_is_left(tmp_path: Path):
+def test_training_continues_with_the_engine_that_is_left(tmp_path: Path):
     """Two engines share GPUs with two ranks; one is killed when the last sample of the first step is scored."""
     world = write_world(tmp_path / "world")
     (world / "deadly.py").write_text(DEADLY)

@@ -211,7 +211,7 @@ def test_copies_into_parameters_leave_what_a_fresh_engine_has(kind: str, tmp_pat
     fresh = [answers for ((_, answers),) in fresh]
     for process in processes:
         process.join()
-    # Whether the plan is in use is told after the update that proved it.
+    # Whether the plan is in use is reported after the update that verified it.
     assert [direct for direct, _ in updated] == [False, True, True, True, True]
     for which, (_, answers) in zip(order, updated, strict=True):
         assert answers == fresh[which]

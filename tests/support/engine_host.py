@@ -83,14 +83,14 @@ def answers(llm: Any) -> Answers:
     """Drawn tokens with all logprobs, then the same prompts scored (a request that is scored uses no cached prefix)."""
     from vllm import SamplingParams
 
-    drawn = SamplingParams(temperature=0.0, max_tokens=12, logprobs=-1, detokenize=False, ignore_eos=True)
+    sampled = SamplingParams(temperature=0.0, max_tokens=12, logprobs=-1, detokenize=False, ignore_eos=True)
     scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=-1, detokenize=False)
     found: Answers = []
-    for params in (drawn, scored):
+    for params in (sampled, scored):
         prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
         for output in llm.generate(prompts, params, use_tqdm=False):
             one = output.outputs[0]
-            rows = one.logprobs if params is drawn else output.prompt_logprobs[1:]
+            rows = one.logprobs if params is sampled else output.prompt_logprobs[1:]
             found.append(
                 (list(one.token_ids), [sorted((token, entry.logprob) for token, entry in row.items()) for row in rows])
             )
@@ -163,7 +163,7 @@ def engine_host(folder: Path, name: str) -> Iterator[str]:
 
 
 def serve(address: str) -> None:
-    """Work off calls one by one, whoever they come from."""
+    """Work off calls one by one, whatever sends them."""
     host = Host()
     listener = multiprocessing.connection.Listener(address, backlog=64)
     door = listener._listener._socket  # type: ignore[attr-defined]

@@ -108,7 +108,7 @@ class FakeEngine(Actor):
 
 
 class FakeRank(Actor):
-    """A rank of a policy; it tells the engines nothing, but notices who is dead."""
+    """A rank of a policy; it sends the engines nothing, but notices dead ones."""
 
     def __init__(self, pp_rank: int = 0) -> None:
         super().__init__(

@@ -111,9 +111,9 @@ class FakeServer:
 
     def complete(self, body: Any, query: Any) -> Any:
         refuse(self.paused or self.update_is_active, "a step on half-loaded weights")
-        drawn = body["prompt"][::-1][: body["max_tokens"]]
-        logprobs = {"token_logprobs": [-0.5 * token for token in drawn]}
-        choice = {"text": "text", "token_ids": drawn, "finish_reason": "length", "logprobs": logprobs}
+        sampled = body["prompt"][::-1][: body["max_tokens"]]
+        logprobs = {"token_logprobs": [-0.5 * token for token in sampled]}
+        choice = {"text": "text", "token_ids": sampled, "finish_reason": "length", "logprobs": logprobs}
         if "prompt_logprobs" in body:
             likeliest = {"1": {"logprob": -0.1}}  # vLLM adds others
             rows = [likeliest | {str(token): {"logprob": -0.5 * token}} for token in body["prompt"][1:]]

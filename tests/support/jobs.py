@@ -189,7 +189,7 @@ class Job:
         os.killpg(self.process.pid, number)
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process of the job, whoever its parent is by now."""
+        """Every living process of the job, whatever its parent is now."""
         found = [p for p in psutil.process_iter() if _environment(p).get(MARK) == self.mark]
         if isinstance(self.process, Forked) and self.process.poll() is None:
             # For it, /proc shows the variables of the process that it was forked from.

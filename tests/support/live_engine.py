@@ -162,7 +162,7 @@ def live_world(folder: Path, **settings: Any) -> Iterator[World]:
 
 @contextlib.contextmanager
 def slow_threads() -> Iterator[None]:
-    """A thread whose result has come goes on for a while, as it does where others have the cores."""
+    """A thread whose result has come keeps running for a while, as on busy cores."""
     ended, set_result = threading.Event(), Future.set_result
 
     def set_and_wait(future: Future[Any], result: Any) -> None:

@@ -72,7 +72,7 @@ class _Posted:
 
 
 def _send(device_name: str, messages: Any, stops: list[int], commands: Any, results: Any, ends: list[_Ends]) -> None:
-    """One update for each stop: before that tensor a command says how it goes on."""
+    """One update for each stop: before that tensor a command says how it continues."""
     device = _use(device_name)
     for stop, end in zip(stops, ends, strict=True):
         channel = BroadcastSendChannel(1, device, DEADLINE_S, "127.0.0.1")

@@ -1,6 +1,6 @@
 """A worker extension for tests: an engine whose worker dies in the middle of taking in weights, when a file says so.
 
-`SKYRL_TEST_DEATH` names the file; the first worker that finds it takes it away and does what stands in it: "core" kills
+`SKYRL_TEST_DEATH` names the file; the first worker that finds it removes it and does what it says: "core" kills
 its process, "actor" the process above it, "stop" stops its own for good.
 """
 
@@ -36,7 +36,7 @@ def load(self: LayerwiseReload, named_tensors: Any) -> None:
 
 
 class DyingExtension(SyncExtension):
-    """The extension as it is; importing this module does the rest."""
+    """The extension, unchanged; importing this module does the rest."""
 
 
 LayerwiseReload.load = load  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ _publish, _digest = ShmSendChannel.publish, SendClock.digest
 
 
 class FaultyPolicy(MegatronPolicy):
-    """Right until it is told a fault, and again after one sync."""
+    """Right until a fault is injected, and again after one sync."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -47,7 +47,7 @@ class Script:
 
 
 class NeverAnswers:
-    """Knows who waits for it and whose call was cancelled."""
+    """Records which calls wait and which were cancelled."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -45,10 +45,10 @@ def drawn_tokens(service: TrainingService) -> list[dict[str, Any]]:
     made_by = {name: answer[name] for name in ("policy_versions", "sampling_params")}
     group = []
     for index, choice in enumerate(answer["choices"]):
-        asked, drawn = choice["prompt_token_ids"], choice["token_ids"]
+        asked, sampled = choice["prompt_token_ids"], choice["token_ids"]
         logprobs = [0.0] * len(asked) + choice["logprobs"]["token_logprobs"]
-        mask = [0] * len(asked) + [1] * len(drawn)
-        tokens = {"token_ids": asked + drawn, "loss_mask": mask, "logprobs": logprobs}
+        mask = [0] * len(asked) + [1] * len(sampled)
+        tokens = {"token_ids": asked + sampled, "loss_mask": mask, "logprobs": logprobs}
         group.append(tokens | made_by | {"reward": index / 4})
     return group
 

@@ -98,7 +98,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank is told."""
+    """Settings of a rank."""
 
     case: Case
     trial: Trial

@@ -63,7 +63,7 @@ class SecondChance(GeneratorInterface):
     async def trajectory(
         self, messages: list[dict[str, str]], answer: str, sampling_params: dict[str, Any], session_id: str
     ) -> Trajectory:
-        # transformers 5 returns token ids alone only if it is told so.
+        # transformers 5 returns token ids alone only if asked to.
         prompt_ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         made = Trajectory(prompt_ids)
         for share in (1.0, 0.5):

@@ -180,7 +180,7 @@ def with_output(group: Group, output: Mapping[str, Any]) -> Group:
 
 
 def _fixed(sample: Sample) -> dict[str, Any]:
-    """What a hook must leave as it is."""
+    """What a hook must not change."""
     start = sample.prompt_length
     return {
         "prompt_token_ids": sample.token_ids[:start],

@@ -82,7 +82,7 @@ class SendChannel(Protocol):
         """Wait until every receiver has loaded everything."""
 
     def abort(self) -> None:
-        """Notify the receivers, where possible, that no more comes."""
+        """Notify the receivers, where possible, that there are no more tensors."""
 
     def close(self) -> None: ...
 

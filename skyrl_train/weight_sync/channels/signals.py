@@ -79,7 +79,7 @@ class LocalSendChannel:
         self.wait_taken(self.bucket + 1, check)
 
     def abort(self) -> None:
-        """Notify the receivers that no more comes."""
+        """Notify the receivers that there are no more tensors."""
         with contextlib.suppress(WeightSyncError):
             self.tell(ABORTED)
 

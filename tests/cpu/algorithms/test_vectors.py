@@ -1,6 +1,6 @@
 """What other frameworks' own functions give for the same inputs (tests/data/algorithm_vectors.json).
 
-Every record of the file is compared, or stands in a table of deliberate differences with its reason.
+Every record of the file is compared, or is in a table of deliberate differences with its reason.
 """
 
 import json

@@ -506,7 +506,7 @@ COLOCATED = ["trainer.placement.colocate_all=true", "trainer.placement.policy_nu
         ([*COLOCATED, "generator.run_engines_locally=false"], "cannot share devices with the trainer"),
     ],
 )
-def test_who_shares_devices_must_fit_on_them(overrides: list[str], expected: str):
+def test_models_that_share_devices_must_fit_on_them(overrides: list[str], expected: str):
     (problem,) = [one for one in problems(*overrides) if "trainer.placement" in one and "remote_inference" not in one]
     assert re.search(expected, problem)
 
@@ -526,7 +526,7 @@ def test_servers_that_run_already_get_merged_weights():
     assert "lora.sync=merged" in problem
 
 
-def test_a_rank_that_engines_cannot_serve_is_told_before_they_start():
+def test_a_rank_that_engines_cannot_serve_is_refused_before_they_start():
     rank = "trainer.policy.model.lora.rank=513"
     (problem,) = problems(rank, "trainer.policy.model.lora.sync=adapter")
     assert "rank is 513: vLLM has slots up to 512" in problem

@@ -41,7 +41,7 @@ SETTINGS = engine_settings("model", "name", "float32", max_model_len=64)
 
 
 class Member:
-    """An actor that does as it is told."""
+    """An actor that follows its script."""
 
     def answer(self, value: int) -> int:
         return value
@@ -199,7 +199,7 @@ def test_the_first_failure_is_raised_at_once_with_process_and_log(members: list[
     ray.get(waits)
 
 
-def test_a_failure_inside_a_call_of_another_process_is_told_without_ray(members: list[Any], calls: Calls):
+def test_a_failure_inside_a_call_of_another_process_is_reported_without_ray(members: list[Any], calls: Calls):
     with pytest.raises(RemoteFailed) as caught:
         asyncio.run(calls.gather("sync", [members[0].fail_in.remote(members[1])]))
     assert str(caught.value) == "policy-0 failed to sync: ArithmeticError: first of all (log: runs/x/logs/policy-0.log)"
@@ -216,7 +216,7 @@ def test_a_member_that_does_not_answer_is_named_at_the_deadline(members: list[An
 
 
 def test_a_killed_member_is_noticed_within_seconds(members: list[Any], calls: Calls, tmp_path: Path):
-    """Kills the last member, so it stands last of those that use it."""
+    """Kills the last member, so it is the last of those that use it."""
     pid = ray.get(members[2].process.remote())
     refs = [members[0].wait_for.remote(tmp_path / "ended"), members[2].sleep.remote(600)]
 
@@ -303,7 +303,7 @@ def test_a_local_cluster_has_no_process_that_a_run_does_not_use(cluster: Cluster
 
 
 @pytest.mark.parametrize("joining", ["with s.connect(): pass", "s.attach(os.environ['RAY_ADDRESS'])"])
-def test_a_program_without_the_token_of_a_cluster_is_told_to_set_it(joining: str, cluster: Cluster):
+def test_a_program_without_the_token_of_a_cluster_is_asked_to_set_it(joining: str, cluster: Cluster):
     if os.environ.get("RAY_AUTH_MODE") != "token":
         pytest.skip("this version of Ray starts no cluster with a token")
     environment = {**os.environ, "RAY_ADDRESS": cluster.address, "RAY_NUM_REDIS_GET_RETRIES": "1"}
@@ -359,7 +359,7 @@ def test_an_address_where_no_cluster_answers_is_named(monkeypatch: pytest.Monkey
     assert time.monotonic() - started < 60, "Ray itself tries for more than five minutes"
 
 
-def test_a_driver_outside_of_the_cluster_is_told_how_to_get_in(monkeypatch: pytest.MonkeyPatch):
+def test_a_driver_outside_of_the_cluster_gets_an_error_that_says_how_to_join(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:10001")
     with pytest.raises(ValueError, match="ray job submit"), connect():
         pass

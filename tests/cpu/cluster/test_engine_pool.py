@@ -102,7 +102,7 @@ def test_requests_are_aborted_in_the_engine_when_their_callers_leave(monkeypatch
         (engine(error=task_error(ServerError("500 of the server")), ping=task_error(ServerError("503"))), "500 of"),
     ],
 )
-def test_an_engine_that_hangs_or_dies_is_lost(monkeypatch: pytest.MonkeyPatch, actor: Any, reason: str):
+def test_an_engine_that_hangs_or_dies_is_marked_dead(monkeypatch: pytest.MonkeyPatch, actor: Any, reason: str):
     with pytest.raises(EngineLostError, match=reason):
         answers_of(monkeypatch, actor)
 
@@ -133,7 +133,7 @@ def test_only_engines_that_do_not_answer_are_dropped(monkeypatch: pytest.MonkeyP
         before = group.num_changes
         assert await group.drop_dead() == ["engine-1", "engine-3"]
         assert list(group.actors) == ["engine-0", "engine-2"] and group.num_workers == 2
-        assert group.num_changes != before, "senders must be connected anew"
+        assert group.num_changes != before, "senders must reconnect"
         assert await group.drop_dead() == []
 
     asyncio.run(main())

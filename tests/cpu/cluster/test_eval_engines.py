@@ -74,7 +74,7 @@ def test_only_an_evaluation_changes_the_weights_of_its_engines_and_training_keep
     in_world(monkeypatch, main)
 
 
-def test_an_evaluation_goes_on_with_its_version_when_one_of_its_engines_dies(monkeypatch: pytest.MonkeyPatch):
+def test_an_evaluation_continues_with_its_version_when_one_of_its_engines_dies(monkeypatch: pytest.MonkeyPatch):
     async def main(world: World) -> None:
         await world.train()
         await world.evaluation.load()

@@ -1,4 +1,4 @@
-"""How trainers leave their devices by ending their processes, and what of them lies on the disk meanwhile."""
+"""How trainers leave their devices by ending their processes, and what of them is on the disk in the meantime."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_a_new_prompt_goes_to_the_least_loaded_engine():
     asyncio.run(main())
 
 
-def test_prompts_are_dealt_anew_after_their_prefixes_were_forgotten():
+def test_prompts_are_distributed_again_after_their_prefixes_were_dropped():
     async def main() -> None:
         engines = [Engine(), Engine()]
         router = Router(engines)
@@ -143,7 +143,7 @@ def test_a_failed_engine_fails_its_waiting_callers_and_no_others(engine, reason)
 
 
 class Mortal(Engine):
-    """Is lost after so many answers, of which the router is told before the stream breaks off."""
+    """Is lost after so many answers, which the router learns before the stream fails."""
 
     def __init__(self, answers: int) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def mortals(*engines: Engine) -> Router:
     return router
 
 
-def test_what_a_lost_engine_had_not_answered_is_answered_by_the_others_and_counted_once():
+def test_what_a_dead_engine_had_not_answered_is_answered_by_the_others_and_counted_once():
     async def main() -> None:
         lost, other = Mortal(answers=3), Engine()
         router = mortals(lost, other)
@@ -195,7 +195,7 @@ def test_requests_are_held_while_no_engine_serves_and_one_asks_for_help():
     asyncio.run(main())
 
 
-def test_a_prompt_goes_to_an_engine_that_is_left_and_comes_back_to_no_lost_one():
+def test_a_prompt_moves_to_a_live_engine_and_never_back_to_a_dead_one():
     async def main() -> None:
         engines = [Engine(), Engine()]
         router = Router(engines)

@@ -207,7 +207,7 @@ def logprobs_of(answers: list[Generation]) -> list[Any]:
     return [pytest.approx(one.logprobs, abs=1e-5) for one in answers]
 
 
-def test_a_repeated_prompt_is_answered_anew_after_a_sync(world: World):
+def test_a_repeated_prompt_is_computed_again_after_a_sync(world: World):
     """Also its prefix, which the engine keeps: with old keys and values its logprobs would not be the policy's."""
     run(world.sync())
     before = run(world.answers())
@@ -245,7 +245,7 @@ def test_a_sync_of_unchanged_weights_changes_no_answer(world: World):
         (planted_faults.BYTES, "1 arrived with other bytes: model.embed_tokens.weight"),
     ],
 )
-def test_a_planted_fault_stops_the_sync_before_an_answer_is_drawn(world: World, fault: str, message: str):
+def test_an_injected_fault_stops_the_sync_before_an_answer_is_sampled(world: World, fault: str, message: str):
     run(world.sync())
     run(world.policy.group.all("remember"))
     run(world.train())
@@ -256,7 +256,7 @@ def test_a_planted_fault_stops_the_sync_before_an_answer_is_drawn(world: World, 
         run(world.engines.resume())
     held = asyncio.ensure_future(world.answers(), loop=LOOP)
     LOOP.run_until_complete(asyncio.sleep(1))
-    assert not held.done(), "an answer was drawn with half-loaded weights"
+    assert not held.done(), "an answer was sampled with half-loaded weights"
     run(world.sync())  # a whole one heals the engine
     assert {one.policy_version for one in run(held)} == {world.policy.policy_version}
     metrics = run(world.update(run(world.groups())))

@@ -1,4 +1,4 @@
-"""Command lines of skyrl_train 0.4: all 79 of its scripts, each of its keys, and what a user is told."""
+"""Command lines of skyrl_train 0.4: all 79 of its scripts, each of its keys, and what a user reads."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_prompt_answer_and_reply_equal_the_template_over_the_whole_conversation(
 
 
 @pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>"), (LLAMA_3, "<eos>"), (MISTRAL, "<eos>")])
-def test_end_of_turn_token_that_the_policy_drew_is_not_repeated(template, end):
+def test_end_of_turn_token_that_the_policy_sampled_is_not_repeated(template, end):
     tokenizer = tokenizer_with(template)
     chat = ChatTemplate(tokenizer, {})
     cut_off, ended = tokenizer.encode("50"), tokenizer.encode("50" + end)

@@ -74,7 +74,7 @@ def test_the_assistants_words_and_their_end_are_trained_and_nothing_else():
     assert trained(chatml_tokenizer(), TURNS, "last") == ["9<|im_end|>"]
 
 
-def test_what_stands_behind_the_last_answer_is_left_out():
+def test_text_after_the_last_answer_is_left_out():
     tokenizer = chatml_tokenizer()
     conversations = Conversations(ChatTemplate(tokenizer, {}), tokenizer.eos_token_id, "all")
     assert conversations.tokens(TURNS[:4]) == conversations.tokens(TURNS[:3])

@@ -69,7 +69,7 @@ def test_a_broadcast_updates_the_engine_as_shared_memory_does(world: World):
     assert run(world.answers()) == world.expected(1)
 
 
-def test_a_repeated_prompt_is_answered_anew_after_a_sync(world: World):
+def test_a_repeated_prompt_is_computed_again_after_a_sync(world: World):
     long_prompt = [[4 + k % 50 for k in range(100)]]
     run(world.sync(world.weights(0)))
     run(world.generate(long_prompt))
@@ -178,7 +178,7 @@ def test_a_name_that_arrives_twice_fails_the_update(world: World):
     assert run(world.answers()) == world.expected(1)
 
 
-def test_requests_wait_while_the_engine_is_paused_and_frozen_ones_go_on(world: World):
+def test_requests_wait_while_the_engine_is_paused_and_frozen_ones_continue(world: World):
     async def main() -> None:
         long = SamplingParams(max_generate_length=100, temperature=1.0)
         running = asyncio.create_task(world.generate(PROMPTS[:1] * 4, long))
@@ -242,7 +242,7 @@ def test_a_response_that_a_sync_aborts_continues_from_its_tokens_with_the_new_we
     scores = run(world.engine.prompt_logprobs([prompt + one.token_ids for one in cut]))
     for one, score in zip(cut, scores, strict=True):
         count, start = one.version_spans[0][1], len(prompt)
-        assert one.logprobs[count:] == pytest.approx(score[start + count :], abs=2e-5), "read and written anew"
+        assert one.logprobs[count:] == pytest.approx(score[start + count :], abs=2e-5), "read and written again"
         assert one.logprobs[:count] != pytest.approx(score[start : start + count], abs=2e-5), "of the old weights"
 
 
@@ -282,7 +282,7 @@ def test_leaving_a_batch_frees_its_requests(world: World):
     run(main())
 
 
-def test_logprobs_are_of_the_drawn_token_under_the_distribution_it_was_drawn_from(world: World):
+def test_logprobs_are_of_the_sampled_token_under_its_distribution(world: World):
     run(world.sync(world.weights(1)))
     params = SamplingParams(max_generate_length=6, temperature=0.7, top_p=0.9, top_k=20)
     for prompt, generation in zip(PROMPTS * 4, run(world.generate(PROMPTS * 4, params)), strict=True):

@@ -150,7 +150,7 @@ def test_the_size_of_a_model_is_read_from_its_files(settings: EngineSettings):
     assert ModelSize.of(settings) == ModelSize(2 * (100 * 8 + 64), 100)
 
 
-def test_an_engine_with_a_gpu_is_told_a_number_and_says_which(
+def test_an_engine_with_a_gpu_gets_a_number_and_says_which(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(memory, "devices_in_use", lambda num_devices: [gpu(138, 140)] * num_devices)
@@ -227,9 +227,7 @@ def test_a_cache_of_unknown_size_is_left_to_vllm(settings: EngineSettings, monke
     ],
     ids=["devices of its own", "a part of a step", "as many as it computes", "some wait", "two steps", "clients"],
 )
-def test_engines_on_shared_devices_are_told_how_many_sequences_there_will_be(
-    overrides: list[str], sequences: int | None
-):
+def test_engines_on_shared_devices_get_the_number_of_sequences(overrides: list[str], sequences: int | None):
     config = load_config(["trainer.placement.colocate_all=true", *overrides])
     one, *_ = all_engine_settings(config, 640, "cuda_ipc")
     assert isinstance(one, EngineSettings) and one.cached_sequences == sequences

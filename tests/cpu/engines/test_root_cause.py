@@ -30,7 +30,7 @@ def written(process: str, text: str, *, logged: bool = False) -> str:
     return textwrap.indent(text, start, lambda line: True)
 
 
-def test_an_exception_without_a_message_is_told_with_its_place():
+def test_an_exception_without_a_message_is_reported_with_its_place():
     stack = STACK + "AssertionError\n"
     log = "engine-0: process 19199\n" + written(
         "EngineCore pid=7", "EngineCore failed to start.\n" + stack, logged=True
@@ -46,7 +46,7 @@ def test_of_several_processes_the_first_that_raised_is_to_blame():
     assert root_cause(worker + core) == "torch.OutOfMemoryError: CUDA out of memory."
 
 
-def test_of_exceptions_that_follow_one_another_the_last_is_told():
+def test_of_chained_exceptions_the_last_is_reported():
     chain = f"{STACK}KeyError: 'rope'\n\nDuring handling of the above exception, another exception occurred:\n\n{STACK}"
     assert root_cause(written("EngineCore pid=7", chain + "ValueError: no rope_type\n")) == "ValueError: no rope_type"
 

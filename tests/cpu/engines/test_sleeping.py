@@ -71,16 +71,16 @@ class FrozenCore:
     async def wake_up(self, tags: list[str]) -> None:
         self.asleep -= set(tags)
         if not self.asleep:
-            self._go_on()
+            self._resume()
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
         self.is_paused = True
         self.frozen = 0 if mode == "abort" else self.frozen
 
     async def resume_generation(self) -> None:
-        self._go_on()
+        self._resume()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         assert self.is_whole or not self.frozen, "a step over half a model"
         self.is_paused = False
 
@@ -102,7 +102,7 @@ def engine_of(llm: Any) -> VllmEngine:
     return engine
 
 
-def test_an_engine_whose_update_broke_off_falls_asleep_again_and_draws_nothing_meanwhile():
+def test_an_engine_whose_update_failed_sleeps_again_and_samples_nothing():
     core = FrozenCore()
 
     async def main() -> None:

@@ -55,7 +55,7 @@ class NoTraining:
 
 
 class Waits(NoTraining):
-    """Interrupts the main thread, and runs until it is told to stop."""
+    """Interrupts the main thread, and runs until it is stopped."""
 
     async def run(self, run_dir: Any) -> None:
         self.stop = asyncio.Event()
@@ -123,7 +123,7 @@ def test_a_failed_run_raises_its_error(world: Path):
         skyrl_train.run(config, experiment=Fails)  # type: ignore[arg-type]
 
 
-def test_a_notebook_can_await_a_run_and_go_on_meanwhile(world: Path):
+def test_a_notebook_can_await_a_run_and_do_other_work(world: Path):
     config = skyrl_train.load_config(["trainer.run_name=awaited"], experiment="tiny")
 
     async def cell() -> tuple[Path, int]:
@@ -140,7 +140,7 @@ def test_a_notebook_can_await_a_run_and_go_on_meanwhile(world: Path):
 
 
 class Endless(NoTraining):
-    """Runs until it is told to stop."""
+    """Runs until it is stopped."""
 
     async def run(self, run_dir: Any) -> None:
         self.stop = asyncio.Event()

@@ -21,7 +21,7 @@ SERVERS = "generator.remote_inference_engine_urls=[http://a:1,http://b:1]"
         (["generator.run_engines_locally=false", SERVERS], "2 running vLLM server(s)"),
     ],
 )
-def test_a_run_says_what_it_draws_from(overrides: list[str], expected: str):
+def test_a_run_prints_its_sampling_parameters(overrides: list[str], expected: str):
     run = Experiment.__new__(Experiment)
     run.config = load_config(["trainer.policy.model.path=tiny", *overrides])
     run.train_prompts, run.val_prompts = [], []

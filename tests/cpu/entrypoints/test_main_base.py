@@ -164,7 +164,7 @@ def test_an_environment_that_cannot_be_imported_is_named(world: Path, capsys: py
     assert "no_such_module" in message and "PYTHONPATH" in message
 
 
-def test_all_problems_are_told_at_once(world: Path, capsys: pytest.CaptureFixture[str]):
+def test_all_problems_are_reported_at_once(world: Path, capsys: pytest.CaptureFixture[str]):
     message = error(
         capsys,
         "trainer.policy_mini_batch_size=3",

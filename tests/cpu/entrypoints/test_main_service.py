@@ -120,7 +120,7 @@ def test_one_that_another_program_stopped_has_not_failed(
     assert run() == code and told in capsys.readouterr().out
 
 
-def test_one_that_can_train_no_more_is_ended_and_has_failed(
+def test_one_that_can_no_longer_train_is_ended_and_has_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     stops: list[str] = []

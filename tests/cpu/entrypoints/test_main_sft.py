@@ -186,10 +186,10 @@ def test_a_run_on_two_ranks_trains_evaluates_exports_and_reports(made_world: Pat
     assert record["status"] == "finished" and record["changes"]["data.too_long"] == "truncate"
     assert not [key for key in record["changes"] if key.startswith(("generator", "environment"))]
     assert exported_loss(made_world, job) == pytest.approx(metrics[-1]["sft/eval_loss"], abs=1e-5)
-    assert_goes_on_bit_for_bit(made_world, job, overrides)
+    assert_resumes_bit_for_bit(made_world, job, overrides)
 
 
-def assert_goes_on_bit_for_bit(world: Path, whole: Job, overrides: list[str]) -> None:
+def assert_resumes_bit_for_bit(world: Path, whole: Job, overrides: list[str]) -> None:
     """From step 10 of 12, because the checkpoint of step 12 is damaged."""
     folder = whole.run_dir / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["global_step_10", "global_step_12"]

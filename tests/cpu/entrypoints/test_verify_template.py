@@ -66,7 +66,7 @@ def config(*overrides):
     return load_config(["generator.max_turns=2", *overrides])
 
 
-def test_a_run_whose_template_drops_thoughts_is_warned_and_told_the_key(tmp_path, caplog):
+def test_a_run_whose_template_drops_thoughts_is_warned_with_the_key(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         check_conversations(config(), family("qwen3"), str(tmp_path), QUESTION)
     assert "earlier turns with thoughts differently" in caplog.text

@@ -145,7 +145,7 @@ def test_a_step_over_prompts_is_arithmetic(shape: str, tokens: int):
     assert values(inputs(shape, "h100"))["max_num_batched_tokens"] == tokens
 
 
-def test_what_was_chosen_is_told_in_one_line_with_reasons():
+def test_what_was_chosen_is_printed_in_one_line_with_reasons():
     line = choices_line(chosen(inputs("qwen3-4b", "h200")))
     assert line.startswith(
         "chose   for H200: enforce_eager=false, because GPUs can run CUDA graphs; max_num_seqs=1024, because"

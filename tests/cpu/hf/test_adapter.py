@@ -165,7 +165,7 @@ def test_a_file_is_opened_once_for_all_its_modules(given: LoraConfig, dense: Pat
     assert opened == [Path(str(given.path), adapter.TENSORS_FILE)]
 
 
-def test_a_doubt_about_the_base_model_is_told(
+def test_a_doubt_about_the_base_model_is_reported(
     given: LoraConfig, dense: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     """Where PEFT wrote the file nothing but a name tells which model it is for."""

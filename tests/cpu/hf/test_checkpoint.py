@@ -71,7 +71,7 @@ def test_files_of_any_name_are_read_where_nothing_names_them(tmp_path: Path):
     assert tensor_shapes(str(tmp_path)) == {"a": (2, 3), "b": (4,)}
 
 
-def test_a_file_that_the_index_names_and_is_missing_is_told(tmp_path: Path):
+def test_a_file_that_the_index_names_and_is_missing_is_reported(tmp_path: Path):
     folder = write_mistral(tmp_path / "model", "20KB")
     names = sorted(set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values()))
     shutil.move(folder / names[1], tmp_path / "elsewhere")

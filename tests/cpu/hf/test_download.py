@@ -101,7 +101,7 @@ def test_a_model_that_was_not_downloaded_is_not_asked_for(hub: LocalHub):
     assert not hub.requests
 
 
-def test_a_folder_is_used_as_it_is(hub: LocalHub, model: Path):
+def test_a_folder_is_used_unchanged(hub: LocalHub, model: Path):
     download(KEY, str(model), 1)
     assert local_folder(os.path.relpath(model)) == str(model) == seen_from_anywhere(os.path.relpath(model))
     assert not hub.requests

@@ -62,7 +62,7 @@ def test_a_driver_ended_by_a_signal_says_so_and_is_gone(folder: Path, number: si
 
 
 @pytest.mark.parametrize(("variable", "is_forked"), [("OWN", True), ("RAY_OWN", False), ("HF_HOME", False)])
-def test_a_job_with_variables_that_its_imports_read_is_started_anew(folder: Path, variable: str, is_forked: bool):
+def test_a_job_with_variables_that_its_imports_read_gets_a_new_process(folder: Path, variable: str, is_forked: bool):
     environment = {"OWN": "variable", variable: "variable"}
     job = start_command([sys.executable, "-m", "program", "exits"], folder, "own", "mark", environment)
     assert isinstance(job.process, Forked) == is_forked

@@ -41,7 +41,7 @@ FINE_TUNING = [
     "trainer.policy.optimizer_config.lr=2e-2",
     "trainer.placement.policy_num_gpus_per_node=2",
 ]
-# Samples are drawn greedily, and one mini-batch is a step, so that what is trained on does not depend on the engine.
+# Samples are greedy, and one mini-batch is a step, so that what is trained on does not depend on the engine.
 TRAINING = [
     *LORA,
     "trainer.policy.model.lora.path=runs/tuned/exports/global_step_16/adapter",

@@ -74,7 +74,7 @@ def test_tokens_and_logprobs_of_a_server_are_those_of_its_model(server: Server, 
         assert len(generation.token_ids) == 8 or generation.stop_reason == "stop"
 
 
-def test_a_server_whose_update_broke_off_stays_paused(server: Server, world: Path):
+def test_a_server_whose_update_failed_stays_paused(server: Server, world: Path):
     async def main() -> None:
         engine = engine_of(server, world)
         await engine.start(waits_for_weights=False)
@@ -116,7 +116,7 @@ def test_a_run_trains_with_a_server_that_held_other_and_half_weights(server: Ser
     steps = job.metrics
     assert len(steps) == 2
     for step in steps:
-        # Before its first update in a step the policy is what the server drew from.
+        # Before its first update in a step the policy is what the server sampled from.
         assert 0 < step["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
     assert KEY not in "".join(path.read_text() for path in job.run_dir.glob("*.yaml"))
 

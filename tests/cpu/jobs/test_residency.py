@@ -11,7 +11,7 @@ from tests.support.checkpoints import tensors_of
 from tests.support.jobs import GREEDILY, GREEDY_MAIN, Job, run_to_end, write_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-# Samples are drawn greedily: what is drawn otherwise depends on which requests meet in a batch of the engine.
+# Samples are greedy: other ones depend on which requests meet in a batch of the engine.
 OVERRIDES = [
     "environment.env_class=watching:Watches",
     *GREEDILY,
@@ -96,7 +96,7 @@ def assert_same_weights(job: Job, other: Job, step: int) -> None:
     assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_ends_at_the_same_weights(world: Path, dedicated: Job, offloaded: Job):
+def test_a_run_that_resumes_from_a_checkpoint_ends_at_the_same_weights(world: Path, dedicated: Job, offloaded: Job):
     """Of step 1 of the run that offloads, with trainers whose processes end between their turns."""
     folder = offloaded.run_dir / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["global_step_1", "global_step_2"]

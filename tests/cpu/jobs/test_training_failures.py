@@ -35,7 +35,7 @@ def status(job: Job) -> str:
     return json.loads((job.run_dir / "run.json").read_text())["status"]
 
 
-def test_a_run_goes_on_without_its_engine_and_ends_with_its_rank(world: Path):
+def test_a_run_continues_without_its_engine_and_ends_with_its_rank(world: Path):
     """Of an engine of another kind (examples/custom), which serves each version of the policy. The environment kills it
     when it scores the last sample of the first step, so that the sync of that step finds it dead, and one of two ranks
     in the middle of the third. tests/cpu/trainer/test_publish.py has the other moments."""

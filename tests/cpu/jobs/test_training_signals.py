@@ -11,7 +11,7 @@ from tests.support.jobs import START_S, WITHOUT_VLLM, assert_interrupted, assert
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PATIENCE_S = 240
-"""For an end that takes seconds, on a machine that may stand still."""
+"""For an end that takes seconds, on a machine that may stall."""
 LONG = ["trainer.max_training_steps=1000", "trainer.epochs=1000", "environment.env_class=rewards:Hangs"]
 
 
@@ -21,7 +21,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ctrl_c_finishes_the_step_in_flight_and_a_second_one_ends_at_once(world: Path):
-    """Two starts of one run, which goes on. SIGTERM to the driver alone is in test_training_on_a_cluster.py, to the
+    """Two starts of one run, which resumes. SIGTERM to the driver alone is in test_training_on_a_cluster.py, to the
     whole process group in test_training.py, and a killed driver in test_streaming_run.py; both of those with vLLM."""
     with running(world, "trainer.run_name=twofold", *LONG, WITHOUT_VLLM) as job:
         job.wait_for_step(1)

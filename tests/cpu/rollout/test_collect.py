@@ -110,7 +110,7 @@ def test_a_seed_is_the_same_on_every_machine():
     assert seed("train", 1, 0) == 3008800958686597820
 
 
-def test_progress_is_told_of_every_sample():
+def test_progress_counts_every_sample():
     tally = Tally()
     collect(answers_late_first, sums(3), progress=tally)
     assert tally.events == [6, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, "stop"]

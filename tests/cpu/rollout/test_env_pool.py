@@ -20,7 +20,7 @@ def make_pool():
         pool.close(timeout_s=2.0)
 
 
-def test_results_and_errors_reach_whoever_awaits_them(make_pool):
+def test_results_and_errors_reach_the_callers_that_await_them(make_pool):
     async def main():
         pool = make_pool()
         results = await asyncio.gather(*[pool.submit(lambda i=i: 1 // i) for i in (1, 0, -1)], return_exceptions=True)
@@ -30,7 +30,7 @@ def test_results_and_errors_reach_whoever_awaits_them(make_pool):
     asyncio.run(main())
 
 
-def test_event_loop_goes_on_while_a_call_blocks(make_pool):
+def test_event_loop_continues_while_a_call_blocks(make_pool):
     async def main():
         released = threading.Event()
         call = make_pool().submit(lambda: released.wait(60))

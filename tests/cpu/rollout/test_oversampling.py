@@ -132,8 +132,8 @@ def test_every_row_of_an_epoch_is_trained_once_and_none_is_late_by_more_than_the
     waiting = Counter(row.prompt.uid for row in world.source._waiting)
     trained = Counter(uid for step in steps for uid in step)
     assert trained.total() == 2 * ROWS and waiting.total() <= number - 4
-    drawn = trained + waiting
-    assert max(drawn.values()) - min(drawn.values()) <= 1, "each epoch has each row once, whatever was cancelled"
+    sampled = trained + waiting
+    assert max(sampled.values()) - min(sampled.values()) <= 1, "each epoch has each row once, whatever was cancelled"
     longest = MAX_CANCELLED + -(-(number - 4) // 4) - 1
     assert max(row.num_cancelled for row in world.source._waiting) <= longest
 

@@ -87,8 +87,8 @@ def test_two_turn_sample_equals_the_chat_templates_rendering_and_only_answers_ar
     assert sample.transcript == conversation
     trained = tokenizer.decode(sample.token_ids[sample.loss_mask])
     assert trained == ("5<|im_end|>7<|im_end|>" if ends_itself else "57<|im_end|>")
-    drawn = [-0.5, -1.5] if ends_itself else [-0.5]
-    assert sample.rollout_logprobs[sample.loss_mask].tolist() == [*drawn, -0.5, -1.5]
+    sampled = [-0.5, -1.5] if ends_itself else [-0.5]
+    assert sample.rollout_logprobs[sample.loss_mask].tolist() == [*sampled, -0.5, -1.5]
     assert (sample.rollout_logprobs[~sample.loss_mask] == 0).all()
     assert (sample.reward, sample.turns, sample.policy_version) == (1.0, 2, 3)
     first = 1 + ends_itself
@@ -96,7 +96,7 @@ def test_two_turn_sample_equals_the_chat_templates_rendering_and_only_answers_ar
     assert sample.env_metrics == {"turns": 2}
 
 
-def test_next_turn_continues_from_exactly_the_tokens_that_were_drawn():
+def test_next_turn_continues_from_exactly_the_tokens_that_were_sampled():
     tokenizer = tiny_tokenizer()
     strange = [tokenizer.convert_tokens_to_ids(t) for t in ("5", "<unk>", "<bos>")]
     script = Script(tokenizer, "7")

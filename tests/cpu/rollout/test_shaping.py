@@ -80,7 +80,7 @@ def test_the_overlong_penalty_is_that_of_its_peers(record):
         factor, buffer = record["parameters"]["penalty_factor"], record["parameters"]["buffer_length"]
         for length, reward, after in zip(inputs["lengths"], inputs["rewards"], outputs["rewards"], strict=True):
             if length > limit and record["peer"] != "openrlhf":
-                continue  # the others' penalty goes on growing beyond the limit, which no response exceeds
+                continue  # the others' penalty keeps growing beyond the limit, which no response exceeds
             assert reward - overlong_penalty(length, limit, buffer, factor) == pytest.approx(after)
 
 

@@ -177,7 +177,7 @@ def test_at_staleness_0_it_gives_what_the_synchronous_source_gives(overrides: li
     assert streamed == asyncio.run(main(OnPolicySource, "trainer.source=on_policy"))
 
 
-def test_generation_goes_on_during_the_update_and_the_update_waits_for_its_batch():
+def test_generation_continues_during_the_update_and_the_update_waits_for_its_batch():
     async def main() -> None:
         update = asyncio.Event()
 
@@ -431,9 +431,9 @@ def test_a_resumed_run_repeats_and_skips_nothing():
                 assert_equal(before, after)
             ready = [each.item for _, each in sorted(world.source._buffer.ready.items())]
             state = saved[0]
-            drawn = trained + uids(ready) + [uid for uid, _ in state["pending"]]
-            assert state["step"] * 4 == len(trained) and len(drawn) - len(trained) == 8
-            assert len(set(drawn)) == len(drawn) == state["order"]["position"], "each row of the epoch once"
+            taken = trained + uids(ready) + [uid for uid, _ in state["pending"]]
+            assert state["step"] * 4 == len(trained) and len(taken) - len(trained) == 8
+            assert len(set(taken)) == len(taken) == state["order"]["position"], "each row of the epoch once"
             assert state["ledger"] == {
                 "generated": len(trained) + len(ready), "waiting": len(ready), "trained": len(trained),
                 "filtered": 0, "failed": 0, "cancelled": 0,

@@ -64,15 +64,17 @@ def last_line(agent: Job) -> str:
 
 
 def wait_for_a_job_in_flight(agent: Job) -> int:
-    """While the policy stands still; the version that the agent's samples were drawn by."""
+    """While the policy is suspended; the version that the agent's samples are from."""
     line = ""
-    while not line.startswith("hands in") or line != last_line(agent):  # twice the same, a second apart
+    while not line.startswith("submits") or line != last_line(agent):  # twice the same, a second apart
         line = last_line(agent)
         time.sleep(1)
     return int(line.rpartition(" ")[2])
 
 
-def test_an_agent_that_is_killed_goes_on_where_it_was_and_the_model_improves(service: Job, environment: dict[str, str]):
+def test_an_agent_that_is_killed_continues_where_it_was_and_the_model_improves(
+    service: Job, environment: dict[str, str]
+):
     agent = run(service, environment, "agent.py")
     agent.wait_for("version 22:")
     policy, engine = service.find("policy-0"), service.find("engine-0")
@@ -83,15 +85,15 @@ def test_an_agent_that_is_killed_goes_on_where_it_was_and_the_model_improves(ser
         agent.wait()
         engine.suspend()
         again = run(service, environment, "agent.py")
-        again.wait_for(f"draws from version {in_flight}")
+        again.wait_for(f"samples from version {in_flight}")
         policy.resume()
         time.sleep(2)  # by now the weights of the job in flight wait for the engine, as the requests of the agent do
     finally:
         policy.resume()
         engine.resume()
     assert again.wait() == 0, again.output + service.story()
-    # The job in flight was finished without its agent, and what was drawn meanwhile was not taken for its successor's.
-    assert f"version {in_flight} is no more: draws again" in again.output
+    # The job in flight was finished without its agent, and later samples were not taken for its successor's.
+    assert f"version {in_flight} is no longer served: samples again" in again.output
     versions = [int(one) for one in re.findall(r"^version (\d+):", again.output, re.MULTILINE)]
     assert versions == list(range(in_flight + 2, 41))
     before, after = rewards(agent)[0], rewards(again)[-7:]
@@ -99,7 +101,7 @@ def test_an_agent_that_is_killed_goes_on_where_it_was_and_the_model_improves(ser
     assert before < 0.85 and statistics.median(after) > 0.92, (before, after)
 
 
-def test_other_callers_hand_in_tokens_and_bad_jobs_and_survive_a_killed_rank(service: Job, environment: dict[str, str]):
+def test_other_callers_submit_tokens_and_bad_jobs_and_survive_a_killed_rank(service: Job, environment: dict[str, str]):
     visitor = run(service, environment, str(ROOT / "tests/support/service_visit.py"), str(service.folder))
     assert visitor.wait() == 0, visitor.output + service.story()
     assert visitor.output.rstrip().endswith("all is well")

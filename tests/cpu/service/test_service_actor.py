@@ -32,7 +32,7 @@ class Reader:
 
 
 class Actor(ServiceActor):
-    """Without processes: the start takes 20 ms, and fails where it is told to."""
+    """Without processes: the start takes 20 ms, and fails where the test asks for it."""
 
     def __init__(self, failure: str = "") -> None:
         super().__init__("/", CONFIG, CLUSTER, True, {})
@@ -76,7 +76,7 @@ def run(body: Callable[[], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(body())  # type: ignore[arg-type]
 
 
-def test_all_who_come_while_it_starts_wait_for_the_one_start(monkeypatch: pytest.MonkeyPatch):
+def test_all_callers_during_the_start_wait_for_the_one_start(monkeypatch: pytest.MonkeyPatch):
     async def body() -> None:
         service = Actor()
         assert await asyncio.gather(*(service.train_sft(0.001) for _ in range(3))) == [{"job": 0.001}] * 3
@@ -97,7 +97,7 @@ def test_a_start_that_fails_tells_everybody_why_and_the_process_ends_itself(monk
     run(body, monkeypatch)
 
 
-def test_a_caller_who_goes_away_does_not_end_the_start(monkeypatch: pytest.MonkeyPatch):
+def test_a_caller_that_disconnects_does_not_end_the_start(monkeypatch: pytest.MonkeyPatch):
     async def body() -> None:
         service = Actor()
         starter = asyncio.ensure_future(service.train_sft(0))
@@ -124,7 +124,7 @@ def test_a_service_can_be_stopped_while_it_starts(monkeypatch: pytest.MonkeyPatc
     run(body, monkeypatch)
 
 
-def test_all_who_stop_it_hear_when_it_has_stopped(monkeypatch: pytest.MonkeyPatch):
+def test_all_callers_that_stop_it_learn_when_it_has_stopped(monkeypatch: pytest.MonkeyPatch):
     async def body() -> None:
         service = Actor()
         await service.train_sft(0)
@@ -150,7 +150,7 @@ def test_a_job_that_takes_long_to_read_holds_nobody_up_and_is_not_overtaken(monk
     run(body, monkeypatch)
 
 
-def test_one_that_can_train_no_more_says_why_to_all_who_look(monkeypatch: pytest.MonkeyPatch):
+def test_one_that_can_no_longer_train_says_why_to_every_caller(monkeypatch: pytest.MonkeyPatch):
     async def body() -> None:
         service = Actor()
         await service.train_sft(0)

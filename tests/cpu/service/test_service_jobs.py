@@ -1,4 +1,4 @@
-"""What callers of a service hand in: what becomes of it, and what is refused before it is queued."""
+"""What callers submit to a service: what becomes of it, and what is refused before it is queued."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_logprobs_count_as_given_only_if_every_sample_has_them():
     assert not READER.train([[with_them, tokens()]]).has_logprobs
 
 
-def test_versions_that_drew_samples_are_kept_with_the_first_place_of_each():
+def test_versions_that_generated_samples_are_kept_with_the_first_place_of_each():
     groups = [[tokens(policy_versions=[3]), chat("2", 1.0) | {"policy_versions": [3, 4]}], [tokens(), tokens()]]
     job = JobReader(CONFIG, TOKENIZER, 66, 500).train([*groups, [tokens(policy_versions=[4])] * 2, GROUP])
     assert job.sampled_by == {3: "group 0, sample 0", 4: "group 0, sample 1"}

@@ -1,4 +1,4 @@
-"""Jobs of a service: their order, what becomes of those that fail, and who hears of the results."""
+"""Jobs of a service: their order, what becomes of those that fail, and who receives the results."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_job_that_fails_is_its_callers_trouble_alone_and_heard_of_after_the_re
     asyncio.run(body())
 
 
-def test_after_a_failed_recovery_all_who_wait_and_all_who_come_are_told_why():
+def test_after_a_failed_recovery_all_waiting_and_later_callers_get_the_reason():
     async def body() -> None:
         work = Work()
         work.cannot_recover = True
@@ -84,7 +84,7 @@ def test_after_a_failed_recovery_all_who_wait_and_all_who_come_are_told_why():
     asyncio.run(body())
 
 
-def test_a_caller_who_goes_away_loses_its_answer_and_nothing_else():
+def test_a_caller_that_disconnects_loses_its_answer_and_nothing_else():
     async def body() -> None:
         work = Work()
         queue = JobQueue(work.run, work.recover)
@@ -238,7 +238,7 @@ class Service:
         ("sync", ["save 2 in b", "sync", "drop lost", "admit", "kill", "restart at 1 from a", "sync", "rollout"]),
     ],
 )
-def test_after_a_failure_the_last_version_goes_on_and_its_state_is_never_written_over(
+def test_after_a_failure_the_last_version_continues_and_its_state_is_never_written_over(
     fails_in: str, expected: list[str]
 ):
     async def body() -> None:
@@ -382,7 +382,7 @@ def test_samples_of_other_versions_than_the_trained_one_are_refused_when_their_t
     asyncio.run(body())
 
 
-def test_without_kept_states_only_half_an_update_cannot_be_taken_back():
+def test_without_kept_states_only_half_an_update_cannot_be_rolled_back():
     async def body() -> None:
         service = Service()
         await service.run(SftJob(()))

@@ -80,7 +80,7 @@ def test_run_that_was_killed_is_kept_like_any_other(tmp_path: Path):
     assert read_record(tmp_path / "q.1")["status"] == "running"
 
 
-def test_a_run_that_goes_on_adds_to_its_folder_and_to_the_list_of_its_starts(tmp_path: Path):
+def test_a_resumed_run_adds_to_its_folder_and_to_the_list_of_its_starts(tmp_path: Path):
     first = finished_run(tmp_path / "q", "first", "interrupted")
     (first.path / "metrics.jsonl").write_text("{}\n")
     for note in ("second", "third"):
@@ -95,7 +95,7 @@ def test_a_run_that_goes_on_adds_to_its_folder_and_to_the_list_of_its_starts(tmp
     assert (record["status"], record["changes"]) == ("running", {"a": 1}) and "ended_unix_s" not in record
 
 
-def test_a_run_that_goes_on_elsewhere_makes_its_folder_and_takes_none_that_is_no_runs(tmp_path: Path):
+def test_a_run_resumed_elsewhere_makes_its_folder_and_takes_none_that_is_no_runs(tmp_path: Path):
     assert create_run_dir(tmp_path / "new", "q", "", {}, resumes=True).logs.is_dir()
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis/thesis.txt").write_text("mine")

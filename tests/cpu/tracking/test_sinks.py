@@ -88,7 +88,7 @@ def printed(*steps: tuple[int, dict[str, float]], width: int = 80, total_steps: 
     return console.file.getvalue()
 
 
-def test_failing_sink_is_named_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture):
+def test_failing_sink_is_named_once_and_the_others_continue(caplog: pytest.LogCaptureFixture):
     failing, healthy = ListSink(), ListSink()
     failing.fails = True
     tracker = Tracker([failing, healthy])
@@ -239,7 +239,7 @@ def test_samples_are_a_table_at_wandb_and_nothing_elsewhere(tmp_path: Path, monk
     assert read_json_lines(tmp_path / "metrics.jsonl")[0]["reward/avg_raw_reward"] == 0.5
 
 
-def test_a_run_that_goes_on_is_the_same_run_at_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_resumed_run_is_the_same_run_at_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     ids = []

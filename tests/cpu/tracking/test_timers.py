@@ -85,7 +85,7 @@ def test_open_phase_is_counted_until_now(clock: Clock):
         assert timers.metrics() == {"timing/step": 4}
 
 
-def test_reset_starts_open_phases_anew_and_forgets_the_others(clock: Clock):
+def test_reset_restarts_open_phases_and_drops_the_others(clock: Clock):
     timers = Timers(clock)
     run_phase(timers, clock, "generate", 2)
     with timers("step"):

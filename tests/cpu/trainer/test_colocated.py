@@ -20,7 +20,7 @@ from tests.support.fake_actors import GIB, SYNC, FakeEngine, FakeRank, engine_po
 
 MOVES = ("sleep", "wake_weights", "begin_weight_update", "resume", "wake_kv_cache", "policy starts")
 DEADLINE_S = 120
-"""For what takes a moment, on a machine that may stand still."""
+"""For what takes a moment, on a machine that may stall."""
 
 
 class World:

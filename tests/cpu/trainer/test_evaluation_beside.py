@@ -160,7 +160,7 @@ NEVER = "trainer.ckpt_interval=-1"
 def test_training_continues_during_an_evaluation_and_the_log_says_whose_answers_they_are(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """The evaluation of step 2 needs the weights of 2 and 3; that of step 4 comes due meanwhile."""
+    """The evaluation of step 2 needs the weights of 2 and 3; that of step 4 comes due in the meantime."""
     caplog.set_level(logging.INFO)
     world = World(tmp_path, NEVER, num_steps=8)
     world.gate.clear()

@@ -43,7 +43,7 @@ def test_an_export_that_fails_costs_itself_and_is_written_at_the_next_interval(
 
 
 @pytest.mark.parametrize(("interval", "exported"), [(2, [2, 4, 5]), (-1, [5]), (0, [])])
-def test_a_run_ends_with_a_model_unless_it_is_told_not_to(interval: int, exported: list[int], tmp_path: Path):
+def test_a_run_ends_with_a_model_unless_it_is_configured_not_to(interval: int, exported: list[int], tmp_path: Path):
     loop = Counting(trainer_config(tmp_path, f"trainer.hf_save_interval={interval}", "trainer.ckpt_interval=3"), 5)
     assert loop.exported is None and loop.newest_checkpoint is None
     asyncio.run(loop.train())

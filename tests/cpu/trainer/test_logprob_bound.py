@@ -139,7 +139,7 @@ def test_several_mini_batches_cost_a_forward_pass_unless_old_logprobs_are_interp
 
 
 def test_a_refused_update_leaves_the_driver_as_it_was(monkeypatch: pytest.MonkeyPatch):
-    """A service goes on with the same processes, and no version is spent."""
+    """A service continues with the same processes, and no version is spent."""
     rank = FakeRank()
     reports = [
         UpdateReport({}, logprob_difference=0.7, is_refused=True),

@@ -69,7 +69,7 @@ class World:
         self.residency = Residency(self.sync, (), MemoryReport(self.policy, (), self.engines))
 
     async def answers(self, count: int = 4) -> list[int]:
-        """The version that each answer was drawn from."""
+        """The version that each answer was sampled from."""
         calls = (self.engines.generate([n, n + 1], PARAMS, str(n)) for n in range(count))
         return [answer.policy_version for answer in await asyncio.gather(*calls)]
 
@@ -95,7 +95,7 @@ def in_world(
 
 @pytest.mark.parametrize("call", ["nothing", *SYNC_CALLS, "prompt_logprobs"])
 @pytest.mark.parametrize("num_engines", [1, 2])
-def test_a_step_goes_on_wherever_an_engine_dies_between_its_last_answer_and_the_next_request(
+def test_a_step_continues_wherever_an_engine_dies_between_its_last_answer_and_the_next_request(
     monkeypatch: pytest.MonkeyPatch, call: str, num_engines: int
 ):
     """ "nothing": it is dead before the sync begins, when a metric is the first thing that it is asked for."""
@@ -149,14 +149,14 @@ def test_a_replacement_during_an_update_waits_for_its_end(monkeypatch: pytest.Mo
 def test_a_loss_that_a_request_notices_during_a_sync_is_no_reason_to_end_the_run(
     monkeypatch: pytest.MonkeyPatch, call: str, num_engines: int
 ):
-    """Whoever asks for the lost then hears of none; with one engine the next call of the sync has nobody to go to."""
+    """A later query for dead engines then returns none; with one engine the next call of the sync has no target."""
 
     async def main(world: World) -> None:
         place, engine = world.engines.replicas[0], world.actors[0]
 
         def notice(*args: Any) -> None:
             engine.is_alive = False
-            world.engines.mark_dead(place, "its stream broke off")
+            world.engines.mark_dead(place, "its stream failed")
 
         engine.answers[call] = notice
         world.policy.versions.current = 1
@@ -222,7 +222,7 @@ def test_an_engine_that_a_request_loses_while_senders_are_opened_is_not_waited_f
 
         def lose_one(purpose: str, engines: dict[str, FakeEngine], *way: Any) -> Any:
             if len(engines) == 2:
-                world.engines.mark_dead(world.engines.replicas[0], "its stream broke off")
+                world.engines.mark_dead(world.engines.replicas[0], "its stream failed")
             return open_sender(purpose, engines, *way)
 
         world.rank.answers["open_sender"] = lose_one
@@ -256,7 +256,7 @@ def test_a_killed_policy_has_given_its_memory_back(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_processes_of_a_node_that_is_lost_are_not_waited_for(monkeypatch: pytest.MonkeyPatch, is_lost: bool):
+def test_processes_of_a_dead_node_are_not_waited_for(monkeypatch: pytest.MonkeyPatch, is_lost: bool):
     async def main(world: World) -> None:
         task = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *args: ref(RayActorError())))
         monkeypatch.setattr("ray.remote", lambda function: task)
@@ -339,7 +339,7 @@ def test_a_check_that_found_no_samples_stays_due(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("dies_in", [None, "pause"])
-def test_engines_that_compute_other_logprobs_than_the_trainer_serve_no_more(
+def test_engines_that_compute_other_logprobs_than_the_trainer_stop_serving(
     monkeypatch: pytest.MonkeyPatch, dies_in: str | None
 ):
     async def main(world: World) -> None:
@@ -374,8 +374,10 @@ def test_a_service_sends_again_to_engines_that_compute_other_logprobs_than_its_t
     in_world(monkeypatch, main)
 
 
-def test_a_version_that_was_served_and_taken_back_gives_its_number_to_no_other_weights(monkeypatch: pytest.MonkeyPatch):
-    """Samples that it drew would be trained as those of its successor."""
+def test_a_version_that_was_served_and_rolled_back_never_gives_its_number_to_other_weights(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Its samples would be trained as those of its successor."""
 
     async def main(world: World) -> None:
         def call(method: str, *args: Any, **kwargs: Any) -> Any:
@@ -412,7 +414,7 @@ def test_a_version_that_was_served_and_taken_back_gives_its_number_to_no_other_w
     in_world(monkeypatch, main)
 
 
-def test_the_memory_metric_leaves_out_who_does_not_answer(monkeypatch: pytest.MonkeyPatch):
+def test_the_memory_metric_leaves_out_processes_that_do_not_answer(monkeypatch: pytest.MonkeyPatch):
     async def main(world: World) -> None:
         report = MemoryReport(world.policy, (), world.engines)
         world.actors[0].is_alive = False
@@ -445,14 +447,14 @@ def test_an_engine_that_dies_while_it_falls_asleep_or_wakes_is_dropped(monkeypat
 
 
 def test_an_engine_whose_loss_is_noticed_twice_is_replaced_once(monkeypatch: pytest.MonkeyPatch):
-    """A request hears of it while the call that failed asks whether it lives."""
+    """A request notices it while the call that failed asks whether it lives."""
 
     async def main(world: World) -> None:
         def refuse(**kwargs: Any) -> None:
             raise ValueError("no room")
 
         def notice(patience_s: float) -> None:
-            world.engines.mark_dead(world.engines.replicas[0], "its stream broke off")
+            world.engines.mark_dead(world.engines.replicas[0], "its stream failed")
             raise TimeoutError
 
         world.actors[0].answers |= {"sleep": refuse, "ping": notice}
@@ -461,7 +463,7 @@ def test_an_engine_whose_loss_is_noticed_twice_is_replaced_once(monkeypatch: pyt
             await asyncio.sleep(0)
         await asyncio.sleep(0.05)
         assert [engine.called for engine in world.actors[2:]] == [["start"], [], [], []]
-        assert world.engines.replicas[0].death_cause == "its stream broke off"
+        assert world.engines.replicas[0].death_cause == "its stream failed"
 
     in_world(monkeypatch, main)
 
@@ -492,7 +494,7 @@ async def stays(*group_and_parts: Any) -> Moved:
 
 @pytest.mark.parametrize("phase", ["for_saving", "for_training"])
 def test_engines_that_fell_asleep_beside_one_that_could_not_are_woken(monkeypatch: pytest.MonkeyPatch, phase: str):
-    """It lives and goes on, so a service takes its job back and has all of them serve again."""
+    """It lives and keeps serving, so a service rolls its job back and has all of them serve again."""
 
     async def main(world: World) -> None:
         def refuse(**kwargs: Any) -> None:

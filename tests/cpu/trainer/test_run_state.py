@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are written, which stay, and which one a run goes on from."""
+"""Checkpoints of a run: when they are written, which stay, and which one a run resumes from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_train.cluster.pool.settings import all_engine_settings
 from skyrl_train.config import load_config
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import Order, OrderState
-from skyrl_train.entrypoints.resume import chosen_checkpoint, goes_on_in_its_folder, lock_checkpoints
+from skyrl_train.entrypoints.resume import chosen_checkpoint, lock_checkpoints, resumes_in_its_folder
 from skyrl_train.file_sum import FileSum, sum_of
 from skyrl_train.tracking.run_dir import write_record
 from skyrl_train.trainer import run_state
@@ -255,7 +255,7 @@ def test_files_that_the_driver_does_not_see_make_no_checkpoint(tmp_path: Path):
     assert steps(trainer) == []
 
 
-def test_the_newest_stay_and_what_broke_off_makes_room(tmp_path: Path):
+def test_the_newest_stay_and_incomplete_ones_are_removed(tmp_path: Path):
     trainer = trainer_config(tmp_path, "trainer.max_ckpts_to_keep=2")
     broken = save(trainer, 1)
     (broken / RECORD).rename(broken / DRAFT)
@@ -285,19 +285,19 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_cost_the_new_one(
     assert steps(trainer) == [1, 3]
 
 
-def test_a_run_goes_on_from_what_was_written_last_and_not_from_the_highest_step(tmp_path: Path):
+def test_a_run_resumes_from_what_was_written_last_and_not_from_the_highest_step(tmp_path: Path):
     """As after going back to an earlier step."""
     trainer = trainer_config(tmp_path, "trainer.resume_mode=latest")
     save(trainer, 8)
     save(trainer, 4)
     chosen = chosen_checkpoint(trainer, NUM_ROWS)
     assert chosen is not None and chosen.state.global_step == 4
-    assert goes_on_in_its_folder(trainer, chosen)
+    assert resumes_in_its_folder(trainer, chosen)
 
 
-def test_without_a_checkpoint_latest_starts_anew(tmp_path: Path):
+def test_without_a_checkpoint_latest_starts_a_new_run(tmp_path: Path):
     trainer = trainer_config(tmp_path, "trainer.resume_mode=latest")
-    assert chosen_checkpoint(trainer, NUM_ROWS) is None and not goes_on_in_its_folder(trainer, None)
+    assert chosen_checkpoint(trainer, NUM_ROWS) is None and not resumes_in_its_folder(trainer, None)
 
 
 def test_a_run_stays_in_its_folder_and_in_no_other(tmp_path: Path):
@@ -318,7 +318,7 @@ def test_a_run_stays_in_its_folder_and_in_no_other(tmp_path: Path):
         trainer = trainer_config(tmp_path, "trainer.resume_mode=from_path", f"trainer.resume_path={folder}")
         chosen = chosen_checkpoint(trainer, NUM_ROWS)
         assert chosen is not None and chosen.folder == folder
-        assert goes_on_in_its_folder(trainer, chosen) is stays
+        assert resumes_in_its_folder(trainer, chosen) is stays
 
 
 @pytest.mark.parametrize("mode", [None, "from_path"])
@@ -398,7 +398,7 @@ def test_steps_and_learning_rate_of_reinforcement_learning_depend_on_its_batches
     assert {"trainer.policy_mini_batch_size", "trainer.update_epochs_per_batch"} <= settings.keys()
 
 
-def test_engines_of_a_run_that_goes_on_draw_other_numbers():
+def test_engines_of_a_resumed_run_sample_other_tokens():
     config = load_config(["generator.num_inference_engines=2", "trainer.seed=2147483646"])
 
     def seeds(policy_version: int) -> list[int]:
@@ -418,7 +418,7 @@ def test_checkpoints_are_written_every_few_steps_and_after_the_last(tmp_path: Pa
     assert steps(never) == [] and not Path(never.ckpt_path).exists()
 
 
-def test_a_run_that_is_told_to_stop_writes_one(tmp_path: Path):
+def test_a_run_that_is_asked_to_stop_writes_one(tmp_path: Path):
     trainer = trainer_config(tmp_path, "trainer.ckpt_interval=3")
     for stop_at in (3, 4):
         asyncio.run(Counting(trainer, 7, stop_at=stop_at).train())
@@ -426,7 +426,7 @@ def test_a_run_that_is_told_to_stop_writes_one(tmp_path: Path):
 
 
 @pytest.mark.parametrize("stop_at", [4, 7])
-def test_an_evaluation_that_was_left_out_is_made_when_the_run_goes_on(stop_at: int, tmp_path: Path):
+def test_an_evaluation_that_was_skipped_is_made_when_the_run_resumes(stop_at: int, tmp_path: Path):
     trainer = trainer_config(tmp_path, "trainer.ckpt_interval=3", "trainer.eval_interval=2")
     stopped, resumed = Counting(trainer, 7, stop_at=stop_at), Counting(trainer, 7)
     asyncio.run(stopped.train())
@@ -467,7 +467,7 @@ def test_processes_that_end_with_the_run_cost_it_a_checkpoint_and_no_more(
     assert loop.global_step == 4 and "the checkpoint of step 4 could not be written: policy-0 died" in caplog.text
 
 
-def test_a_run_that_goes_on_trains_on_the_rows_that_are_left_in_their_order(tmp_path: Path):
+def test_a_resumed_run_trains_on_the_rows_that_are_left_in_their_order(tmp_path: Path):
     """Through the end of an epoch of 5 steps."""
     trainer = trainer_config(tmp_path, "trainer.ckpt_interval=4")
     whole = Counting(trainer, 12)

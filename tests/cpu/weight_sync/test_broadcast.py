@@ -127,7 +127,7 @@ def test_a_receiver_that_fails_fails_the_send_soon():
     workers.end()
 
 
-def test_when_one_receiver_dies_the_other_goes_on_with_the_next_sender():
+def test_when_one_receiver_dies_the_other_continues_with_the_next_sender():
     workers = Workers(2, die_at="t5")
     broken = Sender(BroadcastSendChannel(2, CPU, timeout_s=60), 1024, workers.post)
     workers.start(broken.init_info | {"rank_offset": 1})
@@ -151,7 +151,7 @@ def test_when_one_receiver_dies_the_other_goes_on_with_the_next_sender():
 
 
 class _Nobody:
-    """Whom a sender hears nothing from."""
+    """Receiver that stays silent."""
 
     def check(self) -> None:
         pass
@@ -229,7 +229,7 @@ def test_a_load_that_fails_leaves_nothing_of_the_update_and_the_next_connection_
         assert child.poll(20) and child.recv() == digests
 
 
-def test_receivers_learn_from_the_store_that_no_more_comes(monkeypatch: pytest.MonkeyPatch):
+def test_receivers_learn_from_the_store_that_the_sync_has_ended(monkeypatch: pytest.MonkeyPatch):
     """As under NCCL, where nobody notices that a peer has left: the groups are not closed here. A receiver that waited
     for its deadline would not say in time that its engine lives."""
     channels: list[BroadcastReceiveChannel] = []
@@ -267,7 +267,9 @@ def test_receivers_learn_from_the_store_that_no_more_comes(monkeypatch: pytest.M
                 receiver.wait()
         assert time.monotonic() - started < 15
     for group in groups:
-        assert group in closed, "under NCCL its kernel would go on, and keep whoever waits for the device"
+        assert group in closed, (
+            "under NCCL its kernel would keep running, and block every process that waits for the device"
+        )
         assert group is not None
         group.close()
         group.close()
@@ -284,7 +286,7 @@ class _Enqueued:
 
 
 def test_both_ends_wait_for_a_broadcast_on_the_host(monkeypatch: pytest.MonkeyPatch):
-    """Whoever leaves that to the device never hears of a peer that is lost."""
+    """A process that leaves that to the device never notices a dead peer."""
     land = BroadcastGroup._land
     monkeypatch.setattr(BroadcastGroup, "_land", lambda self, work, check: land(self, _Enqueued(work), check))
     channel = BroadcastSendChannel(1, CPU, 20)
@@ -318,12 +320,12 @@ def test_both_ends_wait_for_a_broadcast_on_the_host(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["gives up", "is killed"])
-def test_a_receiver_that_reads_on_the_host_hears_of_a_lost_sender_and_goes_on_with_the_next(is_killed: bool):
+def test_a_receiver_that_reads_on_the_host_notices_a_dead_sender_and_continues_with_the_next(is_killed: bool):
     said = lose_sender("cpu", "cpu", is_killed)
     assert any(words in said for words in ("gave up this weight update", "died during", "failed")), said
 
 
-def test_a_sender_that_reads_what_it_sends_hears_of_a_lost_receiver_and_goes_on_with_the_next():
+def test_a_sender_that_reads_what_it_sends_notices_a_dead_receiver_and_continues_with_the_next():
     assert lose_receiver("cpu", "cpu") == "the engine died"
 
 

@@ -30,7 +30,7 @@ named_tensors = st.lists(
 
 @given(named_tensors, st.sampled_from([ALIGNMENT, 3 * ALIGNMENT, 100_000]))
 @settings(max_examples=60, deadline=None)
-def test_unpacking_gives_back_names_order_and_bytes(tensors, bucket_bytes):
+def test_unpacking_restores_names_order_and_bytes(tensors, bucket_bytes):
     buckets = list(pack(tensors, bucket_bytes))
     received = [pair for bucket in buckets for pair in unpack(bucket)]
     assert [name for name, _ in received] == [name for name, _ in tensors]

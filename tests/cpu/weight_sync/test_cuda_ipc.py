@@ -109,7 +109,7 @@ def weights(seed: int) -> list[tuple[str, torch.Tensor]]:
     return [(f"t{n}", torch.randn(size, generator=generator)) for n, size in enumerate((256, 256, 512, 256))]
 
 
-def test_each_update_maps_every_buffer_once_and_frees_it_before_the_sender_hears_of_the_end(device: Device):
+def test_each_update_maps_every_buffer_once_and_frees_it_before_the_sender_learns_of_the_end(device: Device):
     loaded: dict[str, torch.Tensor] = {}
     sender, end = connected(lambda pairs: loaded.update({name: tensor.clone() for name, tensor in pairs}))
     for update in range(2):

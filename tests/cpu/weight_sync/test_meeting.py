@@ -86,7 +86,7 @@ def test_when_a_receiver_dies_the_others_do_not_wait_for_it_nor_for_those_still_
     assert time.monotonic() - killed < SOON_S
     receivers.start(channel.init_info)
     assert receivers.said[2].get(timeout=START_S) == "comes"
-    assert "gave up" in receivers.said[2].get(timeout=SOON_S), "who comes late waits for nobody"
+    assert "gave up" in receivers.said[2].get(timeout=SOON_S), "a late process waits for none"
     sender.close()
 
 
@@ -107,7 +107,7 @@ def test_when_the_sender_dies_neither_those_that_wait_nor_one_that_comes_later_w
     assert "it died" in receivers.said[2].get(timeout=SOON_S)
 
 
-def test_a_peer_that_is_slow_to_come_or_stands_still_for_a_while_is_waited_for(receivers: Receivers):
+def test_a_peer_that_is_slow_or_stalls_for_a_while_is_waited_for(receivers: Receivers):
     channel = BroadcastSendChannel(2, CPU, DEADLINE_S, "127.0.0.1")
     sender = Sender(channel, 1024, lambda message: pytest.fail("nothing is sent"))
     receivers.start(channel.init_info)

@@ -198,7 +198,7 @@ def test_two_buckets_are_in_flight_and_no_more():
     pair.close()
 
 
-def test_a_failing_receiver_says_why_and_both_ends_have_to_be_connected_anew():
+def test_a_failing_receiver_says_why_and_both_ends_have_to_reconnect():
     def load(named_tensors):
         raise RuntimeError("no such parameter")
 

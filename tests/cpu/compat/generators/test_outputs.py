@@ -141,7 +141,7 @@ def test_a_malformed_output_is_refused_with_its_sample_and_the_numbers(changes: 
         samples_of(output(**changes))
 
 
-def test_a_generator_that_returns_nothing_is_told_what_is_missing():
+def test_a_generator_that_returns_nothing_gets_an_error_that_names_what_is_missing():
     with pytest.raises(ValueError, match="returned no prompt_token_ids, response_ids, rewards, loss_masks"):
         samples_of(None)  # type: ignore[arg-type]
 
@@ -204,7 +204,9 @@ def test_a_group_becomes_an_output_and_takes_back_its_rewards_and_masks():
         ({"loss_masks": [[1, 1], [1, 1, 0]]}, "loss_masks from 0 to 1 of sample 1"),
     ],
 )
-def test_a_hook_that_changes_more_than_rewards_and_masks_is_told_what(changes: dict[str, Any], names: str):
+def test_a_hook_that_changes_more_than_rewards_and_masks_gets_an_error_that_names_it(
+    changes: dict[str, Any], names: str
+):
     group = Group(PROMPT, tuple(samples_of(output())))
     message = f"changed {names}. Change rewards, and loss_masks from 1 to 0"
     with pytest.raises(ValueError, match=message):

@@ -200,7 +200,7 @@ def test_requests_for_tokens_wait_and_others_do_not():
 @pytest.mark.parametrize(
     ("error", "kind"), [(TimeoutError("late"), "EnginePaused"), (RuntimeError("dead"), "RuntimeError")]
 )
-def test_who_waits_for_too_long_or_for_a_dead_engine_is_told(error: Exception, kind: str):
+def test_a_client_that_waits_too_long_or_for_a_dead_engine_gets_an_error(error: Exception, kind: str):
     async def wait() -> None:
         raise error
 

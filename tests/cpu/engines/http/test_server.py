@@ -121,7 +121,7 @@ class Versions:
 
     @torch.no_grad()
     def are_true(self, prompt: list[int], token_ids: list[int], spans: VersionSpans) -> bool:
-        """Whether each token is the one that its version draws greedily, given all before it."""
+        """Whether each token is the one that its version samples greedily, given all before it."""
         assert sum(count for _, count in spans) == len(token_ids)
         model, position = self._world.models[1], len(prompt)
         for version, count in spans:
@@ -129,16 +129,16 @@ class Versions:
                 model, self._of[version], (torch.tensor([prompt + token_ids]),), tie_weights=True
             )
             rows = own.logits[0, position - 1 : position - 1 + count]
-            drawn = torch.tensor(token_ids)[position - len(prompt) :][:count]
+            sampled = torch.tensor(token_ids)[position - len(prompt) :][:count]
             position += count
             # The likeliest, or as likely but for rounding.
-            if bool((rows.amax(-1) - rows.gather(-1, drawn[:, None])[:, 0] > 1e-4).any()):
+            if bool((rows.amax(-1) - rows.gather(-1, sampled[:, None])[:, 0] > 1e-4).any()):
                 return False
         return True
 
 
 async def working(world: World, *awaitables: Any, num: int | None = None) -> list[asyncio.Task[Any]]:
-    """A task each; the engine has drawn tokens of all their `num` requests (None: as many as tasks)."""
+    """A task each; the engine has sampled tokens of all their `num` requests (None: as many as tasks)."""
     tasks = [asyncio.create_task(awaitable) for awaitable in awaitables]
     states = world.engine._core.llm.output_processor.request_states
     while sum(state.detokenizer.num_output_tokens() > 0 for state in states.values()) < (num or len(tasks)):
@@ -183,23 +183,23 @@ def test_direct_requests_take_no_sampling_defaults_from_the_models_folder(world:
 def test_a_stream_of_requests_during_ten_syncs_fails_none_and_names_the_version_of_every_token(world: World):
     versions = Versions(world)
 
-    async def client_of(kind: str, prompt: list[int], told: list[Told], go_on: asyncio.Event) -> None:
+    async def client_of(kind: str, prompt: list[int], told: list[Told], is_open: asyncio.Event) -> None:
         async with client(world.url) as http:
-            while go_on.is_set():
+            while is_open.is_set():
                 told.append(await ask(http, kind, prompt))
 
     async def main() -> list[Told]:
         told: list[Told] = []
-        go_on = asyncio.Event()
-        go_on.set()
+        is_open = asyncio.Event()
+        is_open.set()
         await versions.publish()
-        tasks = [asyncio.create_task(client_of(k, p, told, go_on)) for k in KINDS for p in PROMPTS[:2]]
+        tasks = [asyncio.create_task(client_of(k, p, told, is_open)) for k in KINDS for p in PROMPTS[:2]]
         async with client(world.url) as http:
             for _ in range(NUM_SYNCS):
                 await asyncio.sleep(0.1)
-                told.append(await ask(http, "completions", PROMPTS[3]))  # so that each version draws something
+                told.append(await ask(http, "completions", PROMPTS[3]))  # so that each version samples something
                 await versions.publish()
-        go_on.clear()
+        is_open.clear()
         await asyncio.gather(*tasks)
         return told
 
@@ -243,7 +243,7 @@ def test_generations_that_ran_across_syncs_report_every_version_and_the_lowest(w
             requests = world.generate(PROMPTS, params), ask(http, "streamed chat", PROMPTS[0])
             own, streamed = await working(world, *requests, num=len(PROMPTS) + 1)
             await versions.publish()
-            await versions.publish()  # nothing may be drawn between these two
+            await versions.publish()  # nothing may be sampled between these two
             await asyncio.sleep(0.05)
             await versions.publish()
             return await own, await streamed
@@ -327,7 +327,7 @@ def test_a_pause_that_takes_too_long_is_an_error_of_its_own(world: World):
     assert response.status_code == 503 and response.json()["error"]["type"] == "EnginePaused"
 
 
-def test_many_choices_and_prompts_are_told_apart_and_beams_are_not(world: World):
+def test_many_choices_and_prompts_are_distinguished_and_beams_are_not(world: World):
     versions = Versions(world)
 
     async def main() -> tuple[dict[str, Any], dict[str, Any]]:

@@ -137,7 +137,7 @@ def test_an_update_goes_through_in_every_version(version: str, openapi: bool, to
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_stock_server_is_told_how_tensors_are_packed_where_its_version_asks(version: str, tokenizer: str):
+def test_a_stock_server_learns_how_tensors_are_packed_where_its_version_asks(version: str, tokenizer: str):
     server = FakeServer(version, tokenizer, backend="nccl", extension="")
 
     async def body(engine: RemoteEngine) -> None:
@@ -205,15 +205,15 @@ def test_a_server_that_failed_to_receive_gets_nothing_into_half_loaded_layers(
         assert server.paused and server.has_open_layers
         server.fail_update = False
         if not is_new:
-            await go_on(engine)
+            await keep_alive(engine)
 
-    async def go_on(engine: RemoteEngine) -> None:
+    async def keep_alive(engine: RemoteEngine) -> None:
         await engine.init_weight_sync(info)
         await update(engine, 4)
 
     talk(server, fail, tokenizer)
     if is_new:
-        talk(server, go_on, tokenizer)
+        talk(server, keep_alive, tokenizer)
     assert not server.paused and not server.has_mixed_layers
 
 
@@ -284,7 +284,7 @@ def test_a_server_that_goes_away_is_a_dead_engine(tokenizer: str):
     asyncio.run(main())
 
 
-def test_a_worker_without_the_extension_is_told_apart(tokenizer: str):
+def test_a_worker_without_the_extension_is_recognised(tokenizer: str):
     """The route's error reaches the caller with the server's words."""
 
     async def body(engine: RemoteEngine) -> None:

@@ -1,4 +1,4 @@
-"""A stock vLLM worker whose update broke off within a layer, and what repairs it: real loading, with NCCL left out."""
+"""A stock vLLM worker whose update failed within a layer, and what repairs it: real loading, with NCCL left out."""
 
 from __future__ import annotations
 

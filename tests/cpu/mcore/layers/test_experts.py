@@ -1,4 +1,4 @@
-"""The experts' matrix products against float64, one expert after another; and what Megatron is told of them."""
+"""The experts' matrix products against float64, one expert after another; and what Megatron receives of them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ def bounds(lengths):
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def test_positions_start_anew_in_each_sample():
+def test_positions_restart_in_each_sample():
     assert packed_positions(bounds([3, 1, 2]), 6, 0, 1).tolist() == [0, 1, 2, 0, 0, 1]
 
 

@@ -84,7 +84,7 @@ def test_some_modules_of_a_fused_layer_may_be_adapted_alone():
 
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])
-def test_recomputing_activations_leaves_the_gradient_of_adapters_as_it_is(granularity: str):
+def test_recomputing_activations_leaves_the_gradient_of_adapters_unchanged(granularity: str):
     check("qwen3_moe", layout(2, {"pp": 2}, recompute_granularity=granularity, recompute_modules=("moe",)))
 
 

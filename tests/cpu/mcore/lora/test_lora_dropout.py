@@ -1,4 +1,4 @@
-"""Dropout of the adapters' inputs: in training passes only, unbiased, and drawn where parallelism wants it drawn."""
+"""Dropout of the adapters' inputs: unbiased, in training passes only, with the random numbers parallelism needs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_evaluation_drops_nothing_and_training_does(dense: Path, tmp_path: Path)
 
 
 def _drop(rendezvous: Rendezvous, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """What each kind of layer leaves of ones, by local name; twice, to see that it is drawn anew."""
+    """What each kind of layer leaves of ones, by local name; twice, to see that it differs each time."""
     path, megatron, lora = arguments
     join(rendezvous, megatron, seed=1)
     model = build_model(path, megatron, torch.float32, trainable=True, lora=lora)
@@ -77,7 +77,7 @@ def test_a_quarter_is_dropped_and_the_rest_makes_up_for_it(dense: Path, tmp_path
         # 25600 draws: five standard deviations of the share are 0.014.
         assert float((left == 0).float().mean()) == pytest.approx(RATE, abs=0.014), name
         assert left.unique().tolist() == pytest.approx([0.0, 1 / (1 - RATE)])
-        assert not torch.equal(left[0], left[1]), "drawn anew"
+        assert not torch.equal(left[0], left[1]), "the same mask again"
 
 
 def test_ranks_with_the_same_input_drop_the_same(dense: Path, tmp_path: Path):
@@ -97,7 +97,7 @@ def test_ranks_with_the_same_input_drop_the_same(dense: Path, tmp_path: Path):
     [(2, {"tp": 2}), (4, {"cp": 2}), (4, {"cp": 2, "pp": 2})],
     ids=["TP2 SP", "CP2 DP2", "CP2 PP2"],
 )
-def test_ranks_with_tokens_of_their_own_draw_for_themselves(
+def test_ranks_with_different_tokens_use_different_random_numbers(
     processes: int, sizes: dict[str, Any], dense: Path, tmp_path: Path
 ):
     """So do stages, which have the same tokens in other layers."""
@@ -108,7 +108,7 @@ def test_ranks_that_share_experts_drop_the_same_of_their_tokens(experts: Path, t
     assert pairs_that_drop_the_same(drop(experts, {"tp": 2}, tmp_path)) == [(0, 1, "mlp.experts.linear_fc1")]
 
 
-def test_replicas_of_experts_and_other_experts_draw_for_themselves(experts: Path, tmp_path: Path):
+def test_replicas_of_experts_and_other_experts_use_different_random_numbers(experts: Path, tmp_path: Path):
     assert pairs_that_drop_the_same(drop(experts, {"ep": 2}, tmp_path, 4)) == []
 
 

@@ -55,7 +55,7 @@ def test_ranks_of_a_pipeline_share_a_group_unless_its_messages_overlap(sizes: di
         assert one["sums"] == [rank + 1.0, rank + 1.0, 3.0, 3.0, 3.0]
 
 
-def test_groups_of_the_same_number_of_ranks_are_told_apart():
+def test_groups_of_the_same_number_of_ranks_are_distinguished():
     """Two pipelines of two ranks: 0 with 2, and 1 with 3."""
     found = run_on_ranks(_groups, layout(4, {"pp": 2}).megatron, 4, timeout_s=60)
     assert [one["sums"] for one in found] == [

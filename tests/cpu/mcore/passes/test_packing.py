@@ -126,7 +126,7 @@ def test_packed_attention_is_the_attention_of_each_sample(lengths: list[int], mo
 def one_after_the_other(
     query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Tensor, Tensor], _: tuple[int, int], scale: float
 ) -> Tensor:
-    """What FlashAttention computes: the last query of a sample stands at its last key."""
+    """What FlashAttention computes: the last query of a sample is at its last key."""
     outs = []
     for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(one.tolist()) for one in bounds), strict=True):
         q, k, v = query[q0:q1].transpose(0, 1), key[k0:k1].transpose(0, 1), value[k0:k1].transpose(0, 1)

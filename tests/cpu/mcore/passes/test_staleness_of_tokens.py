@@ -42,7 +42,7 @@ class Stamping:
     """An engine, and the tokenizer, that gives each token an id of its own and notes the weights that wrote it."""
 
     def __init__(self, *, aborts: bool) -> None:
-        """Args: aborts: a change of the weights ends a response, which its caller continues; else it goes on."""
+        """Args: aborts: a change of the weights ends a response, which its caller continues; else it continues."""
         self.version, self.aborts = 0, aborts
         self.version_of: dict[int, int] = {}
         self.num_continued = 0

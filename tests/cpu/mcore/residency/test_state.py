@@ -1,4 +1,4 @@
-"""A rank that goes on in another process from its saved state computes what it would have computed in the first."""
+"""A rank that resumes in another process from its saved state computes what it would have computed in the first."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_the_state_of_weights_in_another_order_is_refused(tmp_path: Path):
         load_state(file, [other], NO_OPTIMIZER, ranks, 3)
 
 
-def test_adam_goes_on_with_its_moments_and_steps_and_with_the_settings_of_the_configuration(tmp_path: Path):
+def test_adam_continues_with_its_moments_and_steps_and_with_the_settings_of_the_configuration(tmp_path: Path):
     ranks = ParallelRanks(tp_rank=0, pp_rank=0, dp_rank=0, cp_rank=0, dp_size=1, is_last_stage=True)
 
     def trained(beta: float, num_steps: int) -> tuple[_Frozen, FusedAdam, Any]:

@@ -69,7 +69,7 @@ def test_updates_between_turns_end_where_those_without_turns_do():
     assert all(torch.equal(a, b) and a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
 
 
-def test_tensors_stay_who_they_are_and_share_one_storage():
+def test_tensors_keep_their_identity_and_share_one_storage():
     _, optimizer, memory = rank()
     step(optimizer, 0)
     before = tensors_of(optimizer)

@@ -138,7 +138,7 @@ def test_gradient_is_unchanged_by_the_order_of_the_groups():
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])
 @pytest.mark.parametrize("name", ["qwen3_tied", "qwen3_moe"])
-def test_recomputing_activations_leaves_the_gradient_as_it_is(name: str, granularity: str):
+def test_recomputing_activations_leaves_the_gradient_unchanged(name: str, granularity: str):
     check(name, layout(2, {"pp": 2}, recompute_granularity=granularity))
 
 

@@ -55,7 +55,7 @@ def test_each_broken_bound_is_said_with_the_worst_of_its_kind():
 
 
 @pytest.mark.parametrize("names", [("nan", "fine"), ("fine", "nan")])
-def test_what_is_not_a_number_breaks_its_bound_wherever_it_stands(names: tuple[str, str]):
+def test_what_is_not_a_number_breaks_its_bound_at_any_position(names: tuple[str, str]):
     values = {name: math.nan if name == "nan" else 0.0 for name in names}
     assert BOUNDS.exceeded(Difference(values, math.nan, math.nan, values)) == [
         "the gradient is off by nan, more than 1e-01",

@@ -206,7 +206,7 @@ def train(path: Path, lora: LoraConfig, processes: int, sizes: dict[str, Any], t
     [("qwen3_tied", 2, {"tp": 2}), ("qwen3_tied", 4, {"pp": 2}), ("qwen3_moe", 2, {"ep": 2})],
     ids=["TP2 SP", "DP2 PP2", "EP2"],
 )
-def test_training_ends_at_the_same_adapter_and_leaves_the_base_as_it_is(
+def test_training_ends_at_the_same_adapter_and_leaves_the_base_unchanged(
     family: str, processes: int, sizes: dict[str, Any], tmp_path: Path
 ):
     path = write_family(family, tmp_path / "base")
