@@ -15,9 +15,11 @@ from transformers import AutoConfig, PretrainedConfig
 
 from skyrl_train.cluster.launch import EngineProcesses, launch_engines
 from skyrl_train.config import Config
+from skyrl_train.device.kinds import DeviceKind
 from skyrl_train.entrypoints.experiment import Experiment
 from skyrl_train.entrypoints.export_hf import find_checkpoint
 from skyrl_train.entrypoints.run import MODEL, connect
+from skyrl_train.forecast.fit import fitted_for_evaluation
 from skyrl_train.hf.checkpoint import INDEX
 from skyrl_train.hf.download import download
 from skyrl_train.hf.hub import local_folder
@@ -56,8 +58,9 @@ class Generation(Experiment):
     def check_models(self) -> None:
         """None: an evaluation has no reference model."""
 
-    def fit_to_device(self) -> None:
-        """Nothing to do: an evaluation has no trainer, and engines size themselves."""
+    def fit_to_device(self, kind: DeviceKind) -> None:
+        """Choose open keys of the engines."""
+        self.config = fitted_for_evaluation(self.config, self.model_config, kind, self._explain)
 
     def get_train_prompts(self) -> list[Prompt]:
         return []
@@ -82,7 +85,8 @@ class Generation(Experiment):
 
     async def run(self, run_dir: RunDir) -> None:
         """Start the engines, evaluate, and always stop them."""
-        config = with_model(self.config, await self._served_folder(run_dir))
+        folder = await self._served_folder(run_dir)
+        config = with_model(self.config, folder)
         checkpoint = "" if self.evaluated is None else f" (checkpoint {self.evaluated.folder})"
         n_samples = config.generator.eval_n_samples_per_prompt
         lines = (
@@ -92,6 +96,8 @@ class Generation(Experiment):
         )
         self._console.print("\n".join(lines), highlight=False, soft_wrap=True)
         with connect() as cluster:
+            await self.fit_to_cluster(cluster)
+            config = with_model(self.config, folder)
             longest = max_model_len(config, self.model_config)
             engines = await launch_engines(config, cluster, max_model_len=longest, logs=str(run_dir.logs))
             try:

@@ -15,11 +15,13 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from skyrl_train.checks.model_folder import checked_folder
 from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
+from skyrl_train.cluster.gpu_kind import cluster_gpu_kind, local_gpu_kind
 from skyrl_train.cluster.launch import PolicyProcesses, Processes
 from skyrl_train.cluster.session import Cluster, connect
 from skyrl_train.config.training import RunConfig
-from skyrl_train.entrypoints.plan.before_run import fitted
+from skyrl_train.device.kinds import DeviceKind
 from skyrl_train.entrypoints.resume import chosen_checkpoint, lock_checkpoints, resumes_in_its_folder
+from skyrl_train.forecast.fit import fitted
 from skyrl_train.hf import adapter_file
 from skyrl_train.ranks import SavedState
 from skyrl_train.tracking.run_dir import RECORD, HeldFolder, RunDir
@@ -52,7 +54,8 @@ class Run(ABC, Generic[C, P]):
         self.model_folder, self.model_config = self.load_model()
         self.tokenizer = self.get_tokenizer()
         check_tokenizer(self.tokenizer, self.model_config.vocab_size, config.trainer.policy.model.path)
-        self.fit_to_device()
+        if (kind := local_gpu_kind()) is not None:
+            self.fit_to_device(kind)
         self.checkpoint: Checkpoint | None = None
         self._checkpoint_lock: TextIO | None = None
         """Held for the lifetime of this object."""
@@ -83,11 +86,16 @@ class Run(ABC, Generic[C, P]):
         adapter_file.check(folder, model.lora)
         return folder, config
 
-    def fit_to_device(self) -> None:
-        """Choose what the configuration leaves open, and print the forecast.
-        Raises: ValueError if the run cannot fit the GPUs of this machine.
+    def fit_to_device(self, kind: DeviceKind) -> None:
+        """Choose open keys of the configuration for GPUs of this kind, and print the forecast.
+        Raises: ValueError if the run cannot fit them.
         """
-        self.config = fitted(self.config, self.model_config, self._console)
+        self.config = fitted(self.config, self.model_config, kind, self._explain)
+
+    async def fit_to_cluster(self, cluster: Cluster) -> None:
+        """Like `fit_to_device`, for GPUs of a cluster that the run has joined."""
+        if cluster.has_gpus and local_gpu_kind() is None and (kind := await cluster_gpu_kind()) is not None:
+            self.fit_to_device(kind)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.model_folder, MODEL, self.config.trainer.trust_remote_code)
@@ -134,6 +142,7 @@ class Run(ABC, Generic[C, P]):
         self._introduce(run_dir)
         with connect() as cluster:
             self._say("local Ray is up" if cluster.is_local else f"joined the Ray cluster {cluster.address}")
+            await self.fit_to_cluster(cluster)
             processes = await self.launch(cluster, str(run_dir.logs))
             try:
                 self._say(self.started_line)
@@ -180,6 +189,9 @@ class Run(ABC, Generic[C, P]):
                 "absolute path",
                 run_dir.path,
             )
+
+    def _explain(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True, style="dim", markup=False)
 
     def _say(self, line: str) -> None:
         self._console.print(f"{time.perf_counter() - self._started:5.1f} s  {line}", style="dim", highlight=False)

@@ -66,9 +66,8 @@ def chosen(inputs: Inputs) -> Choices:
     """Values of all open keys, for the longest samples; keys that are given stay, and the others fit them."""
     config, made = inputs.config, list[Choice]()
     if isinstance(config, Config) and config.generator.run_engines_locally:
-        made += _engine_choices(config, inputs.model, inputs.device)
-        values: dict[str, Any] = {key.rpartition(".")[2]: value for choice in made for key, value in choice.values}
-        config = replace(config, generator=replace(config.generator, **values))
+        made += _engine_choices(config, inputs.model, inputs.device, _samples_at_once(config))
+        config = _with_engine_choices(config, made)
     if has_open_layout(config):
         option, choice = _trainer_choice(replace(inputs, config=config, workload=workload_of(config)))
         config, made = option.config, [*made, choice]
@@ -78,13 +77,25 @@ def chosen(inputs: Inputs) -> Choices:
     return Choices(config, tuple(made), inputs.device.name)
 
 
-def _engine_choices(config: Config, model: PretrainedConfig, device: DeviceKind) -> Iterator[Choice]:
+def chosen_for_evaluation(config: Config, model: PretrainedConfig, device: DeviceKind) -> Choices:
+    """Like `chosen`, for engines of an evaluation without training."""
+    made = list(_engine_choices(config, model, device, _evaluated_at_once(config)))
+    return Choices(_with_engine_choices(config, made), tuple(made), device.name)
+
+
+def _with_engine_choices(config: Config, made: list[Choice]) -> Config:
+    values: dict[str, Any] = {key.rpartition(".")[2]: value for choice in made for key, value in choice.values}
+    return replace(config, generator=replace(config.generator, **values))
+
+
+def _engine_choices(
+    config: Config, model: PretrainedConfig, device: DeviceKind, samples_at_once: int
+) -> Iterator[Choice]:
     generator = config.generator
     if generator.enforce_eager is None:
         yield Choice((("generator.enforce_eager", False),), "GPUs can run CUDA graphs")
     if generator.max_num_seqs is None:
-        wanted = _sequences(config)
-        reason = f"an engine may get {wanted:,} samples at once"
+        wanted, reason = samples_at_once, f"an engine may get {samples_at_once:,} samples at once"
         if generator.enable_http_endpoint or generator.rollout:
             who = "clients of the endpoint" if generator.enable_http_endpoint else "a rollout of your own"
             wanted, reason = MAX_SEQUENCES, f"{who} may send any number of requests"
@@ -94,7 +105,7 @@ def _engine_choices(config: Config, model: PretrainedConfig, device: DeviceKind)
         yield _prefill(generator, model, device)
 
 
-def _sequences(config: Config) -> int:
+def _samples_at_once(config: Config) -> int:
     """Samples of an engine in training, evaluation or both at once; those of a prompt stay together."""
     generator, trainer = config.generator, config.trainer
     engines = max(1, generator.num_rollout_engines)
@@ -102,11 +113,16 @@ def _sequences(config: Config) -> int:
     training = -(-trainer.groups_in_flight * samples // engines) + samples
     if not config.data.val_data:
         return training
-    samples = generator.eval_n_samples_per_prompt
-    evaluation = -(-trainer.eval_batch_size * samples // (generator.eval_num_engines or engines)) + samples
+    evaluation = _evaluated_at_once(config)
     if trainer.evaluates_beside and not generator.eval_num_engines:
         return training + evaluation
     return max(training, evaluation)
+
+
+def _evaluated_at_once(config: Config) -> int:
+    generator = config.generator
+    engines, samples = generator.eval_num_engines or generator.num_rollout_engines, generator.eval_n_samples_per_prompt
+    return -(-config.trainer.eval_batch_size * samples // max(1, engines)) + samples
 
 
 def _prefill(generator: GeneratorConfig, model: PretrainedConfig, device: DeviceKind) -> Choice:

@@ -14,12 +14,14 @@ import ray
 from transformers import PretrainedConfig
 
 from skyrl_train.algorithms.tables import import_modules
+from skyrl_train.cluster.gpu_kind import cluster_gpu_kind
 from skyrl_train.cluster.pool.settings import served_model_name
 from skyrl_train.cluster.process import log_to
 from skyrl_train.cluster.ranks.release import remove_states, states_folder
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config
 from skyrl_train.config.rl import RL
+from skyrl_train.forecast.fit import fitted
 from skyrl_train.service.checks import checked_model
 from skyrl_train.service.job import Job, SftJob, TrainJob
 from skyrl_train.service.job_reader import JobReader
@@ -113,6 +115,8 @@ class ServiceActor:
             undo.callback(self._run_dir.finish, "failed")
             import_modules(config.trainer.custom_modules)
             model, tokenizer = checked_model(config)
+            if self._cluster.has_gpus and (kind := await cluster_gpu_kind()) is not None:
+                config = self._config = fitted(config, model, kind, log.info)
             self._reader = JobReader(config, tokenizer, model.vocab_size, model.max_position_embeddings)
             logs = str(self._run_dir.logs)
             self._processes = await launch_training(config, model, self._cluster, UNKNOWN_END, logs)

@@ -41,7 +41,9 @@ MAY_IMPORT = {
     "forecast": "config device algorithms checks hf engines megatron cluster",
     # the driver
     "trainer": "types config file_sum ranks algorithms hf weight_sync tracking data batching rollout cluster",
-    "service": "types config algorithms spelling hf weight_sync tracking checks data batching rollout cluster trainer",
+    "service": (
+        "types config algorithms spelling hf weight_sync tracking checks data batching rollout cluster forecast trainer"
+    ),
     # where everything is put together
     "tasks": "config",
     "entrypoints": (

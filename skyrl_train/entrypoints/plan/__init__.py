@@ -1,4 +1,4 @@
-"""Forecasts of memory and time: `plan` is the program, `before_run` what every run on GPUs prints and refuses."""
+"""Forecasts of memory and time on the command line; what every run on GPUs prints is in `forecast/fit.py`."""
 
 from skyrl_train.entrypoints.plan.plan import main
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 from ray.util import placement_group_table
 
 from skyrl_train.cluster.calls import Calls, RemoteFailed
+from skyrl_train.cluster.gpu_kind import KIND, cluster_gpu_kind
 from skyrl_train.cluster.launch import launch
 from skyrl_train.cluster.placement import Demand, Placement, PlacementError
 from skyrl_train.cluster.pool.replica import EngineReplica
@@ -31,6 +33,7 @@ from skyrl_train.cluster.process import Host
 from skyrl_train.cluster.ranks.worker_group import RANK, WorkerGroup
 from skyrl_train.cluster.session import CPU_ENVIRONMENT, Cluster, connect, cpu_environment, worker_environment
 from skyrl_train.config import load_config
+from skyrl_train.device.kinds import device_kind
 from skyrl_train.trainer.from_config import objective
 from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.settings import engine_settings
@@ -83,7 +86,9 @@ def cluster() -> Iterator[Cluster]:
         with pytest.MonkeyPatch.context() as patch:
             for name in ("RAY_ADDRESS", *CPU_ENVIRONMENT):  # or all processes would inherit what conftest.py sets
                 patch.delenv(name, raising=False)
-            patch.setattr("ray.init", lambda **arguments: init(**arguments, num_cpus=NUM_CPUS))
+            patch.setattr(
+                "ray.init", lambda **arguments: init(**arguments, num_cpus=NUM_CPUS, resources={f"{KIND}H200": 1})
+            )
             joined = stack.enter_context(connect())
         yield joined
 
@@ -116,6 +121,13 @@ def reserve(count: int, cpus_each: float, timeout_s: float = 30) -> Placement:
 def groups_held() -> int:
     """Placement groups that have room or wait for it."""
     return sum(group["state"] != "REMOVED" for group in placement_group_table().values())
+
+
+def test_a_node_reports_the_kind_of_its_gpus(cluster: Cluster, caplog: pytest.LogCaptureFixture):
+    assert asyncio.run(cluster_gpu_kind(partial(device_kind, "NVIDIA H200"))) == device_kind("H200")
+    assert asyncio.run(cluster_gpu_kind()) is None and not caplog.records, "the node has no driver"
+    assert asyncio.run(cluster_gpu_kind(partial(int, "no number"))) is None  # type: ignore[arg-type]
+    assert "no node reported its GPUs" in caplog.text and "invalid literal for int()" in caplog.text
 
 
 def test_an_impossible_placement_fails_at_once_and_says_what_was_asked_and_what_there_is(cluster: Cluster):

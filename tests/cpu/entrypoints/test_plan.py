@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import load_config
-from skyrl_train.device.kinds import device_kind
-from skyrl_train.entrypoints.plan import before_run, main
+from skyrl_train.device.kinds import DeviceKind, device_kind
+from skyrl_train.entrypoints.experiment import Experiment
+from skyrl_train.entrypoints.plan import main
+from skyrl_train.forecast.fit import fitted, fitted_for_evaluation
 from skyrl_train.forecast.shapes import model_config
 
 
@@ -46,19 +50,45 @@ def test_what_cannot_be_forecast_is_an_error(override: str, expected: str, capsy
     assert expected in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_a_run_on_gpus_prints_the_forecast_and_refuses_what_cannot_fit(
+def kind_of(name: str) -> DeviceKind:
+    kind = device_kind(name)
+    assert kind is not None
+    return kind
+
+
+def test_a_run_on_gpus_prints_the_forecast_and_refuses_what_cannot_fit():
+    config, said = load_config(["trainer.policy.model.path=qwen3"]), list[str]()
+    made = fitted(config, model_config("qwen3-0.6b"), kind_of("NVIDIA H200"), said.append)
+    choices, summary = said
+    assert "GiB of 139.8 by the forecast (one rank)" in summary
+    assert choices.startswith("chose   for H200: enforce_eager=false, because")
+    assert made.trainer.max_tokens_per_microbatch == 16_384 and made.generator.max_num_batched_tokens == 16_384
+    with pytest.raises(ValueError, match=r"update needs at least .* This fits: trainer\.placement\.policy_num_gpus"):
+        fitted(config, model_config("qwen3-8b"), kind_of("NVIDIA H100 80GB HBM3"), said.append)
+
+
+def test_a_driver_without_a_gpu_fits_the_run_to_the_gpus_of_the_cluster(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    config = load_config(["trainer.policy.model.path=qwen3"])
-    assert before_run.fitted(config, model_config("qwen3-8b"), Console()) is config  # without a GPU
-    assert capsys.readouterr().out == ""
-    monkeypatch.setattr(before_run, "device_type", lambda: "cuda")
-    monkeypatch.setattr(before_run, "this_device", lambda: device_kind("NVIDIA H200"))
-    fitted = before_run.fitted(config, model_config("qwen3-0.6b"), Console())
-    printed = capsys.readouterr().out
-    assert "GiB of 139.8 by the forecast (one rank)" in printed
-    assert "chose   for H200: enforce_eager=false, because" in printed
-    assert fitted.trainer.max_tokens_per_microbatch == 16_384 and fitted.generator.max_num_batched_tokens == 16_384
-    monkeypatch.setattr(before_run, "this_device", lambda: device_kind("NVIDIA H100 80GB HBM3"))
-    with pytest.raises(ValueError, match=r"update needs at least .* This fits: trainer\.placement\.policy_num_gpus"):
-        before_run.fitted(config, model_config("qwen3-8b"), Console())
+    async def kind() -> DeviceKind:
+        return kind_of("NVIDIA H200")
+
+    monkeypatch.setattr("skyrl_train.entrypoints.run.cluster_gpu_kind", kind)
+    run = Experiment.__new__(Experiment)
+    run.config, run.model_config = load_config(["trainer.policy.model.path=qwen3"]), model_config("qwen3-0.6b")
+    run._console = Console()
+    asyncio.run(run.fit_to_cluster(Cluster("head:6379", is_local=False, has_gpus=False)))
+    assert run.config.trainer.max_tokens_per_microbatch is None and not capsys.readouterr().out
+    asyncio.run(run.fit_to_cluster(Cluster("head:6379", is_local=False, has_gpus=True)))
+    assert run.config.trainer.max_tokens_per_microbatch == 16_384
+    assert "chose   for H200: enforce_eager=false" in capsys.readouterr().out
+
+
+def test_an_evaluation_chooses_the_keys_of_its_engines_and_refuses_nothing():
+    samples = ["trainer.eval_batch_size=100", "generator.eval_n_samples_per_prompt=8"]
+    given = ["trainer.policy.model.path=qwen3", "generator.num_inference_engines=2", *samples]
+    config, said = load_config(given), list[str]()
+    made = fitted_for_evaluation(config, model_config("qwen3-30b-a3b"), kind_of("NVIDIA H100"), said.append)
+    assert made.generator.max_num_seqs == 408 and not made.generator.enforce_eager  # 800 / 2, and one prompt's 8 more
+    assert made.trainer == config.trainer
+    assert len(said) == 1 and "max_num_seqs=408, because an engine may get 408 samples at once" in said[0]
