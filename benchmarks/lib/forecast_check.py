@@ -12,8 +12,9 @@ from rich.table import Table
 
 from benchmarks.lib.memory_watch import OutsideTorch
 from benchmarks.lib.policy_job import GIB, layout, title
+from skyrl_train.config.policy import Layout
 from skyrl_train.forecast import memory
-from skyrl_train.forecast.layout import Layout, stages
+from skyrl_train.forecast.layout import stages
 from skyrl_train.forecast.memory import ModelOfRanks, Pass
 from skyrl_train.forecast.readings import readings
 from skyrl_train.forecast.shapes import model_config

@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Formatter
 
 from skyrl_train.checks.custom import imported_problems, takes
-from skyrl_train.config.policy import LoraConfig, MegatronConfig
+from skyrl_train.config.policy import Layout, LoraConfig, MegatronConfig
 from skyrl_train.config.training import DATA_FILE, HUB_SPLIT, DataConfig, TrainingConfig
 
 POLICY = "trainer.policy.megatron_config"
@@ -48,21 +48,18 @@ def training_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, Me
 
 def layout_problems(megatron: MegatronConfig, path: str, world_size: int, world_name: str) -> Iterator[str]:
     """Why `world_size` ranks cannot have the layout of `megatron`, whose key is `path`."""
-    tp, pp, cp = (
-        megatron.tensor_model_parallel_size,
-        megatron.pipeline_model_parallel_size,
-        megatron.context_parallel_size,
-    )
+    layout = Layout(megatron, world_size)
+    tp, pp, cp, ep, etp = layout.tp, layout.pp, layout.cp, layout.ep, layout.etp
     if world_size % (tp * pp * cp):
         yield (
             f"{world_name} is {world_size} ranks: not a multiple of {path}'s tensor {tp} x pipeline {pp} x "
             f"context {cp} = {tp * pp * cp}. Add ranks or lower the sizes"
         )
-    ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
-    if (ep > 1 or etp is not None) and world_size % (ep * (etp or tp) * pp):
+    is_set = ep > 1 or megatron.expert_tensor_parallel_size is not None
+    if is_set and world_size % (ep * etp * pp):
         yield (
-            f"{world_name} is {world_size} ranks: not a multiple of {path}'s expert {ep} x expert tensor {etp or tp} x "
-            f"pipeline {pp} = {ep * (etp or tp) * pp}. Add ranks or lower the sizes"
+            f"{world_name} is {world_size} ranks: not a multiple of {path}'s expert {ep} x expert tensor {etp} x "
+            f"pipeline {pp} = {ep * etp * pp}. Add ranks or lower the sizes"
         )
     vpp = megatron.virtual_pipeline_model_parallel_size
     if vpp is not None and pp < 2:

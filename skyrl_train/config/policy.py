@@ -84,16 +84,22 @@ class TorchProfilerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronConfig:
-    """Parallel layout and settings of Megatron-core."""
+class ParallelSizes:
+    """Sizes of a parallel layout."""
 
-    transformer_impl: Annotated[str, OneOf(("auto", "torch", "transformer_engine"))]
     tensor_model_parallel_size: Count
     pipeline_model_parallel_size: Count
     virtual_pipeline_model_parallel_size: Annotated[int, Bounds(low=2)] | None
     context_parallel_size: Count
     expert_model_parallel_size: Count
     expert_tensor_parallel_size: Count | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronConfig(ParallelSizes):
+    """Parallel layout and settings of Megatron-core."""
+
+    transformer_impl: Annotated[str, OneOf(("auto", "torch", "transformer_engine"))]
     sequence_parallel: bool
     recompute_granularity: Annotated[str, OneOf(("auto", "selective", "full"))] | None
     recompute_modules: tuple[str, ...] | None
@@ -115,6 +121,59 @@ class MegatronConfig:
         if self.recompute != "selective":
             return ()
         return ("core_attn",) if self.recompute_modules is None else self.recompute_modules
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The parallel layout of a model's ranks."""
+
+    megatron: MegatronConfig
+    num_ranks: int
+
+    @property
+    def tp(self) -> int:
+        return self.megatron.tensor_model_parallel_size
+
+    @property
+    def pp(self) -> int:
+        return self.megatron.pipeline_model_parallel_size
+
+    @property
+    def vpp(self) -> int:
+        """Model chunks per pipeline rank."""
+        return self.megatron.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def cp(self) -> int:
+        return self.megatron.context_parallel_size
+
+    @property
+    def ep(self) -> int:
+        return self.megatron.expert_model_parallel_size
+
+    @property
+    def etp(self) -> int:
+        return self.megatron.expert_tensor_parallel_size or self.tp
+
+    @property
+    def dp(self) -> int:
+        return self.num_ranks // (self.tp * self.pp * self.cp)
+
+    @property
+    def sp(self) -> int:
+        """Ranks that share activations along the sequence."""
+        return self.tp if self.megatron.sequence_parallel else 1
+
+    @property
+    def sizes(self) -> str:
+        """Sizes above 1, such as `TP2 DP2`; ETP if it is not TP."""
+        sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "CP": self.cp, "EP": self.ep, "DP": self.dp}
+        named = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+        return " ".join(named + [f"ETP{self.etp}"] * (self.etp != self.tp)) or "one process"
+
+    def __str__(self) -> str:
+        recompute = self.megatron.recompute
+        return self.sizes + (f", recompute {recompute}" if recompute else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,17 +209,27 @@ class ScoringModel:
     """In logs, metrics and messages, such as reference."""
     signal: str
     """Field of TokenInputs that its logprobs become; for a teacher its name, since it gives several fields."""
-    key: str
-    """Its keys are below this one."""
+    section: str
+    """Its keys are below `trainer.{section}`."""
     path_key: str
     model_path: str
     megatron_config: MegatronConfig
     num_ranks: int
-    ranks_key: str
-    """Keys whose product is num_ranks."""
     data_sources: tuple[str, ...] | None = None
     """Data sources of the prompts whose samples it scores; None for all."""
-    is_teacher: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"trainer.{self.section}"
+
+    @property
+    def ranks_key(self) -> str:
+        """Keys whose product is num_ranks."""
+        return f"trainer.placement.{self.section}_num_nodes * {self.section}_num_gpus_per_node"
+
+    @property
+    def is_teacher(self) -> bool:
+        return self.section == "teacher"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,17 +239,11 @@ class RefConfig:
     model: ModelConfig
     megatron_config: MegatronConfig
 
-    def frozen_model(self, num_ranks: int) -> ScoringModel:
-        return ScoringModel(
-            name="reference",
-            signal="ref_logprobs",
-            key="trainer.ref",
-            path_key="trainer.ref.model.path",
-            model_path=self.model.path,
-            megatron_config=self.megatron_config,
-            num_ranks=num_ranks,
-            ranks_key="trainer.placement.ref_num_nodes * ref_num_gpus_per_node",
-        )
+
+def scoring_model(name: str, signal: str, section: str, own: RefConfig | CriticConfig, ranks: int) -> ScoringModel:
+    """The reference or the critic."""
+    path_key = f"trainer.{section}.model.path"
+    return ScoringModel(name, signal, section, path_key, own.model.path, own.megatron_config, ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,14 +288,12 @@ class TeacherConfig:
             ScoringModel(
                 name=name,
                 signal=name,
-                key="trainer.teacher",
+                section="teacher",
                 path_key=f"{key}.path" if own is None else f"{key}.path_of_data_source.{own[0]}",
                 model_path=path,
                 megatron_config=self.megatron_config,
                 num_ranks=num_ranks,
-                ranks_key="trainer.placement.teacher_num_nodes * teacher_num_gpus_per_node",
                 data_sources=own,
-                is_teacher=True,
             )
             for name, (path, own) in zip(names, sources.items(), strict=True)
         )

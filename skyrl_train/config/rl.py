@@ -12,7 +12,15 @@ from typing import Annotated, Any, TypeVar
 from skyrl_train.algorithms.tables import reads_max_seq_len
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.config.policy import CriticConfig, RefConfig, ScoringModel, SyncedPolicyConfig, TeacherConfig
+from skyrl_train.config.policy import (
+    CriticConfig,
+    ParallelSizes,
+    RefConfig,
+    ScoringModel,
+    SyncedPolicyConfig,
+    TeacherConfig,
+    scoring_model,
+)
 from skyrl_train.config.program import Program
 from skyrl_train.config.training import PolicyPlacementConfig, RunConfig, TrainingConfig
 from skyrl_train.config.values import AboveZero, Bounds, Count, CountOrNever, CountOrZero, OneOf, Text
@@ -115,7 +123,8 @@ class TrainerConfig(TrainingConfig):
         adapters, and so is a teacher of the same path.
         """
         has_reference = self.algorithm.needs_reference and self.policy.model.lora.rank == 0
-        reference = [self.ref.frozen_model(self.placement.num_ref_ranks)] if has_reference else []
+        num_ranks = self.placement.num_ref_ranks
+        reference = [scoring_model("reference", "ref_logprobs", "ref", self.ref, num_ranks)] if has_reference else []
         elsewhere = (*self.served_teachers, *self.base_teachers)
         return (*reference, *(model for model in self._teachers if model not in elsewhere))
 
@@ -140,16 +149,7 @@ class TrainerConfig(TrainingConfig):
         """Models with processes of their own besides the policy: frozen ones, and the critic as the last."""
         if not self.algorithm.needs_critic:
             return self.frozen_models
-        critic = ScoringModel(
-            name="critic",
-            signal="values",
-            key="trainer.critic",
-            path_key="trainer.critic.model.path",
-            model_path=self.critic.model.path,
-            megatron_config=self.critic.megatron_config,
-            num_ranks=self.placement.num_critic_ranks,
-            ranks_key="trainer.placement.critic_num_nodes * critic_num_gpus_per_node",
-        )
+        critic = scoring_model("critic", "values", "critic", self.critic, self.placement.num_critic_ranks)
         return (*self.frozen_models, critic)
 
 
@@ -216,16 +216,10 @@ load_config, main_config, from_hydra = RL.load, RL.read, RL.from_hydra
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgainstConfig:
+class AgainstConfig(ParallelSizes):
     """The layout to compare with."""
 
     num_ranks: Count | None
-    tensor_model_parallel_size: Count
-    pipeline_model_parallel_size: Count
-    virtual_pipeline_model_parallel_size: Annotated[int, Bounds(low=2)] | None
-    context_parallel_size: Count
-    expert_model_parallel_size: Count
-    expert_tensor_parallel_size: Count | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
 from skyrl_train.cluster.gpu_kind import cluster_gpu_kind, local_gpu_kind
 from skyrl_train.cluster.launch import PolicyProcesses, Processes
 from skyrl_train.cluster.session import Cluster, connect
+from skyrl_train.config.policy import Layout
 from skyrl_train.config.training import RunConfig
 from skyrl_train.device.kinds import DeviceKind
 from skyrl_train.entrypoints.resume import chosen_checkpoint, lock_checkpoints, resumes_in_its_folder
@@ -167,18 +168,9 @@ class Run(ABC, Generic[C, P]):
 
     def _introduce(self, run_dir: RunDir) -> None:
         trainer = self.config.trainer
-        layout, place = trainer.policy.megatron_config, trainer.placement
-        sizes = {
-            "tp": layout.tensor_model_parallel_size,
-            "pp": layout.pipeline_model_parallel_size,
-            "cp": layout.context_parallel_size,
-            "ep": layout.expert_model_parallel_size,
-        }
-        ranks = place.num_policy_ranks
-        sizes["dp"] = ranks // (sizes["tp"] * sizes["pp"] * sizes["cp"])
-        split = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank per copy"
+        layout = Layout(trainer.policy.megatron_config, trainer.placement.num_policy_ranks)
         lines = {"run": f"{trainer.run_name} in {run_dir.path}"}
-        lines |= self.introduction(f"{ranks} policy ranks ({split})")
+        lines |= self.introduction(f"{layout.num_ranks} policy ranks ({layout.sizes})")
         if self.checkpoint is not None:
             lines["resumes"] = f"after step {self.checkpoint.state.global_step}, from {self.checkpoint.folder}"
         text = "\n".join(f"{label:<8}{line}" for label, line in lines.items())

@@ -16,7 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ from rich.table import Table
 from skyrl_train.checks.model import cut_problems
 from skyrl_train.checks.training import POLICY, layout_problems
 from skyrl_train.config import ConfigError
-from skyrl_train.config.policy import OWN_STAGES, MegatronConfig
+from skyrl_train.config.policy import OWN_STAGES, Layout, MegatronConfig
 from skyrl_train.config.rl import VERIFY, VerifyLayoutConfig
 from skyrl_train.entrypoints.command import print_error
 from skyrl_train.megatron.verify.outcome import BFLOAT16, FLOAT32, Difference, Outcome, compare
@@ -42,30 +42,6 @@ AGAINST = "verify.against"
 MODEL = "trainer.policy.model.path"
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedLayout:
-    """A layout that its model allows and this machine has the devices for."""
-
-    megatron: MegatronConfig
-    world_size: int
-
-    @property
-    def name(self) -> str:
-        """Sizes above 1, such as TP2 DP2."""
-        megatron = self.megatron
-        sizes = {
-            "TP": megatron.tensor_model_parallel_size,
-            "PP": megatron.pipeline_model_parallel_size,
-            "VPP": megatron.virtual_pipeline_model_parallel_size or 1,
-            "CP": megatron.context_parallel_size,
-            "EP": megatron.expert_model_parallel_size,
-        }
-        if sizes["EP"] > 1:
-            sizes["ETP"] = megatron.expert_tensor_parallel_size or 1
-        sizes["DP"] = self.world_size // _ranks_per_copy(megatron)
-        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"
-
-
 def main(argv: Sequence[str]) -> int:
     """Run what the command line asks for and return the exit code."""
     try:
@@ -76,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
 
-def checked_layouts(config: VerifyLayoutConfig) -> tuple[CheckedLayout, CheckedLayout]:
+def checked_layouts(config: VerifyLayoutConfig) -> tuple[Layout, Layout]:
     """The layout and the one to compare with. Raises: ConfigError with everything that cannot work."""
     megatron, against = config.trainer.policy.megatron_config, dataclasses.asdict(config.verify.against)
     against_ranks = against.pop("num_ranks")
@@ -92,24 +68,16 @@ def checked_layouts(config: VerifyLayoutConfig) -> tuple[CheckedLayout, CheckedL
         problems += layout_problems(layout, path, world_size, ranks_key)
         problems += cut_problems(config.trainer.policy.model.path, MODEL, layout, path)
         problems += _device_problems(world_size, path)
-        layouts.append(CheckedLayout(layout, world_size))
+        layouts.append(Layout(layout, world_size))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return layouts[0], layouts[1]
 
 
-def _ranks_per_copy(megatron: MegatronConfig) -> int:
-    """Processes of one data-parallel copy."""
-    sizes = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size, megatron.context_parallel_size
-    return sizes[0] * sizes[1] * sizes[2]
-
-
 def _fewest_ranks(megatron: MegatronConfig) -> int:
     """Processes of the fewest data-parallel copies over which the experts can be distributed."""
-    etp = megatron.expert_tensor_parallel_size or megatron.tensor_model_parallel_size
-    return math.lcm(
-        _ranks_per_copy(megatron), megatron.expert_model_parallel_size * etp * megatron.pipeline_model_parallel_size
-    )
+    layout = Layout(megatron, num_ranks=0)
+    return layout.pp * math.lcm(layout.tp * layout.cp, layout.ep * layout.etp)
 
 
 def _device_problems(world_size: int, path: str) -> Iterator[str]:
@@ -125,8 +93,8 @@ def verify(config: VerifyLayoutConfig, console: Console) -> int:
     layout, against = checked_layouts(config)
     # Imported here, so that a wrong configuration is reported at once.
     from skyrl_train.checks.model_folder import checked_folder
+    from skyrl_train.megatron.verify import layout_check
     from skyrl_train.megatron.verify.hf_reference import comparable, run_hugging_face
-    from skyrl_train.megatron.verify.layout_check import Layout, run_layout
 
     settings = config.verify
     _, model = checked_folder(MODEL, config.trainer.policy.model.path, config.trainer.download_timeout_s)
@@ -134,15 +102,15 @@ def verify(config: VerifyLayoutConfig, console: Console) -> int:
     trial = _trial(config, model.vocab_size)
     num_tokens, limit = int(trial.experience.cu_seqlens[-1]), settings.max_tokens_per_microbatch
 
-    def run(asked: CheckedLayout, max_tokens: int) -> Outcome:
-        with console.status(f"one mini-batch in {asked.world_size} process(es)"):
-            split = Layout(asked.megatron, asked.world_size, max_tokens)
-            return run_layout(trial, split, timeout_s=settings.timeout_s)
+    def run(asked: Layout, max_tokens: int) -> Outcome:
+        with console.status(f"one mini-batch in {asked.num_ranks} process(es)"):
+            split = layout_check.Layout(asked.megatron, asked.num_ranks, max_tokens)
+            return layout_check.run_layout(trial, split, timeout_s=settings.timeout_s)
 
-    reference = run(against, num_tokens if against.world_size == 1 else limit)
+    reference = run(against, num_tokens if against.num_ranks == 1 else limit)
     outcome = run(layout, limit)
-    differences = {against.name: compare(outcome, reference)}
-    if against.world_size == 1:
+    differences = {against.sizes: compare(outcome, reference)}
+    if against.num_ranks == 1:
         with console.status("one mini-batch through Hugging Face"):
             hugging_face = run_hugging_face(trial, timeout_s=settings.timeout_s)
         differences[HUGGING_FACE] = compare(comparable(outcome, hugging_face), hugging_face)
@@ -152,7 +120,7 @@ def verify(config: VerifyLayoutConfig, console: Console) -> int:
         numbers = {name: dataclasses.asdict(each) for name, each in differences.items()}
         Path(settings.json_file).write_text(json.dumps({"exact": not broken, "broken": broken} | numbers, indent=1))
     for name, difference in differences.items():
-        console.print(_table(f"{layout.name} against {name}", difference, outcome.metrics))
+        console.print(_table(f"{layout.sizes} against {name}", difference, outcome.metrics))
     if broken:
         console.print("[bold red]not exact:[/] " + "; ".join(broken), highlight=False, soft_wrap=True)
         return 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from skyrl_train.forecast.layout import Layout
+from skyrl_train.config.policy import Layout
 from skyrl_train.hf import matrices
 from skyrl_train.hf.matrices import Layer
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
+from skyrl_train.config.policy import Layout
 from skyrl_train.device.kinds import DeviceKind
 from skyrl_train.forecast.engines import cache_bytes_per_token
-from skyrl_train.forecast.layout import Layout, Stage
+from skyrl_train.forecast.layout import Stage
 from skyrl_train.forecast.readings import Generation, Sync, Utilisation, at_size
 from skyrl_train.hf.flops import model_cost
 from skyrl_train.hf.matrices import num_experts, num_parameters

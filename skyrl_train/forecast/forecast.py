@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from transformers import PretrainedConfig
 
 from skyrl_train.config import Config
-from skyrl_train.config.policy import LoraConfig, MegatronConfig
+from skyrl_train.config.policy import Layout, LoraConfig, MegatronConfig
 from skyrl_train.config.sft import SftConfig
 from skyrl_train.config.training import RunConfig
 from skyrl_train.device.kinds import DeviceKind
@@ -16,7 +16,7 @@ from skyrl_train.engines.settings import NUM_BYTES
 from skyrl_train.forecast import duration, memory
 from skyrl_train.forecast.duration import PhaseTime, Workload
 from skyrl_train.forecast.engines import EngineMemory, engine_memory
-from skyrl_train.forecast.layout import Layout, stages
+from skyrl_train.forecast.layout import stages
 from skyrl_train.forecast.memory import ModelOfRanks, Pass
 from skyrl_train.forecast.parts import ESTIMATED, GIB, GUESSED, Part, PhaseMemory
 from skyrl_train.forecast.readings import readings

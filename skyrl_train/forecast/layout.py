@@ -1,4 +1,4 @@
-"""Sizes of a parallel layout, and the parameters that a rank of each pipeline stage holds."""
+"""Parameters that a rank of each pipeline stage holds."""
 
 from __future__ import annotations
 
@@ -8,68 +8,9 @@ from itertools import accumulate
 
 from transformers import PretrainedConfig
 
-from skyrl_train.config.policy import OWN_STAGES, LoraConfig, MegatronConfig
+from skyrl_train.config.policy import OWN_STAGES, Layout, LoraConfig
 from skyrl_train.hf.matrices import Layer, Matrix, is_tied, layers
 from skyrl_train.megatron.model.stages import layers_of_stages
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The layout of a model's ranks."""
-
-    megatron: MegatronConfig
-    num_ranks: int
-
-    @property
-    def tp(self) -> int:
-        return self.megatron.tensor_model_parallel_size
-
-    @property
-    def pp(self) -> int:
-        return self.megatron.pipeline_model_parallel_size
-
-    @property
-    def vpp(self) -> int:
-        """Model chunks per pipeline rank."""
-        return self.megatron.virtual_pipeline_model_parallel_size or 1
-
-    @property
-    def cp(self) -> int:
-        return self.megatron.context_parallel_size
-
-    @property
-    def ep(self) -> int:
-        return self.megatron.expert_model_parallel_size
-
-    @property
-    def etp(self) -> int:
-        return self.megatron.expert_tensor_parallel_size or self.tp
-
-    @property
-    def dp(self) -> int:
-        return self.num_ranks // (self.tp * self.pp * self.cp)
-
-    @property
-    def sp(self) -> int:
-        """Ranks that share activations along the sequence."""
-        return self.tp if self.megatron.sequence_parallel else 1
-
-    @property
-    def optimizer_ranks(self) -> int:
-        """Ranks that share the optimizer state of a parameter outside the experts."""
-        return self.dp * self.cp
-
-    @property
-    def expert_optimizer_ranks(self) -> int:
-        return self.num_ranks // (self.pp * self.ep * self.etp)
-
-    def __str__(self) -> str:
-        sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "CP": self.cp, "EP": self.ep, "DP": self.dp}
-        if self.etp != self.tp:
-            sizes["ETP"] = self.etp
-        named = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "ETP")
-        recompute = self.megatron.recompute
-        return (named or "one rank") + (f", recompute {recompute}" if recompute else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from skyrl_train.config.policy import Layout
 from skyrl_train.forecast.activations import kept, weight_gradient_bytes
-from skyrl_train.forecast.layout import Layout, Parameters, Stage
+from skyrl_train.forecast.layout import Parameters, Stage
 from skyrl_train.forecast.parts import COUNTED, ESTIMATED, EXACT, GIB, GUESSED, Part
 from skyrl_train.forecast.readings import Readings
 from skyrl_train.hf.matrices import is_latent
@@ -59,7 +60,9 @@ def training_state(model: ModelOfRanks, stage: Stage) -> tuple[Part, Part]:
 
 
 def optimizer_bytes(trained: Parameters, layout: Layout, width: int) -> float:
-    each = trained.dense / layout.optimizer_ranks + trained.experts / layout.expert_optimizer_ranks
+    """Bytes of the optimizer state of a rank, which data-parallel ranks share."""
+    expert_ranks = layout.num_ranks // (layout.pp * layout.ep * layout.etp)
+    each = trained.dense / (layout.dp * layout.cp) + trained.experts / expert_ranks
     return each * STATE_BYTES[width]
 
 

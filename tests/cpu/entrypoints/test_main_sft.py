@@ -170,7 +170,7 @@ def test_a_run_on_two_ranks_trains_evaluates_exports_and_reports(made_world: Pat
         assert not (left := job.left_behind()), left
     output, metrics = job.output, job.metrics
     assert "truncated 1 of 101 rows with more than data.max_length=32 tokens" in output
-    assert "2 policy ranks (dp2)" in output and "held-out loss" in output and "policy is up" in output
+    assert "2 policy ranks (DP2)" in output and "held-out loss" in output and "policy is up" in output
     assert [row["trainer/global_step"] for row in metrics] == list(range(13))
     assert [row["trainer/global_step"] for row in metrics if "sft/eval_loss" in row] == [0, 5, 10, 12]
     assert [row["trainer/epoch"] for row in metrics[1:]] == [0.0] * 6 + [1.0] * 6

@@ -60,7 +60,7 @@ def test_a_run_on_gpus_prints_the_forecast_and_refuses_what_cannot_fit():
     config, said = load_config(["trainer.policy.model.path=qwen3"]), list[str]()
     made = fitted(config, model_config("qwen3-0.6b"), kind_of("NVIDIA H200"), said.append)
     choices, summary = said
-    assert "GiB of 139.8 by the forecast (one rank)" in summary
+    assert "GiB of 139.8 by the forecast (one process)" in summary
     assert choices.startswith("chose   for H200: enforce_eager=false, because")
     assert made.trainer.max_tokens_per_microbatch == 16_384 and made.generator.max_num_batched_tokens == 16_384
     with pytest.raises(ValueError, match=r"update needs at least .* This fits: trainer\.placement\.policy_num_gpus"):

@@ -138,7 +138,7 @@ def test_a_misspelt_key_is_named_with_the_nearest_one(capsys: pytest.CaptureFixt
 
 def test_without_ranks_a_layout_has_the_fewest_that_the_experts_allow(experts: Path):
     def ranks(**values: object) -> int:
-        return checked_layouts(VERIFY.load(overrides(model=experts, **values)))[0].world_size
+        return checked_layouts(VERIFY.load(overrides(model=experts, **values)))[0].num_ranks
 
     assert ranks(ep=2) == 2
     assert ranks(ep=2, tp=2) == 4
@@ -150,7 +150,7 @@ def test_the_layout_to_compare_with_has_its_own_sizes_and_the_other_settings(exp
     values = overrides(model=experts, pp=2, sp="false", against_tp=1)
     kwargs = "trainer.policy.megatron_config.transformer_config_kwargs"
     first, against = checked_layouts(VERIFY.load([*values, f"{kwargs}.num_layers_in_first_pipeline_stage=1"]))
-    assert (first.name, against.name) == ("PP2", "one process")
+    assert (first.sizes, against.sizes) == ("PP2", "one process")
     assert not against.megatron.sequence_parallel and not against.megatron.transformer_config_kwargs
     assert first.megatron.transformer_config_kwargs == {"num_layers_in_first_pipeline_stage": 1}
 

@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from skyrl_train.config import load_config
-from skyrl_train.config.policy import LoraConfig
+from skyrl_train.config.policy import Layout, LoraConfig
 from skyrl_train.forecast.activations import kept
-from skyrl_train.forecast.layout import Layout, stages
+from skyrl_train.forecast.layout import stages
 from skyrl_train.forecast.memory import ModelOfRanks, Pass, in_flight, logit_bytes, update
 from skyrl_train.forecast.parts import GIB, Part, PhaseMemory
 from skyrl_train.forecast.shapes import model_config, shapes

@@ -151,7 +151,7 @@ def merged(world: Path, tuned: Job) -> Run:
 
 def test_fine_tuning_lowers_the_loss_that_peft_computes_of_its_adapter(world: Path, tuned: Job):
     metrics, folder = tuned.metrics, tuned.run_dir / "exports/global_step_16/adapter"
-    assert "2 policy ranks (dp2)" in tuned.output
+    assert "2 policy ranks (DP2)" in tuned.output
     assert metrics[-1]["sft/eval_loss"] < metrics[0]["sft/eval_loss"] - 0.5
     model, tokenizer = (
         peft_model(world / "model", folder).eval(),
