@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from string import Formatter
 from typing import Any
 
 from skyrl_train.algorithms.build import build_objective
 from skyrl_train.checks.custom import imported_problems, is_async, takes
-from skyrl_train.checks.engines import SERVER_URL
+from skyrl_train.checks.engines import SERVER_URL, api_key_problems
 from skyrl_train.config import Config
 from skyrl_train.config.algorithm import AlgorithmConfig
 
@@ -50,9 +49,8 @@ def teacher_problems(config: Config) -> Iterator[str]:
 def _served_problems(config: Config) -> Iterator[str]:
     trainer, teacher = config.trainer, config.trainer.teacher
     given = f"trainer.teacher.backend is {teacher.backend}"
-    variable = config.generator.remote_api_key_env
-    if teacher.backend == "remote" and variable is not None and not os.environ.get(variable):
-        yield f"generator.remote_api_key_env is {variable}: this environment variable is not set. Export it first"
+    if teacher.backend == "remote":
+        yield from api_key_problems(config.generator)
     for model in teacher.models(1):
         is_url = SERVER_URL.match(str(model.model_path)) is not None
         if is_url != (teacher.backend == "remote"):

@@ -207,10 +207,14 @@ def remote_engine_problems(config: Config) -> Iterator[str]:
             yield f"{key} contains {url!r}: not a server's address. Write http://host:port, without /v1 or another path"
     for url in sorted({url for url in urls if urls.count(url) > 1}):
         yield f"{key} contains {url} twice: each server is one engine. Remove one"
+    yield from api_key_problems(generator)
+    yield from engine_argument_problems(generator)
+
+
+def api_key_problems(generator: GeneratorConfig) -> Iterator[str]:
     variable = generator.remote_api_key_env
     if variable is not None and not os.environ.get(variable):
         yield f"generator.remote_api_key_env is {variable}: this environment variable is not set. Export it first"
-    yield from engine_argument_problems(generator)
 
 
 def endpoint_problems(config: Config) -> Iterator[str]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from skyrl_train.hf.download import python_path
 from skyrl_train.hf.ledger import LEDGERS, config_problems
 from skyrl_train.hf.shrink import shrunk
 from skyrl_train.spelling import nearest
@@ -106,13 +107,7 @@ def _compare(config: PretrainedConfig, folder: str) -> list[str]:
             return []
     log.info("comparing a small version of the model with Hugging Face (once, about 15 s)")
     started = time.monotonic()
-    # This process may have found the package through its own path.
-    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, folder],

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.checks.training import MODEL
 from skyrl_train.config import Config
 from skyrl_train.config.policy import OWN_STAGES, MegatronConfig
 
@@ -14,7 +15,7 @@ from skyrl_train.config.policy import OWN_STAGES, MegatronConfig
 def model_problems(config: Config) -> Iterator[str]:
     """Missing folders, sizes that do not divide, lengths beyond the model's positions. Hub names are not checked."""
     policy = config.trainer.policy
-    shape = yield from _shape(policy.model.path, "trainer.policy.model.path")
+    shape = yield from _shape(policy.model.path, MODEL)
     if shape is not None:
         yield from size_problems(shape, policy.megatron_config, "trainer.policy.megatron_config")
         yield from _engine(shape, config)
@@ -29,7 +30,7 @@ def model_problems(config: Config) -> Iterator[str]:
 
 def served_model_problems(config: Config) -> Iterator[str]:
     """The problems of a model that engines alone load."""
-    shape = yield from _shape(config.trainer.policy.model.path, "trainer.policy.model.path")
+    shape = yield from _shape(config.trainer.policy.model.path, MODEL)
     if shape is not None:
         yield from _engine(shape, config)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from skyrl_train.checks.model import cut_problems
 from skyrl_train.checks.training import (
+    MODEL,
     POLICY,
     POLICY_RANKS,
     data_file_problems,
@@ -37,7 +38,7 @@ def check_sft(config: SftConfig, num_train_rows: int | None, files: bool = True)
         )
     if files:
         problems += data_file_problems(config.data)
-        problems += cut_problems(trainer.policy.model.path, "trainer.policy.model.path", layout, POLICY)
+        problems += cut_problems(trainer.policy.model.path, MODEL, layout, POLICY)
         problems += lora_problems(trainer.policy.model.lora)
     if problems:
         raise ConfigError(problems)

@@ -13,6 +13,7 @@ from skyrl_train.checks.custom import imported_problems, takes
 from skyrl_train.config.policy import Layout, LoraConfig, MegatronConfig
 from skyrl_train.config.training import DATA_FILE, HUB_SPLIT, DataConfig, TrainingConfig
 
+MODEL = "trainer.policy.model.path"
 POLICY = "trainer.policy.megatron_config"
 POLICY_RANKS = "trainer.placement.policy_num_nodes * policy_num_gpus_per_node"
 LORA = "trainer.policy.model.lora"

@@ -13,14 +13,12 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from skyrl_train.hf.checkpoint import tensor_files, tensor_shapes
+from skyrl_train.hf.checkpoint import some, tensor_files, tensor_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ROWS = 8192
 """Rows of a tied head compared at a time."""
-NUM_SHOWN = 3
-"""Tensors named in an error."""
 REMEDY = "Download or copy the checkpoint again, with the config.json that it was saved with"
 
 
@@ -80,18 +78,16 @@ def weight_problems(config: PretrainedConfig, expected: Shapes, found: Shapes) -
     """Tensors that are missing, have another shape, or are not part of the model."""
     wrong = [name for name in expected if name in found and found[name] != expected[name]]
     if wrong:
-        shown = [f"{name} is {list(found[name])}, not {list(expected[name])}" for name in wrong[:NUM_SHOWN]]
-        yield f"{len(wrong)} tensors have other shapes than in its config.json: {_and_more(shown, len(wrong))}"
+        shown = [f"{name} is {list(found[name])}, not {list(expected[name])}" for name in wrong]
+        yield f"{len(wrong)} tensors have other shapes than in its config.json: {some(shown)}"
     tied = getattr(config, "tie_word_embeddings", False)
     missing = [name for name in expected if name not in found and not (tied and name == HEAD)]
     if missing:
-        yield f"{len(missing)} tensors of its config.json are missing: {_and_more(missing, len(missing))}"
+        yield f"{len(missing)} tensors of its config.json are missing: {some(missing)}"
     unknown = sorted(name for name in found if name not in expected and not _is_needless(name, config))
     if unknown:
-        yield (
-            f"{len(unknown)} tensors are not part of the {config.model_type} model of its config.json: "
-            f"{_and_more(unknown, len(unknown))}"
-        )
+        kind = config.model_type
+        yield f"{len(unknown)} tensors are not part of the {kind} model of its config.json: {some(unknown)}"
 
 
 def _is_needless(name: str, config: PretrainedConfig) -> bool:
@@ -101,8 +97,3 @@ def _is_needless(name: str, config: PretrainedConfig) -> bool:
     num_predicting = int(getattr(config, "num_nextn_predict_layers", None) or 0)  # after the model's own
     predicts = layer is not None and first <= int(layer.group(1)) < first + num_predicting
     return predicts or name.endswith(("_scale_inv", "inv_freq"))
-
-
-def _and_more(names: list[str], num: int) -> str:
-    more = f" and {num - NUM_SHOWN} more" if num > NUM_SHOWN else ""
-    return ", ".join(names[:NUM_SHOWN]) + more

@@ -21,14 +21,6 @@ class DeviceKind:
     tflops: float
     """Dense bfloat16 peak."""
     memory_gb_s: float
-    link_gb_s: float
-    """To the other GPUs of a host, in one direction."""
-    host_gb_s: float
-    """To pinned host memory."""
-
-    def with_memory(self, gib: float) -> DeviceKind:
-        """A device of this kind with another amount of memory."""
-        return replace(self, memory_gib=round(gib, 1))
 
 
 @functools.cache
@@ -51,4 +43,4 @@ def this_device() -> DeviceKind | None:
     except OSError:
         return None
     kind = device_kind(first.product)
-    return None if kind is None else kind.with_memory(first.total_bytes / 2**30)
+    return None if kind is None else replace(kind, memory_gib=round(first.total_bytes / 2**30, 1))

@@ -118,15 +118,15 @@ def beside_a_running_loop(work: Callable[[], W], interrupts: Interrupts) -> W:
         return future.result()
 
 
-def guarded(work: Callable[[], int], console: Console) -> int:
-    """The exit code of `work`, or that of a ConfigError or a signal."""
+def guarded(work: Callable[[], int], console: Console, errors: tuple[type[Exception], ...] = (ConfigError,)) -> int:
+    """The exit code of `work`, or that of a signal or of one of the errors, which is printed."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("skyrl_train").setLevel(logging.INFO)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
     try:
         return work()
-    except ConfigError as error:
+    except errors as error:
         print_error(str(error), console)
         return 2
     except KeyboardInterrupt as interrupt:
@@ -284,6 +284,14 @@ def report_failure(
             where = f"\n{path} could not be written ({full}). Full traceback:\n{stack}"
     kind = "" if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: "
     print_error(f"{kind}{message}{where}", console, secrets)
+
+
+def prints_help(argv: Sequence[str], text: str | None, console: Console) -> bool:
+    """Print the help of a program with arguments of its own, if they ask for it or there are none."""
+    if argv and not {"-h", "--help"}.intersection(argv):
+        return False
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return True
 
 
 def print_error(message: str, console: Console, secrets: Secrets | None = None) -> None:

@@ -158,11 +158,15 @@ class Experiment(Run[Config, Processes]):
         return Trainer(self.config, parts, self.num_steps)
 
     def build_loop(self, processes: Processes, run_dir: RunDir, tracker: Tracker, at_end: ExitStack) -> Trainer:
-        config = self.config
-        env_pool = EnvPool(config.environment.skyrl_gym.max_env_workers, config.environment.step_timeout_s)
+        rollout, samples = self.get_rollout(self.get_env_pool(at_end)), self.get_samples(run_dir, tracker, at_end)
+        return self.get_trainer(self._parts(processes, rollout, tracker, samples))
+
+    def get_env_pool(self, at_end: ExitStack) -> EnvPool:
+        """The workers of environments, closed by `at_end`."""
+        environment = self.config.environment
+        env_pool = EnvPool(environment.skyrl_gym.max_env_workers, environment.step_timeout_s)
         at_end.callback(env_pool.close, timeout_s=5)
-        samples = self.get_samples(run_dir, tracker, at_end)
-        return self.get_trainer(self._parts(processes, self.get_rollout(env_pool), tracker, samples))
+        return env_pool
 
     def get_samples(self, run_dir: RunDir, tracker: Tracker, at_end: ExitStack) -> SampleLog:
         """The log of samples, closed by `at_end`."""

@@ -22,7 +22,7 @@ from rich.console import Console
 from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.config.schema import build
-from skyrl_train.entrypoints.command import guarded, print_error
+from skyrl_train.entrypoints.command import guarded, print_error, prints_help
 from skyrl_train.hf.checkpoint import INDEX
 from skyrl_train.hf.download import download
 from skyrl_train.tracking.run_dir import RECORD as RUN_RECORD
@@ -40,8 +40,7 @@ DOWNLOAD_S = 6 * 3600.0
 def main(argv: Sequence[str]) -> int:
     """Export what the command line asks for and return the exit code."""
     console = Console()
-    if not argv or "--help" in argv or "-h" in argv:
-        console.print(__doc__, markup=False, highlight=False, soft_wrap=True)
+    if prints_help(argv, __doc__, console):
         return 0
     return guarded(lambda: _export(argv, console), console)
 

@@ -13,17 +13,17 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, PretrainedConfig
 
+from skyrl_train.checks.training import MODEL
 from skyrl_train.cluster.launch import EngineProcesses, launch_engines
 from skyrl_train.config import Config
 from skyrl_train.device.kinds import DeviceKind
 from skyrl_train.entrypoints.experiment import Experiment
 from skyrl_train.entrypoints.export_hf import find_checkpoint
-from skyrl_train.entrypoints.run import MODEL, connect
+from skyrl_train.entrypoints.run import connect
 from skyrl_train.forecast.fit import fitted_for_evaluation
 from skyrl_train.hf.checkpoint import INDEX
 from skyrl_train.hf.download import download
 from skyrl_train.hf.hub import local_folder
-from skyrl_train.rollout.env_pool import EnvPool
 from skyrl_train.rollout.metrics import evaluation_metrics
 from skyrl_train.rollout.seeds import seed
 from skyrl_train.tracking.progress import ConsoleProgress
@@ -114,11 +114,9 @@ class Generation(Experiment):
             quiet = replace(config, trainer=replace(config.trainer, logger=loggers))
             tracker = build_tracker(quiet, run_dir.path)
             at_end.callback(tracker.close)
-            env_pool = EnvPool(config.environment.skyrl_gym.max_env_workers, config.environment.step_timeout_s)
-            at_end.callback(env_pool.close, timeout_s=5)
+            rollout = self.get_rollout(self.get_env_pool(at_end))
             samples = self.get_samples(run_dir, tracker, at_end)
-            collector = self.get_collector(processes.engines.generate, self.get_rollout(env_pool))
-            evaluation = self.get_evaluation(collector, samples)
+            evaluation = self.get_evaluation(self.get_collector(processes.engines.generate, rollout), samples)
             progress = ConsoleProgress(self._console, "evaluate")
             groups = await evaluation.groups(seed("eval", config.trainer.seed, step), progress)
             metrics = evaluation_metrics(groups, config.environment.pass_threshold)
@@ -160,7 +158,8 @@ def chosen_checkpoint(config: Config) -> Checkpoint | None:
         return None
     if trainer.resume_mode == "latest":
         return find_checkpoint(trainer.ckpt_path, "trainer.ckpt_path")
-    return load_checkpoint(Path(trainer.resume_path or "").expanduser().resolve())
+    assert trainer.resume_path is not None, "checks/training.py asks for it"
+    return load_checkpoint(Path(trainer.resume_path).expanduser().resolve())
 
 
 def _model_path(checkpoint: Checkpoint) -> str:

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from skyrl_train.checks.model_folder import checked_folder
 from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
+from skyrl_train.checks.training import MODEL
 from skyrl_train.cluster.gpu_kind import cluster_gpu_kind, local_gpu_kind
 from skyrl_train.cluster.launch import PolicyProcesses, Processes
 from skyrl_train.cluster.session import Cluster, connect
@@ -31,7 +32,6 @@ from skyrl_train.trainer.loop import Loop
 from skyrl_train.trainer.run_state import Checkpoint
 
 log = logging.getLogger(__name__)
-MODEL = "trainer.policy.model.path"
 WORKING_COPIES = "working_dir_files"
 """Folder in which Ray unpacks the working folders of submitted jobs."""
 

@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 from skyrl_train.checks.model import cut_problems
-from skyrl_train.checks.training import POLICY, layout_problems
+from skyrl_train.checks.training import MODEL, POLICY, layout_problems
 from skyrl_train.config import ConfigError
 from skyrl_train.config.policy import OWN_STAGES, Layout, MegatronConfig
 from skyrl_train.config.rl import VERIFY, VerifyLayoutConfig
-from skyrl_train.entrypoints.command import print_error
+from skyrl_train.entrypoints.command import guarded
 from skyrl_train.megatron.verify.outcome import BFLOAT16, FLOAT32, Difference, Outcome, compare
 from skyrl_train.types import Metrics
 
@@ -39,17 +39,13 @@ if TYPE_CHECKING:
 SHOWN_TENSORS = 12
 HUGGING_FACE = "Hugging Face"
 AGAINST = "verify.against"
-MODEL = "trainer.policy.model.path"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run what the command line asks for and return the exit code."""
-    try:
-        return verify(VERIFY.read(argv or ["--help"]), Console())
     # An error must not end as "not exact". RuntimeError: a rank failed, with its traceback; OSError: no such file.
-    except (ValueError, RuntimeError, OSError) as error:
-        print_error(str(error), Console(stderr=True))
-        return 2
+    errors = (ValueError, RuntimeError, OSError)
+    return guarded(lambda: verify(VERIFY.read(argv or ["--help"]), Console()), Console(stderr=True), errors)
 
 
 def checked_layouts(config: VerifyLayoutConfig) -> tuple[Layout, Layout]:

@@ -18,8 +18,8 @@ from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.config.training import RunConfig
 from skyrl_train.device.kinds import DeviceKind
+from skyrl_train.device.nvml import gib
 from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, workload_of
-from skyrl_train.forecast.parts import GIB
 from skyrl_train.forecast.readings import readings
 from skyrl_train.hf.flops import model_cost
 from skyrl_train.hf.matrices import layers
@@ -178,12 +178,12 @@ def _trainer_choice(inputs: Inputs) -> tuple[_Option, Choice]:
             break
     if fitting:
         taken = min(fitting, key=lambda option: (option.seconds, -option.tokens))
-        reason = f"{taken} needs {_gib(taken.needed)} of {_gib(taken.made.capacity)} GiB, errors included"
+        reason = f"{taken} needs {gib(taken.needed)} of {gib(taken.made.capacity)} GiB, errors included"
         if not tried[0].fits:
-            reason += f", and {tried[0]} {_gib(tried[0].needed)}"
+            reason += f", and {tried[0]} {gib(tried[0].needed)}"
     else:
         taken = min(tried, key=lambda option: option.needed)
-        reason = f"nothing fits for sure, and {taken} needs the least, {_gib(taken.needed)} GiB with all errors"
+        reason = f"nothing fits for sure, and {taken} needs the least, {gib(taken.needed)} GiB with all errors"
     given, trainer = inputs.config.trainer, taken.config.trainer
     values: dict[str, object] = {}
     if given.max_tokens_per_microbatch is None:
@@ -251,7 +251,3 @@ def _like_the_policy(
     has = _cheap_modules(model, own, is_half=inputs.config.trainer.bf16)
     modules = tuple(name for name in policy.recompute_modules or () if name in has)
     return replace(own, recompute_granularity="selective" if modules else None, recompute_modules=modules or None)
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f}"

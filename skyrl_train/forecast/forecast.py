@@ -79,8 +79,9 @@ def workload_of(config: RunConfig, prompt_tokens: int | None = None, response_to
     """The samples of a step; lengths that are not given are the longest that the configuration allows."""
     trainer = config.trainer
     if not isinstance(config, Config):
-        longest = config.data.max_length if isinstance(config, SftConfig) else 1024
-        return Workload(trainer.train_batch_size, trainer.train_batch_size, 0, response_tokens or longest)
+        assert isinstance(config, SftConfig)
+        rows = trainer.train_batch_size
+        return Workload(rows, rows, 0, response_tokens or config.data.max_length)
     generator = config.generator
     longest = generator.max_input_length if generator.max_turns > 1 else config.trainer.max_prompt_length
     return Workload(

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from skyrl_train.device.nvml import gib
 from skyrl_train.forecast.choices import Choices
 from skyrl_train.forecast.forecast import Forecast, Inputs
 from skyrl_train.forecast.parts import GIB, PhaseMemory
@@ -15,10 +16,6 @@ from skyrl_train.forecast.proposals import Proposal, override_text
 from skyrl_train.hf.matrices import num_parameters
 
 SHOWN = 5
-
-
-def gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f}"
 
 
 def introduction(inputs: Inputs, made: Forecast) -> str:

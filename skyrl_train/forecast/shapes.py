@@ -16,7 +16,7 @@ def shapes() -> dict[str, dict[str, Any]]:
     return table
 
 
-def model_config(shape: str, num_layers: int | None = None, max_positions: int = 40_960) -> Any:
+def model_config(shape: str, num_layers: int | None = None) -> Any:
     """The configuration of a Qwen3 model of this shape. Raises: KeyError for an unknown shape."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
@@ -26,7 +26,7 @@ def model_config(shape: str, num_layers: int | None = None, max_positions: int =
     kind = Qwen3MoeConfig if "num_experts" in fields else Qwen3Config
     return kind(
         **fields,
-        max_position_embeddings=max_positions,
+        max_position_embeddings=40_960,
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
         dtype="bfloat16",
         eos_token_id=None,

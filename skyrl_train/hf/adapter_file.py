@@ -23,7 +23,7 @@ from skyrl_train.hf.adapter import (
     targets,
     tensor_names,
 )
-from skyrl_train.hf.checkpoint import fingerprint
+from skyrl_train.hf.checkpoint import fingerprint, some
 from skyrl_train.hf.ledger import names
 
 log = logging.getLogger(__name__)
@@ -109,10 +109,10 @@ class AdapterFile:
         for module, (out_size, in_size) in targets(linear_shapes(folder), lora).items():
             expected |= zip(tensor_names(module), ((lora.rank, in_size), (out_size, lora.rank)), strict=True)
         if missing := sorted(expected.keys() - found.keys(), key=in_order):
-            raise ValueError(f"adapter {self.path} lacks tensors of {folder}: {_some(missing)}")
+            raise ValueError(f"adapter {self.path} lacks tensors of {folder}: {some(missing)}")
         if extra := sorted(found.keys() - expected.keys(), key=in_order):
             raise ValueError(
-                f"adapter {self.path} has tensors that are no target of {folder}: {_some(extra)}. Add their modules to "
+                f"adapter {self.path} has tensors that are no target of {folder}: {some(extra)}. Add their modules to "
                 "trainer.policy.model.lora.target_modules"
             )
         for name, shape in expected.items():
@@ -139,7 +139,3 @@ class AdapterFile:
         """A [r, in] and B [out, r], as stored."""
         a, b = tensor_names(module)
         return self._file.get_tensor(a), self._file.get_tensor(b)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

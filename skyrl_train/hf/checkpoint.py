@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,11 @@ def fingerprint(folder: str) -> str:
                     row = tensors.get_slice(name)[:1].to(torch.bfloat16).contiguous()
                     rows[name] = row.view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(repr([(name, shapes[name], rows.get(name)) for name in names]).encode()).hexdigest()
+
+
+def some(names: Sequence[str], most: int = 4) -> str:
+    """The first names, for an error."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _by_file(files: dict[str, Path]) -> Iterator[tuple[Path, Iterable[str]]]:

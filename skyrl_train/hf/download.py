@@ -41,7 +41,7 @@ def download(key: str, path: str, timeout_s: float) -> None:
             [sys.executable, "-m", MODULE, name, revision or "", scratch],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *_paths()])},
+            env=os.environ | {"PYTHONPATH": python_path()},
             start_new_session=True,
         )
         try:
@@ -111,8 +111,9 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def _paths() -> list[str]:
-    return [path for path in [os.environ.get("PYTHONPATH")] if path]
+def python_path() -> str:
+    """PYTHONPATH of a child process, for this package: this process may have found it through its working directory."""
+    return os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _cached(name: str) -> Path:

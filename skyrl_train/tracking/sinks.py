@@ -81,16 +81,12 @@ class WandbSink:
     """Weights & Biases; offline without an API key (environment or netrc) and WANDB_MODE.
 
     A resumed run continues the same wandb run, which ignores steps that it already has.
-    Raises: ValueError if wandb is not installed; RuntimeError if it cannot start.
+    Raises: RuntimeError if it cannot start.
     """
 
     def __init__(self, run_dir: Path, config: RunConfig, steps_done: int) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ValueError(
-                "trainer.logger contains wandb, which is not installed. Run pip install wandb, or remove wandb"
-            ) from error
+        import wandb
+
         self._wandb = wandb
         id_file = run_dir / WANDB_ID
         known = id_file.read_text().strip() if steps_done and id_file.exists() else None
@@ -200,7 +196,6 @@ def build_tracker(config: RunConfig, run_dir: Path, total_steps: int | None = No
     """The tracker for `trainer.logger`; each sink writes below `run_dir`.
 
     Args: total_steps: None if unknown; steps_done: steps of a resumed run before the first call of `log`.
-    Raises: ValueError for a library that is not installed.
     """
     builders: dict[str, Callable[[], Sink]] = {
         "console": lambda: ConsoleSink(total_steps=total_steps),

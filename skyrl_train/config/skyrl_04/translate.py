@@ -91,7 +91,7 @@ def translate(overrides: Sequence[Override], schema: type) -> tuple[list[Overrid
     for number, item in enumerate(items):
         found = table().find(item.key, patterns=not is_known(item.key, kinds))
         if found is None or item.override.is_delete() or item.override.is_sweep_override():
-            work.keep(item)
+            work.kept.append(item)
         elif last[item.key] == number:
             rule, parts = found
             cases = [case for case in rule.cases if case.applies(item.value, given, is_old=is_old)]
@@ -138,13 +138,10 @@ class _Work:
     replaced: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
 
-    def keep(self, item: Item) -> None:
-        self.kept.append(item)
-
     def apply(self, item: Item, case: Case | None, parts: Sequence[str]) -> None:
         """Add what `item` becomes; without a case it is kept."""
         if case is None:
-            self.keep(item)
+            self.kept.append(item)
         elif case.error is not None:
             self.problems.append(f"{item.text}: {case.error} (on the command line)")
         elif not case.to and case.adds is None:
@@ -155,7 +152,7 @@ class _Work:
     def _map(self, item: Item, case: Case, parts: Sequence[str]) -> None:
         new = {filled(key, parts): self._converted(value, item.value) for key, value in case.to.items()}
         if list(new) == [item.key] and same(new[item.key], item.value):
-            self.keep(item)
+            self.kept.append(item)
             return
         for key, value in new.items():
             self._set(item, key, value, replaces=case.replaces)

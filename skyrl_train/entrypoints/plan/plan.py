@@ -22,7 +22,7 @@ from skyrl_train.checks.training import POLICY, POLICY_RANKS, layout_problems
 from skyrl_train.config import ConfigError
 from skyrl_train.config.rl import PLAN, PlanConfig
 from skyrl_train.device.kinds import DeviceKind, device_kind, device_kinds, this_device
-from skyrl_train.entrypoints.command import print_error
+from skyrl_train.entrypoints.command import guarded
 from skyrl_train.forecast import report
 from skyrl_train.forecast.choices import chosen
 from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
@@ -32,12 +32,8 @@ from skyrl_train.forecast.shapes import model_config, shapes
 
 def main(argv: Sequence[str]) -> int:
     """Print the forecast of a command line and return the exit code."""
-    console = Console()
-    try:
-        return plan(PLAN.read(argv or ["--help"]), console)
-    except (ValueError, OSError) as error:
-        print_error(str(error), Console(stderr=True))
-        return 2
+    errors = (ValueError, OSError)
+    return guarded(lambda: plan(PLAN.read(argv or ["--help"]), Console()), Console(stderr=True), errors)
 
 
 def plan(config: PlanConfig, console: Console) -> int:

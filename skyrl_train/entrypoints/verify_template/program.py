@@ -17,17 +17,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from skyrl_train.checks.tokenizer import load_tokenizer
+from skyrl_train.checks.training import MODEL
 from skyrl_train.config import Config
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.rl import RL
 from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.data.exactness import Finding, Outcome
-from skyrl_train.entrypoints.command import print_error
+from skyrl_train.entrypoints.command import guarded, prints_help
 from skyrl_train.entrypoints.verify_template.before_run import STEP_WISE, appends, findings
 from skyrl_train.hf.download import download
 from skyrl_train.hf.hub import local_folder
 
-MODEL = "trainer.policy.model.path"
 COLORS = {Outcome.EXACT: "green", Outcome.RETOKENISED: "green", Outcome.REJECTED: "yellow", Outcome.WRONG: "red"}
 MEANING = {
     Outcome.RETOKENISED: "same text: only the tokenizer's choice of tokens differs; the sampled ones are kept",
@@ -41,14 +41,9 @@ MEANING = {
 def main(argv: Sequence[str]) -> int:
     """Check the template of a command line and return the exit code."""
     console = Console()
-    if not argv or "--help" in argv or "-h" in argv:
-        console.print(__doc__, markup=False, highlight=False, soft_wrap=True)
+    if prints_help(argv, __doc__, console):
         return 0
-    try:
-        return verify(RL.read(argv), console)
-    except (ValueError, OSError) as error:
-        print_error(str(error), Console(stderr=True))
-        return 2
+    return guarded(lambda: verify(RL.read(argv), console), Console(stderr=True), (ValueError, OSError))
 
 
 def verify(config: Config, console: Console) -> int:

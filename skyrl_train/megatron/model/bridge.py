@@ -19,7 +19,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from skyrl_train.config.policy import OWN_STAGES, MegatronConfig
-from skyrl_train.hf.checkpoint import tensor_files
+from skyrl_train.hf.checkpoint import some, tensor_files
 from skyrl_train.hf.flops import matrix_weights
 from skyrl_train.megatron.layers.recompute import CHEAP, SWIGLU, recompute_cheap
 from skyrl_train.megatron.model.families import corrections, family
@@ -177,8 +177,8 @@ def check_all_weights_are_read(bridge: Bridge, modules: list[GPTModel], folder: 
     layers = bridge.hf_config.num_hidden_layers
     ignored = sorted(name for name in tensor_files(folder).keys() - read if not _needless(name, layers))
     if ignored:
-        shown = ", ".join(ignored[:5]) + (f" and {len(ignored) - 5} more" if len(ignored) > 5 else "")
-        raise ValueError(f"{folder} has weights that the {bridge.hf_config.model_type} bridge does not read: {shown}")
+        kind = bridge.hf_config.model_type
+        raise ValueError(f"{folder} has weights that the {kind} bridge does not read: {some(ignored)}")
 
 
 def _needless(name: str, num_layers: int) -> bool:

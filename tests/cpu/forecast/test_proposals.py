@@ -54,7 +54,7 @@ def test_an_estimate_within_its_error_never_refuses():
     given = inputs("qwen3-4b", "h200")
     phase = next(phase for phase in forecast(given).phases if phase.phase == "update")
     between = (phase.low + phase.likely) / 2 / 2**30
-    tight = forecast(replace(given, device=given.device.with_memory(between)))
+    tight = forecast(replace(given, device=replace(given.device, memory_gib=between)))
     assert not tight.fits and not [each for each in tight.impossible if each.phase == "update"]
 
 
