@@ -15,7 +15,7 @@ from skyrl_train.types import TeacherPrompt, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class HintedBatch(TrainBatch):
-    """The samples of a policy's TrainBatch after other prompts, in the same order and in micro-batches of their own."""
+    """The samples of a policy's TrainBatch after other prompts, in the same order and in separate micro-batches."""
 
     source: Tensor = field(kw_only=True)
     """int64, one per token of the policy's batch: index of the same token in this batch, -1 for prompt tokens."""

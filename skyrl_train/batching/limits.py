@@ -24,14 +24,6 @@ class MicroBatchLimits:
     attention_cost_ratio: float = 0.0
     """Cost of a sample of L tokens is L + attention_cost_ratio * L^2 (hf/flops.py)."""
 
-    def __post_init__(self) -> None:
-        counts = ("dp_size", "max_tokens", "max_sample_tokens", "pad_multiple", "min_micro_batches")
-        for name in (*counts, "micro_batch_multiple"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        if self.attention_cost_ratio < 0:
-            raise ValueError(f"attention_cost_ratio is {self.attention_cost_ratio}: it must not be negative")
-
     def padded(self, length: int) -> int:
         """Tokens that a sample of `length` tokens occupies."""
         return -(-length // self.pad_multiple) * self.pad_multiple

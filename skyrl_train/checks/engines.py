@@ -33,7 +33,7 @@ OWN_KEYS = {
     "max_cpu_loras": "trainer.policy.model.lora",
     "max_lora_rank": "trainer.policy.model.lora.rank",
 }
-"""Engine arguments with a key of their own; each engine gets its own seed, else all would sample the same tokens."""
+"""Engine arguments that have their own key; each engine gets its own seed, else all would sample the same tokens."""
 GIVEN = (
     "logprobs_mode",
     "weight_transfer_config",

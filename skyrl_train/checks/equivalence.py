@@ -92,7 +92,7 @@ def config_and_problems(folder: str, key: str) -> tuple[PretrainedConfig, list[s
         )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # transformers validates each field with errors of its own
+    except Exception as error:  # transformers validates each field with its own errors
         raise ValueError(f"{key} is {folder}: transformers does not accept its config.json: {error}") from error
     if config.model_type != kind:  # a Mistral with windows in some layers becomes another family
         raise ValueError(f"{key} is {folder}: transformers reads it as {config.model_type!r}, which is not built")

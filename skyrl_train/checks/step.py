@@ -9,11 +9,6 @@ from skyrl_train.config import Config
 
 def step_problems(config: Config, num_train_prompts: int | None) -> Iterator[str]:
     """Args: num_train_prompts: rows left in the training data, None if unknown."""
-    yield from _batches(config, num_train_prompts)
-    yield from _oversampling(config, num_train_prompts)
-
-
-def _batches(config: Config, num_train_prompts: int | None) -> Iterator[str]:
     batch, mini = config.trainer.train_batch_size, config.trainer.policy_mini_batch_size
     if batch % mini:
         near = max(divisor for divisor in range(1, min(batch, mini) + 1) if batch % divisor == 0)
@@ -26,9 +21,6 @@ def _batches(config: Config, num_train_prompts: int | None) -> Iterator[str]:
             f"trainer.train_batch_size is {batch}: more than the {num_train_prompts} prompts of data.train_data. Set "
             f"it to at most {num_train_prompts} (prompts dropped for trainer.max_prompt_length are not counted)"
         )
-
-
-def _oversampling(config: Config, num_train_prompts: int | None) -> Iterator[str]:
     trainer = config.trainer
     started = trainer.over_sampling_batch_size
     if started is None:

@@ -203,7 +203,7 @@ class CriticConfig:
 
 @dataclass(frozen=True, slots=True)
 class ScoringModel:
-    """A model besides the policy, with ranks of its own that score every token of a step: frozen, or the critic."""
+    """A model besides the policy, with its own ranks, which score every token of a step: frozen, or the critic."""
 
     name: str
     """In logs, metrics and messages, such as reference."""
@@ -275,7 +275,7 @@ class TeacherConfig:
         return self.backend in ("engine", "remote")
 
     def models(self, num_ranks: int) -> tuple[ScoringModel, ...]:
-        """One for each distinct path; num_ranks is for those with ranks of their own."""
+        """One for each distinct path; num_ranks: of each that has its own ranks."""
         if self.backend == "policy":
             return ()
         default, key = self.model.path, "trainer.teacher.model"

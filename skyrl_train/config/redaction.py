@@ -162,7 +162,7 @@ def _secret_texts(value: Any, environment: Mapping[str, str], name: str = "") ->
 
 
 def _line(value: Any) -> str:
-    """A value as it is written on a command line."""
+    """A value in the notation of a command line."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_line(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):

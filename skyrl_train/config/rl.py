@@ -119,7 +119,7 @@ class TrainerConfig(TrainingConfig):
 
     @property
     def frozen_models(self) -> tuple[ScoringModel, ...]:
-        """Models with processes of their own that score each step; with LoRA the reference is the policy without
+        """Models with their own processes that score each step; with LoRA the reference is the policy without
         adapters, and so is a teacher of the same path.
         """
         has_reference = self.algorithm.needs_reference and self.policy.model.lora.rank == 0
@@ -146,7 +146,7 @@ class TrainerConfig(TrainingConfig):
 
     @property
     def scoring_models(self) -> tuple[ScoringModel, ...]:
-        """Models with processes of their own besides the policy: frozen ones, and the critic as the last."""
+        """Models with their own processes, besides the policy: frozen ones, and the critic as the last."""
         if not self.algorithm.needs_critic:
             return self.frozen_models
         critic = scoring_model("critic", "values", "critic", self.critic, self.placement.num_critic_ranks)

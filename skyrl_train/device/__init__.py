@@ -38,15 +38,10 @@ def synchronize() -> None:
 
 
 def peak_flops() -> float | None:
-    """Dense bf16 FLOP/s of the device, None if unknown."""
+    """Dense bf16 FLOP/s of the device; None if unknown, and for a part of a device (MIG)."""
     if device_type() == "cpu":
         return None
     import torch
 
-    return peak_flops_of(torch.cuda.get_device_name())
-
-
-def peak_flops_of(name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device by the driver's name for it; None if unknown, and for a part of a device (MIG)."""
-    kind = device_kind(name)
+    kind = device_kind(torch.cuda.get_device_name())
     return None if kind is None else kind.tflops * 1e12

@@ -287,7 +287,7 @@ def report_failure(
 
 
 def prints_help(argv: Sequence[str], text: str | None, console: Console) -> bool:
-    """Print the help of a program with arguments of its own, if they ask for it or there are none."""
+    """Print a help text, if the arguments ask for it or there are none; return whether they do."""
     if argv and not {"-h", "--help"}.intersection(argv):
         return False
     console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import os
+import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -34,7 +35,7 @@ from skyrl_train.trainer.run_state import Checkpoint, load_checkpoint
 from skyrl_train.types import Group, Metrics, Prompt
 
 END_S = 10.0
-"""Seconds in which a cancelled export ends its processes."""
+"""Seconds in which a cancelled export may end its processes before they are killed."""
 
 
 class Generation(Experiment):
@@ -137,17 +138,22 @@ class Generation(Experiment):
         self._say(f"exporting {folder}")
         command = ("-m", "skyrl_train.entrypoints.export_hf", f"checkpoint={folder}", f"export_path={target}")
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=pipe, stderr=pipe)
+        # In its own session, so that its ranks can be ended with it.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, stdout=pipe, stderr=pipe, start_new_session=True
+        )
         try:
             output, errors = await process.communicate()
         except asyncio.CancelledError:
-            process.terminate()  # a killed process would leave its ranks behind
-            with contextlib.suppress(TimeoutError):
+            process.terminate()
+            try:
                 await asyncio.wait_for(process.wait(), END_S)
+            except TimeoutError:
+                os.killpg(process.pid, signal.SIGKILL)
             raise
         if process.returncode:
-            story = (output + errors).decode(errors="replace").strip()
-            raise RuntimeError(f"the checkpoint {folder} could not be exported: {story}")
+            printed = (output + errors).decode(errors="replace").strip()
+            raise RuntimeError(f"the checkpoint {folder} could not be exported: {printed}")
         return str(target)
 
 

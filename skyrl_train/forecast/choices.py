@@ -56,22 +56,17 @@ class Choices:
     """Kind of GPU."""
 
 
-def has_open_layout(config: RunConfig) -> bool:
-    """Whether recomputation or the size of micro-batches is open."""
-    trainer = config.trainer
-    return trainer.max_tokens_per_microbatch is None or trainer.policy.megatron_config.recompute_granularity == "auto"
-
-
 def chosen(inputs: Inputs) -> Choices:
     """Values of all open keys, for the longest samples; keys that are given stay, and the others fit them."""
     config, made = inputs.config, list[Choice]()
     if isinstance(config, Config) and config.generator.run_engines_locally:
         made += _engine_choices(config, inputs.model, inputs.device, _samples_at_once(config))
         config = _with_engine_choices(config, made)
-    if has_open_layout(config):
+    trainer, megatron = config.trainer, config.trainer.policy.megatron_config
+    if trainer.max_tokens_per_microbatch is None or megatron.recompute_granularity == "auto":
         option, choice = _trainer_choice(replace(inputs, config=config, workload=workload_of(config)))
         config, made = option.config, [*made, choice]
-    if config.trainer.policy.megatron_config.recompute_logits is None:
+    if megatron.recompute_logits is None:
         reason = "each rank keeps the logits for which memory is free"
         made.append(Choice(((f"{MEGATRON}.recompute_logits", None),), reason))
     return Choices(config, tuple(made), inputs.device.name)

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from skyrl_train.config import Config
 from skyrl_train.config.policy import Layout, LoraConfig, MegatronConfig
+from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.sft import SftConfig
 from skyrl_train.config.training import RunConfig
 from skyrl_train.device.kinds import DeviceKind
@@ -126,7 +127,8 @@ def forecast(inputs: Inputs) -> Forecast:
         engine = engine_memory(config, inputs.model, inputs.capacity, left, constants.memory)
         phases.insert(0, PhaseMemory("generation", "engine", engine.parts))
         times.insert(0, _generation_time(inputs, config, engine))
-        times.append(_sync_time(inputs, config, layout))
+        num_bytes = num_parameters(inputs.model) * NUM_BYTES[config.generator.model_dtype]
+        times.append(duration.sync(num_bytes, layout.pp, constants.sync))
         if shared:
             phases = _shared(inputs, phases, policy, left)
     return Forecast(tuple(phases), host if shared else 0.0, tuple(times), inputs.capacity, layout)
@@ -142,16 +144,14 @@ def model_of_ranks(
 def largest_pass(inputs: Inputs, layout: Layout) -> Pass:
     """The micro-batches of a rank's largest mini-batch."""
     trainer, longest = inputs.config.trainer, inputs.workload.sample_tokens
-    mini_batches = inputs.config.trainer.train_batch_size // _mini_batch(inputs.config)
+    mini_batches = (
+        trainer.train_batch_size // trainer.policy_mini_batch_size if isinstance(trainer, TrainerConfig) else 1
+    )
     of_rank = max(longest, inputs.workload.tokens // max(1, mini_batches) // layout.dp)
     tokens = min(max(trainer.micro_batch_tokens, longest), of_rank)
     filled = max(1, trainer.micro_batch_tokens // longest) * longest  # whole samples
     count = max(-(-of_rank // filled), min(layout.pp, of_rank // longest))
     return Pass(min(tokens, -(-of_rank // count)) if count < 2 else min(tokens, filled), count)
-
-
-def _mini_batch(config: RunConfig) -> int:
-    return config.trainer.policy_mini_batch_size if isinstance(config, Config) else config.trainer.train_batch_size
 
 
 def _trainer_phase(
@@ -190,13 +190,8 @@ def _generation_time(inputs: Inputs, config: Config, engine: EngineMemory) -> Ph
     return duration.generation(inputs.model, engines, tp, width, running, workload, inputs.device, constants)
 
 
-def _sync_time(inputs: Inputs, config: Config, layout: Layout) -> PhaseTime:
-    num_bytes = num_parameters(inputs.model) * NUM_BYTES[config.generator.model_dtype]
-    return duration.sync(num_bytes, layout.pp, readings().sync)
-
-
 def _shared(inputs: Inputs, phases: list[PhaseMemory], policy: ModelOfRanks, left: float) -> list[PhaseMemory]:
-    """The phases of processes that take turns on the same devices."""
+    """The phases of processes that share devices, one at a time."""
     constants = readings().memory
     each = constants.offloaded_gib * GIB
     trainers = Part("offloaded trainers", left, ESTIMATED)

@@ -120,7 +120,7 @@ def in_flight(rank: int, layout: Layout, largest: Pass) -> list[int]:
     if layout.vpp == 1:
         return [min(layout.pp - rank, largest.micro_batches)]
     total = min((layout.pp - rank - 1) * 2 + (layout.vpp - 1) * layout.pp + 1, layout.vpp * largest.micro_batches)
-    # Chunks take turns in groups of as many micro-batches as there are stages, the first chunk first.
+    # Chunks alternate after as many micro-batches as there are stages, beginning with the first chunk.
     counts = [0] * layout.vpp
     for number in range(total):
         counts[number // layout.pp % layout.vpp] += 1

@@ -36,7 +36,7 @@ def download(key: str, path: str, timeout_s: float) -> None:
         return
     name, revision = name_and_revision(path)
     with tempfile.TemporaryDirectory() as scratch:
-        # A session of its own: Ctrl-C reaches this process alone, which ends the other.
+        # In its own session, so that Ctrl-C reaches this process alone, which ends the other.
         process = subprocess.Popen(
             [sys.executable, "-m", MODULE, name, revision or "", scratch],
             stdout=subprocess.DEVNULL,

@@ -1,6 +1,6 @@
 """Process groups of the Megatron layout, fewer than Megatron makes and with fewer channels where little is sent.
 
-Each group over which something is reduced gets an NCCL communicator of its own: one of a single rank takes 0.38 GiB of
+Each group over which something is reduced gets its own NCCL communicator: one of a single rank takes 0.38 GiB of
 an H200 with NCCL's defaults, one of two that reduces and sends 0.85 GiB (docs/readings/gpu_performance.md).
 """
 
@@ -85,7 +85,7 @@ def join(rendezvous: Rendezvous, config: MegatronConfig, seed: int) -> ParallelR
 def few_channels(count: int, timeout: datetime.timedelta | None) -> Any:
     """Options of a process group (torch's `pg_options`) with at most `count` channels; None without a GPU.
 
-    NCCL chooses up to 32 for its fastest collectives, and each has buffers of its own on the device: 8 MiB for sends
+    NCCL chooses up to 32 for its fastest collectives, and each has its own buffers on the device: 8 MiB for sends
     over a network, which even a group of one rank gets, 12 MiB for each neighbour in a ring and in a tree, and 12 MiB
     for sends between two GPUs (https://github.com/NVIDIA/nccl/issues/1685 and 2363).
     """

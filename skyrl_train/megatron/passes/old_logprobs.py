@@ -1,4 +1,4 @@
-"""Logprobs under the weights before an update: kept from a pass of their own, and compared with the engines'."""
+"""Logprobs under the weights before an update: kept from a separate pass, and compared with the engines'."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def join_parts(parts: list[Tensor], axis: int, *, is_gated: bool) -> Tensor:
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The value of each rank of the group, by rank. A collective; tuples become lists.
 
-    JSON, because torch's collectives of objects unpickle what they receive, so that whoever reaches a rank's port could
-    run code. Raises: TypeError if JSON cannot represent the value.
+    JSON, because torch's collectives of objects unpickle what they receive: anyone who reaches a rank's port could run
+    code. Raises: TypeError if JSON cannot represent the value.
     """
     return [json.loads(data) for data in gather_bytes(json.dumps(value).encode(), group)]
 

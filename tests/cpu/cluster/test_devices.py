@@ -8,7 +8,7 @@ from skyrl_train.cluster.devices import require_gpus_for_snapshots, require_kern
 from skyrl_train.cluster.placement import PlacementError
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import load_config
-from skyrl_train.device import peak_flops_of
+from skyrl_train.device.kinds import device_kind
 
 SHARED = "trainer.placement.colocate_all=true"
 
@@ -74,17 +74,18 @@ def test_float32_adapters_are_refused_on_gpus_where_vllm_has_no_kernels_for_them
 
 
 @pytest.mark.parametrize(
-    "name, peak",
+    "name, tflops",
     [
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA GB200", 2500),
         ("NVIDIA GeForce RTX 4090", None),
         ("NVIDIA RTX A1000", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
     ],
 )
-def test_mfu_is_measured_against_the_peak_of_this_very_device(name: str, peak: float | None):
-    assert peak_flops_of(name) == peak
+def test_mfu_is_measured_against_the_peak_of_this_very_device(name: str, tflops: float | None):
+    kind = device_kind(name)
+    assert (kind and kind.tflops) == tflops
