@@ -63,7 +63,7 @@ def _one_update(policy: MegatronPolicy, batch: TrainBatch) -> dict[str, float]:
     with ExitStack() as patches:
         for part, owner, name in _places(policy):
             patches.enter_context(patch.object(owner, name, watch.around(part, getattr(owner, name))))
-        names = MegatronPolicy._update.__globals__
+        names = MegatronPolicy._train.__globals__
         timed = watch.around("forward + backward", names["forward_backward"])
         patches.enter_context(patch.dict(names, forward_backward=timed))
         synchronize()
@@ -75,7 +75,7 @@ def _one_update(policy: MegatronPolicy, batch: TrainBatch) -> dict[str, float]:
 
 
 def _places(policy: MegatronPolicy) -> Iterator[tuple[str, type, str]]:
-    """(part, class, method); in the class, as step_if_finite() puts methods into the optimizer and takes them out."""
+    """(part, class, method)"""
     optimizer = type(policy._optimizer)
     yield "pack", type(policy._packer), "pack"
     yield "zeroing", type(policy.model.chunks[0]), "zero_grad_buffer"

@@ -98,13 +98,7 @@ def _ranks_first(
 
 
 def _to_least_loaded(
-    order: Sequence[int],
-    footprints: Sequence[int],
-    costs: Sequence[float],
-    *,
-    num_bins: int,
-    room: int,
-    units: int,
+    order: Sequence[int], footprints: Sequence[int], costs: Sequence[float], *, num_bins: int, room: int, units: int
 ) -> list[list[int]] | None:
     """Put each sample, in order of falling footprint, into the bin with the least cost that has room for it.
 

@@ -28,10 +28,7 @@ class RowMapping:
         """Raises: ValueError if `data.row_fn` cannot be imported."""
         row_fn = None if data.row_fn is None else imported("data.row_fn", data.row_fn)
         return cls(
-            row_fn=row_fn,
-            columns=data.columns,
-            prompt_template=data.prompt_template,
-            system_prompt=data.system_prompt,
+            row_fn=row_fn, columns=data.columns, prompt_template=data.prompt_template, system_prompt=data.system_prompt
         )
 
     @property

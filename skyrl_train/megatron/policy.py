@@ -75,11 +75,7 @@ class MegatronPolicy(TrainedModel):
         objective, needs = self._objective, self._objective.selection_needs
         with self._tracer("old_logprobs"):
             logprobs, entropy = batch_logprobs_and_entropy(
-                self.model,
-                self._packer,
-                batch,
-                objective.temperature,
-                with_entropy="old_entropy" in needs,
+                self.model, self._packer, batch, objective.temperature, with_entropy="old_entropy" in needs
             )
         self._old = OldLogprobs(batch.step_id, self.num_steps, logprobs)
         if logprobs is None or not self.ranks.reports:

@@ -19,10 +19,7 @@ CHECKED = ("plain text", "truncated responses", "white space around responses", 
 
 
 def findings(
-    chat: ChatTemplate,
-    folder: str,
-    features: Sequence[Feature] = FEATURES,
-    question: Sequence[Message] = (QUESTION,),
+    chat: ChatTemplate, folder: str, features: Sequence[Feature] = FEATURES, question: Sequence[Message] = (QUESTION,)
 ) -> Iterator[Finding]:
     """`probe` with the tokens that end a response of the model in `folder`."""
     with_tools = chat.with_variables({"tools": TOOLS})

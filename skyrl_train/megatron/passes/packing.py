@@ -82,10 +82,7 @@ class Packer:
         )
 
     def pack(
-        self,
-        batch: TrainBatch,
-        samples: tuple[int, ...],
-        signals: Mapping[str, Tensor] | None = None,
+        self, batch: TrainBatch, samples: tuple[int, ...], signals: Mapping[str, Tensor] | None = None
     ) -> MicroBatch:
         """Pack `samples` of the batch; without samples, one sample of padding.
 

@@ -93,12 +93,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def storage_blocks(
-    tensors: Iterable[Tensor],
-    seen: set[int],
-    *,
-    is_kept: bool = True,
-    is_frozen: bool = False,
-    may_merge: bool = False,
+    tensors: Iterable[Tensor], seen: set[int], *, is_kept: bool = True, is_frozen: bool = False, may_merge: bool = False
 ) -> list[StorageBlock]:
     """Return blocks of the tensors' storages on the device that are not in `seen`, and add these to it.
     Args: may_merge: the tensors stay the same objects, never replaced, so merging them is worth it.
