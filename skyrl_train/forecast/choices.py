@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from skyrl_train.algorithms.tables import compares_with_greedy
+from skyrl_train.checks.training import POLICY
 from skyrl_train.config import Config
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.policy import MegatronConfig
@@ -35,7 +36,6 @@ MAX_SEQUENCES = 1_024
 CAPTURED = 8
 """vLLM captures CUDA graphs for multiples of this number of sequences."""
 ENGINE_PHASES = ("generation", "weight sync")
-MEGATRON = "trainer.policy.megatron_config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def chosen(inputs: Inputs) -> Choices:
         config, made = option.config, [*made, choice]
     if megatron.recompute_logits is None:
         reason = "each rank keeps the logits for which memory is free"
-        made.append(Choice(((f"{MEGATRON}.recompute_logits", None),), reason))
+        made.append(Choice(((f"{POLICY}.recompute_logits", None),), reason))
     return Choices(config, tuple(made), inputs.device.name)
 
 
@@ -185,9 +185,9 @@ def _trainer_choice(inputs: Inputs) -> tuple[_Option, Choice]:
         values["trainer.max_tokens_per_microbatch"] = taken.tokens
     if given.policy.megatron_config.recompute_granularity == "auto":
         megatron = trainer.policy.megatron_config
-        values[f"{MEGATRON}.recompute_granularity"] = megatron.recompute
+        values[f"{POLICY}.recompute_granularity"] = megatron.recompute
         if megatron.recomputed:
-            values[f"{MEGATRON}.recompute_modules"] = list(megatron.recomputed)
+            values[f"{POLICY}.recompute_modules"] = list(megatron.recomputed)
     return taken, Choice(tuple(values.items()), reason)
 
 

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from skyrl_train.checks.model import size_problems
-from skyrl_train.checks.training import layout_problems
+from skyrl_train.checks.training import POLICY, layout_problems
 from skyrl_train.config import Config
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.config.training import RunConfig
@@ -16,7 +16,6 @@ from skyrl_train.forecast.choices import chosen
 from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, with_layout
 from skyrl_train.hf.matrices import num_experts
 
-KEY = "trainer.policy.megatron_config"
 SIZES = (1, 2, 4, 8)
 FRACTIONS = (1, 2, 4)
 """Divisors of the given trainer.max_tokens_per_microbatch that are tried."""
@@ -90,7 +89,7 @@ def _layouts(inputs: Inputs) -> Iterator[MegatronConfig]:
             sequence_parallel=True,
             recompute_granularity="selective" if own else recompute,
         )
-        problems = (*layout_problems(megatron, KEY, ranks, ""), *size_problems(shape, megatron, KEY))
+        problems = (*layout_problems(megatron, POLICY, ranks, ""), *size_problems(shape, megatron, POLICY))
         if not problems:
             yield megatron
 
@@ -98,7 +97,7 @@ def _layouts(inputs: Inputs) -> Iterator[MegatronConfig]:
 def _differences(given: MegatronConfig, other: MegatronConfig) -> list[str]:
     names = [name for name in given.__dataclass_fields__ if getattr(given, name) != getattr(other, name)]
     values = {name: getattr(other, name) for name in names}
-    return [f"{KEY}.{name}={override_text(value)}" for name, value in values.items()]
+    return [f"{POLICY}.{name}={override_text(value)}" for name, value in values.items()]
 
 
 def override_text(value: object) -> str:

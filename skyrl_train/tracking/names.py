@@ -16,13 +16,20 @@ class Phase:
     label: str
     in_step: bool = True
     """Part of `timing/step`; evaluation and exports happen between steps."""
+    by_driver: bool = False
+    """Work of the driver, not of engines or ranks."""
+
+    @property
+    def key(self) -> str:
+        """Name for `Timers`."""
+        return self.name.removeprefix("timing/")
 
 
 STEP_TIME = "timing/step"
 PHASES = (
     Phase("timing/generate", "generate"),
     Phase("timing/wait_for_groups", "wait"),
-    Phase("timing/convert_to_training_input", "prepare"),
+    Phase("timing/convert_to_training_input", "prepare", by_driver=True),
     Phase("timing/fwd_logprobs_values_reward", "forward"),
     Phase("timing/critic_train", "critic"),
     Phase("timing/policy_train", "train"),

@@ -10,17 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from skyrl_train.tracking.names import PHASES
+
 Span = tuple[float, float]
 """Start and end in seconds, start <= end."""
 
 STEP = "step"
-WORK_PHASES = (
-    *("generate", "wait_for_groups", "fwd_logprobs_values_reward"),
-    *("policy_train", "save_state", "sync_weights"),
-)
-"""Phases of engines or trainer ranks; the rest of a step is the driver's."""
-ASIDE_PHASES = ("eval", "save_hf_model", "save_checkpoints")
-"""Phases that do not count as part of a step, even inside its span."""
 
 
 def covered_s(spans: Iterable[Span]) -> float:
@@ -69,13 +64,13 @@ class Timers:
         return {f"timing/{phase}": covered_s(self.spans(phase)) for phase in phases}
 
     def driver_share(self) -> float:
-        """Share of the step outside all work phases, 0 to 1; 0 where no step was timed.
+        """Fraction of the step outside the phases of engines and ranks, 0 to 1; 0 where no step was timed.
 
-        Time in ASIDE_PHASES is neither part of the step nor of the share.
+        Phases between steps are not part of it, even inside its span.
         """
         step = self.spans(STEP)
-        aside = [span for phase in ASIDE_PHASES for span in self.spans(phase)]
-        work = [span for phase in WORK_PHASES for span in self.spans(phase)]
+        aside = [span for phase in PHASES if not phase.in_step for span in self.spans(phase.key)]
+        work = [span for phase in PHASES if phase.in_step and not phase.by_driver for span in self.spans(phase.key)]
         step_s = outside_s(step, aside)
         return max(0.0, outside_s(step, work + aside) / step_s) if step_s > 0 else 0.0
 

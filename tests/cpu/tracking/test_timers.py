@@ -98,7 +98,8 @@ def test_reset_restarts_open_phases_and_drops_the_others(clock: Clock):
 def test_driver_share_is_the_step_outside_its_work_phases(clock: Clock):
     timers = Timers(clock)
     with timers("step"):
-        run_phase(timers, clock, "generate", 5)
+        run_phase(timers, clock, "generate", 4)
+        run_phase(timers, clock, "critic_train", 1)
         run_phase(timers, clock, "convert_to_training_input", 1)
         run_phase(timers, clock, "fwd_logprobs_values_reward", 1)
         run_phase(timers, clock, "policy_train", 2)
