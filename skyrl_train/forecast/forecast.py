@@ -102,9 +102,9 @@ def forecast(inputs: Inputs) -> Forecast:
     policy = model_of_ranks(inputs, inputs.model, layout, trainer.policy.model.lora)
     largest = largest_pass(inputs, layout)
     phases = [_trainer_phase("update", "policy", policy, largest, inputs.capacity)]
-    host = _offloaded_bytes(policy) * min(layout.num_ranks, trainer.placement.policy_num_gpus_per_node)
-    utilisation = constants.utilisation
-    args = inputs.workload, inputs.device, utilisation
+    per_node = min(layout.num_ranks, trainer.placement.policy_num_gpus_per_node)  # of each model, if devices are shared
+    host = _offloaded_bytes(policy) * per_node
+    args = inputs.workload, inputs.device, constants.utilisation
     times = [duration.update(inputs.model, layout, policy.stages, largest.micro_batches, *args)]
     if not isinstance(config, Config):
         return Forecast(tuple(phases), 0.0, tuple(times), inputs.capacity, layout)
@@ -120,7 +120,7 @@ def forecast(inputs: Inputs) -> Forecast:
         time = duration.update(own.config, own_layout, own.stages, own_pass.micro_batches, *args)
         times.append(replace(time, phase="critic") if is_critic else _scoring_time(other.name, time))
         weights = sum(stage.parameters.total for stage in own.stages) / len(own.stages) * own.width
-        host += (_offloaded_bytes(own) if is_critic else weights) * own_layout.num_ranks
+        host += (_offloaded_bytes(own) if is_critic else weights) * per_node
     shared = config.trainer.placement.colocate_all
     if config.generator.run_engines_locally:
         left = constants.memory.offloaded_gib * GIB * (1 + len(config.trainer.scoring_models)) if shared else 0.0

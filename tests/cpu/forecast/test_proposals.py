@@ -59,13 +59,17 @@ def test_an_estimate_within_its_error_never_refuses():
 
 
 def test_shared_devices_hold_what_others_leave_behind():
-    shared = forecast(inputs("qwen3-0.6b", "h200", "trainer.placement.colocate_all=true"))
+    sharing = "trainer.placement.colocate_all=true"
+    shared = forecast(inputs("qwen3-0.6b", "h200", sharing))
     alone = forecast(inputs("qwen3-0.6b", "h200"))
     names = {phase.phase: [part.name for part in phase.parts] for phase in shared.phases}
     assert "sleeping engine" in names["update"] and "offloaded trainers" in names["generation"]
     assert "weights of the policy" in names["weight sync"]
     # 2 bytes of weights and 12 of optimizer state for each parameter, and the reference's weights.
     assert shared.host_bytes == pytest.approx(16 * 0.596e9, rel=0.01) and alone.host_bytes == 0
+    # On each of two nodes one rank, with half of the optimizer state.
+    on_nodes = forecast(inputs("qwen3-0.6b", "h200", sharing, "trainer.placement.policy_num_nodes=2"))
+    assert on_nodes.host_bytes == pytest.approx(10 * 0.596e9, rel=0.01)
 
 
 @pytest.mark.parametrize(
