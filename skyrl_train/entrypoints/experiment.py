@@ -53,7 +53,6 @@ class Experiment(Run[Config, Processes]):
     def __init__(self, config: Config, console: Console) -> None:
         """Raises: ValueError for a bad row, an unknown environment or a model that cannot be loaded."""
         super().__init__(config, console)
-        self.check_models()
         self.train_prompts = self.get_train_prompts()
         self.val_prompts = self.get_val_prompts()
         if (reserved := config.generator.eval_num_engines) and not self.val_prompts:

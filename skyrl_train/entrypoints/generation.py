@@ -23,7 +23,7 @@ from skyrl_train.entrypoints.export_hf import find_checkpoint
 from skyrl_train.entrypoints.run import connect
 from skyrl_train.forecast.fit import fitted_for_evaluation
 from skyrl_train.hf.checkpoint import INDEX
-from skyrl_train.hf.download import download
+from skyrl_train.hf.download import download, python_path
 from skyrl_train.hf.hub import local_folder
 from skyrl_train.rollout.metrics import evaluation_metrics
 from skyrl_train.rollout.seeds import seed
@@ -140,7 +140,12 @@ class Generation(Experiment):
         pipe = asyncio.subprocess.PIPE
         # In its own session, so that its ranks can be ended with it.
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *command, stdout=pipe, stderr=pipe, start_new_session=True
+            sys.executable,
+            *command,
+            stdout=pipe,
+            stderr=pipe,
+            env=os.environ | {"PYTHONPATH": python_path()},
+            start_new_session=True,
         )
         try:
             output, errors = await process.communicate()

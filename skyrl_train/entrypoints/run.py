@@ -55,6 +55,7 @@ class Run(ABC, Generic[C, P]):
         self.model_folder, self.model_config = self.load_model()
         self.tokenizer = self.get_tokenizer()
         check_tokenizer(self.tokenizer, self.model_config.vocab_size, config.trainer.policy.model.path)
+        self.check_models()
         if (kind := local_gpu_kind()) is not None:
             self.fit_to_device(kind)
         self.checkpoint: Checkpoint | None = None
@@ -86,6 +87,9 @@ class Run(ABC, Generic[C, P]):
         folder, config = checked_folder(MODEL, model.path, self.config.trainer.download_timeout_s)
         adapter_file.check(folder, model.lora)
         return folder, config
+
+    def check_models(self) -> None:
+        """Download and check models besides the policy's, whose sizes the forecast reads; there are none."""
 
     def fit_to_device(self, kind: DeviceKind) -> None:
         """Choose open keys of the configuration for GPUs of this kind, and print the forecast.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,6 +14,7 @@ from rich.console import Console
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import load_config
 from skyrl_train.device.kinds import DeviceKind, device_kind
+from skyrl_train.entrypoints import run
 from skyrl_train.entrypoints.experiment import Experiment
 from skyrl_train.entrypoints.plan import main
 from skyrl_train.forecast.fit import fitted, fitted_for_evaluation
@@ -54,6 +57,29 @@ def kind_of(name: str) -> DeviceKind:
     kind = device_kind(name)
     assert kind is not None
     return kind
+
+
+def test_other_models_are_downloaded_before_the_forecast_reads_their_sizes(monkeypatch: pytest.MonkeyPatch):
+    called: list[str] = []
+
+    class Recorded(Experiment):
+        def load_model(self) -> Any:
+            return "folder", SimpleNamespace(vocab_size=1)
+
+        def get_tokenizer(self) -> Any:
+            return SimpleNamespace(get_vocab=lambda: {"a": 0})
+
+        def check_models(self) -> None:
+            called.append("download")
+
+        def fit_to_device(self, kind: DeviceKind) -> None:
+            called.append("forecast")
+            raise ValueError("does not fit")
+
+    monkeypatch.setattr(run, "local_gpu_kind", lambda: kind_of("NVIDIA H200"))
+    with pytest.raises(ValueError, match="does not fit"):
+        Recorded(load_config(), Console())
+    assert called == ["download", "forecast"]
 
 
 def test_a_run_on_gpus_prints_the_forecast_and_refuses_what_cannot_fit():
