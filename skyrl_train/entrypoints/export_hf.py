@@ -111,16 +111,10 @@ def _target(path: str | None, checkpoint: Checkpoint) -> Path:
 
 
 def saved_policy(checkpoint: Checkpoint) -> SavedPolicy:
-    """The policy in a checkpoint. Raises: ValueError for one that does not record its model."""
+    """The policy in a checkpoint."""
     from skyrl_train.megatron.export_saved import SavedPolicy
 
-    state = checkpoint.state
-    if not (model := state.model):
-        raise ValueError(
-            f"{checkpoint.folder} was written by a version of skyrl_train that did not record the model. Resume its "
-            "run for one more step, which writes an export: trainer.resume_mode=latest trainer.max_training_steps="
-            f"{state.global_step + 1}"
-        )
+    state, model = checkpoint.state, checkpoint.state.model
     # A machine without a GPU has the torch layers only; their weights have the names of Transformer Engine's.
     megatron = replace(build(MegatronConfig, model["megatron_config"]), transformer_impl="torch")
     return SavedPolicy(

@@ -47,7 +47,9 @@ class Generation(Experiment):
         """Raises: ValueError for a bad row, an unknown environment, a model or a checkpoint that cannot be used."""
         self.evaluated = chosen_checkpoint(config)
         path = config.trainer.policy.model.path
-        super().__init__(with_model(config, path if self.evaluated is None else _model_path(self.evaluated)), console)
+        if self.evaluated is not None:  # the model that its run began with has the same shape and tokenizer
+            path = self.evaluated.state.model["path"]
+        super().__init__(with_model(config, path), console)
 
     def load_model(self) -> tuple[str, PretrainedConfig]:
         """No check against Megatron: any model that the engines can serve."""
@@ -171,13 +173,6 @@ def chosen_checkpoint(config: Config) -> Checkpoint | None:
         return find_checkpoint(trainer.ckpt_path, "trainer.ckpt_path")
     assert trainer.resume_path is not None, "checks/training.py asks for it"
     return load_checkpoint(Path(trainer.resume_path).expanduser().resolve())
-
-
-def _model_path(checkpoint: Checkpoint) -> str:
-    """The model from which the checkpoint's run started: it has the same shape and tokenizer."""
-    if not checkpoint.state.model:
-        raise ValueError(f"{checkpoint.folder} was written by a version of skyrl_train that did not record the model")
-    return str(checkpoint.state.model["path"])
 
 
 def with_model(config: Config, path: str) -> Config:

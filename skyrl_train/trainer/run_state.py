@@ -51,12 +51,12 @@ class RunState:
     """Policy ranks; each has a file."""
     settings: dict[str, Any]
     run_id: str
+    model: dict[str, Any]
+    """Settings from which the ranks build the model (from_config.model_of)."""
     critic_steps: int | None = None
     """Optimizer steps in the weights of the critic; None without one."""
     coefficients: dict[str, float] = field(default_factory=dict)
     """Weights that controllers have changed."""
-    model: dict[str, Any] = field(default_factory=dict)
-    """Settings from which the ranks build the model (from_config.model_of); empty in older checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,9 @@ def test_a_run_whose_steps_are_all_done_says_so_and_starts_nothing(world: Path, 
     (folder / "rank_0.pt").touch()
     order = OrderState(epoch=0, position=48, num_rows=len(ROWS), seed=trainer.seed)
     checkpoints.finish(
-        folder, RunState(3, 3, False, asdict(order), 1, settings_of(trainer), "its id"), [sum_of(folder / "rank_0.pt")]
+        folder,
+        RunState(3, 3, False, asdict(order), 1, settings_of(trainer), "its id", {}),
+        [sum_of(folder / "rank_0.pt")],
     )
     before = sorted(path.name for path in (world / "runs/done").iterdir())
     assert main_sft.main(arguments) == 0

@@ -81,9 +81,9 @@ def test_a_resumed_run_continues_with_the_saved_weights():
     first, second = (Coefficients(algorithm(adaptive)) for _ in range(2))
     first.after_penalty(experience([True] * 5), KL)
     first.after_update({"policy/policy_entropy": 0.0})
-    state = RunState(1, 1, False, {}, 1, {}, "", coefficients=first.state)
+    state = RunState(1, 1, False, {}, 1, {}, "", {}, coefficients=first.state)
     second.resume(RunState(**dataclasses.asdict(state)).coefficients)
     assert second.state == first.state != Coefficients(algorithm(adaptive)).state
-    older = RunState(1, 1, False, {}, 1, {}, "")
+    older = RunState(1, 1, False, {}, 1, {}, "", {})
     second.resume(older.coefficients)
     assert second.state == first.state

@@ -41,7 +41,7 @@ def save(trainer: TrainingConfig, global_step: int, **changes: Any) -> Path:
 
 def state_of(trainer: TrainingConfig, global_step: int) -> RunState:
     order = OrderState(epoch=0, position=2 * global_step, num_rows=NUM_ROWS, seed=3)
-    return RunState(global_step, global_step, False, asdict(order), 1, settings_of(trainer), "this run")
+    return RunState(global_step, global_step, False, asdict(order), 1, settings_of(trainer), "this run", {})
 
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,6 @@ def test_a_checkpoint_is_exported_with_the_bits_that_its_run_would_export(
         (["export_path=x"], "checkpoint is missing: nothing to export"),
         (["checkpoint=gone"], "gone: it does not exist. Name the folder of a checkpoint, or of a run that has one"),
         (["checkpoint=."], "it contains no checkpoint (global_step_N)"),
-        (["checkpoint=old"], "by a version of skyrl_train that did not record the model. Resume its run for one"),
         (["checkpoint=alone"], "is not in the folder of a run. Name the folder to write: export_path=..."),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -104,10 +102,8 @@ def test_what_cannot_be_exported_is_one_message(
     capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(tmp_path)
-    for parent in ("old/checkpoints", "alone"):
-        checkpoints = Checkpoints(parent, -1)
-        checkpoints.begin(folder := checkpoints.folder(1))
-        checkpoints.finish(folder, RunState(1, 1, False, {}, 0, {}, ""), [])
-    Path("old/run.json").write_text(json.dumps({}))
+    checkpoints = Checkpoints("alone", -1)
+    checkpoints.begin(folder := checkpoints.folder(1))
+    checkpoints.finish(folder, RunState(1, 1, False, {}, 0, {}, "", {}), [])
     assert export_hf.main(arguments) == 2
     assert expected in capsys.readouterr().out
