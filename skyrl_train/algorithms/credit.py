@@ -44,6 +44,11 @@ class CreditInputs:
         parts = torch.split(values.double(), self.cu_seqlens.diff().tolist())
         return torch.stack([part.sum() for part in parts])
 
+    @property
+    def sample_rewards(self) -> Tensor:
+        """[B] float32, so that the mean of equal rewards, in float64, is exactly that reward."""
+        return self.sample_sums(self.rewards).float()
+
     def at_tokens(self, values: Tensor) -> Tensor:
         """[B] -> [T]"""
         return torch.repeat_interleave(values, self.cu_seqlens.diff().long())
@@ -90,7 +95,7 @@ def assign_credit(estimator: Estimator, inputs: CreditInputs, parameters: Mappin
     Raises: ValueError if the estimator returns another shape or a number that is not finite.
     """
     if getattr(estimator, "is_per_sample", False):
-        rewards = inputs.sample_sums(inputs.rewards).float()
+        rewards = inputs.sample_rewards
         of_samples = estimator(rewards, inputs.group_ids, **parameters)
         result = inputs.at_tokens(_checked(of_samples, len(rewards), estimator))
         return AdvantagesAndReturns(result.float(), None)
@@ -111,7 +116,11 @@ def advantages(estimator: Estimator, inputs: CreditInputs, parameters: Mapping[s
 
 
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
-    """(values - mean) / sqrt(variance + eps) with the mean and the sample variance of the masked values. [T] float64"""
+    """(values - mean) / sqrt(variance + eps) with the mean and the sample variance of the masked values. [T] float64
+
+    Values are rounded to float32 first, so that equal ones are exactly at their mean, whose sum is in float64.
+    """
+    values = values.float().double()
     trained = values[mask]
     centred = values - (trained.mean() if len(trained) else 0.0)
     variance = trained.var() if len(trained) > 1 else trained.new_zeros(())

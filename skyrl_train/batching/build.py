@@ -121,7 +121,7 @@ def sample_means(experience: ExperienceBatch, values: Tensor) -> Tensor:
 
 def credit_metrics(inputs: CreditInputs, advantages: Tensor) -> Metrics:
     """Mean reward of the conversations, mean advantage of the trained tokens (0 without any), groups without signal."""
-    rewards = inputs.sample_sums(inputs.rewards).float()
+    rewards = inputs.sample_rewards
     num_tokens = inputs.sample_sums(inputs.loss_mask)
     share = num_tokens / num_tokens.sum().clamp(min=1)
     trained = advantages.masked_fill(~inputs.loss_mask, 0)

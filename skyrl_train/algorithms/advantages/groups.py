@@ -69,8 +69,8 @@ def opo(inputs: CreditInputs) -> Tensor:
     The length of a sample is its number of trained tokens. Returns: [T] float32; 0 where a group has one sample.
     Source: On-Policy RL with Optimal Reward Baseline, arXiv:2505.23585, equation 8.
     """
-    rewards, lengths = inputs.sample_sums(inputs.rewards), inputs.sample_sums(inputs.loss_mask)
-    r, group, size = grouped(rewards, inputs.group_ids)
+    lengths = inputs.sample_sums(inputs.loss_mask)
+    r, group, size = grouped(inputs.sample_rewards, inputs.group_ids)
     total = group_sum(lengths, group, len(size))
     baseline = group_sum(lengths * r, group, len(size)) / total.clamp(min=1)
     return inputs.at_tokens(torch.where(total[group] > 0, r - baseline[group], torch.zeros_like(r))).float()

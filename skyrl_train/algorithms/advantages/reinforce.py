@@ -32,7 +32,7 @@ def reinforce_plus_plus_baseline(inputs: CreditInputs) -> Tensor:
     Returns: [T] float32; 0 where a group has one sample, if all have. Source: REINFORCE++, arXiv:2501.03262,
     section 3.3, with the KL term left to the loss or the reward.
     """
-    r, group, size = grouped(inputs.sample_sums(inputs.rewards), inputs.group_ids)
+    r, group, size = grouped(inputs.sample_rewards, inputs.group_ids)
     centred = inputs.at_tokens(r - (group_sum(r, group, len(size)) / size)[group])
     return whitened(centred, inputs.loss_mask).to(torch.float32)
 

@@ -93,6 +93,21 @@ def test_equal_rewards_give_exactly_zero(name, norm_by_std, reward, size):
     assert torch.equal(estimate(torch.full((size,), reward), torch.zeros(size, dtype=torch.int64)), torch.zeros(size))
 
 
+@pytest.mark.parametrize("name", OF_REWARDS)
+@settings(deadline=None)
+@given(reward=st.floats(-1e6, 1e6), lengths=st.lists(st.integers(1, 7), min_size=1, max_size=9))
+def test_equal_rewards_of_uneven_samples_give_exactly_zero(name, reward, lengths):
+    """In float64 the mean of three rewards of 0.7 is not 0.7."""
+    bound = bind(ADVANTAGES[name], {"grpo_norm_by_std": True, "gamma": 1.0, "gdpo_reward_weights": {}})
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    rewards = torch.zeros(sum(lengths), dtype=torch.float64)
+    rewards[bounds[1:].long() - 1] = reward
+    ids, trained = torch.zeros(len(lengths), dtype=torch.int64), torch.ones(len(rewards), dtype=torch.bool)
+    named = {"sum": torch.full((len(lengths),), reward, dtype=torch.float64)}
+    inputs = CreditInputs(rewards, trained, bounds, ids, named_rewards=named)
+    assert not advantages(bound.function, inputs, bound.parameters).any()
+
+
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
 def test_a_group_of_one_sample_gets_no_advantage(name):
     alone, worse, better = estimator(name)(torch.tensor([5.0, 1.0, 3.0]), torch.tensor([0, 1, 1])).tolist()
