@@ -14,8 +14,10 @@ from skyrl_train.types import Group, Sample
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the rewards of the group's conversations differ; a group of one counts as different."""
-    rewards = group.rewards
+    """Whether the rewards of the group's conversations differ in float32, in which estimators read them: the same
+    rewards in another order add up to the same. A group of one counts as different.
+    """
+    rewards = torch.tensor(group.rewards, dtype=torch.float32).tolist()
     return len(rewards) == 1 or len(set(rewards)) > 1
 
 
@@ -64,8 +66,9 @@ class Shaping:
         if self._buffer.len is not None:
             length = sum(int(sample.loss_mask.sum()) for sample in samples)
             penalty = overlong_penalty(length, self._max_length, self._buffer.len, self._buffer.penalty_factor)
-            if penalty:
-                samples[-1] = _penalised(samples[-1], penalty)
+            is_named = any(sample.named_rewards for sample in samples)
+            if penalty or is_named:
+                samples[-1] = _penalised(samples[-1], penalty, is_named=is_named)
         if self._masks_overlong and samples[-1].stop_reason == "length":
             samples = [_masked(sample) for sample in samples]
         return samples
@@ -90,8 +93,9 @@ def _without_rewards(sample: Sample) -> Sample:
     return replace(sample, rewards=torch.zeros_like(sample.rewards), named_rewards=named)
 
 
-def _penalised(sample: Sample, penalty: float) -> Sample:
+def _penalised(sample: Sample, penalty: float, *, is_named: bool) -> Sample:
+    """Args: is_named: whether the conversation has named rewards, and so the penalty too, also one of 0."""
     rewards = sample.rewards.clone()
     rewards[-1] -= penalty
-    named = {**sample.named_rewards, "overlong": -penalty} if sample.named_rewards else {}
+    named = {**sample.named_rewards, "overlong": 0.0 - penalty} if is_named else {}
     return replace(sample, rewards=rewards, named_rewards=named)

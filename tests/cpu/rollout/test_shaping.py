@@ -57,6 +57,20 @@ def test_named_rewards_and_the_greedy_response_are_shaped_too():
     assert made.samples[1].named_rewards == {} and made.greedy[0].reward == -1.0
 
 
+def test_a_conversation_with_named_rewards_has_a_named_penalty_also_where_it_is_short_or_its_last_turn_has_no_name():
+    """Else a weight of this reward would end a run at the first step without a long response."""
+    keys = ["trainer.algorithm.overlong_buffer.len=1", "generator.sampling_params.max_generate_length=2"]
+    first = replace(sample(1.0), named_rewards={"a": 1.0}, ends_conversation=False)
+    after = shaped([first, sample(0.0), replace(sample(1.0), named_rewards={"a": 1.0})], *keys)
+    assert [one.named_rewards for one in after] == [{"a": 1.0}, {"overlong": -1.0}, {"a": 1.0, "overlong": 0.0}]
+
+
+def test_rewards_that_differ_by_the_order_in_which_turns_add_up_are_no_signal():
+    turns = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    made = [replace(sample(0.0), rewards=rewards) for rewards in (turns, turns.flip(0))]
+    assert made[0].reward != made[1].reward and not has_signal(group(*made))
+
+
 def test_a_masked_sample_still_counts_in_its_groups_baseline():
     samples = shaped([cut_off(1.0), sample(0.0)], "generator.apply_overlong_filtering=true")
     inputs = credit_inputs(build_experience([group(*samples)], 0))
