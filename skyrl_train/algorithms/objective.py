@@ -214,6 +214,7 @@ def _mismatch(tokens: TokenInputs) -> dict[str, Metric]:
             metrics[f"policy/rollout_train_logprobs_abs_diff_{name}"] = Metric(log_weight.abs(), reduce)
         k3_values = k3(signals["rollout_logprobs"], signals["old_logprobs"])
         metrics["policy/rollout_train_kl"] = Metric(k3_values, Reduce.TOKEN_MEAN)
+        metrics["policy/rollout_train_kl_k1"] = Metric(-log_weight, Reduce.TOKEN_MEAN)
         weight = clamped(log_weight).exp()
         metrics["policy/rollout_train_ratio_mean"] = Metric(weight, Reduce.TOKEN_MEAN)
         metrics["policy/rollout_train_effective_share"] = Metric(weight, Reduce.TOKEN_EFFECTIVE_SHARE)

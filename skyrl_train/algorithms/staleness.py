@@ -43,7 +43,13 @@ class Buckets:
         return torch.where(staleness < 0, -1, steps.clamp(max=self.last))
 
 
-SPLIT = ("_ratio", "rollout_train_kl", "rollout_train_ratio_mean", "rollout_train_effective_share")
+SPLIT = (
+    "_ratio",
+    "rollout_train_kl",
+    "rollout_train_kl_k1",
+    "rollout_train_ratio_mean",
+    "rollout_train_effective_share",
+)
 """Suffixes of the metrics that are split by staleness: fractions of clipped, truncated and masked tokens, and
 comparisons of engine and trainer."""
 MEANS = (Reduce.TOKEN_MEAN, Reduce.SAMPLE_MEAN, Reduce.TOKEN_EFFECTIVE_SHARE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from skyrl_train.algorithms.build import algorithm_problems, build_objective, uses_rollout_logprobs
-from skyrl_train.algorithms.tables import compares_samples, needs_whole_samples
+from skyrl_train.algorithms.tables import KL_ESTIMATORS, compares_samples, needs_whole_samples
 from skyrl_train.checks.custom import custom_problems
 from skyrl_train.checks.distillation import teacher_problems
 from skyrl_train.checks.engines import (
@@ -19,7 +19,7 @@ from skyrl_train.checks.engines import (
     transport_problems,
 )
 from skyrl_train.checks.model import model_problems
-from skyrl_train.checks.staleness import eval_engine_problems, staleness_problems
+from skyrl_train.checks.staleness import correction_problems, eval_engine_problems, staleness_problems
 from skyrl_train.checks.step import step_problems
 from skyrl_train.checks.training import (
     LORA,
@@ -34,12 +34,11 @@ from skyrl_train.checks.training import (
 )
 from skyrl_train.config import Config, ConfigError
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.compose import RELATIVE_TO_ENGINE
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.hf.adapter import slot_problem
 
-WEIGHTS = ("token_tis", "sequence_tis", "icepop")
-"""Corrections that multiply by the ratio to the engine's policy; the others are masks."""
+UNBIASED = {"k1", "k3"}
+"""KL estimators whose product with the ratio has the gradient of the KL divergence."""
 
 
 def check(config: Config, num_train_prompts: int | None, files: bool = True) -> None:
@@ -55,6 +54,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         *data_problems(config.data),
         *step_problems(config, num_train_prompts),
         *_terms(config.trainer.algorithm),
+        *correction_problems(config.trainer),
         *_rewards(config),
         *_objective(config),
         *staleness_problems(config),
@@ -85,7 +85,7 @@ def _megatron_configs(config: Config) -> dict[str, MegatronConfig]:
 
 
 def _terms(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Settings of the KL and entropy terms and of corrections that exclude each other or change nothing."""
+    """Settings of the KL and entropy terms that exclude each other or change nothing."""
     if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
         yield (
             "trainer.algorithm.use_kl_loss and use_kl_in_reward are both true: the KL term would count twice. Set one "
@@ -96,16 +96,26 @@ def _terms(algorithm: AlgorithmConfig) -> Iterator[str]:
             "trainer.algorithm.use_unbiased_kl is true: it multiplies the KL term of the loss, and use_kl_loss is "
             "false. Set use_unbiased_kl=false or use_kl_loss=true"
         )
-    weights = [name for name in algorithm.corrections if name in WEIGHTS]
-    if algorithm.policy_loss_type in RELATIVE_TO_ENGINE and weights:
+    estimator, is_in_loss = algorithm.kl_estimator_type, algorithm.use_kl_loss and algorithm.kl_loss_coef
+    if is_in_loss and estimator == "k1" and not algorithm.use_unbiased_kl:
         yield (
-            f"trainer.algorithm.corrections has {', '.join(weights)}: the ratio of {algorithm.policy_loss_type} is "
-            "already to the engine's policy, so the difference would count twice. Remove it (masks may stay)"
+            "trainer.algorithm.kl_estimator_type is k1: the expected gradient of this KL term of the loss is 0. Use k2 "
+            "or k1+, or set use_unbiased_kl=true"
+        )
+    if is_in_loss and algorithm.use_unbiased_kl and estimator in set(KL_ESTIMATORS) - UNBIASED:
+        yield (
+            f"trainer.algorithm.use_unbiased_kl is true and kl_estimator_type is {estimator}: the gradient of the "
+            "ratio times this estimate is not that of the KL divergence. Set kl_estimator_type=k3"
         )
     if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
         yield (
             "trainer.algorithm.kl_ctrl.type is adaptive: it changes the weight of a KL penalty in the reward, which is "
             "off. Set trainer.algorithm.use_kl_in_reward=true, or kl_ctrl.type=fixed"
+        )
+    elif algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_loss_coef == 0:
+        yield (
+            "trainer.algorithm.kl_loss_coef is 0 and kl_ctrl.type is adaptive: the weight is multiplied after each "
+            "step, so it would stay 0. Set kl_loss_coef to its first value, such as 0.001"
         )
     if algorithm.adaptive_entropy.target_entropy is not None and not algorithm.use_entropy_loss:
         yield (

@@ -1,4 +1,4 @@
-"""Checks of the keys for stale samples."""
+"""Checks of corrections between engine and trainer, and of the keys for stale samples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,43 @@ from collections.abc import Iterator
 
 from skyrl_train.algorithms.build import build_objective
 from skyrl_train.config import Config
+from skyrl_train.config.compose import RELATIVE_TO_ENGINE
+from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.weight_sync.channels.table import STOCK
+
+WEIGHTS = ("token_tis", "sequence_tis", "icepop")
+"""Corrections that multiply by the ratio to the engine's policy; the others are masks."""
+
+
+def correction_problems(trainer: TrainerConfig) -> Iterator[str]:
+    """Weights that count twice, bounds that no token lies between, and a mask that never masks."""
+    algorithm, key = trainer.algorithm, "trainer.algorithm.corrections"
+    weights = [name for name in algorithm.corrections if name in WEIGHTS]
+    if algorithm.policy_loss_type in RELATIVE_TO_ENGINE and weights:
+        yield (
+            f"{key} has {', '.join(weights)}: the ratio of {algorithm.policy_loss_type} is "
+            "already to the engine's policy, so the difference would count twice. Remove it (masks may stay)"
+        )
+    elif len(weights) > 1:
+        yield (
+            f"{key} has {', '.join(weights)}: each weighs by the ratio to the engine's policy, so the difference would "
+            "count twice. Keep one of them (masks may stay)"
+        )
+    for section in ("off_policy_correction", "clip_cov"):
+        bounds = algorithm.values[section]
+        for low, high in ((name, name.replace("_low", "_high").replace("_lb", "_ub")) for name in bounds):
+            if bounds[low] > bounds[high]:
+                yield (
+                    f"trainer.algorithm.{section}.{low} is {bounds[low]:g}: above {high} {bounds[high]:g}, so nothing "
+                    "lies between. Swap them"
+                )
+    makes_one_step = trainer.update_epochs_per_batch == 1 and trainer.train_batch_size <= trainer.policy_mini_batch_size
+    has_dropout = trainer.policy.model.lora.rank > 0 and trainer.policy.model.lora.dropout > 0
+    if "opsm" in algorithm.corrections and makes_one_step and not has_dropout:
+        yield (
+            f"{key} has opsm: it masks samples that became less likely in earlier optimizer steps of an update, and "
+            "each update makes one step. Lower trainer.policy_mini_batch_size, or use geometric_mask"
+        )
 
 
 def staleness_problems(config: Config) -> Iterator[str]:

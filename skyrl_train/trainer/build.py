@@ -166,8 +166,9 @@ def learning_signal(config: Config, model: PretrainedConfig, *, always_updates: 
     algorithm = config.trainer.algorithm
     has_balancing = config.trainer.policy.megatron_config.moe_aux_loss_coeff > 0 and num_experts(model) > 0
     has_penalty = algorithm.use_kl_in_reward and algorithm.kl_loss_coef != 0
-    is_always_there = always_updates or has_balancing or has_penalty or algorithm.needs_critic
-    return LearningSignal(_objective(config), has_other_terms=is_always_there)
+    needs_tokens = not (always_updates or has_balancing)
+    has_other_terms = not needs_tokens or has_penalty or algorithm.needs_critic
+    return LearningSignal(_objective(config), has_other_terms=has_other_terms, needs_tokens=needs_tokens)
 
 
 def _objective(config: Config) -> Objective:

@@ -118,28 +118,33 @@ class Coefficients:
 
 
 class LearningSignal:
-    """Detects steps whose gradient would be 0: all advantages are 0, and nothing else is in the objective.
+    """Detects steps whose gradient would be 0: no token is trained, or all advantages are 0 and nothing else is in the
+    objective.
 
     Such a step must not be trained: Adam's momentum and weight decay would move the weights all the same.
     """
 
-    def __init__(self, objective: Objective, *, has_other_terms: bool) -> None:
-        """Args: has_other_terms: whether a KL penalty in the reward or a load-balancing loss gives a gradient too."""
+    def __init__(self, objective: Objective, *, has_other_terms: bool, needs_tokens: bool = True) -> None:
+        """Args: has_other_terms: whether a KL penalty in the reward, a critic or a load-balancing loss gives a gradient
+        too; needs_tokens: False if there is one, or an update is wanted, also where no token is trained.
+        """
         self._is_always_there = has_other_terms or not needs_advantages(objective)
-        self._was_missing = False
+        self._needs_tokens, self._was_missing = needs_tokens, False
 
-    def is_in(self, metrics: Metrics) -> bool:
+    def is_in(self, metrics: Metrics, *, has_tokens: bool = True) -> bool:
         """Whether to update. Logs the first of several steps in a row without signal.
 
-        Args: metrics: those of `Credit`.
+        Args: metrics: those of `Credit`; has_tokens: whether any token is trained.
         """
-        is_missing = not self._is_always_there and metrics["loss/avg_raw_advantages_abs"] == 0
+        has_none = self._needs_tokens and not has_tokens
+        is_missing = has_none or (not self._is_always_there and metrics["loss/avg_raw_advantages_abs"] == 0)
         if is_missing and not self._was_missing:
             log.warning(
-                "the step has no signal: the advantages of all trained tokens are 0 (%.0f %% of the groups have equal "
+                "the step has no signal: %s (%.0f %% of the groups have equal "
                 "rewards), so it makes no update, no policy version and no weight sync. If this happens often, check "
                 "the rewards and the difficulty of the prompts. Following steps without signal are not logged: their "
                 "policy/num_optimizer_steps is 0",
+                "all its samples are masked" if has_none else "the advantages of all trained tokens are 0",
                 100 * metrics["reward/zero_variance_share"],
             )
         self._was_missing = is_missing

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.objective import Objective
@@ -71,9 +72,8 @@ class TrainingStep:
         with self.timers("convert_to_training_input"):
             batch = build_experience(groups, self.policy.policy_version)
             shards = Shards(self._split(batch, self._num_mini_batches(groups)))
-            # Without a KL penalty, to decide whether there is anything to learn; values always have something.
-            credit = None if self.critic is not None else self._credit(batch)
-        if credit is not None and not self.learning_signal.is_in(credit.metrics):
+            credit, has_signal = self._first_credit(batch)
+        if credit is not None and not has_signal:
             skipped = {"policy/num_optimizer_steps": 0.0}
             return self.source.metrics() | credit.metrics | skipped | self.residency.metrics()
         with self.timers("sync_weights"):  # engines are still awake here; scoring gives their devices to the trainer
@@ -101,6 +101,15 @@ class TrainingStep:
         metrics |= await self._update(groups, batch, shards, {"advantages": credit.advantages, **chosen}, signals)
         metrics |= await self.publisher.publish(groups)
         return self.source.metrics() | credit.metrics | metrics | self.residency.metrics()
+
+    def _first_credit(self, batch: ExperienceBatch) -> tuple[Credit | None, bool]:
+        """Credit without a KL penalty, and whether there is anything to learn; None if it has to wait for values."""
+        has_tokens = bool(batch.loss_mask.any())
+        if self.critic is not None and has_tokens:
+            return None, True
+        values = None if self.critic is None else torch.zeros(len(batch.loss_mask))
+        credit = self._credit(batch, values=values)
+        return credit, self.learning_signal.is_in(credit.metrics, has_tokens=has_tokens)
 
     def _hinted(self, shards: Shards, groups: Sequence[Group]) -> Shards | None:
         """The shards with the prompts that teachers read; None if these are the policy's."""

@@ -136,6 +136,7 @@ def test_each_bucket_has_the_metrics_of_its_own_tokens():
     assert of("rollout_train_effective_share") == pytest.approx([1.0, 5.5**2 / (2 * 18.25), 1.0])
     k3 = [w - 1 - math.log(w) for w in (4.0, 1.5, 0.5)]
     assert of("rollout_train_kl") == pytest.approx([0.0, (k3[0] + k3[1]) / 2, k3[2]])
+    assert of("rollout_train_kl_k1") == pytest.approx([0.0, -math.log(6) / 2, math.log(2)])
     assert of("correction/token_tis/tis_token_clip_high_ratio") == [0.0, 0.5, 0.0]
     assert of("loss_metrics/clip_ratio") == [0.0, 0.0, 0.0]
     mean = (1 + 4 + 1.5 + 0.5) / 4

@@ -170,6 +170,34 @@ def test_the_base_and_the_quickstart_pass():
             for loss in ("dppo", "rollout_is")
         ],
         (
+            ["trainer.algorithm.corrections=[token_tis,geometric_mask,icepop]"],
+            "corrections has token_tis, icepop: each weighs .* count twice. Keep one of them",
+        ),
+        (
+            ["trainer.algorithm.corrections=[opsm]", "trainer.policy_mini_batch_size=8"],
+            "corrections has opsm: .* each update makes one step. Lower trainer.policy_mini_batch_size",
+        ),
+        (
+            ["trainer.algorithm.off_policy_correction.icepop_low=6"],
+            "off_policy_correction.icepop_low is 6: above icepop_high 5, so nothing lies between. Swap them",
+        ),
+        (["trainer.algorithm.clip_cov.clip_cov_lb=9"], "clip_cov.clip_cov_lb is 9: above clip_cov_ub 5"),
+        (["trainer.algorithm.kl_estimator_type=k1"], "is k1: the expected gradient of .* is 0. Use k2 or k1"),
+        *[
+            (
+                ["trainer.algorithm.use_unbiased_kl=true", f"trainer.algorithm.kl_estimator_type={name}"],
+                "use_unbiased_kl is true and kl_estimator_type is .* is not that of the KL .* kl_estimator_type=k3",
+            )
+            for name in ("k2", "abs", "k1+", "k3+", "abs+")
+        ],
+        (
+            [
+                *("trainer.algorithm.use_kl_loss=false", "trainer.algorithm.use_kl_in_reward=true"),
+                *("trainer.algorithm.kl_ctrl.type=adaptive", "trainer.algorithm.kl_loss_coef=0"),
+            ],
+            "kl_loss_coef is 0 and kl_ctrl.type is adaptive: .* it would stay 0",
+        ),
+        (
             ["trainer.algorithm.overlong_buffer.len=9999"],
             "overlong_buffer.len is 9999: it is above .* at most that value",
         ),

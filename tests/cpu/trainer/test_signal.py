@@ -126,9 +126,9 @@ class World:
         monkeypatch.setattr(step_module, "Shards", lambda batches: shards)
         monkeypatch.setattr(step_module, "balance_metrics", lambda *args: {})
 
-    async def learn(self, *rewards: tuple[float, ...]) -> Metrics:
+    async def learn(self, *rewards: tuple[float, ...], mask: tuple[bool, ...] = (False, True)) -> Metrics:
         self.policy.calls.clear()
-        self.groups = [group(of_group) for of_group in rewards]
+        self.groups = [group(of_group, mask) for of_group in rewards]
         return await self.step.step()
 
 
@@ -218,6 +218,36 @@ def test_a_step_that_always_updates_trains_without_signal(monkeypatch: pytest.Mo
 
 
 GAE = "trainer.algorithm.advantage_estimator=gae"
+MASKED = (False, False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_trained"),
+    [
+        (["trainer.algorithm.use_kl_loss=true"], False),
+        (["trainer.algorithm.use_kl_in_reward=true"], False),
+        (["trainer.algorithm.use_entropy_loss=true"], False),
+        ([GAE], False),
+        (["trainer.policy.megatron_config.moe_aux_loss_coeff=0.01"], True),
+    ],
+)
+def test_other_terms_have_no_gradient_either_where_no_token_is_trained(overrides: list[str], is_trained: bool):
+    signal = learning_signal(load_config([WITHOUT_KL, *overrides]), SimpleNamespace(num_experts=4))  # type: ignore[arg-type]
+    assert signal.is_in(metrics_of(group(DIFFERENT, MASKED)), has_tokens=False) is is_trained
+
+
+@pytest.mark.parametrize("overrides", [[], [GAE]])
+def test_a_step_whose_samples_are_all_masked_trains_neither_policy_nor_critic(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    async def main() -> None:
+        world = World(monkeypatch, *overrides)
+        world.step.learning_signal = LearningSignal(objective_of(), has_other_terms=True)
+        metrics = await world.learn(DIFFERENT, mask=MASKED)
+        assert world.policy.calls == [] and metrics["policy/num_optimizer_steps"] == 0
+        assert "all its samples are masked" in caplog.text
+
+    asyncio.run(main())
 
 
 def test_the_critic_learns_before_the_policy_also_where_all_rewards_are_equal(monkeypatch: pytest.MonkeyPatch):
