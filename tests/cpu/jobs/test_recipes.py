@@ -39,6 +39,8 @@ CONVERSATIONS = {
     "cispo": [*IN_TURNS, "generator.use_conversation_multi_turn=false"],
 }
 """Recipes that train on conversations of two turns with Qwen3's template, and their form."""
+ADAPTERS = {"ppo": ["trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.dropout=0.1"]}
+"""Adapters of the policy, beside a critic of which all weights are trained (test_residency.py has one without)."""
 NAMED = """\
 from rewards import Digits
 
@@ -65,7 +67,7 @@ TINY = [
     *("generator.n_samples_per_prompt=4", "trainer.placement.policy_num_gpus_per_node=1"),
     "trainer.policy.megatron_config.pipeline_model_parallel_size=1",
 ]
-RUNS = {name: (name, [*TINY, *CONVERSATIONS.get(name, [])]) for name in RECIPES} | {
+RUNS = {name: (name, [*TINY, *CONVERSATIONS.get(name, []), *ADAPTERS.get(name, [])]) for name in RECIPES} | {
     name: (
         "dr_grpo",
         [*TINY, f"trainer.algorithm.advantage_estimator={name}", "trainer.max_training_steps=1", *own],
