@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.redaction import BY_NAME, MASK
 from skyrl_train.config.skyrl_04.table import table
+from skyrl_train.spelling import is_misspelling
 
 T = TypeVar("T")
 MISSPELT = 0.8
@@ -94,8 +95,9 @@ def unknown_key(path: str, schema: type) -> str:
     def score(candidate: str) -> float:
         return 2 * likeness(candidate) + difflib.SequenceMatcher(None, path, candidate).ratio()
 
-    best = max(kinds, key=score)
-    if score(best) >= 1.9 and likeness(best) >= MISSPELT:
+    possible = [each for each in kinds if is_misspelling(leaf, each.rpartition(".")[2]) and likeness(each) >= MISSPELT]
+    best = max(possible, key=score, default=None)
+    if best is not None and score(best) >= 1.9:
         return f"unknown key {path}: did you mean {best}?"
     section = path.rpartition(".")[0]
     while section and not dataclasses.is_dataclass(kinds.get(section)):

@@ -130,6 +130,20 @@ def test_free_form_mappings_take_new_keys_with_or_without_a_plus():
             "unknown key trainer.policy.model.pth: did you mean trainer.policy.model.path?",
         ),
         ("generator.zzz=1", "unknown key generator.zzz: generator has "),
+        (
+            "trainer.micro_train_batch_size=4",
+            "unknown key trainer.micro_train_batch_size: trainer has train_batch_size, ",
+        ),
+        (
+            "trainer.test_batch_size=4",
+            "unknown key trainer.test_batch_size: trainer has eval_batch_size, train_batch_size, ",
+        ),
+        (
+            "trainer.algorithm.eps_clip=1",
+            "unknown key trainer.algorithm.eps_clip: trainer.algorithm has eps_clip_low, ",
+        ),
+        ("generator.num_engines=2", "unknown key generator.num_engines: generator has eval_num_engines, "),
+        ("environment.reward_func=a", "unknown key environment.reward_func: did you mean environment.reward_fn?"),
     ],
 )
 def test_a_misspelt_key_on_the_command_line_is_one_sentence_with_the_nearest_key(override: str, expected: str):
