@@ -89,7 +89,8 @@ def length_problems(config: Config) -> Iterator[str]:
     limit, longest = generator.engine_init_kwargs.get("max_model_len"), generator.longest_conversation
     if limit is not None and longest > limit:
         yield (
-            f"generator.max_input_length + max_generate_length is {longest} tokens: more than "
+            f"generator.max_input_length {generator.max_input_length} + max_generate_length "
+            f"{longest - generator.max_input_length} is {longest} tokens: more than "
             f"generator.engine_init_kwargs.max_model_len {limit}. Lower max_input_length or max_generate_length, or "
             "raise max_model_len"
         )

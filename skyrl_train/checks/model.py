@@ -126,6 +126,7 @@ def _engine(shape: dict[str, Any], config: Config) -> Iterator[str]:
     positions = shape.get("max_position_embeddings")
     if positions is not None and (longest := generator.longest_conversation) > positions:
         yield (
-            f"generator.max_input_length {generator.max_input_length} + max_generate_length is {longest} tokens: more "
-            f"than the model's {positions} positions. Lower one of them"
+            f"generator.max_input_length {generator.max_input_length} + max_generate_length "
+            f"{longest - generator.max_input_length} is {longest} tokens: more than the model's {positions} positions. "
+            "Lower one of them"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,9 @@ def test_the_recipe_of_fine_tuning_passes_the_checks():
 @pytest.mark.parametrize(
     "name", ["gsm8k_1gpu", "gsm8k_4gpu", "lora_single_gpu", "sft_chat", "dapo_math", "search", "text2sql"]
 )
-def test_the_header_has_the_command_and_says_what_was_not_run(name: str):
+def test_the_header_has_the_command_the_memory_and_time_of_a_step_and_says_what_was_not_run(name: str):
     header = (FOLDER / f"{name}.yaml").read_text()
     main = "main_sft" if name.startswith("sft") else "main_base"
     assert f"python -m skyrl_train.entrypoints.{main} +experiment={name}" in header
     assert "Forecast, not measured" in header and "downloaded" in header
+    assert re.search(r"\d GB for|take \d+ GB", header) and re.search(r"\d (s|minutes)\s+(# )?per step", header)
