@@ -61,23 +61,32 @@ class Collector:
         try:
             results = await all_or_first_error(
                 [
-                    (task_name(prompt), self._result(prompt, seeded(own, prompt.uid, index), progress, admission))
+                    (task_name(prompt), rollouts)
                     for prompt in prompts
-                    for index, own in enumerate(params)
+                    for rollouts in self._rollouts(prompt, params, progress, admission)
                 ]
             )
         finally:
             progress.stop()
-        groups = []
+        flat, groups = [result for made in results for result in made], []
         for i, prompt in enumerate(prompts):
-            own_results = results[i * len(params) : (i + 1) * len(params)]
+            own_results = flat[i * len(params) : (i + 1) * len(params)]
             greedy = own_results.pop() if with_greedy else ()
             groups.append(admission.finish(prompt, own_results, greedy))
         return [group for group in groups if group is not None]
 
+    def _rollouts(
+        self, prompt: Prompt, params: Sequence[SamplingParams], progress: Progress, admission: Admission
+    ) -> list[Coroutine[Any, Any, list[Result]]]:
+        """Calls that run concurrently, and together have one result for each of `params`."""
+        return [
+            self._result(prompt, seeded(own, prompt.uid, index), progress, admission)
+            for index, own in enumerate(params)
+        ]
+
     async def _result(
         self, prompt: Prompt, sampling_params: SamplingParams, progress: Progress, admission: Admission
-    ) -> Result:
+    ) -> list[Result]:
         for attempt in range(1, admission.num_attempts + 1):
             engines = self.engines.for_a_rollout()
             try:
@@ -89,9 +98,9 @@ class Collector:
                 if attempt < admission.num_attempts:
                     admission.retry(failure)
                     continue
-                return admission.fail(failure)
+                return [admission.fail(failure)]
             progress.advance(samples)
-            return samples
+            return [samples]
         raise AssertionError("num_attempts is at least 1")
 
 

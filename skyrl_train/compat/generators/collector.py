@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from skyrl_train.algorithms.build import build_objective, uses_rollout_logprobs
@@ -17,7 +17,7 @@ from skyrl_train.compat.generators.types import (
 )
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.rollout.admission import Admission, Failure
-from skyrl_train.rollout.collect import Collector, Progress, Result, all_or_first_error, task_name
+from skyrl_train.rollout.collect import Collector, Progress, Result
 from skyrl_train.rollout.contract import Engines, Requests, Rollout
 from skyrl_train.rollout.seeds import seeded
 from skyrl_train.rollout.shaping import has_signal, zero_unfinished
@@ -50,31 +50,13 @@ class GeneratorCollector(Collector):
         collector._needs_logprobs = needs_logprobs
         return collector
 
-    async def collect(
-        self,
-        prompts: Sequence[Prompt],
-        n_samples: int,
-        sampling_params: SamplingParams,
-        progress: Progress,
-        admission: Admission,
-        *,
-        with_greedy: bool = False,
-    ) -> list[Group]:
-        """Like `Collector.collect`. Raises: ValueError for greedy responses, which generators do not make."""
-        if with_greedy:
+    def _rollouts(
+        self, prompt: Prompt, params: Sequence[SamplingParams], progress: Progress, admission: Admission
+    ) -> list[Coroutine[Any, Any, list[Result]]]:
+        """One call. Raises: ValueError for greedy responses, which generators do not make."""
+        if params[-1] != params[0]:
             raise ValueError("the advantage estimator compares with greedy responses, which a generator does not make")
-        progress.start(len(prompts) * n_samples)
-        try:
-            results = await all_or_first_error(
-                [
-                    (task_name(prompt), self._group(prompt, n_samples, sampling_params, progress, admission))
-                    for prompt in prompts
-                ]
-            )
-        finally:
-            progress.stop()
-        groups = (admission.finish(prompt, made) for prompt, made in zip(prompts, results, strict=True))
-        return [group for group in groups if group is not None]
+        return [self._group(prompt, len(params), params[0], progress, admission)]
 
     async def _group(
         self, prompt: Prompt, n_samples: int, params: SamplingParams, progress: Progress, admission: Admission
