@@ -274,6 +274,7 @@ def test_the_base_and_the_quickstart_pass():
             ["generator.engine_init_kwargs.tensor_parallel_size=4"],
             r"tensor_parallel_size is 4: .* Remove it and set generator\.inference_engine_tensor_parallel_size",
         ),
+        (["generator.engine_init_kwargs.max_num_seqs=4"], r"is 4: .* Remove it and set generator\.max_num_seqs$"),
         (
             [
                 "trainer.placement.colocate_all=true",

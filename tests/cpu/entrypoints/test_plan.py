@@ -14,7 +14,6 @@ from rich.console import Console
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import load_config
 from skyrl_train.device.kinds import DeviceKind, device_kind
-from skyrl_train.entrypoints import run
 from skyrl_train.entrypoints.experiment import Experiment
 from skyrl_train.entrypoints.plan import main
 from skyrl_train.forecast.fit import fitted, fitted_for_evaluation
@@ -76,7 +75,7 @@ def test_other_models_are_downloaded_before_the_forecast_reads_their_sizes(monke
             called.append("forecast")
             raise ValueError("does not fit")
 
-    monkeypatch.setattr(run, "local_gpu_kind", lambda: kind_of("NVIDIA H200"))
+    monkeypatch.setattr("skyrl_train.entrypoints.run.local_gpu_kind", lambda: kind_of("NVIDIA H200"))
     with pytest.raises(ValueError, match="does not fit"):
         Recorded(load_config(), Console())
     assert called == ["download", "forecast"]
