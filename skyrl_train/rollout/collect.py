@@ -29,6 +29,19 @@ class Progress(Protocol):
         """After the last, or after an error."""
 
 
+class Silent:
+    """Progress that nobody sees, such as that of one group of a step; subclasses count it."""
+
+    def start(self, total: int) -> None:
+        pass
+
+    def advance(self, samples: Sequence[Sample]) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
 class Collector:
     """Collects the samples of many prompts, all in flight at once."""
 

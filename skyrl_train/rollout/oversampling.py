@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_train.data.order import Order
-from skyrl_train.rollout.collect import Progress
-from skyrl_train.rollout.seeds import seed
-from skyrl_train.rollout.shaping import Shaping, has_signal
+from skyrl_train.rollout.collect import Progress, Silent
 from skyrl_train.rollout.source import GroupSource, OnPolicySource, SourceParts, SourceState
 from skyrl_train.types import Group, Metrics, Prompt, Sample
 
@@ -45,13 +43,11 @@ class OverSamplingSource:
     def __init__(self, parts: SourceParts) -> None:
         trainer, generator = parts.config.trainer, parts.config.generator
         assert trainer.over_sampling_batch_size is not None
-        self._parts, self._seed = parts, trainer.seed
+        self._parts = parts
         self._size, self._num_started = trainer.train_batch_size, trainer.over_sampling_batch_size
         self._n_samples = generator.n_samples_per_prompt
         self._order = Order(parts.prompts, batch_size=self._size, seed=trainer.seed)
-        self._sampling = trainer.algorithm.dynamic_sampling
         self._admission = parts.admission(self._num_started, cancels=True)
-        self._shaping = Shaping(parts.config)
         self._waiting: deque[Row] = deque()
         """Cancelled rows, the longest cancelled first."""
         self._epoch = 0
@@ -105,14 +101,15 @@ class OverSamplingSource:
             while len(complete) < self._size or due.intersection(running.values()):
                 while len(complete) < self._size and len(running) + len(complete) < self._num_started:
                     row = self._next_row()
-                    running[asyncio.ensure_future(self._generate(row))] = len(started)
+                    group = self._parts.group(row.prompt, row.epoch, self._admission, _Part(self._parts.progress))
+                    running[asyncio.ensure_future(group)] = len(started)
                     if row.is_due and len(due) < self._size:
                         due.add(len(started))
                     started.append(row)
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in running if task in done]:
-                    if (group := task.result()) is not None:
-                        complete[running[task]] = group
+                    if (made := task.result()) is not None:
+                        complete[running[task]] = made
                     del running[task]
         finally:
             for task in running:
@@ -134,38 +131,15 @@ class OverSamplingSource:
         (prompt,) = self._order.next_rows(1)
         return Row(prompt, self._order.epoch)
 
-    async def _generate(self, row: Row) -> Group | None:
-        """None if the group failed or was filtered."""
-        # As in every step: a row that starts again has the same seeds, or short responses would be favoured.
-        params = replace(self._parts.sampling_params, seed=seed("train", self._seed, row.epoch))
-        made = await self._parts.collector.collect(
-            [row.prompt],
-            self._n_samples,
-            params,
-            _Part(self._parts.progress),
-            self._admission,
-            with_greedy=self._parts.with_greedy,
-        )
-        shaped = [self._shaping(group) for group in made]
-        kept = [group for group in shaped if self._sampling.type is None or has_signal(group)]
-        self._admission.filter(len(made) - len(kept))
-        return kept[0] if kept else None
-
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(Silent):
     """The progress of a step, for one of its groups."""
 
     whole: Progress
 
-    def start(self, total: int) -> None:
-        """The step has begun before."""
-
     def advance(self, samples: Sequence[Sample]) -> None:
         self.whole.advance(samples)
-
-    def stop(self) -> None:
-        """Like `start`."""
 
 
 def on_policy_source(parts: SourceParts) -> GroupSource:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.rollout.contract import Engines
-from skyrl_train.rollout.dialogue import Dialogue
+from skyrl_train.rollout.dialogue import ChatDialogue
 from skyrl_train.rollout.env_pool import CallTimeout, EnvPool
 from skyrl_train.rollout.episode import Episode
 from skyrl_train.types import Prompt, Sample, SamplingParams
@@ -26,7 +26,7 @@ class Sampler:
         env_pool: EnvPool,
         env_kwargs: Mapping[str, Mapping[str, Any]],
         extra: Mapping[str, Any] | None,
-        dialogue: Callable[[ChatTemplate], Dialogue],
+        dialogue: Callable[[ChatTemplate], ChatDialogue],
     ) -> None:
         """Args:
         env_kwargs: env_class -> its `env_config`; empty for other classes.

@@ -90,6 +90,12 @@ class SourceParts:
             cancels=cancels,
         )
 
+    def seeded(self, epoch: int) -> SamplingParams:
+        """Parameters whose seeds depend on epoch, row and sample, not on the step: an epoch has each row once, and one
+        that starts again gets the same samples (else short responses would be favoured).
+        """
+        return replace(self.sampling_params, seed=seed("train", self.config.trainer.seed, epoch))
+
     async def collect(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams, admission: Admission
     ) -> list[Group]:
@@ -97,16 +103,29 @@ class SourceParts:
         with self.timers("sync_weights"):
             await self.wake_engines()
         with self.timers("generate"):
-            groups = await self.collector.collect(
-                prompts,
-                self.config.generator.n_samples_per_prompt,
-                sampling_params,
-                self.progress,
-                admission,
-                with_greedy=self.with_greedy,
-            )
-        shaping = Shaping(self.config)
-        return [shaping(group) for group in groups]
+            return await self._collect(prompts, sampling_params, admission, self.progress)
+
+    async def group(self, prompt: Prompt, epoch: int, admission: Admission, progress: Progress) -> Group | None:
+        """One group like those of `collect`, from engines that are awake; None if it failed or was filtered."""
+        made = await self._collect([prompt], self.seeded(epoch), admission, progress)
+        kept = self.with_signal(made, admission)
+        return kept[0] if kept else None
+
+    def with_signal(self, groups: list[Group], admission: Admission) -> list[Group]:
+        """The groups without those that dynamic sampling filters."""
+        filters = self.config.trainer.algorithm.dynamic_sampling.type is not None
+        kept = [group for group in groups if not filters or has_signal(group)]
+        admission.filter(len(groups) - len(kept))
+        return kept
+
+    async def _collect(
+        self, prompts: Sequence[Prompt], params: SamplingParams, admission: Admission, progress: Progress
+    ) -> list[Group]:
+        n_samples = self.config.generator.n_samples_per_prompt
+        groups = await self.collector.collect(
+            prompts, n_samples, params, progress, admission, with_greedy=self.with_greedy
+        )
+        return list(map(Shaping(self.config), groups))
 
 
 class OnPolicySource:
@@ -136,11 +155,8 @@ class OnPolicySource:
                     "use easier or harder prompts, or set trainer.algorithm.dynamic_sampling.type=null"
                 )
             rows = self._order.next_rows(missing)
-            # The seed depends on epoch, row and sample, not on the step (an epoch contains each row once).
-            params = replace(self._parts.sampling_params, seed=seed("train", self._seed, self._order.epoch))
-            made = await self._parts.collect(rows, params, self._admission)
-            kept = made if sampling.type is None else [group for group in made if has_signal(group)]
-            self._admission.filter(len(made) - len(kept))
+            made = await self._parts.collect(rows, self._parts.seeded(self._order.epoch), self._admission)
+            kept = self._parts.with_signal(made, self._admission)
             num_rounds += len(kept) < len(made)  # a round in which groups only failed does not count
             groups += kept
             if sampling.type == "replace" and len(groups) > sampling.min_replace_ratio * self._size:

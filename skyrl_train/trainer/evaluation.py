@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_train.rollout.admission import Admission
-from skyrl_train.rollout.collect import Collector, Progress
+from skyrl_train.rollout.collect import Collector, Progress, Silent
 from skyrl_train.rollout.metrics import evaluation_metrics
-from skyrl_train.types import Group, Metrics, Prompt, Sample, SamplingParams
+from skyrl_train.types import Group, Metrics, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -66,19 +66,6 @@ class Evaluation:
         return groups
 
 
-class Silent:
-    """Progress that is not shown, because the console shows that of the training samples."""
-
-    def start(self, total: int) -> None:
-        """Nothing to show."""
-
-    def advance(self, samples: Sequence[Sample]) -> None:
-        """Like `start`."""
-
-    def stop(self) -> None:
-        """Like `start`."""
-
-
 async def _keep_weights() -> None:
     """The engines of training have the newest weights already."""
 
@@ -122,6 +109,7 @@ class EvaluationBeside:
             log.info("skipped the evaluation of step %d: that of step %d is still running", step, self._running.step)
             return
         await self._load_weights()
+        # Silent, because the console shows the progress of the training samples.
         task = asyncio.get_running_loop().create_task(self._evaluation.groups(seed, Silent()))
         self._running = _Running(task, step, self._policy_version(), self._clock())
 

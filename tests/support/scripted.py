@@ -13,7 +13,7 @@ import skyrl_train.envs  # noqa: F401 (registers the built-in environments)
 from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.contract import Engines, Rollout
-from skyrl_train.rollout.dialogue import ChatDialogue, Dialogue
+from skyrl_train.rollout.dialogue import ChatDialogue
 from skyrl_train.rollout.env_pool import EnvPool
 from skyrl_train.rollout.sample import Sampler
 from skyrl_train.types import Generation, Prompt, Sample, SamplingParams
@@ -101,7 +101,7 @@ def sampler(
     env_kwargs: dict[str, dict[str, object]] | None = None,
     chat_template_kwargs: dict[str, object] | None = None,
     extra: dict[str, object] | None = None,
-    dialogue: Callable[[ChatTemplate], Dialogue] = ChatDialogue,
+    dialogue: Callable[[ChatTemplate], ChatDialogue] = ChatDialogue,
 ) -> Iterator[Playing]:
     pool = EnvPool(max_workers=4, timeout_s=timeout_s)
     chat = ChatTemplate(tokenizer, chat_template_kwargs or {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -21,17 +21,8 @@ COLUMNS = {
     "rewards": torch.float64,
 }
 """Fields of all samples end to end, [T] each: 17 bytes per token."""
-FIELDS = (
-    "prompt_length",
-    "stop_reason",
-    "turns",
-    "policy_version",
-    "env_metrics",
-    "transcript",
-    "named_rewards",
-    "ends_conversation",
-)
-"""Fields of a sample that are JSON."""
+FIELDS = tuple(field.name for field in fields(Sample) if field.name not in (*COLUMNS, "version_spans"))
+"""The other fields, which are JSON."""
 HEADER = "header"
 
 

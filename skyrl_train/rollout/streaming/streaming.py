@@ -6,13 +6,11 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from skyrl_train.data.order import Order
 from skyrl_train.rollout.admission import Ledger
-from skyrl_train.rollout.collect import task_name
-from skyrl_train.rollout.seeds import seed
-from skyrl_train.rollout.shaping import Shaping, has_signal
+from skyrl_train.rollout.collect import Silent, task_name
 from skyrl_train.rollout.source import SourceParts, SourceState
 from skyrl_train.rollout.streaming.buffer import Buffer, Finished, Ticket
 from skyrl_train.rollout.streaming.measures import StreamMetrics
@@ -27,8 +25,8 @@ NUM_ATTEMPTS = 2
 
 
 @dataclass(slots=True)
-class _Running:
-    """A group that is generated or waits, and the progress of its rollouts."""
+class _Running(Silent):
+    """A group that is generated or waits, and the progress of its rollouts, which counts for the whole step."""
 
     prompt: Prompt
     epoch: int
@@ -36,15 +34,9 @@ class _Running:
     num_ended: int = 0
     task: asyncio.Task[None] | None = None
 
-    def start(self, total: int) -> None:
-        """Rollouts of all groups are counted together."""
-
     def advance(self, samples: Sequence[Sample]) -> None:
         self.num_ended += 1
         self.advanced(samples)
-
-    def stop(self) -> None:
-        """Like `start`."""
 
 
 class StreamingSource:
@@ -56,15 +48,13 @@ class StreamingSource:
 
     def __init__(self, parts: SourceParts) -> None:
         trainer, generator = parts.config.trainer, parts.config.generator
-        self._parts, self._seed, self._size = parts, trainer.seed, trainer.train_batch_size
-        self._n_samples, self._bound, self._depth = generator.n_samples_per_prompt, trainer.staleness, trainer.depth
+        self._parts, self._size, self._n_samples = parts, trainer.train_batch_size, generator.n_samples_per_prompt
+        self._bound, self._depth = trainer.staleness, trainer.depth
         self._order = Order(parts.prompts, batch_size=self._size, seed=trainer.seed)
-        self._sampling = trainer.algorithm.dynamic_sampling
         self._admission = parts.admission(self._size, num_attempts=NUM_ATTEMPTS)
         self._admission.begin(self._size * self._n_samples)
-        self._shaping = Shaping(parts.config)
         self._buffer = self._new_buffer(0)
-        self._drawn: deque[tuple[Prompt, int]] = deque()
+        self._rows: deque[tuple[Prompt, int]] = deque()
         """Rows, and their epochs, that wait to be started."""
         self._groups: dict[int, _Running] = {}
         """Ticket number -> an untrained group."""
@@ -122,7 +112,7 @@ class StreamingSource:
 
     def _state(self, tickets: Sequence[Ticket]) -> SourceState:
         waiting = [self._groups[ticket.number] for ticket in tickets]
-        rows = [(group.prompt, group.epoch) for group in waiting] + list(self._drawn)
+        rows = [(group.prompt, group.epoch) for group in waiting] + list(self._rows)
         return {
             "order": self._order.state,
             "step": self._buffer.step + (self._buffer.num_in_training > 0),
@@ -146,7 +136,7 @@ class StreamingSource:
         rows = {prompt.uid: prompt for prompt in self._parts.prompts}
         self._buffer = self._new_buffer(state["step"])
         pending = [(rows[uid], epoch) for uid, epoch in state["pending"]]
-        self._drawn.extend(self._restore_groups(state, data, rows) + pending if data else pending)
+        self._rows.extend(self._restore_groups(state, data, rows) + pending if data else pending)
         done = {name: count for name, count in state.get("ledger", {}).items() if name not in ("generated", "waiting")}
         num_ready = len(self._buffer.ready)
         self._admission.ledger = Ledger(sum(done.values()) + num_ready, num_ready, **done)
@@ -195,32 +185,20 @@ class StreamingSource:
     def _fill(self) -> None:
         """Start as many groups as may run."""
         while capacity := self._buffer.capacity:
-            if not self._drawn:
+            if not self._rows:
                 rows = self._order.next_rows(min(capacity, self._size))
-                self._drawn.extend((row, self._order.epoch) for row in rows)
+                self._rows.extend((row, self._order.epoch) for row in rows)
             ticket = self._buffer.submit()
-            group = self._groups[ticket.number] = _Running(*self._drawn.popleft(), self._note_end)
+            group = self._groups[ticket.number] = _Running(*self._rows.popleft(), self._note_end)
             group.task = asyncio.get_running_loop().create_task(self._generate(ticket, group))
             group.task.add_done_callback(self._note_error)
         self._metrics.note_running(len(self._buffer.running))
 
     async def _generate(self, ticket: Ticket, group: _Running) -> None:
-        # The seed depends on epoch, row and sample, not on the step (an epoch contains each row once).
-        params = replace(self._parts.sampling_params, seed=seed("train", self._seed, group.epoch))
-        made = await self._parts.collector.collect(
-            [group.prompt],
-            self._n_samples,
-            params,
-            group,
-            self._admission,
-            with_greedy=self._parts.with_greedy,
-        )
-        shaped = [self._shaping(finished) for finished in made]
-        kept = [finished for finished in shaped if self._sampling.type is None or has_signal(finished)]
-        self._admission.filter(len(made) - len(kept))
+        made = await self._parts.group(group.prompt, group.epoch, self._admission, group)
         group.task = None
-        if kept:
-            self._buffer.finish(ticket, kept[0])
+        if made is not None:
+            self._buffer.finish(ticket, made)
         else:
             self._buffer.drop(ticket)
             del self._groups[ticket.number]

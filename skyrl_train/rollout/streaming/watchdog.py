@@ -80,7 +80,8 @@ def stacks(names: Iterable[str]) -> str:
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if thread.name == WORKER_NAME and thread.ident in frames:
-            texts.append(f"environment thread {thread.ident}:\n{_lines(_outer(frames[thread.ident]))}")
+            lines = "".join(traceback.format_stack(frames[thread.ident]))
+            texts.append(f"environment thread {thread.ident}:\n{lines}")
     return "\n".join(texts)
 
 
@@ -92,14 +93,6 @@ def _frames(awaited: Any) -> list[FrameType]:
         frames += [frame] if frame is not None else []
         awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
     return frames
-
-
-def _outer(frame: FrameType | None) -> list[FrameType]:
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames[::-1]
 
 
 def _lines(frames: Sequence[FrameType]) -> str:
