@@ -80,7 +80,7 @@ class Host:
 
 
 def answers(llm: Any) -> Answers:
-    """Drawn tokens with all logprobs, then the same prompts scored (a request that is scored uses no cached prefix)."""
+    """Sampled tokens with all logprobs, then the same prompts scored (a scored request uses no cached prefix)."""
     from vllm import SamplingParams
 
     sampled = SamplingParams(temperature=0.0, max_tokens=12, logprobs=-1, detokenize=False, ignore_eos=True)

@@ -27,5 +27,5 @@ class FaultySlots(SyncExtension):
 
         BaseLinearLayerWithLoRA.set_lora = wrong
 
-    def skyrl_mend_slots(self) -> None:
+    def skyrl_repair_slots(self) -> None:
         BaseLinearLayerWithLoRA.set_lora = self._honest

@@ -39,7 +39,7 @@ def status_of(service: TrainingService, model: str) -> int:
     return 200
 
 
-def drawn_tokens(service: TrainingService) -> list[dict[str, Any]]:
+def sampled_tokens(service: TrainingService) -> list[dict[str, Any]]:
     """A group of the engine's own tokens and logprobs."""
     answer = ask(service, service.model_name, n=4, return_token_ids=True, logprobs=0)
     made_by = {name: answer[name] for name in ("policy_versions", "sampling_params")}
@@ -80,7 +80,7 @@ def nobody_is_there(address: str) -> None:
 
 async def refused(service: TrainingService) -> None:
     version = service.policy_version
-    bad = [chat_group(0, 1), [*drawn_tokens(service)[:1], {"token_ids": [1, 2], "loss_mask": [0, 1, 1], "reward": 1}]]
+    bad = [chat_group(0, 1), [*sampled_tokens(service)[:1], {"token_ids": [1, 2], "loss_mask": [0, 1, 1], "reward": 1}]]
     try:
         await service.train(bad)
     except ValueError as error:
@@ -94,7 +94,7 @@ async def refused(service: TrainingService) -> None:
 
 async def trained(service: TrainingService) -> None:
     version = service.policy_version
-    group = drawn_tokens(service)
+    group = sampled_tokens(service)
     others = [one | {"logprobs": [value - 1.0 for value in one["logprobs"]]} for one in group]
     try:
         await service.train([others])

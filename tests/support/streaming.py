@@ -84,7 +84,7 @@ class Simulation:
         self.check()
 
     def update(self) -> None:
-        """Running groups go on with the new weights."""
+        """Running groups continue with the new weights."""
 
     def end(self, ticket: Ticket) -> None:
         prompt = self.prompts.pop(ticket.number)

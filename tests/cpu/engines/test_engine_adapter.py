@@ -218,6 +218,6 @@ def test_vllm_itself_serves_a_saved_adapter(world: World, tmp_path: Path):
         rows = [output async for output in outputs][-1].prompt_logprobs
         return [0.0] + [row[token].logprob for row, token in zip(rows[1:], prompt[1:], strict=True)]
 
-    run(world.engine._core.llm.collective_rpc("skyrl_mend_slots"))
+    run(world.engine._core.llm.collective_rpc("skyrl_repair_slots"))
     run(world.sync(first_of(world)))
     torch.testing.assert_close(torch.tensor(run(score())), logprobs(model, prompt), rtol=0, atol=2e-5)

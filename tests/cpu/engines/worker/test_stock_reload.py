@@ -111,7 +111,7 @@ def test_an_update_of_nothing_repairs_half_loaded_layers(tmp_path: Path):
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found[: len(CUTS)] == ["right"] * len(CUTS)
-    assert found[len(CUTS)] == "wrong", "vLLM has mended it: then nothing needs to be closed"
+    assert found[len(CUTS)] == "wrong", "vLLM has fixed it: then nothing needs to be closed"
 
 
 if __name__ == "__main__":
