@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
-from skyrl_train.algorithms.objective import Objective
+from skyrl_train.algorithms.objective import Objective, cross_entropy_objective
 from skyrl_train.cluster.demands import ENGINES, POLICY, demands, engines_of, loads, ranks_of
 from skyrl_train.cluster.devices import require_gpus_for_snapshots, require_kernels_for_adapters, sync_backend
 from skyrl_train.cluster.downloads import download_to_nodes, policy_load
@@ -20,7 +20,7 @@ from skyrl_train.cluster.ranks.critic_group import CriticGroup
 from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.ranks.rank_arguments import critic_arguments, frozen_arguments, num_likeliest, policy_arguments
-from skyrl_train.cluster.ranks.scorer_group import FrozenGroup, ScorerGroup, base_model_scorer, own_teacher_scorer
+from skyrl_train.cluster.ranks.scorer_group import FrozenGroup, ScorerGroup
 from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.sharing import OwnDevices, build_sharing
@@ -125,15 +125,9 @@ class PolicyProcesses:
 
 
 async def launch_policy(
-    trainer: TrainingConfig,
-    cluster: Cluster,
-    *,
-    objective: Objective,
-    num_optimizer_steps: int,
-    logs: str,
-    saved: SavedState | None = None,
+    trainer: TrainingConfig, cluster: Cluster, num_optimizer_steps: int, logs: str, saved: SavedState | None = None
 ) -> PolicyProcesses:
-    """Place and start the policy. Args, Raises: like `launch`."""
+    """Place and start the policy for fine-tuning. Args, Raises: like `launch`."""
     require_gpus_for_snapshots(trainer, cluster)
     demands = [Demand(POLICY, trainer.placement.num_policy_ranks, 1)]
     placement = await Placement.reserve(demands, trainer.placement, use_gpus=cluster.has_gpus)
@@ -142,7 +136,8 @@ async def launch_policy(
     processes = PolicyProcesses(placement, PolicyGroup(group))
     try:
         await download_to_nodes([policy_load(trainer, *slots)], trainer.download_timeout_s)
-        await processes.policy.start(policy_arguments(trainer, objective, num_optimizer_steps), saved)
+        arguments = policy_arguments(trainer, cross_entropy_objective(), num_optimizer_steps)
+        await processes.policy.start(arguments, saved)
     except BaseException:
         await processes.stop()
         raise
@@ -200,8 +195,8 @@ async def _spawn(
             critic = CriticGroup(groups[-1])
         else:
             method = "teacher_logprobs" if model.is_teacher else "logprobs"
-            group = FrozenGroup(groups[-1])
-            scorers.append(ScorerGroup(model.name, model.signal, group, method, model.data_sources))
+            frozen = FrozenGroup(groups[-1])
+            scorers.append(ScorerGroup(model.name, model.signal, frozen, method, model.data_sources))
     devices = await sharing.visible_devices(groups[0], slots[ENGINES])
     restarts, num_rollout = sharing.max_engine_restarts, config.generator.num_rollout_engines
     pool = partial(EnginePool, log_folder=logs, timeout_s=trainer.timeout_s, max_restarts=restarts)
@@ -211,13 +206,14 @@ async def _spawn(
         silent = [each.changed(enable_http_endpoint=False) for each in settings[num_rollout:]]
         reserved = pool(slots[ENGINES][num_rollout:], silent, name="eval-engine")
         eval_engines = EvalEngines(reserved, policy, settings[0].generator)
+    own = partial(ScorerGroup, model=policy)  # the policy itself, as the reference and base teachers without adapters
     if trainer.algorithm.needs_reference and trainer.policy.model.lora.rank > 0:
-        scorers.append(base_model_scorer(policy))
-    topk = num_likeliest(trainer, objective)
+        scorers.append(own("reference", "ref_logprobs", method="reference_logprobs"))
+    teacher, topk = partial(own, method="teacher_logprobs"), num_likeliest(trainer, objective)
     for model in trainer.base_teachers:
-        scorers.append(own_teacher_scorer(policy, topk, model.name, model.data_sources, is_base=True))
+        scorers.append(teacher(model.name, model.name, data_sources=model.data_sources, arguments=(topk, True)))
     if trainer.teacher.backend == "policy":
-        scorers.append(own_teacher_scorer(policy, topk, is_base=False))
+        scorers.append(teacher("teacher", "teacher", arguments=(topk, False)))
     return Processes(
         cluster=cluster,
         placement=placement,

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from rich.console import Console
 
-from skyrl_train.cluster.launch import PolicyProcesses
+from skyrl_train.cluster.launch import PolicyProcesses, launch_policy
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config.sft import SftConfig
 from skyrl_train.data.mapping import RowMapping
@@ -17,7 +17,6 @@ from skyrl_train.entrypoints.run import Run
 from skyrl_train.tracking.run_dir import RunDir
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
-from skyrl_train.trainer.build import launch_fine_tuning
 from skyrl_train.trainer.from_config import micro_batch_limits
 from skyrl_train.trainer.sft import FineTuning, SftParts, SftTrainer, num_trained
 from skyrl_train.types import Example
@@ -81,7 +80,7 @@ class SftRun(Run[SftConfig, PolicyProcesses]):
         return len(self.train_examples)
 
     async def launch(self, cluster: Cluster, logs: str) -> PolicyProcesses:
-        return await launch_fine_tuning(self.config.trainer, cluster, self.num_steps, logs, self.saved)
+        return await launch_policy(self.config.trainer, cluster, self.num_steps, logs, self.saved)
 
     def build_loop(
         self, processes: PolicyProcesses, run_dir: RunDir, tracker: Tracker, at_end: ExitStack

@@ -1,4 +1,4 @@
-"""A run is put together here, from its configuration: for training, fine-tuning and the service."""
+"""Assembly of a run from its configuration, for training and the service."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from transformers import PretrainedConfig
 
-from skyrl_train.algorithms.objective import Objective, cross_entropy_objective
+from skyrl_train.algorithms.objective import Objective
 from skyrl_train.algorithms.tables import compares_with_greedy
-from skyrl_train.cluster.launch import PolicyProcesses, Processes, launch, launch_policy
+from skyrl_train.cluster.launch import Processes, launch
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import Config
-from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.hints import Hints
 from skyrl_train.hf.matrices import num_experts
 from skyrl_train.ranks import SavedState
@@ -73,16 +72,6 @@ async def launch_training(
         num_optimizer_steps=num_optimizer_steps,
         logs=logs,
         saved=saved,
-    )
-
-
-async def launch_fine_tuning(
-    trainer: TrainingConfig, cluster: Cluster, num_optimizer_steps: int, logs: str, saved: SavedState | None = None
-) -> PolicyProcesses:
-    """Start the processes of supervised fine-tuning. Args, raises: like `launch`."""
-    objective = cross_entropy_objective()
-    return await launch_policy(
-        trainer, cluster, objective=objective, num_optimizer_steps=num_optimizer_steps, logs=logs, saved=saved
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.ranks.release import Release
-from skyrl_train.cluster.ranks.scorer_group import ScorerGroup, base_model_scorer
+from skyrl_train.cluster.ranks.scorer_group import ScorerGroup
 from skyrl_train.cluster.weight_sync import WeightSync
 from skyrl_train.ranks import Moved
 from skyrl_train.trainer.performance import MemoryReport
@@ -46,7 +46,7 @@ class World:
         self.kept = actor, method, actor.answers.get(method)
         actor.answers[method] = refuse
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         actor, method, answer = self.kept
         actor.answers[method] = answer
 
@@ -83,7 +83,7 @@ def test_engines_are_asleep_before_the_policy_starts_again_whatever_failed(
         with pytest.raises(RemoteFailed, match=f"RuntimeError: no {method}"):
             await world.residency.sync_weights(())
             await world.residency.for_rollout()
-        world.mend()
+        world.repair()
         await world.start_again()
         assert world.story[-2:] == ["sleep", "policy starts"]
         await world.residency.sync_weights(())
@@ -98,7 +98,7 @@ def test_an_engine_with_half_an_update_gets_a_whole_one_before_it_answers(monkey
         world.fail("send_weights")
         with pytest.raises(RemoteFailed):
             await world.residency.sync_weights(())
-        world.mend()
+        world.repair()
         await world.residency.for_rollout()
         assert world.story.count("resume") == 1 and world.rank.num_sends == 1
 
@@ -141,7 +141,7 @@ def test_scorers_are_on_the_devices_one_at_a_time_and_the_policy_scores_for_itse
         return ScorerGroup(name, f"{name}_logprobs", model, "logprobs")
 
     async def main(world: World) -> None:
-        release, scorers = Noting(), [scorer("ref"), scorer("teacher"), base_model_scorer(world.policy)]
+        release, scorers = Noting(), [scorer("ref"), scorer("teacher"), ScorerGroup("own", "", world.policy, "")]
         report = MemoryReport(world.policy, scorers, world.engines)
         residency = Colocated(world.policy, scorers, world.engines, world.sync, release, report)
         for each in scorers:
