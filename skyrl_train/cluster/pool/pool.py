@@ -76,7 +76,6 @@ class EnginePool:
 
     @property
     def num_workers(self) -> int:
-        """Workers of the engines that are up."""
         return sum(replica.num_workers for replica in self.up)
 
     @property
@@ -244,6 +243,7 @@ class EnginePool:
 
     async def shutdown(self) -> None:
         """Shut the engines down; kill what is left of them."""
+        await self.router.close()  # first: requests that fail by the shutdown would have their engine restarted
         await self._background.end()
         calls = [asyncio.wrap_future(actor.call.remote("shutdown").future()) for actor in self.actors.values()]
         with contextlib.suppress(TimeoutError):

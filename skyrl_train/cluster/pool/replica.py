@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from skyrl_train.cluster.calls import Calls, RemoteFailed
 from skyrl_train.cluster.placement import Slot
-from skyrl_train.cluster.pool.engine_process import GONE_S, StartedEngine, kill_on_node
+from skyrl_train.cluster.pool.engine_process import GONE_S, TRACKER_S, StartedEngine, kill_on_node
 from skyrl_train.cluster.pool.router import EngineLostError, Request
 from skyrl_train.cluster.process import AsyncHost
 from skyrl_train.engines.protocol import EngineDeadError
@@ -24,6 +23,7 @@ from skyrl_train.types import Generation
 # Requests in flight come as a handful of batches; the rest are control calls that must never queue behind them.
 MAX_CONCURRENCY = 1000
 ENGINE_PROCESS = "skyrl_train.cluster.pool.engine_process:EngineProcess"
+KILL_S = 2 * GONE_S + TRACKER_S
 PROBE_S = 30.0
 """Timeout in seconds of a health check, which an engine passes even while it closes a failed sync."""
 
@@ -171,6 +171,11 @@ class EngineReplica:
         """Kill the engine, even if it is stopped, and its processes, which hold the memory of its devices."""
         started, self.started = self.started, None
         ray.kill(self.actor)
-        if started is not None:
-            with contextlib.suppress(RayError, TimeoutError):  # its node may have died as well
-                await asyncio.wait_for(kill_on_node(started), 2 * GONE_S)
+        if started is None:
+            return
+        try:
+            await asyncio.wait_for(kill_on_node(started), KILL_S)
+        except RayError:
+            pass  # its node died as well
+        except TimeoutError:
+            log.warning("processes of %s, which may hold memory, did not end within %g s", self.name, KILL_S)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -60,7 +61,6 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Address for clients."""
         host = self._generator.http_endpoint_host
         if host in ("0.0.0.0", "::"):
             host = self._settings.advertised_host or socket.gethostname()
@@ -97,12 +97,14 @@ class HttpServer:
         return self.url
 
     async def _until_started(self, server: uvicorn.Server, task: asyncio.Task[None]) -> None:
-        async with asyncio.timeout(START_S):
-            while not server.started:
-                if task.done():
-                    task.result()
-                    raise RuntimeError("the HTTP server ended during its start; see the log of its process")
-                await asyncio.sleep(0.01)
+        deadline = time.monotonic() + START_S
+        while not server.started:
+            if task.done():
+                task.result()
+                raise RuntimeError("the HTTP server ended during its start; see the log of its process")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the HTTP server did not start within {START_S:g} s")
+            await asyncio.sleep(0.01)
 
     def _guarded(self, app: ASGIApp) -> ASGIApp:
         served: ASGIApp = WaitsWhilePaused(NamedVersions(app), self._wait)
