@@ -49,13 +49,13 @@ def connect() -> Iterator[Cluster]:
         connected.
     """
     if ray.is_initialized() and (STARTED in os.environ or ray._private.worker.global_worker.mode == ray.WORKER_MODE):
-        yield _joined(ray.get_runtime_context().gcs_address, is_local=os.environ.get(STARTED) == "local")
+        yield joined(is_local=os.environ.get(STARTED) == "local")
         return
     if ray.is_initialized():
         raise ValueError("this process is already connected to Ray. Call ray.shutdown() before a run")
-    address, context = _connected(**QUIET)
+    is_local = _connected(**QUIET)
     try:
-        yield _joined(context.address_info["address"], is_local=address == "local")
+        yield joined(is_local=is_local)
     finally:
         ray.shutdown()
 
@@ -70,12 +70,14 @@ def start() -> None:
         _connected(**{**QUIET, "log_to_driver": True})
 
 
-def _joined(address: object, *, is_local: bool) -> Cluster:
-    return Cluster(str(address), is_local, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
+def joined(*, is_local: bool) -> Cluster:
+    """The cluster that this process has joined."""
+    address = str(ray.get_runtime_context().gcs_address)
+    return Cluster(address, is_local, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
 
 
-def _connected(**arguments: Any) -> tuple[str, Any]:
-    """Address that was asked for, and Ray's context."""
+def _connected(**arguments: Any) -> bool:
+    """Join or start Ray. Returns: whether it is local."""
     _silence_raylet()
     address = os.environ.get("RAY_ADDRESS") or "local"
     _check_answers(address)
@@ -87,23 +89,23 @@ def _connected(**arguments: Any) -> tuple[str, Any]:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     try:
         with _signal_handlers_kept(), _lean_node(shows_output=arguments["log_to_driver"]):
-            environment = {"env_vars": worker_environment()}
-            return address, _start_or_join(address, runtime_env=environment, **arguments)
+            _start_or_join(address, runtime_env={"env_vars": worker_environment()}, **arguments)
+            return address == "local"
     except (ConnectionError, AuthenticationError) as error:
         raise ValueError(_refused_token(address) if is_refused_token(error) else _no_cluster(address)) from error
 
 
-def _start_or_join(address: str, **arguments: Any) -> Any:
-    """Return Ray's context; retry a local Ray once, beside the remains of the first until this process ends. A node
-    (Ray 2.60) exits if one of its helpers takes more than 15 s to start, as on a machine that stalls.
+def _start_or_join(address: str, **arguments: Any) -> None:
+    """Retry a local Ray once, beside the remains of the first until this process ends. A node (Ray 2.60) exits if one
+    of its helpers takes more than 15 s to start, as on a machine that stalls.
     """
     try:
-        return ray.init(address=address, **arguments)
+        ray.init(address=address, **arguments)
     except Exception as error:
         if address != "local" or "timed out during startup" not in str(error):
             raise
         log.warning("local Ray did not start in time, retrying: %s", error)
-        return ray.init(address=address, **arguments)
+        ray.init(address=address, **arguments)
 
 
 def known_device_type() -> str | None:

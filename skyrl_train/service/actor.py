@@ -54,8 +54,6 @@ class State:
     has_endpoint: bool
     """generator.enable_http_endpoint."""
     policy_version: int
-    num_jobs: int
-    """Number of finished jobs."""
     run_dir: str
     broken: str | None = None
     """Reason why it can no longer train, or None; its engines may still serve."""
@@ -132,7 +130,8 @@ class ServiceActor:
         source = JobSource(lambda: version.policy_version)
         # Clients count versions: each job makes at least one, also without a learning signal.
         step, tuning = assembly.step(source, publisher, always_updates=True), assembly.fine_tuning()
-        self._runner = JobRunner(processes, assembly.residency, version, source, step, tuning, publisher, timers)
+        policy, engines, residency = processes.policy, processes.engines, assembly.residency
+        self._runner = JobRunner(policy, engines, residency, version, source, step, tuning, publisher, timers)
         self._tracker = build_tracker(config, self._run_dir.path)
         self._queue = JobQueue(self._run_and_log, self._runner.recover)
         self._health_checks = asyncio.create_task(check_health(self._queue, HEALTH_CHECK_S))
@@ -144,7 +143,6 @@ class ServiceActor:
             urls=self._processes.engines.urls,
             has_endpoint=self._config.generator.enable_http_endpoint,
             policy_version=self._runner.version.policy_version,
-            num_jobs=self._feed.last,
             run_dir=str(self._run_dir.path),
             broken=self._queue.broken,
         )

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyrl_train.cluster.session import Cluster, attach, connect, worker_environment
+from skyrl_train.cluster.session import attach, connect, joined, worker_environment
 from skyrl_train.config import Config
 from skyrl_train.service.actor import ServiceActor, State
 from skyrl_train.service.checks import check_service, checked_model
@@ -62,9 +62,7 @@ class TrainingService:
         at_end = ExitStack()
         try:
             if ray.is_initialized():
-                has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-                address = str(ray.get_runtime_context().gcs_address)
-                cluster = Cluster(address=address, is_local=False, has_gpus=has_gpus)
+                cluster = joined(is_local=False)
             else:
                 cluster = at_end.enter_context(connect())
             if _find(name) is not None:
@@ -164,7 +162,7 @@ class TrainingService:
     @property
     def model_name(self) -> str:
         """Name over HTTP for the newest weights; `NAME@VERSION` is an error once another version is served. An answer's
-        `policy_versions` tell which versions generated it (docs/serving.md).
+        `policy_versions` are the versions that generated it (docs/serving.md).
         """
         return self._state.model_name
 

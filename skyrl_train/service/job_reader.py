@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,7 +105,6 @@ class JobReader:
         mask[0] = False  # no token predicts the first
         trained = torch.tensor(mask)
         given_logprobs = torch.zeros(len(ids)) if logprobs is None else torch.tensor(logprobs, dtype=torch.float32)
-        starts = sum(1 for before, now in zip([False, *mask], mask, strict=False) if now and not before)
         return Sample(
             token_ids=torch.tensor(ids, dtype=torch.int64),
             loss_mask=trained,
@@ -112,7 +112,7 @@ class JobReader:
             prompt_length=mask.index(True),
             rewards=final_reward(len(ids), reward),
             stop_reason="stop",
-            turns=starts,
+            turns=sum(now and not before for before, now in pairwise([False, *mask])),
             policy_version=UNKNOWN_VERSION if logprobs is None else min(_versions(given), default=UNKNOWN_VERSION),
             version_spans=_spans(given, num_written=sum(mask)),
         )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_train.cluster.calls import RemoteFailed
-from skyrl_train.cluster.launch import Processes
+from skyrl_train.cluster.pool.pool import EnginePool
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.ranks.release import STATE_FOLDERS
 from skyrl_train.service.job import HealthCheckJob, Job, SaveJob, SftJob, TrainJob
@@ -63,75 +64,71 @@ class SavedVersion:
         await self._policy.restart_from(self._saved, self.policy_version, self._num_steps)
 
 
+@dataclass(slots=True)
 class JobRunner:
     """Runs jobs; between two of them the engines serve `version.policy_version` and no job's memory is held."""
 
-    def __init__(
-        self,
-        processes: Processes,
-        residency: Residency,
-        version: SavedVersion,
-        source: JobSource,
-        step: TrainingStep,
-        tuning: FineTuning,
-        publisher: Publisher,
-        timers: Timers,
-    ) -> None:
-        """Args: source: that of the step."""
-        self._policy, self._engines, self._residency = processes.policy, processes.engines, residency
-        self.version, self._source, self._step = version, source, step
-        self._tuning, self._publisher, self._timers = tuning, publisher, timers
-        self._job: Job | None = None
-        self._updates_before = 0
-        self._failed_syncs = 0
-        """Consecutive failed syncs of health checks."""
+    policy: PolicyGroup
+    engines: EnginePool
+    residency: Residency
+    version: SavedVersion
+    source: JobSource
+    """That of the step."""
+    step: TrainingStep
+    tuning: FineTuning
+    publisher: Publisher
+    timers: Timers
+    _job: Job | None = None
+    _updates_before: int = 0
+    _failed_syncs: int = 0
+    """Consecutive failed syncs of health checks."""
 
     async def run(self, job: Job) -> Metrics:
         """Returns when the engines serve the result and the trainers' memory is free."""
-        self._job, self._updates_before = job, self._policy.num_updates
+        self._job, self._updates_before = job, self.policy.num_updates
         if isinstance(job, SaveJob):
-            await self._residency.for_saving()
-            await self._policy.save_hf(job.folder)
-            await self._residency.for_rollout()
+            await self.residency.for_saving()
+            await self.policy.save_hf(job.folder)
+            await self.residency.for_rollout()
             return {}
         if isinstance(job, HealthCheckJob):
             await self._check_engines()
             return {}
-        self._timers.reset()
-        with self._timers("step"):
+        self.timers.reset()
+        with self.timers("step"):
             metrics = await self._train(job) if isinstance(job, TrainJob) else await self._fine_tune(job)
-            with self._timers("sync_weights"):
-                await self._residency.for_rollout()
+            with self.timers("sync_weights"):
+                await self.residency.for_rollout()
         self._failed_syncs = 0
         self.version.commit()
-        return metrics | self._timers.metrics() | {"service/policy_version": float(self.version.policy_version)}
+        return metrics | self.timers.metrics() | {"service/policy_version": float(self.version.policy_version)}
 
     async def _train(self, job: TrainJob) -> Metrics:
-        self._source.put(job)
-        metrics = await self._step.step()
+        self.source.put(job)
+        metrics = await self.step.step()
         if not job.has_logprobs:
             metrics = {name: value for name, value in metrics.items() if NEEDS_LOGPROBS not in name}
         return metrics
 
     async def _fine_tune(self, job: SftJob) -> Metrics:
-        with self._timers("convert_to_training_input"):
-            shards = self._tuning.split(job.examples)
-        with self._timers("fwd_logprobs_values_reward"):
-            await self._residency.for_training()
-        metrics = await self._tuning.update(shards, job.examples)
-        return metrics | await self._publisher.publish() | self._residency.metrics()
+        with self.timers("convert_to_training_input"):
+            shards = self.tuning.split(job.examples)
+        with self.timers("fwd_logprobs_values_reward"):
+            await self.residency.for_training()
+        metrics = await self.tuning.update(shards, job.examples)
+        return metrics | await self.publisher.publish() | self.residency.metrics()
 
     async def _check_engines(self) -> None:
         """A replacement starts with the initial model and serves after a sync; a failed sync is repeated."""
-        await self._engines.drop_dead()
-        if not self._engines.has_replacement and not self._failed_syncs:
+        await self.engines.drop_dead()
+        if not self.engines.has_replacement and not self._failed_syncs:
             return
-        before = self._engines.num_changes
-        await self._engines.admit_replacements()
-        if self._engines.num_changes != before or self._failed_syncs:
+        before = self.engines.num_changes
+        await self.engines.admit_replacements()
+        if self.engines.num_changes != before or self._failed_syncs:
             self._failed_syncs += 1
-            await self._residency.sync_weights(())
-            await self._residency.for_rollout()
+            await self.residency.sync_weights(())
+            await self.residency.for_rollout()
             self._failed_syncs = 0
 
     async def _is_sound(self, error: Exception) -> bool:
@@ -145,26 +142,26 @@ class JobRunner:
         if not isinstance(error, RemoteFailed):
             return True
         is_health_check = isinstance(self._job, HealthCheckJob) and self._failed_syncs == 1
-        return (isinstance(self._job, SaveJob) or is_health_check) and await self._policy.is_idle()
+        return (isinstance(self._job, SaveJob) or is_health_check) and await self.policy.is_idle()
 
     async def recover(self, error: Exception) -> str:
         """Serve and train the last version again; return a report. Raises: the reason if that is impossible."""
         version = self.version.policy_version
-        if self._policy.num_updates == self._updates_before and await self._is_sound(error):
-            await self._residency.for_rollout()
+        if self.policy.num_updates == self._updates_before and await self._is_sound(error):
+            await self.residency.for_rollout()
             return f"nothing was changed; still serving version {version}"
         if not self.version.is_restorable:
             raise RuntimeError(
                 "the trainer processes died or were left with a partial update, and no saved state exists to restore "
                 "(keep_state=False). Start a service from the last save"
             )
-        await self._engines.drop_dead()
-        await self._engines.admit_replacements()
+        await self.engines.drop_dead()
+        await self.engines.admit_replacements()
         log.warning("restarting the trainer at version %d", version)
-        await self._policy.kill()
-        await self._residency.restart_trainers(self.version.restore)
-        await self._residency.sync_weights(())
-        await self._residency.for_rollout()
+        await self.policy.kill()
+        await self.residency.restart_trainers(self.version.restore)
+        await self.residency.sync_weights(())
+        await self.residency.for_rollout()
         self._failed_syncs = 0
         return f"the trainer was restarted at version {version}, which the engines serve"
 

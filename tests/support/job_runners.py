@@ -14,11 +14,10 @@ from skyrl_train.trainer.publisher import Publisher
 def job_runner(
     policy: Any, engines: Any, residency: Any, *, tuning: Any = None, state_path: str | None = None
 ) -> JobRunner:
-    """Its steps on groups do no more than take them from the source."""
+    """Its steps on groups only take them from the source."""
     timers = Timers()
     version = SavedVersion(policy, timers, state_path)
     source = JobSource(lambda: version.policy_version)
-    processes: Any = SimpleNamespace(policy=policy, engines=engines)
     step: Any = SimpleNamespace(step=source.next)
     publisher = Publisher(residency, timers, version.write)
-    return JobRunner(processes, residency, version, source, step, tuning, publisher, timers)
+    return JobRunner(policy, engines, residency, version, source, step, tuning, publisher, timers)

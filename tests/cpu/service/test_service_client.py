@@ -15,7 +15,7 @@ from skyrl_train.service.actor import State
 from skyrl_train.service.client import TrainingService
 from skyrl_train.service.queue import ServiceBroken
 
-STATE = State("m", (), has_endpoint=True, policy_version=3, num_jobs=0, run_dir="/tmp")
+STATE = State("m", (), has_endpoint=True, policy_version=3, run_dir="/tmp")
 
 
 class Actor:
