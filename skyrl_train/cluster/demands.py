@@ -8,15 +8,14 @@ from skyrl_train.config import Config
 from skyrl_train.config.policy import ScoringModel
 
 POLICY, ENGINES = "policy ranks", "engines"
+"""Names of demands, like the results of `engines_of` (a teacher's) and `ranks_of`."""
 
 
 def engines_of(model: ScoringModel) -> str:
-    """Name of the demand for the engines of a teacher."""
     return f"engines of the {model.name}"
 
 
 def ranks_of(model: ScoringModel) -> str:
-    """Name of the demand for the ranks of a model."""
     return f"{model.name} ranks"
 
 

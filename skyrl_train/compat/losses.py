@@ -156,12 +156,9 @@ class PolicyLoss:
                 "on trainer.max_tokens_per_microbatch. End it with reduce_loss(...)",
                 self.__name__,
             )
-        known = (
-            factor * each.detach()
-            for factor, each in zip(factors, placeholders, strict=True)
-            if factor is not None
-        )  # fmt: skip
-        return terms + (value - sum(known))
+        pairs = zip(factors, placeholders, strict=True)
+        known = sum(factor * each.detach() for factor, each in pairs if factor is not None)
+        return terms + (value - known)
 
 
 def _constant(number: Any, tokens: TokenInputs) -> Metric:

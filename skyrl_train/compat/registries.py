@@ -80,24 +80,18 @@ class _Registry:
 
 
 class PolicyLossRegistry(_Registry):
-    """Losses by name."""
-
     table, adapter, built_in, _own = LOSSES, PolicyLoss, PolicyLossType, {}
 
 
 class AdvantageEstimatorRegistry(_Registry):
-    """Estimators by name."""
-
     table, adapter, built_in, _own = ADVANTAGES, Estimator, AdvantageEstimator, {}
 
 
 def register_policy_loss(name: str | Enum) -> Callable[[F], F]:
-    """Decorator that registers a loss. Raises: like `register`."""
     return _decorator(PolicyLossRegistry, name)
 
 
 def register_advantage_estimator(name: str | Enum) -> Callable[[F], F]:
-    """Decorator that registers an estimator. Raises: like `register`."""
     return _decorator(AdvantageEstimatorRegistry, name)
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 
 class HookedRun(Experiment):
-    """A run whose parts are the hooks of an experiment of 0.4."""
-
     def __init__(self, hooks: BasePPOExp, trainer: RayPPOTrainer, config: Config, console: Console) -> None:
         self._hooks, self._old = hooks, trainer
         has_own_loop = overridden(type(trainer.generator), SkyRLGymGenerator, "agent_loop")
@@ -112,7 +110,7 @@ class Reports:
         self._timings: dict[str, float] = {}
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Values that are no numbers are left out."""
+        """Ignores values that are not numbers."""
         for name, value in _numbers(metrics):
             self._values.setdefault(name, []).append(value)
 

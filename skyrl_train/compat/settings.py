@@ -112,12 +112,11 @@ def _reads_all(modules: Sequence[str], algorithm: Mapping[str, Any]) -> bool:
     """Whether the loss or the estimator gets all values of trainer.algorithm."""
     try:
         import_modules(modules)
-        functions = (
-            LOSSES.resolve(algorithm["policy_loss_type"]), ADVANTAGES.resolve(algorithm["advantage_estimator"])
-        )  # fmt: skip
+        loss = LOSSES.resolve(algorithm["policy_loss_type"])
+        estimator = ADVANTAGES.resolve(algorithm["advantage_estimator"])
     except ValueError:  # an error of the configuration too, with the key's origin
         return False
-    return any(takes_all(function) for function in functions)
+    return takes_all(loss) or takes_all(estimator)
 
 
 def _place(values: dict[str, Any], key: str, value: Any) -> None:

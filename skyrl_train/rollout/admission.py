@@ -105,7 +105,6 @@ class Admission:
 
     @property
     def failures(self) -> Sequence[Failure]:
-        """Failed rollouts of the step."""
         return self._failures
 
     def begin(self, num_rollouts: int) -> None:

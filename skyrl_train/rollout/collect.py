@@ -50,7 +50,6 @@ class Collector:
 
     @property
     def requests(self) -> Requests:
-        """Requests of all rollouts that the engines have not answered."""
         return self.engines.requests
 
     async def collect(

@@ -19,8 +19,6 @@ class CallTimeout(TimeoutError):
 
 
 class _Call:
-    """One call of an environment and its future."""
-
     __slots__ = ("error", "function", "future", "result")
 
     def __init__(self, function: Callable[[], Any], future: asyncio.Future[Any]) -> None:

@@ -100,7 +100,6 @@ class Episode:
                 _log.warning("env.close of %r failed", self._prompt.env_class, exc_info=True)
 
     def failure(self, problem: str) -> EnvironmentFailure:
-        """Error for a failure of this environment."""
         return EnvironmentFailure(
             env_class=self._prompt.env_class, uid=self._prompt.uid, turn=self._turn, call=self.call, problem=problem
         )

@@ -44,7 +44,6 @@ class Trace:
         return self.token_ids + self._unanswered
 
     def write(self, generation: Generation) -> None:
-        """Add the policy's response."""
         assert len(generation.token_ids) == len(generation.logprobs), "an engine returns one logprob per token"
         self._append_unanswered()
         self.token_ids += generation.token_ids

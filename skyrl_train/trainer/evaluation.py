@@ -16,58 +16,42 @@ from skyrl_train.types import Group, Metrics, Prompt, SamplingParams
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class Evaluation:
     """Samples responses to every held-out prompt, `batch_size` prompts in flight."""
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        collector: Collector,
-        progress: Progress,
-        *,
-        n_samples: int,
-        sampling_params: SamplingParams,
-        batch_size: int,
-        max_failed_share: float,
-        pass_threshold: float = 0.0,
-        keep: Callable[[int, Sequence[Group], int], object] = lambda step, groups, logged_at: None,
-    ) -> None:
-        """Args: pass_threshold: a sample passes if its reward is above it; keep(step, groups, logged_at):
-        writes the samples.
-        """
-        self._prompts, self._collector, self._progress = prompts, collector, progress
-        self._admission = Admission(max_failed_share)
-        self._n_samples, self._sampling_params, self._batch_size = n_samples, sampling_params, batch_size
-        self._pass_threshold, self._keep = pass_threshold, keep
-
-    @property
-    def has_prompts(self) -> bool:
-        return bool(self._prompts)
+    prompts: Sequence[Prompt]
+    collector: Collector
+    progress: Progress
+    n_samples: int
+    sampling_params: SamplingParams
+    batch_size: int
+    max_failed_share: float
+    pass_threshold: float = 0.0
+    """A sample passes if its reward is above it."""
+    keep: Callable[[int, Sequence[Group], int], object] = lambda step, groups, logged_at: None
+    """keep(step, groups, logged_at) writes the samples."""
 
     async def run(self, seed: int, step: int) -> Metrics:
         """Return `eval/*`. Args: seed: determines the samples for given weights; step: of these weights."""
-        return self.scored(step, await self.groups(seed, self._progress))
+        return self.scored(step, await self.groups(seed, self.progress))
 
     def scored(self, step: int, groups: Sequence[Group], logged_at: int | None = None) -> Metrics:
         """`eval/*` of the groups, whose samples are kept. Args: step: of the weights that sampled them; logged_at: step
         with which they are logged, by default the same.
         """
-        self._keep(step, groups, step if logged_at is None else logged_at)
-        return evaluation_metrics(groups, self._pass_threshold)
+        self.keep(step, groups, step if logged_at is None else logged_at)
+        return evaluation_metrics(groups, self.pass_threshold)
 
     async def groups(self, seed: int, progress: Progress) -> list[Group]:
         """Groups of all held-out prompts, without failed ones. Args: seed: like `run`; progress: shows them."""
         groups: list[Group] = []
-        sampling_params = replace(self._sampling_params, seed=seed)
-        self._admission.begin(len(self._prompts) * self._n_samples)
-        for start in range(0, len(self._prompts), self._batch_size):
-            batch = self._prompts[start : start + self._batch_size]
-            groups += await self._collector.collect(batch, self._n_samples, sampling_params, progress, self._admission)
+        params, admission = replace(self.sampling_params, seed=seed), Admission(self.max_failed_share)
+        admission.begin(len(self.prompts) * self.n_samples)
+        for start in range(0, len(self.prompts), self.batch_size):
+            batch = self.prompts[start : start + self.batch_size]
+            groups += await self.collector.collect(batch, self.n_samples, params, progress, admission)
         return groups
-
-
-async def _keep_weights() -> None:
-    """The engines of training have the newest weights already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +74,12 @@ class EvaluationBeside:
         self,
         evaluation: Evaluation,
         policy_version: Callable[[], int],
-        load_weights: Callable[[], Awaitable[None]] = _keep_weights,
+        load_weights: Callable[[], Awaitable[None]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Args: load_weights: awaited before an evaluation begins, while the policy's weights do not change."""
+        """Args: load_weights: awaited before an evaluation begins, while the policy's weights do not change; None for
+        the engines of training, which have the newest.
+        """
         self._evaluation, self._policy_version, self._clock = evaluation, policy_version, clock
         self._load_weights = load_weights
         self._running: _Running | None = None
@@ -108,7 +94,8 @@ class EvaluationBeside:
         if self._running is not None:
             log.info("skipped the evaluation of step %d: that of step %d is still running", step, self._running.step)
             return
-        await self._load_weights()
+        if self._load_weights is not None:
+            await self._load_weights()
         # Silent, because the console shows the progress of the training samples.
         task = asyncio.get_running_loop().create_task(self._evaluation.groups(seed, Silent()))
         self._running = _Running(task, step, self._policy_version(), self._clock())

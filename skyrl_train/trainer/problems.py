@@ -58,7 +58,6 @@ class Anomalies:
         self._reward, self._num_equal = math.nan, 0
 
     def note(self, step: int, metrics: Metrics) -> None:
-        """Args: metrics: of the step."""
         self._note_rewards(step, metrics)
         norm = metrics.get("policy/grad_norm", math.nan)
         if not math.isfinite(norm):

@@ -41,7 +41,6 @@ def update_metrics(update: Metrics, examples: Sequence[Example]) -> Metrics:
 
 
 def num_trained(examples: Sequence[Example]) -> int:
-    """Number of trained tokens."""
     return sum(int(example.loss_mask.sum()) for example in examples)
 
 
@@ -89,7 +88,6 @@ class SftTrainer(Loop):
         self._held_out: list[tuple[Shards, int]] | None = None
 
     async def step(self) -> Metrics:
-        """Train on the next batch."""
         parts = self._parts
         with parts.timers("convert_to_training_input"):
             examples = parts.order.next_batch()

@@ -42,7 +42,7 @@ class Trainer(Loop):
 
     @property
     def can_evaluate(self) -> bool:
-        return self._parts.evaluation.has_prompts
+        return bool(self._parts.evaluation.prompts)
 
     async def train(self) -> None:
         try:

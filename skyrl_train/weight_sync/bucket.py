@@ -75,7 +75,6 @@ def offsets(specs: Iterable[TensorSpec]) -> list[int]:
 
 
 def num_bytes(specs: Iterable[TensorSpec]) -> int:
-    """Size of the bucket."""
     return offsets(specs)[-1]
 
 

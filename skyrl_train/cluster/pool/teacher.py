@@ -13,8 +13,6 @@ log = logging.getLogger(__name__)
 
 
 class TeacherEngines:
-    """Engines with the weights of one teacher."""
-
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
 

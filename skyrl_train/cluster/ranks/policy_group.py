@@ -84,7 +84,6 @@ class PolicyGroup(ModelGroup):
 
     @property
     def policy_version(self) -> int:
-        """Version under which engines serve the weights."""
         return self.versions.current
 
     async def keep_old_logprobs(
@@ -141,5 +140,4 @@ class PolicyGroup(ModelGroup):
         return metrics, UpdateReports(tuple(reports), flops)
 
     async def save_hf(self, folder: str) -> None:
-        """Write a Hugging Face checkpoint of the current weights."""
         await self.group.all("save_hf", folder)

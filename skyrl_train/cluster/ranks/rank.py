@@ -96,8 +96,8 @@ class Rank:
             host=LOOPBACK if is_alone else host(),
         )
         sender = self._senders[purpose] = open_sender(settings.weight_sync_backend, end)
-        told = {"transport": settings.weight_sync_backend, "sender": name, "weight_sync_timeout_s": timeout_s}
-        return told | sender.init_info
+        sent = {"transport": settings.weight_sync_backend, "sender": name, "weight_sync_timeout_s": timeout_s}
+        return sent | sender.init_info
 
     def connect_sender(self, purpose: str, joining: Mapping[str, Any]) -> None:
         """Wait until every receiver has joined.

@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 
 class WorkerGroup:
-    """The ranks of the policy or of the reference."""
+    """The ranks of one model."""
 
     def __init__(
         self,
@@ -75,7 +75,6 @@ class WorkerGroup:
         return self._places
 
     async def visible_devices(self) -> list[str]:
-        """CUDA_VISIBLE_DEVICES of each rank."""
         return [place.visible_devices for place in await self.places()]
 
     def _call(self, method: str, *args: Any) -> list[Any]:

@@ -24,9 +24,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "n": (1, None),
 }
 """vLLM's parameters with one meaning here -> values that say so."""
-OWNED_BY_THE_RUN = (
-    *("wake_up", "sleep", "reset_prefix_cache", "pause_generation", "resume_generation", "teardown"),
-)  # fmt: skip
+OWNED_BY_THE_RUN = ("wake_up", "sleep", "reset_prefix_cache", "pause_generation", "resume_generation", "teardown")
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.algorithms.build import build_objective, uses_rollout_logprobs
@@ -112,38 +113,34 @@ def needs_logprobs(algorithm: AlgorithmConfig) -> bool:
     return uses_rollout_logprobs(build_objective(algorithm.values, temperature=1.0))
 
 
+@dataclass
 class Postprocessed(Collector):
     """A collector whose groups go through `postprocess_generator_output` of a trainer of 0.4.
 
     Like in 0.4, rewards of unfinished samples are zeroed before, and groups without signal are filtered before.
     """
 
-    def __init__(
-        self,
-        inner: Collector,
-        hook: Callable[[GeneratorOutput, list[str]], GeneratorOutput],
-        gives_token_rewards: Callable[[], bool],
-        *,
-        filters: bool,
-        zeroes_unfinished: bool,
-    ) -> None:
-        """Args: gives_token_rewards: whether the hook gets one reward per token; filters: the source does."""
-        self._inner, self._hook, self._gives_token_rewards = inner, hook, gives_token_rewards
-        self._filters, self._zeroes_unfinished = filters, zeroes_unfinished
+    inner: Collector
+    hook: Callable[[GeneratorOutput, list[str]], GeneratorOutput]
+    gives_token_rewards: Callable[[], bool]
+    """Whether the hook gets one reward per token."""
+    filters: bool
+    """Whether the source filters groups without signal."""
+    zeroes_unfinished: bool
 
     @property
     def requests(self) -> Requests:
-        return self._inner.requests
+        return self.inner.requests
 
     async def collect(self, *arguments: Any, **named: Any) -> list[Group]:
-        groups = await self._inner.collect(*arguments, **named)
-        if self._zeroes_unfinished:
+        groups = await self.inner.collect(*arguments, **named)
+        if self.zeroes_unfinished:
             groups = [zero_unfinished(group) for group in groups]
-        return [group if self._filters and not has_signal(group) else self._hooked(group) for group in groups]
+        return [group if self.filters and not has_signal(group) else self._hooked(group) for group in groups]
 
     def _hooked(self, group: Group) -> Group:
         output = output_of(group)
-        if self._gives_token_rewards():
+        if self.gives_token_rewards():
             lengths = map(len, output["response_ids"])
             output["rewards"] = [token_rewards(*each) for each in zip(output["rewards"], lengths, strict=True)]
-        return with_output(group, self._hook(output, [group.prompt.uid] * len(group.samples)))
+        return with_output(group, self.hook(output, [group.prompt.uid] * len(group.samples)))

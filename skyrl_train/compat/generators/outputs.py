@@ -18,7 +18,6 @@ NEEDED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
 
 
 def input_of(prompt: Prompt, n_samples: int, params: SamplingParams, metadata: BatchMetadata) -> GeneratorInput:
-    """The input of one group."""
     return GeneratorInput(
         prompts=[copy.deepcopy(prompt.messages) for _ in range(n_samples)],
         env_classes=[prompt.env_class] * n_samples,
@@ -180,7 +179,7 @@ def with_output(group: Group, output: Mapping[str, Any]) -> Group:
 
 
 def _fixed(sample: Sample) -> dict[str, Any]:
-    """What a hook must not change."""
+    """Values that a hook must not change."""
     start = sample.prompt_length
     return {
         "prompt_token_ids": sample.token_ids[:start],

@@ -73,7 +73,7 @@ class StockNcclSender:
         }
 
     def connect(self, check: Check = lambda: None) -> None:
-        """Block until all workers have joined; they must have received `init_info`, and be joining, by then.
+        """Block until all workers have joined; they must have received `init_info` and be joining already.
         Args: check: unused, because vLLM's rendezvous has no hook for it.
         """
         self._group = self._open_group(self._end.host, self._port, self._world_size, self._end.device)

@@ -24,8 +24,6 @@ Finished = list[tuple[int, Ended]]
 
 
 class Requests:
-    """The requests of one engine."""
-
     def __init__(self, llm: AsyncLLM, versions: VersionTracker, max_model_len: int, *, has_seeds: bool) -> None:
         """Args: has_seeds: use the seeds of requests."""
         self._llm, self._versions = llm, versions

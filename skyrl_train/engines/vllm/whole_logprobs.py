@@ -46,7 +46,7 @@ class KeepsLogprobs(Scheduler):
         return by_client
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Request]:
-        """None means that the core ends all of them; it tells the front end of them with `_send_abort_outputs`."""
+        """None means that the core ends all of them; it reports them to the front end with `_send_abort_outputs`."""
         ended = super().finish_requests(request_ids, finished_status)
         if request_ids is not None:
             for request in ended:
@@ -74,13 +74,13 @@ def joined(parts: list[LogprobsLists]) -> LogprobsLists:
 
 def scheduler(vllm_config: Any, **arguments: Any) -> KeepsLogprobs:
     """Built by vLLM's core in its process."""
-    _tell_before_aborts()
+    _send_before_aborts()
     kind = KeepsLogprobsAsync if vllm_config.scheduler_config.async_scheduling else KeepsLogprobs
     return kind(vllm_config=vllm_config, **arguments)
 
 
 @functools.cache
-def _tell_before_aborts() -> None:
+def _send_before_aborts() -> None:
     """Requests that a pause aborts end with what they have: send what was kept of them first."""
     send_aborts = EngineCoreProc._send_abort_outputs
 

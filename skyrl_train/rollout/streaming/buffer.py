@@ -76,7 +76,6 @@ class Buffer(Generic[Item]):
         return max(0, free)
 
     def submit(self) -> Ticket:
-        """Start a group."""
         assert self.capacity > 0, "no group may start now"
         ticket = Ticket(self._next_number, self.step)
         self._next_number += 1

@@ -15,7 +15,7 @@ from skyrl_train.rollout.source import SourceParts, SourceState
 from skyrl_train.rollout.streaming.buffer import Buffer, Finished, Ticket
 from skyrl_train.rollout.streaming.measures import StreamMetrics
 from skyrl_train.rollout.streaming.saved_groups import SavedGroup, from_bytes, to_bytes
-from skyrl_train.rollout.streaming.watchdog import SHOWN, NoProgress, Situation, deadline_s, stacks
+from skyrl_train.rollout.streaming.watchdog import SHOWN, NoProgress, deadline_s, no_progress, stacks
 from skyrl_train.types import Group, Metrics, Prompt, Sample
 
 log = logging.getLogger(__name__)
@@ -159,7 +159,6 @@ class StreamingSource:
         return [(each.group.prompt, each.epoch) for each in saved[:left_out]]
 
     async def close(self) -> None:
-        """Cancel the rollouts that run."""
         tasks = [group.task for group in self._groups.values() if group.task is not None]
         self._error = self._error or RuntimeError("the source of groups was closed")
         for task in tasks:
@@ -183,7 +182,6 @@ class StreamingSource:
             )
 
     def _fill(self) -> None:
-        """Start as many groups as may run."""
         while capacity := self._buffer.capacity:
             if not self._rows:
                 rows = self._order.next_rows(min(capacity, self._size))
@@ -228,7 +226,8 @@ class StreamingSource:
         awaited = [(ticket, self._groups[ticket.number]) for ticket in self._buffer.awaited]
         log.error("no rollout ends. %s", stacks(task_name(group.prompt) for _, group in awaited[:SHOWN]))
         requests = self._parts.collector.requests
-        return Situation(
+        return no_progress(
+            self._deadline_s,
             num_running=len(self._buffer.running),
             num_ready=len(self._buffer.ready),
             num_requests=len(requests),
@@ -240,7 +239,7 @@ class StreamingSource:
                 for ticket, group in awaited
             ],
             failures=[str(failure) for failure in self._admission.failures],
-        ).error(self._deadline_s)
+        )
 
     def _note_end(self, samples: Sequence[Sample]) -> None:
         self._parts.progress.advance(samples)

@@ -7,7 +7,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -21,46 +20,38 @@ class NoProgress(RuntimeError):
     """No rollout ended for longer than its deadlines allow."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
-    """State of a run in which the trainer waits for groups and no rollout ends.
+def no_progress(
+    quiet_s: float,
+    *,
+    num_running: int,
+    num_ready: int,
+    num_requests: int,
+    oldest_request_s: float,
+    step: int,
+    awaited: Sequence[str],
+    failures: Sequence[str],
+) -> NoProgress:
+    """The error of a run in which the trainer waits for groups and no rollout ends. Weight syncs and calls of ranks
+    have their own deadlines.
 
-    Weight syncs and calls of ranks have deadlines of their own.
+    Args: quiet_s: seconds since a rollout last ended; num_requests: those that the engines have not answered; step: the
+        one that waits, from 1; awaited: its groups, oldest first, and how far they are; failures: of rollouts, since
+        the last batch.
     """
-
-    num_running: int
-    num_ready: int
-    num_requests: int
-    """Requests that the engines have not answered."""
-    oldest_request_s: float
-    step: int
-    """The step that waits, from 1."""
-    awaited: Sequence[str]
-    """The groups for which it waits, oldest first, and how far they are."""
-    failures: Sequence[str] = ()
-    """Rollouts that failed since the last batch."""
-
-    def error(self, quiet_s: float) -> NoProgress:
-        """The error of the stall. Args: quiet_s: seconds since a rollout last ended."""
-        more = f" and {len(self.awaited) - SHOWN} more" if len(self.awaited) > SHOWN else ""
-        failed = f" {len(self.failures)} rollouts failed since the last step: {'; '.join(self.failures[-SHOWN:])}."
-        return NoProgress(
-            f"no rollout ended for {quiet_s:g} s, longer than all turns of one may take: {self.cause()}. Step "
-            f"{self.step} waits for {', '.join(self.awaited[:SHOWN])}{more}; {self.num_running} groups run and "
-            f"{self.num_ready} are ready.{failed if self.failures else ''} The log has the stacks. If rollouts "
-            "need more time, raise trainer.timeout_s"
-        )
-
-    def cause(self) -> str:
-        """Which part waits for what, as a clause."""
-        if self.num_requests:
-            return (
-                f"the engines hold {self.num_requests} requests and answer none; the oldest was sent "
-                f"{self.oldest_request_s:.0f} s ago"
-            )
-        if self.num_running:
-            return "no request is at the engines: environments, or the rollouts' own code, do not return"
-        return "no group runs, and none may start. This is a bug in the source"
+    if num_requests:
+        sent = f"the oldest was sent {oldest_request_s:.0f} s ago"
+        cause = f"the engines hold {num_requests} requests and answer none; {sent}"
+    elif num_running:
+        cause = "no request is at the engines: environments, or the rollouts' own code, do not return"
+    else:
+        cause = "no group runs, and none may start. This is a bug in the source"
+    more = f" and {len(awaited) - SHOWN} more" if len(awaited) > SHOWN else ""
+    failed = f" {len(failures)} rollouts failed since the last step: {'; '.join(failures[-SHOWN:])}."
+    return NoProgress(
+        f"no rollout ended for {quiet_s:g} s, longer than all turns of one may take: {cause}. Step {step} waits for "
+        f"{', '.join(awaited[:SHOWN])}{more}; {num_running} groups run and {num_ready} are ready."
+        f"{failed if failures else ''} The log has the stacks. If rollouts need more time, raise trainer.timeout_s"
+    )
 
 
 def deadline_s(config: Config, num_attempts: int) -> float:

@@ -168,7 +168,6 @@ class LocalReceiveChannel:
         return self.bucket + 1 == len(self._sizes)
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Expect buckets of these many bytes."""
         self._sizes, self.bucket = list(sizes), 0
 
     def wait_ready(self) -> tuple[Any, int | None]:
@@ -191,14 +190,10 @@ class LocalReceiveChannel:
         raise WeightSyncError(f"received bucket {index}, expected {self.bucket}: a bucket was lost")
 
     def release(self) -> None:
-        """Report the slot as empty, and go to the next bucket."""
-        self.taken(self.bucket)
-        self.bucket += 1
-
-    def taken(self, bucket: int) -> None:
-        """Report a bucket as loaded."""
+        """Report the bucket as loaded, and go to the next."""
         with contextlib.suppress(OSError):  # the sender died: the next wait for it raises
-            self._connection.send(bucket)
+            self._connection.send(self.bucket)
+        self.bucket += 1
 
     def close(self) -> None:
         self._connection.close()

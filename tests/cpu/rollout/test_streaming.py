@@ -26,7 +26,7 @@ from skyrl_train.rollout.contract import Engines
 from skyrl_train.rollout.source import OnPolicySource, SourceParts
 from skyrl_train.rollout.streaming.saved_groups import SavedGroup, from_bytes, to_bytes
 from skyrl_train.rollout.streaming.streaming import StreamingSource
-from skyrl_train.rollout.streaming.watchdog import NoProgress, Situation
+from skyrl_train.rollout.streaming.watchdog import NoProgress, no_progress
 from skyrl_train.rollout.trace import Trace
 from skyrl_train.tracking.console import waiting_line
 from skyrl_train.tracking.timers import Timers
@@ -348,7 +348,7 @@ def test_a_rollout_that_never_ends_is_named_with_who_waits_for_whom(
 def test_the_cause_of_a_stall_is_the_part_for_which_the_others_wait(changes: dict[str, Any], cause: str):
     known: dict[str, Any] = {"num_running": 2, "num_ready": 4}
     known |= {"num_requests": 0, "oldest_request_s": 62.0, "step": 7, "awaited": ["prompt 3"], "failures": ["no disk"]}
-    text = str(Situation(**known | changes).error(60))
+    text = str(no_progress(60, **known | changes))
     assert cause in text and "no rollout ended for 60 s" in text
     assert "1 rollouts failed since the last step: no disk" in text
 
