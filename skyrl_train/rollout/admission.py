@@ -95,13 +95,9 @@ class Admission:
         cancels: whether the source cancels groups, which are then counted in the metrics.
         """
         self.ledger = Ledger()
-        self._max_failed_share = max_failed_share
-        self.num_attempts, self._num_retried = num_attempts, 0
-        self._num_rollouts = 0
-        self._failures: list[Failure] = []
-        self._num_failed_groups = 0
-        self._filters, self._max_filtered, self._num_filtered = filters, max_filtered, 0
-        self._cancels, self._num_cancelled = cancels, 0
+        self._max_failed_share, self.num_attempts = max_failed_share, num_attempts
+        self._filters, self._max_filtered, self._cancels = filters, max_filtered, cancels
+        self.begin(0)
 
     @property
     def failures(self) -> Sequence[Failure]:
@@ -109,8 +105,9 @@ class Admission:
 
     def begin(self, num_rollouts: int) -> None:
         """Begin a step of `num_rollouts` rollouts, and count failures from 0."""
-        self._num_rollouts, self._failures, self._num_failed_groups = num_rollouts, [], 0
-        self._num_filtered = self._num_retried = self._num_cancelled = 0
+        self._num_rollouts = num_rollouts
+        self._failures: list[Failure] = []
+        self._num_failed_groups = self._num_filtered = self._num_retried = self._num_cancelled = 0
 
     def filter(self, num_groups: int) -> None:
         """Count complete groups that are left out for lack of signal. Raises: RuntimeError at the limit of a step."""

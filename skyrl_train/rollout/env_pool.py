@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 WORKER_NAME = "skyrl-env"
@@ -18,14 +19,12 @@ class CallTimeout(TimeoutError):
     """A call of an environment ran for too long; its thread is abandoned."""
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
-    __slots__ = ("error", "function", "future", "result")
-
-    def __init__(self, function: Callable[[], Any], future: asyncio.Future[Any]) -> None:
-        self.function = function
-        self.future = future
-        self.result: Any = None
-        self.error: BaseException | None = None
+    function: Callable[[], Any]
+    future: asyncio.Future[Any]
+    result: Any = None
+    error: BaseException | None = None
 
 
 class _Worker(threading.Thread):

@@ -19,8 +19,7 @@ def rollout_metrics(groups: Sequence[Group], pass_threshold: float = 0.0) -> Met
     Args: pass_threshold: a sample passes if its reward is above it.
 
     A conversation that is trained as several samples counts once in all but `batch_num_seq`. Lengths count the tokens
-    that the policy wrote, over all turns. Averages by reward are 0 without such samples; "non_zero" means a positive
-    reward.
+    that the policy wrote, over all turns.
     """
     conversations = [conversation for group in groups for conversation in group.conversations]
     rewards = _rewards(groups)
@@ -31,12 +30,7 @@ def rollout_metrics(groups: Sequence[Group], pass_threshold: float = 0.0) -> Met
     cut_off = [samples[-1].stop_reason == "length" for samples in conversations]
     return {
         "generate/batch_num_seq": float(sum(map(len, conversations))),
-        "generate/min_num_tokens": float(num_tokens.min()),
-        "generate/max_num_tokens": float(num_tokens.max()),
-        "generate/avg_num_tokens": float(num_tokens.mean()),
-        "generate/std_num_tokens": float(num_tokens.std()),
-        "generate/avg_tokens_non_zero_rewards": _mean_or_zero(num_tokens[rewards > 0]),
-        "generate/avg_tokens_zero_rewards": _mean_or_zero(num_tokens[rewards == 0]),
+        **length_metrics(num_tokens, rewards),
         "generate/share_stopped_by_length": float(np.mean(cut_off)),
         "generate/avg_turns": float(np.mean([sum(sample.turns for sample in samples) for samples in conversations])),
         "reward/avg_raw_reward": float(rewards.mean()),
@@ -44,6 +38,22 @@ def rollout_metrics(groups: Sequence[Group], pass_threshold: float = 0.0) -> Met
         **{f"reward/avg_pass_at_{size}": float(np.mean(passed[size])) for size in sorted(passed)},
         **_named_rewards(conversations),
         **_env_metrics(groups),
+    }
+
+
+def length_metrics(num_tokens: np.ndarray, rewards: np.ndarray) -> Metrics:
+    """`generate/*` of response lengths. Averages by reward are 0 without such responses; "non_zero" is positive."""
+
+    def mean_of(chosen: np.ndarray) -> float:
+        return float(num_tokens[chosen].mean()) if chosen.any() else 0.0
+
+    return {
+        "generate/min_num_tokens": float(num_tokens.min()),
+        "generate/max_num_tokens": float(num_tokens.max()),
+        "generate/avg_num_tokens": float(num_tokens.mean()),
+        "generate/std_num_tokens": float(num_tokens.std()),
+        "generate/avg_tokens_non_zero_rewards": mean_of(rewards > 0),
+        "generate/avg_tokens_zero_rewards": mean_of(rewards == 0),
     }
 
 
@@ -117,7 +127,3 @@ def _env_metrics(groups: Sequence[Group]) -> Metrics:
         for key, value in metrics.items()
         if isinstance(value, (int, float))
     }
-
-
-def _mean_or_zero(values: np.ndarray) -> float:
-    return float(values.mean()) if len(values) else 0.0

@@ -14,6 +14,7 @@ log = logging.getLogger(__name__)
 
 KEPT = 10_000
 """Records of a Feed."""
+STOPPED = "the service was stopped"
 
 
 class JobFailed(RuntimeError):
@@ -59,9 +60,9 @@ class JobQueue:
     def is_idle(self) -> bool:
         return not self._is_running and self._waiting.empty()
 
-    async def close(self, why: str = "the service was stopped") -> None:
+    async def close(self) -> None:
         """Abort the current job and reject those that wait."""
-        self.broken = self.broken or why
+        self.broken = self.broken or STOPPED
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -82,7 +83,7 @@ class JobQueue:
                     answer.set_result(result)
             finally:
                 if not answer.done():  # cancelled in the job or its recovery
-                    _fail(answer, ServiceBroken(self.broken or "the service was stopped"))
+                    _fail(answer, ServiceBroken(self.broken or STOPPED))
 
     async def _after(self, error: Exception) -> Exception:
         """Recover, and return the error for the client."""

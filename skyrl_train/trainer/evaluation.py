@@ -27,7 +27,7 @@ class Evaluation:
     sampling_params: SamplingParams
     batch_size: int
     max_failed_share: float
-    pass_threshold: float = 0.0
+    pass_threshold: float
     """A sample passes if its reward is above it."""
     keep: Callable[[int, Sequence[Group], int], object] = lambda step, groups, logged_at: None
     """keep(step, groups, logged_at) writes the samples."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.cluster.calls import RemoteFailed
-from skyrl_train.cluster.ranks.critic_group import CriticGroup
+from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.rollout.source import HoldsGroups, Resumable
@@ -19,7 +19,9 @@ from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.from_config import model_of, settings_of
 from skyrl_train.trainer.problems import Anomalies, Problems, SkippedUpdates, require_idle
+from skyrl_train.trainer.residency import Residency
 from skyrl_train.trainer.run_state import CRITIC, RECORD, Checkpoints, RunState, write_groups
+from skyrl_train.trainer.scorers import Critic
 from skyrl_train.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,11 @@ class Loop(ABC):
         self._trainer_config, self._source, self._policy = config, source, policy
         self._tracker, self._timers, self._num_steps = tracker, timers, num_steps
         self._checkpoints = Checkpoints(config.ckpt_path, config.max_ckpts_to_keep)
-        self._critic: CriticGroup | None = None
+        self._critic: Critic | None = None
+        self._models: list[ModelGroup] = [policy]
+        """The trained models."""
+        self._residency: Residency | None = None
+        """Moves the models of reinforcement learning between phases."""
         self._stop_requested = False
         self.global_step = 0
         self.run_id = ""
@@ -87,15 +93,6 @@ class Loop(ABC):
     def is_evaluating(self) -> bool:
         """Whether an evaluation of the current weights runs beside training."""
         return False
-
-    async def load_weights(self) -> None:  # noqa: B027  optional
-        """Put the policy's weights on the device, for an export; overridden where they may be offloaded."""
-
-    async def load_critic(self) -> None:  # noqa: B027  optional
-        """Put the critic's weights and optimizer on its devices; like `load_policy`."""
-
-    async def load_policy(self) -> None:  # noqa: B027  optional
-        """Put the policy's weights and optimizer on the device, evicting whatever is there; like `load_weights`."""
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -224,12 +221,13 @@ class Loop(ABC):
         """
         folder = Path(self._trainer_config.export_path).expanduser().resolve() / f"global_step_{self.global_step}"
         with self._timers("save_hf_model"):
-            await self.load_weights()
+            if self._residency is not None:
+                await self._residency.for_saving()
             try:
                 await self._policy.save_hf(str(folder))
                 self.exported = folder
             except (OSError, RemoteFailed) as error:
-                await require_idle((self._policy, self._critic), error, self._trainer_config.timeout_s)
+                await require_idle(self._models, error, self._trainer_config.timeout_s)
                 self._report_unwritten(f"the export of step {self.global_step}", error)
                 self._export_failed = True
         return {"trainer/export_failed": float(self._export_failed)}
@@ -250,7 +248,8 @@ class Loop(ABC):
             return
         self._note_folders()  # before deleted folders are created again for the checkpoint
         with self._timers("save_checkpoints"):
-            await self.load_policy()
+            if self._residency is not None:
+                await self._residency.for_training()
             source, groups = self._source_state(source)
             state = RunState(
                 global_step=step,
@@ -261,7 +260,7 @@ class Loop(ABC):
                 settings=settings_of(config),
                 model=model_of(config),
                 run_id=self.run_id,
-                critic_steps=None if self._critic is None else self._critic.num_steps,
+                critic_steps=None if self._critic is None else self._critic.group.num_steps,
                 coefficients=self.coefficients,
             )
             folder = self._checkpoints.folder(step)
@@ -270,12 +269,12 @@ class Loop(ABC):
                 groups_sum = await asyncio.to_thread(write_groups, folder, groups)
                 sums, critic_sums = await self._policy.copy_state(str(folder)), []
                 if self._critic is not None:
-                    await self.load_critic()
-                    critic_sums = await self._critic.copy_state(str(folder / CRITIC))
+                    await self._critic.load()
+                    critic_sums = await self._critic.group.copy_state(str(folder / CRITIC))
                 self._checkpoints.finish(folder, state, sums, critic_sums, groups_sum)
                 self._saved_step = step
             except (OSError, RemoteFailed) as error:
-                await require_idle((self._policy, self._critic), error, self._trainer_config.timeout_s)
+                await require_idle(self._models, error, self._trainer_config.timeout_s)
                 self._report_unwritten(f"the checkpoint of step {step}", error)
                 self._checkpoints.discard(folder)
 

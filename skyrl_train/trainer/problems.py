@@ -129,9 +129,9 @@ class SkippedUpdates:
         return None
 
 
-async def require_idle(groups: Iterable[ModelGroup | None], error: Exception, timeout_s: float) -> None:
+async def require_idle(models: Iterable[ModelGroup], error: Exception, timeout_s: float) -> None:
     """Raises: the error, unless all ranks respond within the timeout; those that did not fail may still write."""
     if isinstance(error, RemoteFailed):
-        for group in groups:
-            if group is not None and group.is_running and not await group.is_idle(timeout_s):
+        for model in models:
+            if model.is_running and not await model.is_idle(timeout_s):
                 raise error

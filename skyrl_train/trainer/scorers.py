@@ -156,7 +156,7 @@ class Critic:
         self._epochs, self._mini_batch_size = trainer.update_epochs_per_batch, trainer.critic_mini_batch_size
         self._reductions = build_critic_objective(trainer.algorithm.values).reductions
         self._limits = micro_batch_limits(trainer, model, group.dp_size, trainer.critic.megatron_config)
-        self._scorer = critic_scorer(group)  # one object, by which residency knows whether it is on the devices
+        self._scorer = critic_scorer(group)
         self._shards: Shards | None = None
 
     async def values(self, batch: ExperienceBatch, num_groups: int, step_id: int) -> Tensor:

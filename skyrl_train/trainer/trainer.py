@@ -37,7 +37,8 @@ class Trainer(Loop):
         step = parts.step
         super().__init__(config.trainer, step.source, step.policy, parts.tracker, step.timers, num_steps)
         self._config, self._parts = config, parts
-        self._critic = None if step.critic is None else step.critic.group
+        self._residency, self._critic = step.residency, step.critic
+        self._models += [] if step.critic is None else [step.critic.group]
         self._beside = parts.beside
 
     @property
@@ -89,16 +90,6 @@ class Trainer(Loop):
     def resume(self, state: RunState, groups: bytes = b"") -> None:
         super().resume(state, groups)
         self._parts.step.coefficients.resume(state.coefficients)
-
-    async def load_weights(self) -> None:
-        await self._parts.step.residency.for_saving()
-
-    async def load_policy(self) -> None:
-        await self._parts.step.residency.for_training()
-
-    async def load_critic(self) -> None:
-        if (critic := self._parts.step.critic) is not None:
-            await critic.load()
 
     async def step(self) -> Metrics:
         self._parts.step.groups = ()

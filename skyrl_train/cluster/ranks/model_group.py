@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from skyrl_train.cluster.ranks.worker_group import IDLE_S, WorkerGroup
+from skyrl_train.cluster.calls import RemoteFailed
+from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.file_sum import FileSum
 from skyrl_train.ranks import Moved, ParallelRanks, SavedState
+
+IDLE_S = 20
+"""Longest time in which an idle rank answers."""
 
 
 class ModelGroup:
@@ -100,8 +104,12 @@ class ModelGroup:
 
     async def memory(self) -> list[dict[str, float]]:
         """`device.memory_in_use` of each rank; empty while the processes are ended."""
-        return await self.group.memory()
+        return await self.group.all("memory") if self.is_running else []
 
     async def is_idle(self, timeout_s: float = IDLE_S) -> bool:
-        """Whether every rank answers in time: none is dead, or waits in a collective for one that failed."""
-        return await self.group.is_idle(timeout_s)
+        """Whether every rank answers in time: none is dead, computes, or waits in a collective for one that failed."""
+        try:
+            await self.group.places(timeout_s)
+        except RemoteFailed:
+            return False
+        return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from skyrl_train.cluster.ranks.critic_group import CriticGroup
 from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.ranks import OPTIMIZER, Moved
+
+log = logging.getLogger(__name__)
 
 REMOVE_S = 60
 """Timeout for nodes that remove a run's states."""
@@ -110,8 +113,10 @@ async def remove_states(config: TrainerConfig) -> None:
     state_path, run_dir = (Path(path).expanduser().resolve() for path in (config.placement.state_path, config.run_dir))
     kept = str(run_dir if state_path.is_relative_to(run_dir) else state_path)
     removals = (on_node(node, _remove, folder, kept) for node in alive_nodes())
-    with contextlib.suppress(TimeoutError):
+    try:
         await asyncio.wait_for(asyncio.gather(*removals, return_exceptions=True), REMOVE_S)
+    except TimeoutError:
+        log.warning("%s was not removed on every node within %d s. Remove what is left of it", folder, REMOVE_S)
 
 
 def _remove(folder: str, kept: str) -> None:

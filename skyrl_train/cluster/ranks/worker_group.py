@@ -17,8 +17,6 @@ from skyrl_train.stores import LOOPBACK
 
 CLOSE_S = 5
 """Timeout for processes that may hang in a collective."""
-IDLE_S = 20
-"""Longest time in which an idle rank answers."""
 RANK = "skyrl_train.cluster.ranks.rank:Rank"
 END_S = 60
 """Timeout for killed processes to free the memory of a device."""
@@ -91,18 +89,6 @@ class WorkerGroup:
             pids.setdefault(place.node, []).append(place.pid)
         if alive := await wait_ended_on_nodes(pids, END_S):
             raise RemoteFailed(f"processes {alive} did not end within {END_S} s of being killed")
-
-    async def memory(self) -> list[dict[str, float]]:
-        """`device.memory_in_use` of each rank; empty while the actors are ended."""
-        return await self.all("memory") if self.actors else []
-
-    async def is_idle(self, timeout_s: float = IDLE_S) -> bool:
-        """Whether every rank answers within the timeout: none is dead, computes, or waits in a collective."""
-        try:
-            await self.places(timeout_s)
-        except RemoteFailed:
-            return False
-        return True
 
     async def build(self, entry_point: str, kwargs: dict[str, Any]) -> list[Any]:
         """Make `module:Class` on every rank. Returns: each rank's position in the layout."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from skyrl_train.compat.generators.types import ConversationType
 from skyrl_train.envs.registry import aggregate_env_metrics
+from skyrl_train.rollout.metrics import length_metrics
 
 BEFORE = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
 """Conversation before the messages that are tokenised, so that the template adds nothing in front of them."""
@@ -22,15 +23,7 @@ def get_rollout_metrics(
 ) -> dict[str, float]:
     """Lengths of responses, and the metrics of their environments."""
     lengths = np.array([len(response) for response in responses])
-    totals = np.array([float(np.sum(reward)) for reward in rewards])
-
-    def mean(values: np.ndarray) -> float:
-        return float(values.mean()) if len(values) else 0.0
-
-    statistics = {"min": lengths.min(), "max": lengths.max(), "avg": lengths.mean(), "std": lengths.std()}
-    metrics = {f"generate/{name}_num_tokens": float(value) for name, value in statistics.items()}
-    metrics["generate/avg_tokens_non_zero_rewards"] = mean(lengths[totals > 0])
-    metrics["generate/avg_tokens_zero_rewards"] = mean(lengths[totals == 0])
+    metrics = length_metrics(lengths, np.array([float(np.sum(reward)) for reward in rewards]))
     for env_class in dict.fromkeys(env_classes or ()):
         pairs = zip(env_classes or (), env_metrics or (), strict=True)
         own = [each for name, each in pairs if name == env_class and each]

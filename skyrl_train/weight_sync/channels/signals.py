@@ -190,10 +190,14 @@ class LocalReceiveChannel:
         raise WeightSyncError(f"received bucket {index}, expected {self.bucket}: a bucket was lost")
 
     def release(self) -> None:
-        """Report the bucket as loaded, and go to the next."""
-        with contextlib.suppress(OSError):  # the sender died: the next wait for it raises
-            self._connection.send(self.bucket)
+        """Report the slot as empty, and go to the next bucket."""
+        self.taken(self.bucket)
         self.bucket += 1
+
+    def taken(self, bucket: int) -> None:
+        """Report a bucket as loaded."""
+        with contextlib.suppress(OSError):  # the sender died: the next wait for it raises
+            self._connection.send(bucket)
 
     def close(self) -> None:
         self._connection.close()

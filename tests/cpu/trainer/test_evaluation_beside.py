@@ -102,6 +102,7 @@ class World:
             sampling_params=SamplingParams(max_generate_length=4),
             batch_size=2,
             max_failed_share=0.0,
+            pass_threshold=0.0,
         )
         self.evaluation, self.groups = evaluation, list[Group]()
         step: Any = SimpleNamespace(
