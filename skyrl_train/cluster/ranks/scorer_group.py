@@ -20,16 +20,16 @@ class ScorerGroup:
     """Computes one signal for every token of a step's shards; the results stay on the ranks."""
 
     name: str
-    """In metrics and logs."""
+    """Name in metrics and logs."""
     signal: str
     """Field in TokenInputs."""
     model: ModelGroup
     method: str
     """Method of the ranks' worker."""
     data_sources: Sequence[str] | None = None
-    """Of the prompts whose samples it scores; None for all that no other scorer of its method names."""
+    """Sources of the samples that it scores; None for all that no other scorer of its method names."""
     arguments: tuple[Any, ...] = ()
-    """Further ones of the method."""
+    """Further arguments of the method."""
 
     @property
     def is_teacher(self) -> bool:
