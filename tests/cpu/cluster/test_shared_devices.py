@@ -13,6 +13,7 @@ import ray
 
 from skyrl_train.cluster import placement as placements
 from skyrl_train.cluster.placement import Demand, Placement, PlacementError
+from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.cluster.session import connect
 from skyrl_train.cluster.sharing import SharedDevices
@@ -54,10 +55,10 @@ def test_each_rank_shares_its_device_and_keeps_it_when_its_process_is_replaced(c
         assert await others["reference ranks"].visible_devices() == shared
         assert await others["engines"].visible_devices() == [",".join(shared)]
         before = [pid for _, pid, _ in await policy.places()]
-        assert all(one["free"] > 0 for one in await policy.memory())
+        assert all(one["free"] > 0 for one in await ModelGroup(policy).memory())
         await policy.end()
         assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in before)
-        assert await policy.memory() == []
+        assert await ModelGroup(policy).memory() == []
         policy.spawn()
         assert await policy.visible_devices() == shared
         after = [pid for _, pid, _ in await policy.places()]
