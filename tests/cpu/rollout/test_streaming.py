@@ -8,6 +8,7 @@ import json
 import random
 import re
 import subprocess
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -359,11 +360,14 @@ class WithAWorker(BaseTextEnv):
     def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
         super().__init__()
         self.worker = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.number = next(extras["numbers"])
+        self.number, self.eight_exist = next(extras["numbers"]), extras["eight_exist"]
         self.is_killed = self.number in extras["killed"]
+        if self.number == 7:
+            self.eight_exist.set()
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         if self.is_killed:
+            assert self.eight_exist.wait(60), "the repetition of a rollout is the ninth"
             self.worker.kill()
             self.worker.wait()
         assert self.worker.stdin is not None and self.worker.stdout is not None
@@ -382,9 +386,9 @@ def test_a_worker_process_of_an_environment_that_is_killed_costs_a_repetition_or
     """kill -9 in the middle of a call. The environment that repeats the rollout is the ninth of eight."""
 
     async def main() -> None:
-        own = {"killed": killed, "numbers": itertools.count()}
+        own = {"killed": killed, "numbers": itertools.count(), "eight_exist": threading.Event()}
         sizes = ["trainer.train_batch_size=2", "generator.n_samples_per_prompt=4", "generator.max_failed_share=0.2"]
-        with sampler(chatml_tokenizer(), Script(chatml_tokenizer(), "5")) as played:
+        with sampler(chatml_tokenizer(), Script(chatml_tokenizer(), "5"), timeout_s=90.0) as played:
             world = World("trainer.max_staleness=0", *sizes, num_steps=1)
             world.source._parts = replace(world.source._parts, collector=played.collector)
             world.source._order._rows = [replace(prompt(str(n)), env_class="workers", extras=own) for n in range(10)]
