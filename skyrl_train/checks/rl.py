@@ -122,9 +122,11 @@ def _terms(algorithm: AlgorithmConfig) -> Iterator[str]:
             "trainer.algorithm.adaptive_entropy.target_entropy is set: it changes the weight of an entropy term, which "
             "is off. Set trainer.algorithm.use_entropy_loss=true, or target_entropy=null"
         )
-    if algorithm.advantage_estimator == "gdpo" and algorithm.use_kl_in_reward:
+    unread = {"gdpo": "reads named rewards alone, without the penalty", "zero": "reads no reward, nor the penalty"}
+    if algorithm.use_kl_in_reward and algorithm.advantage_estimator in unread:
         yield (
-            "trainer.algorithm.use_kl_in_reward is true: gdpo reads named rewards alone, without the penalty. Set "
+            f"trainer.algorithm.use_kl_in_reward is true: {algorithm.advantage_estimator} "
+            f"{unread[algorithm.advantage_estimator]}. Set "
             "use_kl_in_reward=false; use_kl_loss=true adds the KL term to the loss"
         )
 
@@ -137,6 +139,15 @@ def _rewards(config: Config) -> Iterator[str]:
         yield (
             f"trainer.algorithm.overlong_buffer.len is {buffer}: it is above "
             f"generator.sampling_params.max_generate_length {longest}. Set it to at most that value"
+        )
+    filters = {
+        "zero_variance_filter": algorithm.zero_variance_filter,
+        "dynamic_sampling": algorithm.dynamic_sampling.type,
+    }
+    if config.generator.n_samples_per_prompt == 1 and (used := [name for name, value in filters.items() if value]):
+        yield (
+            f"trainer.algorithm.{used[0]} is set and generator.n_samples_per_prompt is 1: the reward of one sample "
+            "differs from no other, so no group would be left out. Remove the key, or sample several"
         )
     if algorithm.dynamic_sampling.type == "replace" and config.trainer.source == "streaming":
         yield (

@@ -155,6 +155,23 @@ def test_the_base_and_the_quickstart_pass():
             ],
             "use_kl_in_reward is true: gdpo reads named rewards alone",
         ),
+        (
+            [
+                *("trainer.algorithm.advantage_estimator=zero", "trainer.algorithm.use_kl_loss=false"),
+                *("trainer.algorithm.use_kl_in_reward=true", "trainer.algorithm.policy_loss_type=cross_entropy"),
+            ],
+            "use_kl_in_reward is true: zero reads no reward, nor the penalty",
+        ),
+        *[
+            (
+                [
+                    *("generator.n_samples_per_prompt=1", "trainer.algorithm.advantage_estimator=reinforce++"),
+                    f"trainer.algorithm.{key}",
+                ],
+                ".* is set and generator.n_samples_per_prompt is 1: the reward of one sample differs from no other",
+            )
+            for key in ("zero_variance_filter=true", "dynamic_sampling.type=filter")
+        ],
         (["trainer.algorithm.kl_ctrl.type=adaptive"], "kl_ctrl.type is adaptive: .*use_kl_in_reward=true"),
         (["trainer.algorithm.adaptive_entropy.target_entropy=0.2"], "target_entropy is set: .*use_entropy_loss=true"),
         (["trainer.algorithm.use_kl_in_reward=true"], "both true: the KL term .* Set one of them to false"),

@@ -257,12 +257,13 @@ def family_of(layout_name: str) -> str:
 
 
 @functools.cache
-def outcomes_of(trials: Callable[[str], dict[str, Trial]], layout_name: str) -> dict[str, Outcome]:
-    """All in one start of the layout's processes."""
+def outcomes_of(layout_name: str) -> dict[str, Outcome]:
+    """Losses and corrections, all in one start of the layout's processes."""
     family = family_of(layout_name)
-    objectives = [trial.objective for trial in trials(family).values()]
+    trials = with_losses(family) | with_corrections(family)
+    objectives = [trial.objective for trial in trials.values()]
     outcomes = run_objectives(near_engine(family), layout(2, LAYOUTS[layout_name]), objectives)
-    return dict(zip(trials(family), outcomes, strict=True))
+    return dict(zip(trials, outcomes, strict=True))
 
 
 @functools.cache
@@ -274,14 +275,14 @@ def hugging_face_of(trials: Callable[[str], dict[str, Trial]], family: str, name
 @pytest.mark.parametrize("loss", [*LOSSES, OWN, LOGLINEAR])
 def test_every_loss_has_hugging_faces_gradient_and_metrics(loss: str, layout_name: str):
     hf = hugging_face_of(with_losses, family_of(layout_name), loss)
-    assert_exact(compare(comparable(outcomes_of(with_losses, layout_name)[loss], hf), hf))
+    assert_exact(compare(comparable(outcomes_of(layout_name)[loss], hf), hf))
 
 
-@pytest.mark.parametrize("layout_name", ["CP2", "DP2 EP2"])
+@pytest.mark.parametrize("layout_name", LAYOUTS)
 @pytest.mark.parametrize("correction", [*CORRECTIONS, WITH_KL])
 def test_every_correction_has_hugging_faces_gradient_and_metrics(correction: str, layout_name: str):
     hf = hugging_face_of(with_corrections, family_of(layout_name), correction)
-    difference = compare(comparable(outcomes_of(with_corrections, layout_name)[correction], hf), hf)
+    difference = compare(comparable(outcomes_of(layout_name)[correction], hf), hf)
     assert not replace(FLOAT32, metrics=5e-6).exceeded(difference)  # a product of ratios adds up their rounding
     found = {name: value for name, value in hf.metrics.items() if name.startswith("policy/correction/")}
     assert found and all(value > 0 for value in found.values()), "the bounds lie within the weights"
