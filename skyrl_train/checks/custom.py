@@ -43,7 +43,7 @@ def reward_problems(config: Config) -> Iterator[str]:
     if environment.reward_fn and environment.env_class != "reward_fn":
         yield (
             f"environment.reward_fn is set and environment.env_class is {environment.env_class}: both score the same "
-            "rows. Remove one of them"
+            "rows. Remove one of them, or set environment.env_class=reward_fn"
         )
     if environment.env_class == "reward_fn" and not environment.reward_fn:
         yield "environment.env_class is reward_fn and environment.reward_fn is empty. Name a module:function"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
+import pytest
+from rich.console import Console
+
 from skyrl_train.config.redaction import secrets_of
-from skyrl_train.entrypoints.ending import last_lines, resume_command
+from skyrl_train.entrypoints.ending import last_lines, print_report, resume_command
+from skyrl_train.tracking.run_dir import RunDir
 
 MODEL, CHECKPOINT = Path("/runs/a/exports/global_step_4"), Path("/runs/a/checkpoints/global_step_3")
 
@@ -27,6 +32,14 @@ def test_a_run_without_a_checkpoint_or_a_model_says_so():
     assert last_lines("failed", None, None, "again", "/elsewhere") == ["ckpt    none: the run cannot be resumed"]
     (line,) = last_lines("finished", None, None, "again", "/elsewhere")
     assert line.startswith("model   neither an export nor a checkpoint was written (trainer.hf_save_interval")
+
+
+@pytest.mark.parametrize(("status", "lines"), [("finished", 1), ("failed", 0)])
+def test_a_run_without_json_lines_has_no_report_and_a_finished_one_says_why(status: str, lines: int, tmp_path: Path):
+    console = Console(file=io.StringIO(), width=40)
+    print_report(RunDir(tmp_path, io.StringIO()), status, console)
+    said = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert said == ["report  none: it is drawn from metrics.jsonl (jsonl in trainer.logger)"][:lines]
 
 
 def test_the_resuming_command_is_the_old_one_without_its_checkpoint_and_its_secrets():

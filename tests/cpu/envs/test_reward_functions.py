@@ -110,7 +110,7 @@ def test_the_keys_are_checked_and_select_the_environment():
     assert load_config([one]).environment.env_class == "reward_fn" and not problems(one)
     assert load_config([one]).environment.env_kwargs["reward_fn"] == {"functions": [f"{HERE}:right"], "weights": [1.0]}
     for overrides, problem in [
-        ([one, "environment.env_class=addition"], "both score the same rows"),
+        ([one, "environment.env_class=addition"], "Remove one of them, or set environment.env_class=reward_fn"),
         ([one, "environment.reward_weights=[1,2]"], "has 2 weights for the 1 functions"),
         ([f"environment.reward_fn=[{HERE}:right,{HERE}:right]"], "named twice"),
         (["environment.env_class=reward_fn"], "environment.reward_fn is empty"),
