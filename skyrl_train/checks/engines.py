@@ -91,7 +91,9 @@ def length_problems(config: Config) -> Iterator[str]:
             f"{prompt} would end before their first turn. Set it to at least {prompt}"
         )
     limit, longest = generator.engine_init_kwargs.get("max_model_len"), generator.longest_conversation
-    if limit is not None and longest > limit:
+    if limit is not None and not isinstance(limit, int):
+        yield f"generator.engine_init_kwargs.max_model_len is {limit!r}: write a number of tokens, such as 8192"
+    elif limit is not None and longest > limit:
         yield (
             f"generator.max_input_length {generator.max_input_length} + max_generate_length "
             f"{longest - generator.max_input_length} is {longest} tokens: more than "

@@ -304,6 +304,7 @@ def test_the_base_and_the_quickstart_pass():
             ["generator.engine_init_kwargs.logprobs_mode=raw_logprobs"],
             "logprobs_mode is 'raw_logprobs': this argument is managed by skyrl_train. Remove it",
         ),
+        (["generator.engine_init_kwargs.max_model_len=8k"], r"max_model_len is '8k': write a number of tokens"),
         (["generator.engine_init_kwargs.max_model_len=1000"], r"is 1536 tokens: more than .*max_model_len 1000"),
         ([f"{MEGATRON}.tensor_model_parallel_size=2"], "is 1 ranks: not a multiple of .* = 2. Add ranks or lower"),
         (
