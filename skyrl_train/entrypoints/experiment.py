@@ -15,6 +15,7 @@ from skyrl_train.cluster.launch import Processes
 from skyrl_train.cluster.pool.settings import served_model_name
 from skyrl_train.cluster.session import Cluster, known_device_type
 from skyrl_train.config import Config
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.errors import ConfigError
 from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.data.hints import KEY, Hints, check_template, hint_of_template
@@ -43,6 +44,9 @@ from skyrl_train.trainer.trainer import Parts, Trainer
 from skyrl_train.types import Generate, Prompt
 
 log = logging.getLogger(__name__)
+
+LARGE_FOR_GSPO = 0.1
+"""Bounds made for the ratio of a token."""
 
 
 class Experiment(Run[Config, Processes]):
@@ -237,6 +241,8 @@ class Experiment(Run[Config, Processes]):
 
     def introduction(self, layout: str) -> dict[str, str]:
         trainer, generator = self.config.trainer, self.config.generator
+        if doubt := doubt_about_loss(trainer.algorithm):
+            log.warning("%s", doubt)
         kind = "engine(s)" if generator.run_engines_locally else "running vLLM server(s)"
         engines = f"{generator.num_engines} {kind}"
         if generator.eval_num_engines:
@@ -250,3 +256,19 @@ class Experiment(Run[Config, Processes]):
             f"{trainer.train_batch_size // trainer.policy_mini_batch_size} mini-batch(es) each"
             f"{streaming if trainer.source == 'streaming' else ''}",
         }
+
+
+def doubt_about_loss(algorithm: AlgorithmConfig) -> str | None:
+    """How a loss with one ratio per sample differs from its paper, which can be meant; None if it does not."""
+    loss, key = algorithm.policy_loss_type, "trainer.algorithm"
+    if loss in ("gspo", "gmpo") and algorithm.loss_reduction != "sequence_mean":
+        return (
+            f"{key}.loss_reduction is {algorithm.loss_reduction}: {loss} has one ratio per sample, and in its paper "
+            "every sample counts the same. Set it to sequence_mean, unless this is meant"
+        )
+    if loss == "gspo" and algorithm.eps_clip_high >= LARGE_FOR_GSPO:
+        return (
+            f"{key}.eps_clip_high is {algorithm.eps_clip_high:g}: the ratio of gspo is a mean over the sample, which "
+            "such a bound hardly ever clips. The paper has eps_clip_low 3e-4 and eps_clip_high 4e-4"
+        )
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skyrl_train.config import load_config
-from skyrl_train.entrypoints.experiment import Experiment
+from skyrl_train.entrypoints.experiment import Experiment, doubt_about_loss
 
 SERVERS = "generator.remote_inference_engine_urls=[http://a:1,http://b:1]"
 
@@ -26,3 +26,20 @@ def test_a_run_prints_its_sampling_parameters(overrides: list[str], expected: st
     run.config = load_config(["trainer.policy.model.path=tiny", *overrides])
     run.train_prompts, run.val_prompts = [], []
     assert run.introduction("one rank")["model"] == f"tiny, one rank, {expected}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["trainer.algorithm.policy_loss_type=gspo"], "loss_reduction is token_mean: gspo has one ratio per sample"),
+        (
+            ["trainer.algorithm.policy_loss_type=gspo", "trainer.algorithm.loss_reduction=sequence_mean"],
+            "eps_clip_high is 0.2: the ratio of gspo is a mean over the sample",
+        ),
+        (["+experiment=gspo"], None),
+        (["+experiment=dapo"], None),
+    ],
+)
+def test_a_run_warns_of_a_loss_that_is_not_that_of_its_paper(overrides: list[str], expected: str | None):
+    doubt = doubt_about_loss(load_config(overrides).trainer.algorithm)
+    assert doubt is None if expected is None else doubt is not None and expected in doubt
