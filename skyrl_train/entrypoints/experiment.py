@@ -30,6 +30,7 @@ from skyrl_train.rollout.dialogue import dialogue_class
 from skyrl_train.rollout.env_pool import EnvPool
 from skyrl_train.rollout.sample import Sampler, env_config
 from skyrl_train.rollout.source import SOURCES, GroupSource, SourceParts
+from skyrl_train.rollout.streaming.watchdog import deadline_s
 from skyrl_train.tracking.progress import ConsoleProgress
 from skyrl_train.tracking.run_dir import RunDir
 from skyrl_train.tracking.samples import EVALUATIONS, SampleLog
@@ -188,7 +189,9 @@ class Experiment(Run[Config, Processes]):
             max_turns=generator.max_turns,
             config=self.config,
         )
-        return Collector(rollout, engines)
+        # Rollouts of a stream also run while the trainer holds shared devices, so their source watches them.
+        is_stream = self.config.trainer.source == "streaming"
+        return Collector(rollout, engines, None if is_stream else deadline_s(self.config, num_attempts=1))
 
     def get_evaluation(self, collector: Collector, samples: SampleLog) -> Evaluation:
         config, generator = self.config, self.config.generator

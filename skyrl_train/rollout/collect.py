@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from skyrl_train.rollout.admission import Admission, Failure
 from skyrl_train.rollout.contract import Engines, Requests, Rollout
 from skyrl_train.rollout.seeds import seeded
+from skyrl_train.rollout.streaming.watchdog import SHOWN, no_progress, stacks
 from skyrl_train.types import Group, Prompt, Sample, SamplingParams
+
+log = logging.getLogger(__name__)
 
 Result = list[Sample] | Failure
 T = TypeVar("T")
@@ -45,8 +50,11 @@ class Silent:
 class Collector:
     """Collects the samples of many prompts, all in flight at once."""
 
-    def __init__(self, rollout: Rollout, engines: Engines) -> None:
-        self._rollout, self.engines = rollout, engines
+    def __init__(self, rollout: Rollout, engines: Engines, deadline_s: float | None = None) -> None:
+        """Args: deadline_s: `collect` fails if no rollout ends for so many seconds; None for a source with its own."""
+        self._rollout, self.engines, self._deadline_s = rollout, engines, deadline_s
+        self._ended_s = 0.0
+        """Time at which a rollout last ended, or a collection began."""
 
     @property
     def requests(self) -> Requests:
@@ -66,8 +74,9 @@ class Collector:
 
         Args: sampling_params: with a seed, each rollout gets one derived from it, the prompt's uid and its own index;
             with_greedy: generate another, greedy response for each prompt.
-        Raises: errors of the admission and of the engines, after all other rollouts have been cancelled.
+        Raises: errors of the admission and of the engines, and NoProgress; first all other rollouts are cancelled.
         """
+        self._ended_s = time.monotonic()
         params = [sampling_params] * n_samples + [replace(sampling_params, temperature=0.0)] * with_greedy
         progress.start(len(prompts) * len(params))
         try:
@@ -76,7 +85,8 @@ class Collector:
                     (task_name(prompt), rollouts)
                     for prompt in prompts
                     for rollouts in self._rollouts(prompt, params, progress, admission)
-                ]
+                ],
+                None if self._deadline_s is None else self._check_progress,
             )
         finally:
             progress.stop()
@@ -111,9 +121,22 @@ class Collector:
                     admission.retry(failure)
                     continue
                 return [admission.fail(failure)]
+            finally:
+                self._ended_s = time.monotonic()
             progress.advance(samples)
             return [samples]
         raise AssertionError("num_attempts is at least 1")
+
+    def _check_progress(self, running: Sequence[asyncio.Task[Any]]) -> float:
+        """Seconds in which a rollout has to end. Raises: NoProgress if it is too late, with stacks in the log."""
+        assert self._deadline_s is not None
+        if (left_s := self._ended_s + self._deadline_s - time.monotonic()) > 0 or not running:
+            return left_s
+        names = list(dict.fromkeys(task.get_name() for task in running))
+        log.error("no rollout ends. %s", stacks(names[:SHOWN]))
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        waits = f"{len(running)} rollouts run, of {', '.join(names[:SHOWN])}{more}"
+        raise no_progress(self._deadline_s, self.requests, num_running=len(running), waits=waits, failures=())
 
 
 def _samples(made: object) -> list[Sample]:
@@ -129,17 +152,24 @@ def task_name(prompt: Prompt) -> str:
     return f"prompt {prompt.uid}"
 
 
-async def all_or_first_error(calls: Sequence[tuple[str, Coroutine[Any, Any, T]]]) -> list[T]:
+async def all_or_first_error(
+    calls: Sequence[tuple[str, Coroutine[Any, Any, T]]],
+    check: Callable[[Sequence[asyncio.Task[T]]], float] | None = None,
+) -> list[T]:
     """Unlike asyncio.TaskGroup, raise the first error itself, not an ExceptionGroup with those that followed.
 
-    Args: calls: names and coroutines of the tasks.
+    Args: calls: names and coroutines of the tasks; check: called with those that run; returns the seconds until it
+        wants to be called again, or raises.
     """
     if not calls:
         return []
     tasks = [asyncio.create_task(call, name=name) for name, call in calls]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        return [task.result() for task in tasks if task in done]
+        running = set(tasks)
+        while running and not any(task.cancelled() or task.exception() for task in tasks if task not in running):
+            wait_s = None if check is None else check([task for task in tasks if task in running])
+            _, running = await asyncio.wait(running, timeout=wait_s, return_when=asyncio.FIRST_EXCEPTION)
+        return [task.result() for task in tasks if task not in running]
     except BaseException:
         for task in tasks:
             task.cancel()

@@ -225,19 +225,19 @@ class StreamingSource:
         """Names what the step waits for and why; the stacks of these rollouts go to the log."""
         awaited = [(ticket, self._groups[ticket.number]) for ticket in self._buffer.awaited]
         log.error("no rollout ends. %s", stacks(task_name(group.prompt) for _, group in awaited[:SHOWN]))
-        requests = self._parts.collector.requests
+        shown = ", ".join(
+            f"prompt {group.prompt.uid} ({group.num_ended} of {self._n_samples} rollouts ended, started in step "
+            f"{ticket.step + 1})"
+            for ticket, group in awaited[:SHOWN]
+        )
+        more = f" and {len(awaited) - SHOWN} more" if len(awaited) > SHOWN else ""
+        num_running, num_ready = len(self._buffer.running), len(self._buffer.ready)
         return no_progress(
             self._deadline_s,
-            num_running=len(self._buffer.running),
-            num_ready=len(self._buffer.ready),
-            num_requests=len(requests),
-            oldest_request_s=requests.oldest_s,
-            step=self._buffer.step + 1,
-            awaited=[
-                f"prompt {group.prompt.uid} ({group.num_ended} of {self._n_samples} rollouts ended, started in step "
-                f"{ticket.step + 1})"
-                for ticket, group in awaited
-            ],
+            self._parts.collector.requests,
+            num_running=num_running,
+            waits=f"Step {self._buffer.step + 1} waits for {shown}{more}; {num_running} groups run and {num_ready} are "
+            "ready",
             failures=[str(failure) for failure in self._admission.failures],
         )
 

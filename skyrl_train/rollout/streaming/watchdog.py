@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from skyrl_train.config import Config
+from skyrl_train.rollout.contract import Requests
 from skyrl_train.rollout.env_pool import WORKER_NAME
 
 SHOWN = 4
@@ -21,35 +22,25 @@ class NoProgress(RuntimeError):
 
 
 def no_progress(
-    quiet_s: float,
-    *,
-    num_running: int,
-    num_ready: int,
-    num_requests: int,
-    oldest_request_s: float,
-    step: int,
-    awaited: Sequence[str],
-    failures: Sequence[str],
+    quiet_s: float, requests: Requests, *, num_running: int, waits: str, failures: Sequence[str]
 ) -> NoProgress:
     """The error of a run in which the trainer waits for groups and no rollout ends. Weight syncs and calls of ranks
     have their own deadlines.
 
-    Args: quiet_s: seconds since a rollout last ended; num_requests: those that the engines have not answered; step: the
-        one that waits, from 1; awaited: its groups, oldest first, and how far they are; failures: of rollouts, since
-        the last batch.
+    Args: quiet_s: seconds since a rollout last ended; requests: those that the engines have not answered; num_running:
+        rollouts or groups that run; waits: what the step waits for, as a sentence; failures: of rollouts, since the
+        last batch.
     """
-    if num_requests:
-        sent = f"the oldest was sent {oldest_request_s:.0f} s ago"
-        cause = f"the engines hold {num_requests} requests and answer none; {sent}"
+    if requests:
+        sent = f"the oldest was sent {requests.oldest_s:.0f} s ago"
+        cause = f"the engines hold {len(requests)} requests and answer none; {sent}"
     elif num_running:
         cause = "no request is at the engines: environments, or the rollouts' own code, do not return"
     else:
         cause = "no group runs, and none may start. This is a bug in the source"
-    more = f" and {len(awaited) - SHOWN} more" if len(awaited) > SHOWN else ""
     failed = f" {len(failures)} rollouts failed since the last step: {'; '.join(failures[-SHOWN:])}."
     return NoProgress(
-        f"no rollout ended for {quiet_s:g} s, longer than all turns of one may take: {cause}. Step {step} waits for "
-        f"{', '.join(awaited[:SHOWN])}{more}; {num_running} groups run and {num_ready} are ready."
+        f"no rollout ended for {quiet_s:g} s, longer than all turns of one may take: {cause}. {waits}."
         f"{failed if failures else ''} The log has the stacks. If rollouts need more time, raise trainer.timeout_s"
     )
 

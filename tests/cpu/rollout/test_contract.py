@@ -10,6 +10,7 @@ import pytest
 from skyrl_train.rollout.admission import Admission, TooManyFailures
 from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.contract import Engines, GenerationAborted, Rollout
+from skyrl_train.rollout.streaming.watchdog import NoProgress
 from skyrl_train.rollout.trace import Trace
 from skyrl_train.types import Generation, Group, Prompt, Sample, SamplingParams
 from tests.support.rollouts import Quiet, engines_of, prompt, sample
@@ -37,6 +38,25 @@ def collect(
     prompts = [prompt(uid) for uid in uids]
     groups = asyncio.run(collector.collect(prompts, n_samples, PARAMS, progress or Quiet(), admission))
     return groups, admission
+
+
+def test_rollouts_that_never_end_end_the_collection_with_the_cause_and_their_stacks(caplog: pytest.LogCaptureFixture):
+    async def hangs(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+        if prompt.uid == "a":
+            return sample(1.0)
+        try:
+            await asyncio.sleep(100)
+        finally:
+            cancelled.append(prompt.uid)
+        raise AssertionError
+
+    cancelled, admission = list[str](), Admission(0)
+    collector = Collector(hangs, engines_of(Recorder()), deadline_s=0.1)
+    with pytest.raises(NoProgress) as raised:
+        asyncio.run(collector.collect([prompt("a"), prompt("b")], 2, PARAMS, Quiet(), admission))
+    assert "no request is at the engines: environments, or the rollouts' own code, do not return" in str(raised.value)
+    assert "2 rollouts run, of prompt b. The log has the stacks" in str(raised.value)
+    assert "in hangs" in caplog.text and cancelled == ["b", "b"]
 
 
 def test_a_rollout_asks_the_engines_and_each_of_its_requests_has_a_seed_of_its_own():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
@@ -23,7 +24,7 @@ from skyrl_train.checks.rl import check
 from skyrl_train.config import ConfigError, load_config
 from skyrl_train.rollout.admission import Ledger, TooManyFailures
 from skyrl_train.rollout.collect import Collector
-from skyrl_train.rollout.contract import Engines
+from skyrl_train.rollout.contract import Engines, Requests
 from skyrl_train.rollout.source import OnPolicySource, SourceParts
 from skyrl_train.rollout.streaming.saved_groups import SavedGroup, from_bytes, to_bytes
 from skyrl_train.rollout.streaming.streaming import StreamingSource
@@ -342,15 +343,20 @@ def test_a_rollout_that_never_ends_is_named_with_who_waits_for_whom(
     ("changes", "cause"),
     [
         ({"num_requests": 3}, "the engines hold 3 requests and answer none; the oldest was sent 62 s ago"),
-        ({}, "no request is at the engines: environments, or the rollouts' own code, do not return"),
+        ({"num_running": 2}, "no request is at the engines: environments, or the rollouts' own code, do not return"),
         ({"num_running": 0}, "no group runs, and none may start"),
     ],
 )
 def test_the_cause_of_a_stall_is_the_part_for_which_the_others_wait(changes: dict[str, Any], cause: str):
-    known: dict[str, Any] = {"num_running": 2, "num_ready": 4}
-    known |= {"num_requests": 0, "oldest_request_s": 62.0, "step": 7, "awaited": ["prompt 3"], "failures": ["no disk"]}
-    text = str(no_progress(60, **known | changes))
-    assert cause in text and "no rollout ended for 60 s" in text
+    now = iter([0.0] * 9)
+    with contextlib.ExitStack() as stack:
+        requests = Requests(lambda: next(now))
+        for _ in range(changes.get("num_requests", 0)):
+            stack.enter_context(requests.waiting())
+        now = iter([62.0] * 9)
+        running = changes.get("num_running", 2)
+        text = str(no_progress(60, requests, num_running=running, waits="Step 7 waits", failures=["no disk"]))
+    assert cause in text and "no rollout ended for 60 s" in text and ". Step 7 waits." in text
     assert "1 rollouts failed since the last step: no disk" in text
 
 
