@@ -96,13 +96,16 @@ class Coefficients:
         return replace(objective, terms=tuple(terms))
 
     def after_update(self, metrics: Metrics) -> Metrics:
-        """Adapt to the entropy of an update. Returns: the weight that was used."""
+        """Adapt to the entropy of an update, if its first mini-batch has a trained token. Returns: the weight that was
+        used.
+        """
         if not self._is_entropy_adaptive:
             return {}
         used, control = self._entropy, self._entropy_control
         assert control.target_entropy is not None
-        entropy = metrics["policy/policy_entropy"]
-        self._entropy = adapted_entropy_coef(used, entropy, target_entropy=control.target_entropy, delta=control.delta)
+        if (entropy := metrics.get("policy/policy_entropy")) is not None:
+            goal, delta = control.target_entropy, control.delta
+            self._entropy = adapted_entropy_coef(used, entropy, target_entropy=goal, delta=delta)
         return {"policy/entropy_loss_coef": used}
 
     @property

@@ -284,7 +284,7 @@ def _loss(
     tokens = TokenInputs(predicted, targets.loss_mask, per_sample, signals)
     loss, metrics = objective_loss(objective, tokens, targets.loss_weights)
     if with_entropy and not is_critic:
-        metrics["policy/policy_entropy"] = Metric(entropy, Reduce.TOKEN_MEAN)
+        metrics["policy/policy_entropy"] = Metric(entropy, Reduce.TOKEN_MEAN, targets.loss_mask)
     if is_compared is not None:
         difference = (tokens.old_logprobs - tokens.rollout_logprobs).abs()
         metrics[LOGPROB_DIFFERENCE] = Metric(difference, Reduce.TOKEN_MEAN, is_compared)

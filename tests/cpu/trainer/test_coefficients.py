@@ -71,6 +71,8 @@ def test_the_entropy_weight_rises_below_the_target_and_falls_above_it():
         used.append(term.coef)
         assert coefficients.after_update({"policy/policy_entropy": entropy}) == {"policy/entropy_loss_coef": term.coef}
     assert used == pytest.approx([0.0, 0.005, 0.01, 0.005, 0.0])
+    before = coefficients.state
+    assert coefficients.after_update({}) and coefficients.state == before, "no token of the first mini-batch is trained"
     assert adapted_entropy_coef(0.001, 1.0, target_entropy=0.5, delta=0.005) == 0
     constant = Coefficients(algorithm(["use_entropy_loss=true"]))
     assert constant.objective(whole) is None and constant.after_update({}) == {}

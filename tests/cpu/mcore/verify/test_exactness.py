@@ -347,6 +347,7 @@ def test_a_mini_batch_without_a_trained_token_has_a_gradient_of_zero():
     outcome = run_layout(replace(trial, experience=replace(trial.experience, loss_mask=nothing)), layout(2, {"pp": 2}))
     assert all(not gradient.any() for gradient in outcome.gradients.values())
     assert outcome.metrics["policy/final_loss"] == 0
+    assert "policy/policy_entropy" not in outcome.metrics, "0 would raise an adaptive weight of the entropy"
 
 
 def balance_of(whole: Any, coefficient: float) -> Callable[[], torch.Tensor]:
