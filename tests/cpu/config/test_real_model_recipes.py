@@ -44,4 +44,8 @@ def test_the_header_has_the_command_the_memory_and_time_of_a_step_and_says_what_
     main = "main_sft" if name.startswith("sft") else "main_base"
     assert f"python -m skyrl_train.entrypoints.{main} +experiment={name}" in header
     assert "Forecast, not measured" in header and "downloaded" in header
-    assert re.search(r"\d GB for|take \d+ GB", header) and re.search(r"\d (s|minutes)\s+(# )?per step", header)
+    assert (
+        re.search(r"\d GB for|take \d+ GB", header)
+        and "activations" in header
+        and re.search(r"\d (s|minutes)\s+(# )?per step", header)
+    )
