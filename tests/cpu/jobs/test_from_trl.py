@@ -13,27 +13,13 @@ import skyrl_train
 def digits(completions, answer, **kwargs):
     return [sum(character.isdigit() for character in text) / 8 for text in completions]
 if __name__ == "__main__":
-    print(skyrl_train.run(skyrl_train.load_config([
-        "data.train_data=[sums.parquet]", "data.columns={prompt: question}",
-        "environment.reward_fn=mine:digits", "trainer.policy.model.path=model", *SETTINGS])))
+    skyrl_train.run(skyrl_train.load_config(["data.train_data=[sums.parquet]", "data.columns={prompt: question}",
+        "environment.reward_fn=mine:digits", "trainer.policy.model.path=model", "trainer.run_name=mine",
+        "trainer.epochs=8", "trainer.train_batch_size=32", "trainer.policy_mini_batch_size=32", "trainer.bf16=false",
+        "trainer.policy.optimizer_config.lr=3e-3", "trainer.algorithm.use_kl_loss=false",
+        "trainer.max_prompt_length=16", "generator.n_samples_per_prompt=4", "generator.kv_cache_memory_gb=0.0625",
+        "generator.sampling_params.max_generate_length=8"]))
 """
-# Sizes for a random model of 0.3 million parameters, as a user has sizes for their own.
-SETTINGS = [
-    "trainer.max_training_steps=8",
-    "trainer.epochs=8",
-    "trainer.train_batch_size=32",
-    "trainer.policy_mini_batch_size=32",
-    "trainer.max_prompt_length=16",
-    "trainer.bf16=false",
-    "trainer.policy.optimizer_config.lr=3e-3",
-    "trainer.algorithm.use_kl_loss=false",
-    "trainer.logger=[console,jsonl]",
-    "trainer.run_name=mine",
-    "generator.kv_cache_memory_gb=0.0625",
-    "generator.n_samples_per_prompt=4",
-    "generator.sampling_params.max_generate_length=8",
-    "generator.backend=own_engine:ENGINE",
-]
 
 
 def test_ten_lines_train_and_the_reward_rises(tmp_path):
@@ -41,7 +27,7 @@ def test_ten_lines_train_and_the_reward_rises(tmp_path):
     world = write_world(tmp_path / "world")
     rows = [{"question": f"{n}+{n % 7}=", "answer": str(n + n % 7)} for n in range(32)]
     datasets.Dataset.from_list(rows).to_parquet(world / "sums.parquet")
-    (world / "mine.py").write_text(LINES.replace("*SETTINGS", f"*{SETTINGS!r}"))
+    (world / "mine.py").write_text(LINES)
     code, job = run_to_end(world, "trainer.run_name=mine", main="mine")
     assert code == 0, job.story()
     rewards = [row["reward/named/digits"] for row in job.metrics if row["trainer/global_step"] > 0]
