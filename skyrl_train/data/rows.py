@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,8 +15,12 @@ import datasets
 from skyrl_train.config.training import DATA_FILE, HUB_SPLIT
 from skyrl_train.data.text import shortened
 
+log = logging.getLogger(__name__)
+
 _CONFIGS = re.compile(r"Config name is missing.*?available configs: (\[.*?\])", re.DOTALL)
 """datasets' error for a data set without a default configuration."""
+MAIN = "main"
+"""Configuration that is read if a data set has several, none is named and none is the default, as of openai/gsm8k."""
 LocatedRow = tuple[str, dict[str, Any]]
 """Location of a row (for errors) and its columns."""
 
@@ -158,12 +163,13 @@ def _load(
     except Exception as error:  # errors of the file system, the hub or the format
         cause = error.__cause__ or error
         if config is None and (choice := _CONFIGS.search(str(error))):
-            raise ValueError(
-                f"data source {source} cannot be read: the data set has several configurations. Write one of "
-                + ", ".join(
-                    f"{source.rpartition(':')[0]}:{each}:{split}" for each in re.findall(r"'([^']*)'", choice[1])
-                )
-            ) from error
+            names = re.findall(r"'([^']*)'", choice[1])
+            several = f"the data set has several configurations ({', '.join(names)})"
+            if MAIN in names:
+                log.warning("data source %s: %s, and %s is read", source, several, MAIN)
+                return _load(name, source, split=split, config=MAIN, **options)
+            written = ", ".join(f"{source.rpartition(':')[0]}:{each}:{split}" for each in names)
+            raise ValueError(f"data source {source} cannot be read: {several}. Write one of {written}") from error
         raise ValueError(f"data source {source} cannot be read: {type(cause).__name__}: {cause}") from error
     finally:
         if not was_quiet:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from skyrl_train.entrypoints.run import Run
 
 log = logging.getLogger(__name__)
-
 T = TypeVar("T", bound=RunConfig)
 W = TypeVar("W")
 WAIT_S = 0.5

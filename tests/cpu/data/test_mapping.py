@@ -150,12 +150,14 @@ def hub(folder: Path, *configs: str, default: str | None = None) -> Path:
     return folder
 
 
-def test_a_hub_name_may_have_a_configuration_and_a_slice(tmp_path):
+def test_a_hub_name_may_have_a_configuration_and_a_slice(tmp_path, caplog):
     folder = hub(tmp_path, "main", "other")
     assert load(f"{folder}:main:train").prompts[0].messages == user("main0")
     assert [p.messages for p in load(f"{folder}:other:train[1:]").prompts] == [user("other1"), user("other2")]
-    with pytest.raises(ValueError, match=f"Write one of {folder}:main:train, {folder}:other:train"):
-        load(f"{folder}:train")
+    assert load(f"{folder}:train").prompts[0].messages == user("main0")
+    assert "the data set has several configurations (main, other), and main is read" in caplog.text
+    with pytest.raises(ValueError, match=f"Write one of {folder}:easy:train, {folder}:other:train"):
+        load(f"{hub(folder, 'easy', 'other')}:train")
     assert load(f"{hub(folder, 'main', 'other', default='other')}:train").prompts[0].messages == user("other0")
 
 
