@@ -75,7 +75,7 @@ def _one_update(policy: MegatronPolicy, batch: TrainBatch) -> dict[str, float]:
 
 
 def _places(policy: MegatronPolicy) -> Iterator[tuple[str, type, str]]:
-    """(part, class, method)"""
+    """(part, class, method); in the class, as step_if_finite() puts methods into the optimizer and takes them out."""
     optimizer = type(policy._optimizer)
     yield "pack", type(policy._packer), "pack"
     yield "zeroing", type(policy.model.chunks[0]), "zero_grad_buffer"

@@ -41,10 +41,15 @@ def _train(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str,
         finalize(*args, **kwargs)
 
     optimizers.finalize_model_grads = counted
+    prepared: list[int] = []
     objective = without_kl(trial.objective)
     policy = MegatronPolicy(
         rendezvous, trial.model_path, one.megatron, ADAM, objective, bf16=False, seed=1, num_optimizer_steps=NUM_STEPS
     )
+    # The process ends with the test, and the patches with it.
+    for part in getattr(policy._optimizer, "chained_optimizers", [policy._optimizer]):
+        prepare = part.prepare_grads
+        part.prepare_grads = lambda prepare=prepare: (prepared.append(1), prepare())[1]
     batch = share_of(trial, one, policy.ranks, num_mini_batches=2)
     policy.keep_old_logprobs(replace(batch, step_id=batch.step_id - 1))  # a job that fails before its update
     with pytest.raises(RuntimeError, match="an update of 4 optimizer steps needs the old logprobs of step 0"):
@@ -63,6 +68,7 @@ def _train(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]) -> dict[str,
         "metrics": report.metrics,
         "version": policy.num_steps,
         "finalized": len(calls),
+        "prepared": len(prepared) / len(getattr(policy._optimizer, "chained_optimizers", [1])),
         "head": head,
     }
 
@@ -121,7 +127,8 @@ def test_training_ends_at_the_same_weights(
     for name, value in expected_metrics.items():
         assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
     assert {part["version"] for part in parts} == {NUM_STEPS}
-    assert {part["finalized"] for part in (*parts, *alone)} == {NUM_STEPS}, "once for each optimizer step"
+    for counted in ("finalized", "prepared"):
+        assert {part[counted] for part in (*parts, *alone)} == {NUM_STEPS}, "once for each optimizer step"
     assert metrics["policy/num_optimizer_steps"] == NUM_STEPS and metrics["policy/num_skipped_steps"] == 0
 
 
