@@ -65,7 +65,8 @@ class HookedRun(Experiment):
         plain = super().get_collector(generate, rollout)
         if self._generator is None:
             return plain
-        return GeneratorCollector(self._generator, rollout, plain.engines, self._step, self._reported.add)
+        arguments = plain.engines, self._step, self._reported.add, plain.deadline_s
+        return GeneratorCollector(self._generator, rollout, *arguments)
 
     def get_source(self, parts: SourceParts) -> GroupSource:
         collector = parts.collector

@@ -51,8 +51,8 @@ class Collector:
     """Collects the samples of many prompts, all in flight at once."""
 
     def __init__(self, rollout: Rollout, engines: Engines, deadline_s: float | None = None) -> None:
-        """Args: deadline_s: `collect` fails if no rollout ends for so many seconds; None for a source with its own."""
-        self._rollout, self.engines, self._deadline_s = rollout, engines, deadline_s
+        """Args: deadline_s: seconds without the end of a rollout after which `collect` fails; None: never."""
+        self._rollout, self.engines, self.deadline_s = rollout, engines, deadline_s
         self._ended_s = 0.0
         """Time at which a rollout last ended, or a collection began."""
 
@@ -82,11 +82,11 @@ class Collector:
         try:
             results = await all_or_first_error(
                 [
-                    (task_name(prompt), rollouts)
+                    (task_name(prompt), self._timed(rollouts))
                     for prompt in prompts
                     for rollouts in self._rollouts(prompt, params, progress, admission)
                 ],
-                None if self._deadline_s is None else self._check_progress,
+                None if self.deadline_s is None else self._check_progress,
             )
         finally:
             progress.stop()
@@ -121,22 +121,26 @@ class Collector:
                     admission.retry(failure)
                     continue
                 return [admission.fail(failure)]
-            finally:
-                self._ended_s = time.monotonic()
             progress.advance(samples)
             return [samples]
         raise AssertionError("num_attempts is at least 1")
 
+    async def _timed(self, rollouts: Coroutine[Any, Any, list[Result]]) -> list[Result]:
+        try:
+            return await rollouts
+        finally:
+            self._ended_s = time.monotonic()
+
     def _check_progress(self, running: Sequence[asyncio.Task[Any]]) -> float:
         """Seconds in which a rollout has to end. Raises: NoProgress if it is too late, with stacks in the log."""
-        assert self._deadline_s is not None
-        if (left_s := self._ended_s + self._deadline_s - time.monotonic()) > 0 or not running:
+        assert self.deadline_s is not None
+        if (left_s := self._ended_s + self.deadline_s - time.monotonic()) > 0:
             return left_s
         names = list(dict.fromkeys(task.get_name() for task in running))
         log.error("no rollout ends. %s", stacks(names[:SHOWN]))
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         waits = f"{len(running)} rollouts run, of {', '.join(names[:SHOWN])}{more}"
-        raise no_progress(self._deadline_s, self.requests, num_running=len(running), waits=waits, failures=())
+        raise no_progress(self.deadline_s, self.requests, num_running=len(running), waits=waits, failures=())
 
 
 def _samples(made: object) -> list[Sample]:

@@ -31,12 +31,18 @@ class GeneratorCollector(Collector):
     """Calls `generate` once for each group."""
 
     def __init__(
-        self, generator: GeneratorInterface, rollout: Rollout, engines: Engines, step: Callable[[], int], report: Report
+        self,
+        generator: GeneratorInterface,
+        rollout: Rollout,
+        engines: Engines,
+        step: Callable[[], int],
+        report: Report,
+        deadline_s: float | None = None,
     ) -> None:
         """Args: rollout: the one that plays environments; step: number of steps that were trained; report: receives the
         rollout_metrics of training samples.
         """
-        super().__init__(rollout, engines)
+        super().__init__(rollout, engines, deadline_s)
         self._generator, self._step, self._report = generator, step, report
         self._phase: TrainingPhase = "eval"
         self._policy_version: Callable[[], int] = lambda: UNKNOWN_VERSION

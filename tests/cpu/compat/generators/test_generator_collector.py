@@ -17,6 +17,7 @@ from skyrl_train.rollout.admission import Admission, Ledger, TooManyFailures
 from skyrl_train.rollout.contract import Engines
 from skyrl_train.rollout.oversampling import OverSamplingSource
 from skyrl_train.rollout.source import SourceParts
+from skyrl_train.rollout.streaming.watchdog import NoProgress
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.types import Generation, Group, Prompt, SamplingParams
 from tests.support.rollouts import Quiet, prompt
@@ -99,6 +100,22 @@ class World:
         rows = [prompt(uid) for uid in uids]
         made = self.training(needs).collect(rows, n_samples, PARAMS, self.progress, admission)
         return asyncio.run(made), admission
+
+
+class Hangs(Single):
+    """A generator that never returns."""
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        await asyncio.sleep(100)
+        raise AssertionError
+
+
+def test_a_generator_that_never_returns_ends_the_collection(caplog: pytest.LogCaptureFixture):
+    world = World(generator=Hangs())
+    world.evaluating.deadline_s = 0.1
+    with pytest.raises(NoProgress, match="do not return"):
+        world.collect("0")
+    assert "in generate" in caplog.text
 
 
 def test_generate_is_called_for_each_group_and_its_samples_are_those_of_the_engines():
