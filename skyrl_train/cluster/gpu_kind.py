@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 KIND = "accelerator_type:"
 """Prefix of the resource by which Ray names the accelerators of a node."""
 ANSWER_S = 60.0
+"""Timeout for the nodes' answers."""
 
 
 def local_gpu_kind() -> DeviceKind | None:
@@ -37,7 +38,8 @@ async def cluster_gpu_kind(ask: Callable[[], DeviceKind | None] = this_device) -
     except (RayError, TimeoutError) as error:
         for ref in refs:
             ray.cancel(ref, force=True)
-        log.warning("no node reported its GPUs (%s), so open keys are not chosen for them", error or "timeout")
+        reason = str(error) or f"no answer within {ANSWER_S:g} s"
+        log.warning("the nodes did not report their GPUs (%s), so open keys are not chosen for them", reason)
         return None
     if not found or None in found:
         return None

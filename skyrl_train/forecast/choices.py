@@ -59,9 +59,8 @@ class Choices:
 def chosen(inputs: Inputs) -> Choices:
     """Values of all open keys, for the longest samples; keys that are given stay, and the others fit them."""
     config, made = inputs.config, list[Choice]()
-    if isinstance(config, Config) and config.generator.run_engines_locally:
-        made += _engine_choices(config, inputs.model, inputs.device, _samples_at_once(config))
-        config = _with_engine_choices(config, made)
+    if isinstance(config, Config):
+        config, made = _with_engine_choices(config, inputs.model, inputs.device, _samples_at_once(config))
     trainer, megatron = config.trainer, config.trainer.policy.megatron_config
     if trainer.max_tokens_per_microbatch is None or megatron.recompute_granularity == "auto":
         option, choice = _trainer_choice(replace(inputs, config=config, workload=workload_of(config)))
@@ -74,19 +73,24 @@ def chosen(inputs: Inputs) -> Choices:
 
 def chosen_for_evaluation(config: Config, model: PretrainedConfig, device: DeviceKind) -> Choices:
     """Like `chosen`, for engines of an evaluation without training."""
-    made = list(_engine_choices(config, model, device, _evaluated_at_once(config)))
-    return Choices(_with_engine_choices(config, made), tuple(made), device.name)
+    chosen_config, made = _with_engine_choices(config, model, device, _evaluated_at_once(config))
+    return Choices(chosen_config, tuple(made), device.name)
 
 
-def _with_engine_choices(config: Config, made: list[Choice]) -> Config:
+def _with_engine_choices(
+    config: Config, model: PretrainedConfig, device: DeviceKind, samples_at_once: int
+) -> tuple[Config, list[Choice]]:
+    """Nothing is chosen for running servers, which have their own settings."""
+    if not config.generator.run_engines_locally:
+        return config, []
+    made = list(_engine_choices(config.generator, model, device, samples_at_once))
     values: dict[str, Any] = {key.rpartition(".")[2]: value for choice in made for key, value in choice.values}
-    return replace(config, generator=replace(config.generator, **values))
+    return replace(config, generator=replace(config.generator, **values)), made
 
 
 def _engine_choices(
-    config: Config, model: PretrainedConfig, device: DeviceKind, samples_at_once: int
+    generator: GeneratorConfig, model: PretrainedConfig, device: DeviceKind, samples_at_once: int
 ) -> Iterator[Choice]:
-    generator = config.generator
     if generator.enforce_eager is None:
         yield Choice((("generator.enforce_eager", False),), "GPUs can run CUDA graphs")
     if generator.max_num_seqs is None:

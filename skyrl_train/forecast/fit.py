@@ -43,7 +43,8 @@ def fitted_for_evaluation(
 ) -> Config:
     """Like `fitted`, for engines alone; nothing is refused."""
     choices = chosen_for_evaluation(config, model, kind)
-    say(report.choices_line(choices))
+    if choices.made:
+        say(report.choices_line(choices))
     return cast(Config, choices.config)
 
 

@@ -127,7 +127,7 @@ def test_a_node_reports_the_kind_of_its_gpus(cluster: Cluster, caplog: pytest.Lo
     assert asyncio.run(cluster_gpu_kind(partial(device_kind, "NVIDIA H200"))) == device_kind("H200")
     assert asyncio.run(cluster_gpu_kind()) is None and not caplog.records, "the node has no driver"
     assert asyncio.run(cluster_gpu_kind(partial(int, "no number"))) is None  # type: ignore[arg-type]
-    assert "no node reported its GPUs" in caplog.text and "invalid literal for int()" in caplog.text
+    assert "the nodes did not report their GPUs" in caplog.text and "invalid literal for int()" in caplog.text
 
 
 def test_an_impossible_placement_fails_at_once_and_says_what_was_asked_and_what_there_is(cluster: Cluster):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,4 +117,6 @@ def test_an_evaluation_chooses_the_keys_of_its_engines_and_refuses_nothing():
     made = fitted_for_evaluation(config, model_config("qwen3-30b-a3b"), kind_of("NVIDIA H100"), said.append)
     assert made.generator.max_num_seqs == 408 and not made.generator.enforce_eager  # 800 / 2, and one prompt's 8 more
     assert made.trainer == config.trainer
+    served = replace(config, generator=replace(config.generator, run_engines_locally=False))
+    assert fitted_for_evaluation(served, model_config("qwen3-0.6b"), kind_of("NVIDIA H100"), said.append) == served
     assert len(said) == 1 and "max_num_seqs=408, because an engine may get 408 samples at once" in said[0]
