@@ -22,7 +22,7 @@ from skyrl_train.config.compose import resolved
 from skyrl_train.config.overrides import hydra_line, literal, parse
 from skyrl_train.config.rl import RL
 from skyrl_train.config.schema import field_types, is_free_form, key_types
-from skyrl_train.config.skyrl_04.notice import tell
+from skyrl_train.config.skyrl_04.notice import report
 from skyrl_train.config.skyrl_04.table import table
 from skyrl_train.config.skyrl_04.translate import Translation, translate
 
@@ -77,7 +77,7 @@ def validate_cfg(cfg: DictConfig) -> None:
         raise ConfigError(translation.problems)
     config = config_of(cfg)
     given = [text.lstrip("+").partition("=")[0] for text in sys.argv[1:] if "=" in text]
-    tell(translation, resolved(cfg), given)
+    report(translation, resolved(cfg), given)
     try:
         check(config, None, files=False)
     except ConfigError as error:

@@ -19,7 +19,7 @@ from skyrl_train.config.files import experiments, shipped_folder
 from skyrl_train.config.overrides import parse
 from skyrl_train.config.redaction import Secrets, secrets_of
 from skyrl_train.config.schema import build
-from skyrl_train.config.skyrl_04.notice import tell
+from skyrl_train.config.skyrl_04.notice import report
 from skyrl_train.config.skyrl_04.translate import translate
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class Program(Generic[T]):
 
     def _built(self, composed: compose.Composed) -> T:
         values, where = composed.values, composed.where
-        tell(composed.translation, values, composed.chosen)
+        report(composed.translation, values, composed.chosen)
         modules = values["trainer"].get("custom_modules")
         try:
             import_modules([modules] if isinstance(modules, str) else modules or ())

@@ -19,7 +19,7 @@ def print_report(run_dir: RunDir, status: str, console: Console) -> None:
     """Write the report, and print a summary and its files."""
     if not run_dir.has_metrics:
         if status == "finished":  # else the reason has been said
-            console.print("report  none: it is drawn from metrics.jsonl (jsonl in trainer.logger)", soft_wrap=True)
+            console.print("report  none: it is made from metrics.jsonl (jsonl in trainer.logger)", soft_wrap=True)
         return
     from skyrl_train.tracking.report.history import load_history, summarize
     from skyrl_train.tracking.report.report import write_report

@@ -63,8 +63,8 @@ class _Running:
 
 
 class EvaluationBeside:
-    """An evaluation beside training, which continues: its requests share the engines with the rollouts, or have engines
-    of their own, whose weights are loaded before it begins and then stay.
+    """An evaluation beside training, which continues: its requests share the engines with the rollouts, or have
+    dedicated engines, whose weights are loaded before it begins and then stay.
 
     It holds nothing that rollouts wait for, so neither can block the other. On shared engines, weights that are
     published in the meantime answer what is left of it; the metrics say how much.

@@ -87,7 +87,7 @@ class Colocated(Residency):
         self._policy_parts: frozenset[str] = frozenset()
         """Parts of the policy on the devices."""
         self._resident_scorer: ScorerGroup | None = None
-        """The scorer with processes of its own that is on the devices."""
+        """The scorer that has its own processes and is on the devices."""
         self._engines_are: Literal["awake", "without KV cache", "half loaded", "asleep", "without weights"] = "awake"
         """
         - awake: weights and KV cache are on the devices; without KV cache: only the weights;

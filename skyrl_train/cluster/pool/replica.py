@@ -24,6 +24,7 @@ from skyrl_train.types import Generation
 MAX_CONCURRENCY = 1000
 ENGINE_PROCESS = "skyrl_train.cluster.pool.engine_process:EngineProcess"
 KILL_S = 2 * GONE_S + TRACKER_S
+"""Timeout in seconds for an engine's processes to end after they were killed."""
 PROBE_S = 30.0
 """Timeout in seconds of a health check, which an engine passes even while it closes a failed sync."""
 

@@ -92,7 +92,7 @@ class WorkerGroup:
 
     async def build(self, entry_point: str, kwargs: dict[str, Any]) -> list[Any]:
         """Make `module:Class` on every rank. Returns: each rank's position in the layout."""
-        if self._custom_modules:  # a call of its own, before arguments are unpickled that may refer to these modules
+        if self._custom_modules:  # a separate call, before arguments are unpickled that may refer to these modules
             await self.all("import_modules", self._custom_modules)
         address, port = await self.one(0, "find_meeting_place")
         if len({place.node for place in await self.places()}) == 1:

@@ -13,7 +13,7 @@ from skyrl_train.config.skyrl_04.translate import STRICT, Translation, shown
 log = logging.getLogger(__name__)
 
 
-def tell(translation: Translation, values: Mapping[str, Any], chosen: Collection[str]) -> None:
+def report(translation: Translation, values: Mapping[str, Any], chosen: Collection[str]) -> None:
     """Log what was translated. Args: values, chosen: of the composed configuration (compose.py).
 
     Raises: ConfigError where trainer.strict_config refuses what was translated.

@@ -1,3 +1,3 @@
-"""A vLLM engine in an actor of its own. Read `engine`, then `core`, `requests` and `weights`. `compat` holds what
+"""A vLLM engine in its own actor. Read `engine`, then `core`, `requests` and `weights`. `compat` holds what
 differs between vLLM versions.
 """

@@ -55,7 +55,7 @@ class CudaIpcSendChannel(LocalSendChannel):
             _, handle = reduce_tensor(buffer)
             self._told[slot] = buffer
         torch.cuda.current_stream().synchronize()
-        self.tell(self.bucket, handle)
+        self.notify(self.bucket, handle)
 
     def drain(self, check: Check) -> None:
         super().drain(check)

@@ -91,7 +91,7 @@ class ShmSendChannel(LocalSendChannel):
     def publish(self, num_bytes: int) -> None:
         memory = self._slots[self.slot]
         assert memory is not None
-        self.tell(self.bucket, file=memory.descriptor)
+        self.notify(self.bucket, file=memory.descriptor)
 
     def _drop(self, slot: int) -> None:
         memory, self._slots[slot] = self._slots[slot], None

@@ -81,9 +81,9 @@ class LocalSendChannel:
     def abort(self) -> None:
         """Notify the receivers that there are no more tensors."""
         with contextlib.suppress(WeightSyncError):
-            self.tell(ABORTED)
+            self.notify(ABORTED)
 
-    def tell(self, bucket: int, content: Any = None, file: int | None = None) -> None:
+    def notify(self, bucket: int, content: Any = None, file: int | None = None) -> None:
         """Report a bucket as ready. Raises: PeerLostError. Args: file: a descriptor, copied to each receiver."""
         with _worker_alive():
             for receiver in self._receivers:

@@ -39,7 +39,7 @@ def test_a_run_without_json_lines_has_no_report_and_a_finished_one_says_why(stat
     console = Console(file=io.StringIO(), width=40)
     print_report(RunDir(tmp_path, io.StringIO()), status, console)
     said = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert said == ["report  none: it is drawn from metrics.jsonl (jsonl in trainer.logger)"][:lines]
+    assert said == ["report  none: it is made from metrics.jsonl (jsonl in trainer.logger)"][:lines]
 
 
 def test_the_resuming_command_is_the_old_one_without_its_checkpoint_and_its_secrets():

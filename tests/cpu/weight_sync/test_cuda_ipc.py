@@ -44,7 +44,10 @@ class Device:
         patch.setattr(cuda_ipc, "reduce_tensor", self._reduce)
         patch.setattr(cuda_ipc, "rebuild_cuda_tensor", self._rebuild)
         self._watch(
-            patch, LocalSendChannel, "tell", lambda n, content=None, **_: f"tell {n}{' with handle' * bool(content)}"
+            patch,
+            LocalSendChannel,
+            "notify",
+            lambda n, content=None, **_: f"notify {n}{' with handle' * bool(content)}",
         )
         self._watch(patch, LocalSendChannel, "wait_taken", lambda count, check: f"wait for {count}")
         self._watch(patch, LocalReceiveChannel, "taken", lambda bucket: f"taken {bucket}, {self._num_mapped} mapped")
@@ -119,10 +122,10 @@ def test_each_update_maps_every_buffer_once_and_frees_it_before_the_sender_learn
         assert report.digests == end.digests and all(torch.equal(loaded[name], tensor) for name, tensor in sent)
         first = 3 * update
         assert device.done["sender"] == [
-            *("wait for -1", "memory to share", "new 1024", "synchronize", "tell 0 with handle"),
-            *("wait for 0", "memory to share", "new 1024", "synchronize", "tell 1 with handle"),
-            *("wait for 1", "memory to share", "new 2048", "synchronize", "tell 2 with handle"),
-            *("wait for 2", "synchronize", "tell 3"),
+            *("wait for -1", "memory to share", "new 1024", "synchronize", "notify 0 with handle"),
+            *("wait for 0", "memory to share", "new 1024", "synchronize", "notify 1 with handle"),
+            *("wait for 1", "memory to share", "new 2048", "synchronize", "notify 2 with handle"),
+            *("wait for 2", "synchronize", "notify 3"),
             *("wait for 4", "collect"),
         ]
         assert device.done["receiver"] == [
@@ -142,7 +145,7 @@ def test_a_sender_that_fails_gives_its_memory_back_and_ends_the_receiver(device:
     sender, end = connected(lambda pairs: None)
     with pytest.raises(RuntimeError, match="conversion failed"):
         sender.send(specs_of(weights(0)), source())
-    assert device.done["sender"][-2:] == ["tell -1", "collect"]
+    assert device.done["sender"][-2:] == ["notify -1", "collect"]
     assert end.received is not None
     with pytest.raises(WeightSyncError, match="gave up"):
         end.received.wait()

@@ -241,8 +241,8 @@ def test_a_name_that_is_exported_twice_is_refused():
 
 def test_a_lost_bucket_is_noticed_at_the_next_one(monkeypatch):
     pair = Pair(1024, Loader())
-    tell = pair.channel.tell
-    monkeypatch.setattr(pair.channel, "tell", lambda bucket, **more: bucket == 1 or tell(bucket, **more))
+    notify = pair.channel.notify
+    monkeypatch.setattr(pair.channel, "notify", lambda bucket, **more: bucket == 1 or notify(bucket, **more))
     with pytest.raises(WeightSyncError, match="received bucket 2, expected 1"):
         pair.send([(f"t{n}", torch.zeros(256)) for n in range(7)])
     pair.close()
