@@ -139,10 +139,10 @@ class VllmEngine:
 
     async def pause(self, mode: PauseMode | None = None) -> None:
         """Like `Engine.pause`. Raises: TimeoutError with the requests that have not ended in the mode "wait"."""
-        mode = self._settings.generator.pause_mode if mode is None else mode  # type: ignore[assignment]  # one of three
+        chosen: str = mode or self._settings.generator.pause_mode
         self._running.clear()
-        pause = self._core.llm.pause_generation(mode=mode, clear_cache=True)
-        if mode != "wait":
+        pause = self._core.pause(chosen)
+        if chosen != "wait":
             await self._core.call(pause, "pausing")
             return
         try:
@@ -177,7 +177,7 @@ class VllmEngine:
         unknown to the engine, or the incomplete layers; the engine then stays paused.
         """
         await self._weights.finish(policy_version, sent_digests)
-        self._versions.move_to(policy_version)
+        await self._versions.move_to(policy_version)
         if self._server is not None:
             self._server.move_to(policy_version)
         self._weights.are_complete = True
@@ -207,8 +207,7 @@ class VllmEngine:
         """
         if not self._weights.are_complete:
             await self._weights.close_failed()
-            abort = self._core.llm.pause_generation(mode="abort", clear_cache=True)
-            await self._core.call(abort, "aborting frozen requests")
+            await self._core.call(self._core.pause("abort"), "aborting frozen requests")
         await self._wake("kv_cache")
 
     async def wake_weights(self) -> None:

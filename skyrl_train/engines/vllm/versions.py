@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Sequence
@@ -33,8 +34,10 @@ class VersionTracker:
         """Running request -> index of its completion -> versions, if the weights changed while it ran."""
         self.policy_version = 0
 
-    def move_to(self, policy_version: int) -> None:
+    async def move_to(self, policy_version: int) -> None:
         """To be called while the engine is paused, after the new weights were loaded."""
+        while not self._native and not self._llm.engine_core.outputs_queue.empty():
+            await asyncio.sleep(0)  # tokens of the old weights that are not counted yet
         for state in self._llm.output_processor.request_states.values():
             changes = self._starts.get((state.parent_req or state).external_req_id)
             if changes is not None and state.detokenizer is not None:

@@ -194,7 +194,7 @@ def test_requests_that_do_not_end_are_named(monkeypatch: pytest.MonkeyPatch):
         engine._running = asyncio.Event()
         llm: Any = SimpleNamespace(
             errored=False,
-            pause_generation=lambda mode, clear_cache: asyncio.sleep(30),
+            engine_core=SimpleNamespace(pause_scheduler_async=lambda mode, clear_cache: asyncio.sleep(30)),
             output_processor=SimpleNamespace(request_states={f"chatcmpl-{n}": None for n in range(6)}),
         )
         engine._core = Core(llm, timeout_s=60)

@@ -62,6 +62,7 @@ class FrozenCore:
     def __init__(self) -> None:
         self.asleep: set[str] = set()
         self.is_whole, self.frozen, self.is_paused = True, 3, False
+        self.engine_core = self
 
     async def sleep(self, level: int, mode: str) -> None:
         assert mode == "keep" and not self.asleep, "it would unmap a second time what sleeps"
@@ -73,7 +74,7 @@ class FrozenCore:
         if not self.asleep:
             self._resume()
 
-    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         self.is_paused = True
         self.frozen = 0 if mode == "abort" else self.frozen
 
