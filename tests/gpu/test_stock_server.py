@@ -33,7 +33,7 @@ def stock_server(model: Path, gpu: str, dtype: str = "bfloat16"):
         {"CUDA_VISIBLE_DEVICES": gpu, "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"},
         dtype=dtype,
         max_model_len=64,
-        gpu_memory_utilization=0.2,
+        gpu_memory_utilization=0.1,
         logprobs_mode="processed_logprobs",
         weight_transfer_config=json.dumps({"backend": "nccl"}),
     )
