@@ -1,14 +1,14 @@
 """Steps of synchronous and streaming runs of a real model shape with random weights, on the same processes.
 
-    python -m benchmarks.streaming --shape qwen3-0.6b [--steps 4] [--cases fixed spread] [--json FILE] [OVERRIDES ...]
+    python -m benchmarks.streaming --shape qwen3-0.6b [--steps 8] [--cases fixed spread] [--json FILE] [OVERRIDES ...]
 
 Policy and engine have a GPU each. Cases: `fixed`, all responses of --new-tokens tokens; `spread`, lengths from 64 to
 --longest tokens, uniform in their logarithm and the same in all runs. Each case runs with the on-policy source and with
 streaming at each --staleness. Columns: seconds from one step's metrics to the next's (mean, after --warm-up steps: a
-streaming run generates its first batches before its first step, so its first steps wait for nothing), the on-policy
-run's time over it, seconds of generation and update, the fractions of a step in which the trainer waited for groups and
-engines had no request, staleness of the tokens (mean, max), and seconds of a weight sync, during which the engines
-pause.
+streaming run generates its first batches before its first step, so its first steps wait for nothing; one step of an
+on-policy run), the on-policy run's time over it, seconds of generation and update, the fractions of a step in which the
+trainer waited for groups and engines had no request, staleness of the tokens (mean, max), seconds of a weight sync,
+during which the engines pause, and of that the milliseconds that are not the transfer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from skyrl_train.entrypoints.command import guarded
 
 HEADINGS = (
     *("run", "step s", "times as fast", "tokens", "generate s", "update s"),
-    *("trainer waits", "engines idle", "staleness", "sync s"),
+    *("trainer waits", "engines idle", "staleness", "sync s", "beyond transfer ms"),
 )
 SHORTEST = 64
 PROMPT_TOKENS, SAMPLES_PER_PROMPT = 128, 8
@@ -58,6 +58,10 @@ class Case:
         source = "on_policy" if self.staleness is None else f"staleness_{self.staleness}"
         return f"{self.lengths}_{source}"
 
+    def steps(self, args: argparse.Namespace) -> tuple[int, int]:
+        """Before those that are measured, and those."""
+        return (1, args.on_policy_steps) if self.staleness is None else (args.warm_up, args.steps)
+
     def overrides(self, args: argparse.Namespace) -> list[str]:
         """What differs from the other cases."""
         long = self.lengths == "spread"
@@ -68,15 +72,15 @@ class Case:
 
 
 def config_of(case: Case, args: argparse.Namespace, model: Path, data: Path) -> Config:
-    samples = args.prompts * SAMPLES_PER_PROMPT
+    in_flight = 2 * args.prompts * SAMPLES_PER_PROMPT  # at the default pipeline_depth; the engines serve all runs
     return skyrl_train.load_config(
         [
             *(f"data.train_data=[{data}]", f"environment.env_class={DIGIT_SHARE}", "trainer.seed=1"),
-            *(f"trainer.policy.model.path={model}", f"trainer.max_training_steps={args.warm_up + args.steps}"),
+            *(f"trainer.policy.model.path={model}", f"trainer.max_training_steps={sum(case.steps(args))}"),
             *(f"trainer.train_batch_size={args.prompts}", f"trainer.policy_mini_batch_size={args.prompts}"),
             *(f"trainer.max_tokens_per_microbatch={args.max_tokens}", f"trainer.max_prompt_length={PROMPT_TOKENS}"),
             *("trainer.log_samples_interval=-1", "trainer.ckpt_interval=-1", "trainer.hf_save_interval=0"),
-            *("trainer.logger=[jsonl]", "trainer.algorithm.use_kl_loss=false", f"generator.max_num_seqs={samples}"),
+            *("trainer.logger=[jsonl]", "trainer.algorithm.use_kl_loss=false", f"generator.max_num_seqs={in_flight}"),
             f"trainer.policy.megatron_config.transformer_impl={args.impl}",
             *(f"generator.n_samples_per_prompt={SAMPLES_PER_PROMPT}", *case.overrides(args), *args.overrides),
         ]
@@ -105,6 +109,7 @@ def line_of(case: Case, found: Mapping[str, float], synchronous: Mapping[str, fl
         *(f"{found.get(f'async/{name}', 0.0):.1%}" for name in ("trainer_wait_share", "engine_idle_share")),
         f"{found.get('async/staleness_mean', 0.0):.2f} ({found.get('async/staleness_max', 0.0):.0f})",
         f"{found['timing/sync_weights']:.3f}",
+        f"{1000 * found['perf/sync_overhead_s']:.1f}",
     ]
     return "| " + " | ".join(cells) + " |"
 
@@ -112,8 +117,9 @@ def line_of(case: Case, found: Mapping[str, float], synchronous: Mapping[str, fl
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model(parser)
-    parser.add_argument("--steps", type=int, default=8, help="measured steps of each run")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of a streaming run")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
+    parser.add_argument("--on-policy-steps", type=int, default=3, help="measured steps of an on-policy run, after one")
     parser.add_argument("--cases", nargs="+", choices=("fixed", "spread"), default=["spread", "fixed"])
     parser.add_argument("--staleness", nargs="+", type=int, default=[1])
     parser.add_argument("--prompts", type=int, default=64)
@@ -137,7 +143,7 @@ def main() -> int:
     results: dict[str, dict[str, float]] = {}
 
     def note(name: str, rows: Rows) -> None:
-        results[name] = measured(rows, args.warm_up)
+        results[name] = measured(rows, cases[name].steps(args)[0])
         line = line_of(cases[name], results[name], results.get(f"{cases[name].lengths}_on_policy"))
         print(line, flush=True)
         write_json(args.json, {"arguments": {key: str(value) for key, value in vars(args).items()}} | results)

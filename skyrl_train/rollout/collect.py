@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 
 Result = list[Sample] | Failure
 T = TypeVar("T")
+TAIL_BEGINS = 0.9
+"""Fraction of the rollouts; the others are the tail of a collection."""
 
 
 class Progress(Protocol):
@@ -55,6 +58,8 @@ class Collector:
         self._rollout, self.engines, self.deadline_s = rollout, engines, deadline_s
         self._ended_s = 0.0
         """Time at which a rollout last ended, or a collection began."""
+        self.tail_s = 0.0
+        """Seconds of the last collection after TAIL_BEGINS of its rollouts had ended."""
 
     @property
     def requests(self) -> Requests:
@@ -76,13 +81,13 @@ class Collector:
             with_greedy: generate another, greedy response for each prompt.
         Raises: errors of the admission and of the engines, and NoProgress; first all other rollouts are cancelled.
         """
-        self._ended_s = time.monotonic()
+        self._ended_s, ends = time.monotonic(), list[float]()
         params = [sampling_params] * n_samples + [replace(sampling_params, temperature=0.0)] * with_greedy
         progress.start(len(prompts) * len(params))
         try:
             results = await all_or_first_error(
                 [
-                    (task_name(prompt), self._timed(rollouts))
+                    (task_name(prompt), self._timed(rollouts, ends))
                     for prompt in prompts
                     for rollouts in self._rollouts(prompt, params, progress, admission)
                 ],
@@ -90,6 +95,7 @@ class Collector:
             )
         finally:
             progress.stop()
+        self.tail_s = ends[-1] - ends[math.ceil(TAIL_BEGINS * len(ends)) - 1] if ends else 0.0
         flat, groups = [result for made in results for result in made], []
         for i, prompt in enumerate(prompts):
             own_results = flat[i * len(params) : (i + 1) * len(params)]
@@ -125,11 +131,12 @@ class Collector:
             return [samples]
         raise AssertionError("num_attempts is at least 1")
 
-    async def _timed(self, rollouts: Coroutine[Any, Any, list[Result]]) -> list[Result]:
+    async def _timed(self, rollouts: Coroutine[Any, Any, list[Result]], ends: list[float]) -> list[Result]:
         try:
             return await rollouts
         finally:
             self._ended_s = time.monotonic()
+            ends.append(self._ended_s)
 
     def _check_progress(self, running: Sequence[asyncio.Task[Any]]) -> float:
         """Seconds in which a rollout has to end. Raises: NoProgress if it is too late, with stacks in the log."""

@@ -103,7 +103,9 @@ class SourceParts:
         with self.timers("sync_weights"):
             await self.wake_engines()
         with self.timers("generate"):
-            return await self._collect(prompts, sampling_params, admission, self.progress)
+            groups = await self._collect(prompts, sampling_params, admission, self.progress)
+        self.timers.add("generate_tail", self.collector.tail_s)
+        return groups
 
     async def group(self, prompt: Prompt, epoch: int, admission: Admission, progress: Progress) -> Group | None:
         """One group like those of `collect`, from engines that are awake; None if it failed or was filtered."""

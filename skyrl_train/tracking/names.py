@@ -39,7 +39,10 @@ PHASES = (
     Phase("timing/save_hf_model", "save", in_step=False),
     Phase("timing/save_checkpoints", "checkpoint", in_step=False),
 )
-WITHIN_PHASES = ("timing/offload", "timing/reload", "timing/engine_sleep", "timing/engine_wake")
+WITHIN_PHASES = (
+    *("timing/generate_tail", "timing/offload", "timing/reload"),
+    *("timing/engine_sleep", "timing/engine_wake"),
+)
 
 
 def phases_of(metrics: Mapping[str, float]) -> list[Phase]:

@@ -53,6 +53,11 @@ class Timers:
             _, start = self._open.pop(key)
             self._spans.setdefault(phase, []).append((start, self._clock()))
 
+    def add(self, phase: str, seconds: float) -> None:
+        """Record a span that ends now."""
+        now = self._clock()
+        self._spans.setdefault(phase, []).append((now - seconds, now))
+
     def spans(self, phase: str) -> list[Span]:
         """Spans of `phase` since the last reset; one that is still open ends now."""
         now = self._clock()

@@ -28,4 +28,7 @@ class Publisher:
             await self.before_sync()
         with self.timers("sync_weights"):
             sync = await self.residency.sync_weights(groups)
-        return {"perf/sync_gb_per_s": sync.num_bytes / sync.seconds / 1e9}
+        return {
+            "perf/sync_gb_per_s": sync.num_bytes / sync.seconds / 1e9,
+            "perf/sync_overhead_s": sync.begin_s + sync.finish_s,
+        }

@@ -1,6 +1,7 @@
 import asyncio
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import skyrl_gym
@@ -8,10 +9,13 @@ import torch
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 from skyrl_train.rollout.admission import Admission, Failure
+from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.episode import EnvironmentFailure
 from skyrl_train.rollout.metrics import evaluation_metrics, rollout_metrics
 from skyrl_train.rollout.seeds import seed
 from skyrl_train.types import Generation, Group, Prompt, Sample, final_reward
+from tests.support.rollouts import engines_of
+from tests.support.rollouts import sample as rolled_out
 from tests.support.scripted import PARAMS, NeverAnswers, prompt, sampler
 from tests.support.tiny import tiny_tokenizer
 
@@ -73,6 +77,23 @@ def test_all_samples_are_in_flight_at_once_and_those_of_a_prompt_share_its_route
 
     collect(generate, sums(4), n_samples=3)
     assert sorted(keys) == ["0"] * 3 + ["1"] * 3 + ["2"] * 3 + ["3"] * 3
+
+
+def test_the_tail_begins_when_nine_of_ten_rollouts_have_ended(monkeypatch: pytest.MonkeyPatch):
+    now = 0.0
+    monkeypatch.setattr("skyrl_train.rollout.collect.time", SimpleNamespace(monotonic=lambda: now))
+
+    async def rollout(asked, params, engines):
+        nonlocal now
+        await asyncio.sleep(0)
+        now = 3.0 * int(asked.uid) ** 2
+        return rolled_out(1.0)
+
+    collector = Collector(rollout, engines_of(None))
+    assert collector.tail_s == 0
+    for n_prompts, tail_s in ((20, 3 * (19**2 - 17**2)), (1, 0), (0, 0)):
+        asyncio.run(collector.collect(sums(n_prompts), 1, PARAMS, Tally(), Admission(0)))
+        assert collector.tail_s == tail_s
 
 
 def asked_seeds(base, arrive_in_order, n_samples=2):

@@ -69,7 +69,7 @@ def test_a_step_has_the_next_rows_of_the_epoch_in_order_and_wakes_the_engines_fi
     assert [len(set(step)) for step in steps] == [4, 4, 4]
     assert not set(steps[0]) & set(steps[1]) and world.waked == 3
     assert world.source.metrics() == {"trainer/epoch": 1.0}, "two batches of four in ten rows"
-    assert world.timers.metrics().keys() == {"timing/sync_weights", "timing/generate"}
+    assert world.timers.metrics().keys() == {"timing/sync_weights", "timing/generate", "timing/generate_tail"}
 
 
 def test_the_seeds_of_a_row_depend_on_its_epoch_and_not_on_the_step():
