@@ -56,6 +56,8 @@ class Forecast:
     times: tuple[PhaseTime, ...]
     capacity: float
     layout: Layout
+    overlaps: bool = False
+    """Whether engines generate while the trainers work."""
 
     @property
     def fullest(self) -> PhaseMemory:
@@ -73,7 +75,12 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        return sum(time.seconds for time in self.times)
+        """Duration of a step. Engines that generate beside the trainers pause for a weight sync."""
+        whole = sum(time.seconds for time in self.times)
+        if not self.overlaps:
+            return whole
+        seconds = {time.phase: time.seconds for time in self.times}
+        return max(seconds["generation"] + seconds["weight sync"], whole - seconds["generation"])
 
 
 def workload_of(config: RunConfig, prompt_tokens: int | None = None, response_tokens: int | None = None) -> Workload:
@@ -131,7 +138,8 @@ def forecast(inputs: Inputs) -> Forecast:
         times.append(duration.sync(num_bytes, layout.pp, constants.sync))
         if shared:
             phases = _shared(inputs, phases, policy, left)
-    return Forecast(tuple(phases), host if shared else 0.0, tuple(times), inputs.capacity, layout)
+    overlaps = config.trainer.depth > 0 and not shared and config.generator.run_engines_locally
+    return Forecast(tuple(phases), host if shared else 0.0, tuple(times), inputs.capacity, layout, overlaps)
 
 
 def model_of_ranks(

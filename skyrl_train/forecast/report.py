@@ -48,7 +48,9 @@ def memory_table(made: Forecast) -> Table:
         phase.phase if phase.device in ("all", phase.phase) else f"{phase.phase} ({phase.device})"
         for phase in made.phases
     ]
-    table = Table("GiB of the fullest rank", *heads)
+    grows = sorted({part.name for phase in made.phases for part in phase.parts if part.least is not None})
+    caption = f"needed: without what only uses free memory ({', '.join(grows)})" if grows else None
+    table = Table("GiB of the fullest rank", *heads, caption=caption)
     for name in names:
         cells = []
         for phase in made.phases:
@@ -57,7 +59,7 @@ def memory_table(made: Forecast) -> Table:
         table.add_row(name, *cells)
     table.add_section()
     table.add_row("together", *(gib(phase.likely) for phase in made.phases))
-    table.add_row("at least, at most", *(f"{gib(phase.low)}, {gib(phase.high)}" for phase in made.phases))
+    table.add_row("needed at least, at most", *(f"{gib(phase.low)}, {gib(phase.high)}" for phase in made.phases))
     table.add_row(f"of {gib(made.capacity)}", *(_verdict(phase, made.capacity) for phase in made.phases))
     return table
 
@@ -73,7 +75,8 @@ def time_table(made: Forecast) -> Table:
     table = Table("phase", "estimated seconds", "fraction", "limit")
     for time in made.times:
         table.add_row(time.phase, f"{time.seconds:.2f}", f"{time.seconds / made.seconds:.0%}", time.bound)
-    table.add_row("step", f"{made.seconds:.2f}", "", "phases one after the other")
+    order = "generation beside the other phases" if made.overlaps else "phases one after the other"
+    table.add_row("step", f"{made.seconds:.2f}", "", order)
     return table
 
 
@@ -99,6 +102,7 @@ def summary(made: Forecast) -> str:
     return (
         f"memory  GiB of {gib(made.capacity)} by the forecast ({made.layout}): {phases}{warning}\n"
         f"time    seconds of a step, estimated for the longest samples: {times}"
+        + (f"; {made.seconds:.3g} in all, as engines generate beside the trainers" if made.overlaps else "")
     )
 
 

@@ -72,6 +72,23 @@ def test_shared_devices_hold_what_others_leave_behind():
     assert on_nodes.host_bytes == pytest.approx(10 * 0.596e9, rel=0.01)
 
 
+@pytest.mark.parametrize(("response", "longest"), [(64, "update"), (4096, "generation")])
+def test_engines_of_their_own_generate_beside_a_streaming_run(response: int, longest: str):
+    length = f"generator.sampling_params.max_generate_length={response}"
+    streaming = "trainer.source=streaming"
+    in_turns = forecast(inputs("qwen3-0.6b", "h200", length))
+    beside = forecast(inputs("qwen3-0.6b", "h200", length, streaming))
+    assert beside.times == in_turns.times
+    seconds = {time.phase: time.seconds for time in in_turns.times}
+    assert in_turns.seconds == pytest.approx(sum(seconds.values()))
+    rest = sum(seconds.values()) - seconds["generation"]
+    assert beside.seconds == pytest.approx(
+        rest if longest == "update" else seconds["generation"] + seconds["weight sync"]
+    )
+    for other in ("trainer.max_staleness=0", "trainer.placement.colocate_all=true"):
+        assert not forecast(inputs("qwen3-0.6b", "h200", streaming, other)).overlaps
+
+
 @pytest.mark.parametrize(
     ("shape", "samples", "prompt", "response", "seconds"),
     [("qwen3-0.6b", 512, 128, 512, 6.14), ("qwen3-8b", 512, 128, 512, 12.55), ("qwen3-4b", 256, 128, 1920, 36.3)],
