@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from skyrl_train.device.memory import memory_in_use
 from skyrl_train.engines.settings import ADAPTER
 from skyrl_train.engines.vllm.worker.adapter_slots import AdapterUpdate, bind, first_adapter
-from skyrl_train.engines.vllm.worker.rotary import rotate_heads_with_torch
+from skyrl_train.engines.vllm.worker.cpu_kernels import replace_cpu_kernels
 from skyrl_train.engines.vllm.worker.sleeping import Unsynced, sleepable_bytes
 from skyrl_train.engines.vllm.worker.update import ModelUpdate
 from skyrl_train.weight_sync.channels.channel import ReceivingEnd
@@ -136,6 +136,6 @@ class SyncExtension:
         return memory_in_use(), sleepable_bytes() if can_sleep else {}
 
 
-rotate_heads_with_torch()
+replace_cpu_kernels()
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, SkyRLWeightTransfer)

@@ -1,4 +1,4 @@
-"""Rotation of queries and keys by vLLM on a CPU, against a multiplication of complex numbers."""
+"""vLLM on a CPU: rotation of queries and keys against complex numbers, values of draft tokens against a list."""
 
 from __future__ import annotations
 
@@ -52,3 +52,16 @@ def test_flat_queries_are_rotated_in_place_by_the_kernel(rotary: torch.nn.Module
     given = rotary.forward_cpu(POSITIONS, query, key)
     torch.testing.assert_close(given, expected)
     assert given[0].data_ptr() == query.data_ptr() and given[1].data_ptr() == key.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
+def test_each_draft_token_has_its_requests_value(dtype: torch.dtype):
+    from vllm.v1.sample import rejection_sampler
+
+    from skyrl_train.engines.vllm.worker import transfer  # noqa: F401
+
+    values, counts = torch.tensor([3, 0, 7, 5], dtype=dtype), torch.tensor([2, 1, 0, 3], dtype=torch.int32)
+    expand = rejection_sampler.expand_batch_to_tokens
+    assert expand(values, counts.cumsum(0), 6, 0, 1).tolist() == [3, 3, 1, 5, 5, 5]
+    assert expand(values, counts.cumsum(0), 6).tolist() == [3, 3, 0, 5, 5, 5]
+    assert expand(values, counts.cumsum(0), 6).dtype == dtype
