@@ -119,6 +119,13 @@ class Sample:
         """Sum of all rewards."""
         return float(self.rewards.sum())
 
+    @property
+    def known_spans(self) -> VersionSpans:
+        """`version_spans`; without them, all tokens as of `policy_version`, if that is known."""
+        if self.version_spans or self.policy_version == UNKNOWN_VERSION:
+            return self.version_spans
+        return ((self.policy_version, int(self.loss_mask.sum())),)
+
 
 def final_reward(length: int, reward: float) -> Tensor:
     """Rewards [L] of a sample whose last token earns everything."""

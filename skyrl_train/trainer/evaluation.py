@@ -107,7 +107,7 @@ class EvaluationBeside:
             return {}
         self._running = None
         groups = running.task.result()
-        spans = [span for group in groups for sample in group.samples for span in sample.version_spans]
+        spans = [span for group in groups for sample in group.samples for span in sample.known_spans]
         own = sum(count for version, count in spans if version == running.version)
         return self._evaluation.scored(running.step, groups, step) | {
             "eval/lag_steps": float(step - running.step),

@@ -37,7 +37,7 @@ class StreamMetrics:
             (step - self.steps[version], count)
             for finished in batch
             for sample in finished.item.samples
-            for version, count in sample.version_spans
+            for version, count in sample.known_spans
             if version in self.steps and count
         ]
         total = sum(count for _, count in tokens)

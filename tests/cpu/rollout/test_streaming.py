@@ -163,6 +163,28 @@ def test_the_staleness_in_the_log_is_what_the_engine_saw_and_within_the_bound(bo
     asyncio.run(main())
 
 
+def test_samples_of_which_only_the_version_is_known_have_its_staleness():
+    async def main() -> None:
+        world = World("trainer.max_staleness=1")
+        collector = world.source._parts.collector
+        rollout = collector._rollout
+
+        async def without_spans(*args: Any) -> Sample:
+            made = await rollout(*args)
+            assert isinstance(made, Sample)
+            return replace(made, version_spans=())
+
+        collector._rollout = without_spans
+        for _ in range(3):
+            await world.step()
+        metrics = world.source.metrics()
+        assert metrics["async/staleness_mean"] == metrics["async/share_1_behind"] == 1
+        assert metrics["perf/generate_tokens_per_s"] > 0
+        await world.source.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("overrides", [[], ["trainer.algorithm.dynamic_sampling.type=filter"]])
 def test_at_staleness_0_it_gives_what_the_synchronous_source_gives(overrides: list[str]):
     """Rows, order, seeds, rewards and filtered groups, over four epochs, though rollouts end in another order."""
