@@ -24,14 +24,13 @@ class StreamMetrics:
     _idle_s: float = 0.0
 
     def note_running(self, number: int) -> None:
-        """Count time without a running group as idle."""
+        """Count time without a group that engines can generate as idle."""
         now = self.clock()
         if self._idle_since_s is not None:
             self._idle_s += now - self._idle_since_s
         self._idle_since_s = None if number else now
 
     def take(self, batch: Sequence[Finished[Group]], buffer: Buffer[Group], waited_s: float) -> None:
-        self.note_running(len(buffer.running))
         step, now = buffer.step, self.clock()
         tokens = [
             (step - self.steps[version], count)

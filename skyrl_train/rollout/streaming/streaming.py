@@ -61,6 +61,8 @@ class StreamingSource:
         self._changed = asyncio.Event()
         """A rollout or a group has ended since it was cleared."""
         self._error: BaseException | None = None
+        self._are_frozen = False
+        """Whether the trainer has the devices of the engines."""
         self._metrics = StreamMetrics()
         self._deadline_s = deadline_s(parts.config, NUM_ATTEMPTS)
         self._warn_of_queues()
@@ -75,10 +77,13 @@ class StreamingSource:
         self._metrics.steps[self._parts.policy_version()] = self._buffer.step
         with self._parts.timers("sync_weights"):
             await self._parts.wake_engines()
+        self._are_frozen = False
         started_s = self._metrics.clock()
         with self._parts.timers("wait_for_groups"):
             self._fill()
             batch = await self._batch()
+        self._are_frozen = self._parts.config.trainer.placement.colocate_all
+        self._note_running()
         self._metrics.take(batch, self._buffer, self._metrics.clock() - started_s)
         epoch = max(self._groups.pop(finished.ticket.number).epoch for finished in batch)
         self._admission.ledger.train(len(batch))
@@ -190,7 +195,10 @@ class StreamingSource:
             group = self._groups[ticket.number] = _Running(*self._rows.popleft(), self._note_end)
             group.task = asyncio.get_running_loop().create_task(self._generate(ticket, group))
             group.task.add_done_callback(self._note_error)
-        self._metrics.note_running(len(self._buffer.running))
+        self._note_running()
+
+    def _note_running(self) -> None:
+        self._metrics.note_running(0 if self._are_frozen else len(self._buffer.running))
 
     async def _generate(self, ticket: Ticket, group: _Running) -> None:
         made = await self._parts.group(group.prompt, group.epoch, self._admission, group)

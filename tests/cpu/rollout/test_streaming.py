@@ -185,6 +185,34 @@ def test_samples_of_which_only_the_version_is_known_have_its_staleness():
     asyncio.run(main())
 
 
+def test_engines_of_shared_devices_are_idle_during_the_update():
+    """Groups run all the time, as the update freezes them."""
+
+    async def main(shared: str) -> float:
+        awake = asyncio.Event()
+
+        async def when_awake(world: World, prompt: Prompt, number: int) -> None:
+            await asyncio.sleep(0.01)
+            await awake.wait()
+            await asyncio.sleep(0.01)
+
+        world = World(f"trainer.placement.colocate_all={shared}", play=when_awake)
+
+        async def wake() -> None:
+            awake.set()
+
+        object.__setattr__(world.source._parts, "wake_engines", wake)
+        for _ in range(3):
+            await world.source.next()
+            awake.clear()
+            await asyncio.sleep(0.1)
+            world.version += 2
+        await world.source.close()
+        return float(world.source.metrics()["async/engine_idle_share"])
+
+    assert asyncio.run(main("true")) > 0.5 > 0.1 > asyncio.run(main("false"))
+
+
 @pytest.mark.parametrize("overrides", [[], ["trainer.algorithm.dynamic_sampling.type=filter"]])
 def test_at_staleness_0_it_gives_what_the_synchronous_source_gives(overrides: list[str]):
     """Rows, order, seeds, rewards and filtered groups, over four epochs, though rollouts end in another order."""
