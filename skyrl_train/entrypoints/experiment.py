@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -193,6 +194,12 @@ class Experiment(Run[Config, Processes]):
         is_stream = self.config.trainer.source == "streaming"
         return Collector(rollout, engines, None if is_stream else deadline_s(self.config, num_attempts=1))
 
+    def _watched(self, collector: Collector) -> Collector:
+        """The collector for evaluations, with a deadline of their own also in a streaming run."""
+        watched = copy.copy(collector)
+        watched.deadline_s = deadline_s(self.config, num_attempts=1)
+        return watched
+
     def get_evaluation(self, collector: Collector, samples: SampleLog) -> Evaluation:
         config, generator = self.config, self.config.generator
         keep = {"keep": samples.evaluation} if config.trainer.dump_eval_results else {}
@@ -224,10 +231,14 @@ class Experiment(Run[Config, Processes]):
             with_greedy=assembly.with_greedy,
             wake_engines=assembly.residency.for_rollout,
         )
-        source, evaluation = self.get_source(source_parts), self.get_evaluation(collector, samples)
-        beside = EvaluationBeside(evaluation, source_parts.policy_version)
+        source, evaluation = self.get_source(source_parts), self.get_evaluation(self._watched(collector), samples)
+        # Updates on shared devices freeze an evaluation beside them for longer than a deadline allows.
+        unwatched = self.get_evaluation(collector, samples)
+        is_frozen = config.trainer.placement.colocate_all
+        beside = EvaluationBeside(unwatched if is_frozen else evaluation, source_parts.policy_version)
         if (reserved := processes.eval_engines) is not None:
-            on_reserved = self.get_evaluation(self.get_collector(reserved.generate, rollout), samples)
+            own = self._watched(self.get_collector(reserved.generate, rollout))
+            on_reserved = self.get_evaluation(own, samples)
 
             async def load_weights() -> None:
                 with timers("sync_eval_engines"):

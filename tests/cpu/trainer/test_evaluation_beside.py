@@ -11,14 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from skyrl_train.checks.rl import check
 from skyrl_train.config import ConfigError, load_config
+from skyrl_train.entrypoints import experiment
+from skyrl_train.entrypoints.experiment import Experiment
 from skyrl_train.file_sum import FileSum, sum_of
 from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.contract import Engines
 from skyrl_train.rollout.source import OnPolicySource, SourceParts
 from skyrl_train.rollout.streaming.streaming import StreamingSource
+from skyrl_train.rollout.streaming.watchdog import NoProgress
 from skyrl_train.rollout.trace import Trace
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
@@ -27,6 +31,7 @@ from skyrl_train.trainer.run_state import Checkpoints, load_checkpoint
 from skyrl_train.trainer.trainer import Parts, Trainer
 from skyrl_train.types import Generation, Group, Metrics, Prompt, Sample, SamplingParams
 from tests.support.rollouts import Quiet, engines_of, prompt
+from tests.support.tiny import chatml_tokenizer
 
 CONFIG = [
     "trainer.train_batch_size=2",
@@ -277,3 +282,33 @@ def test_evaluating_beside_a_synchronous_run_is_refused():
     overrides = [*CONFIG, "trainer.source=on_policy", "trainer.eval_beside_training=true"]
     with pytest.raises(ConfigError, match="only with streaming can training continue during"):
         check(load_config(overrides), 10, files=False)
+
+
+def test_an_evaluation_of_a_streaming_run_that_stalls_ends_it(monkeypatch: pytest.MonkeyPatch):
+    async def hangs(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+        await asyncio.sleep(100)
+        raise AssertionError
+
+    def parts(shared: str) -> Parts:
+        run: Any = object.__new__(Experiment)
+        overrides = ["trainer.source=streaming", "trainer.train_batch_size=1", "trainer.policy_mini_batch_size=1"]
+        run.config = load_config([*overrides, f"trainer.placement.colocate_all={shared}"])
+        run.tokenizer, run.model_config, run.hints, run._console = chatml_tokenizer(), None, None, Console(quiet=True)
+        run.train_prompts = run.val_prompts = [prompt("a")]
+        assembly: Any = SimpleNamespace(
+            with_greedy=False, residency=SimpleNamespace(for_rollout=None), step=lambda *args, **kwargs: None
+        )
+        monkeypatch.setattr(experiment, "Assembly", lambda *args: assembly)
+        monkeypatch.setattr(experiment, "deadline_s", lambda config, num_attempts: 0.1)
+        monkeypatch.setattr(Experiment, "num_steps", 1)
+        engines = SimpleNamespace(generate=None)
+        processes: Any = SimpleNamespace(engines=engines, eval_engines=None, policy=SimpleNamespace(policy_version=0))
+        made: Parts = run._parts(processes, hangs, None, SimpleNamespace(evaluation=None))
+        return made
+
+    made = parts("false")
+    for evaluation in (made.evaluation, made.beside._evaluation):
+        with pytest.raises(NoProgress):
+            asyncio.run(evaluation.groups(1, Quiet()))
+    frozen = parts("true")  # by each update, for as long as that takes
+    assert frozen.evaluation.collector.deadline_s == 0.1 and frozen.beside._evaluation.collector.deadline_s is None
