@@ -32,10 +32,11 @@ class StreamMetrics:
 
     def take(self, batch: Sequence[Finished[Group]], buffer: Buffer[Group], waited_s: float) -> None:
         step, now = buffer.step, self.clock()
+        samples = [sample for finished in batch for sample in finished.item.samples]
         tokens = [
             (step - self.steps[version], count)
-            for finished in batch
-            for sample in finished.item.samples
+            for sample in samples
+            if sample.loss_mask.any()  # else it is masked, such as one that was cut off
             for version, count in sample.known_spans
             if version in self.steps and count
         ]
@@ -56,5 +57,6 @@ class StreamMetrics:
             elapsed_s = max(now - self._taken_s, 1e-9)
             self.values["async/trainer_wait_share"] = waited_s / elapsed_s
             self.values["async/engine_idle_share"] = min(1.0, self._idle_s / elapsed_s)
-            self.values["perf/generate_tokens_per_s"] = total / elapsed_s
+            generated = sum(count for sample in samples for _, count in sample.known_spans)
+            self.values["perf/generate_tokens_per_s"] = generated / elapsed_s
         self._taken_s, self._idle_s = now, 0.0

@@ -185,6 +185,27 @@ def test_samples_of_which_only_the_version_is_known_have_its_staleness():
     asyncio.run(main())
 
 
+def test_tokens_that_are_masked_have_no_staleness():
+    async def main() -> None:
+        world = World("trainer.max_staleness=1", "generator.apply_overlong_filtering=true")
+        collector = world.source._parts.collector
+        rollout = collector._rollout
+
+        async def long_ones_are_old(*args: Any) -> Sample:
+            made = await rollout(*args)
+            assert isinstance(made, Sample)
+            return made if made.reward else replace(made, stop_reason="length", version_spans=((0, 3),))
+
+        collector._rollout = long_ones_are_old
+        for _ in range(4):
+            await world.step()
+        metrics = world.source.metrics()
+        assert metrics["async/staleness_max"] == metrics["async/staleness_mean"] == metrics["async/share_1_behind"] == 1
+        await world.source.close()
+
+    asyncio.run(main())
+
+
 def test_engines_of_shared_devices_are_idle_during_the_update():
     """Groups run all the time, as the update freezes them."""
 
