@@ -109,12 +109,14 @@ class EvaluationBeside:
         groups = running.task.result()
         spans = [span for group in groups for sample in group.samples for span in sample.known_spans]
         own = sum(count for version, count in spans if version == running.version)
-        return self._evaluation.scored(running.step, groups, step) | {
+        metrics = self._evaluation.scored(running.step, groups, step) | {
             "eval/lag_steps": float(step - running.step),
             "eval/policy_version": float(running.version),
-            "eval/share_of_version": own / max(1, sum(count for _, count in spans)),
             "timing/eval": self._clock() - running.started_s,
         }
+        if total := sum(count for _, count in spans):  # else no version is known
+            metrics["eval/share_of_version"] = own / total
+        return metrics
 
     async def cancel(self, reason: str) -> None:
         """Cancel a running evaluation, without a score. Args: reason: for the log."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +30,8 @@ from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.evaluation import Evaluation, EvaluationBeside
 from skyrl_train.trainer.run_state import Checkpoints, load_checkpoint
 from skyrl_train.trainer.trainer import Parts, Trainer
-from skyrl_train.types import Generation, Group, Metrics, Prompt, Sample, SamplingParams
-from tests.support.rollouts import Quiet, engines_of, prompt
+from skyrl_train.types import UNKNOWN_VERSION, Generation, Group, Metrics, Prompt, Sample, SamplingParams
+from tests.support.rollouts import Quiet, engines_of, prompt, sample
 from tests.support.tiny import chatml_tokenizer
 
 CONFIG = [
@@ -312,3 +313,20 @@ def test_an_evaluation_of_a_streaming_run_that_stalls_ends_it(monkeypatch: pytes
             asyncio.run(evaluation.groups(1, Quiet()))
     frozen = parts("true")  # by each update, for as long as that takes
     assert frozen.evaluation.collector.deadline_s == 0.1 and frozen.beside._evaluation.collector.deadline_s is None
+
+
+def test_an_evaluation_of_unknown_versions_has_no_share_of_its_own():
+    async def unknown(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+        return replace(sample(1.0), policy_version=UNKNOWN_VERSION, version_spans=())
+
+    async def main() -> Metrics:
+        collector = Collector(unknown, engines_of(None))
+        params = SamplingParams(max_generate_length=4)
+        beside = EvaluationBeside(Evaluation([prompt("a")], collector, Quiet(), 1, params, 2, 0.0, 0.0), lambda: 2)
+        await beside.begin(1, seed=1)
+        while not (metrics := beside.ended(2)):
+            await asyncio.sleep(0)
+        return metrics
+
+    metrics = asyncio.run(main())
+    assert metrics["eval/lag_steps"] == 1 and "eval/share_of_version" not in metrics
