@@ -210,14 +210,16 @@ def test_engines_of_shared_devices_are_idle_during_the_update():
     """Groups run all the time, as the update freezes them."""
 
     async def main(shared: str) -> float:
-        awake = asyncio.Event()
+        awake, now = asyncio.Event(), 0.0
 
         async def when_awake(world: World, prompt: Prompt, number: int) -> None:
-            await asyncio.sleep(0.01)
+            nonlocal now
             await awake.wait()
-            await asyncio.sleep(0.01)
+            now += 0.01
+            await asyncio.sleep(0)
 
         world = World(f"trainer.placement.colocate_all={shared}", play=when_awake)
+        world.source._metrics.clock = lambda: now
 
         async def wake() -> None:
             awake.set()
@@ -226,12 +228,15 @@ def test_engines_of_shared_devices_are_idle_during_the_update():
         for _ in range(3):
             await world.source.next()
             awake.clear()
-            await asyncio.sleep(0.1)
+            now += 1.0
+            for _ in range(10):
+                await asyncio.sleep(0)
             world.version += 2
         await world.source.close()
         return float(world.source.metrics()["async/engine_idle_share"])
 
-    assert asyncio.run(main("true")) > 0.5 > 0.1 > asyncio.run(main("false"))
+    assert asyncio.run(main("true")) > 0.5
+    assert asyncio.run(main("false")) == 0
 
 
 @pytest.mark.parametrize("overrides", [[], ["trainer.algorithm.dynamic_sampling.type=filter"]])
