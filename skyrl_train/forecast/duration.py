@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig
@@ -73,6 +73,22 @@ def update(
     seconds = flops / (layout.num_ranks * device.tflops * 1e12 * base * filled * balance)
     bound = "arithmetic" if filled * balance > 0.85 else "pipeline bubble"
     return PhaseTime("update", seconds, f"{bound}, {base * filled * balance:.0%} MFU")
+
+
+def scoring(
+    name: str,
+    config: PretrainedConfig,
+    layout: Layout,
+    stages: Sequence[Stage],
+    micro_batches: int,
+    workload: Workload,
+    device: DeviceKind,
+    utilisation: Utilisation,
+) -> PhaseTime:
+    """A forward pass over the samples of a step: once in all epochs, and nothing is recomputed."""
+    once = replace(workload, epochs=1)
+    both = update(config, layout.without_recomputation, stages, micro_batches, once, device, utilisation)
+    return PhaseTime(name, both.seconds * FORWARD, both.bound)
 
 
 def generation(

@@ -115,8 +115,8 @@ def forecast(inputs: Inputs) -> Forecast:
     times = [duration.update(inputs.model, layout, policy.stages, largest.micro_batches, *args)]
     if not isinstance(config, Config):
         return Forecast(tuple(phases), 0.0, tuple(times), inputs.capacity, layout)
-    if config.trainer.versions_per_step > 1:
-        times.append(_scoring_time("old logprobs", times[0]))
+    for name in _passes_of_policy(config.trainer):
+        times.append(duration.scoring(name, inputs.model, layout, policy.stages, largest.micro_batches, *args))
     for other in config.trainer.scoring_models:
         own_layout = Layout(other.megatron_config, other.num_ranks)
         is_critic = other.signal == "values"
@@ -124,8 +124,11 @@ def forecast(inputs: Inputs) -> Forecast:
         own_pass = largest_pass(inputs, own_layout)
         phase = _trainer_phase(other.name, other.name, own, own_pass, inputs.capacity, trained=is_critic)
         phases.append(phase)
-        time = duration.update(own.config, own_layout, own.stages, own_pass.micro_batches, *args)
-        times.append(replace(time, phase="critic") if is_critic else _scoring_time(other.name, time))
+        of_model = own.config, own_layout, own.stages, own_pass.micro_batches
+        times.append(duration.scoring(other.name, *of_model, *args))
+        if is_critic:  # its values, then its update
+            learning = duration.update(*of_model, *args)
+            times[-1] = PhaseTime("critic", times[-1].seconds + learning.seconds, learning.bound)
         weights = sum(stage.parameters.total for stage in own.stages) / len(own.stages) * own.width
         host += (_offloaded_bytes(own) if is_critic else weights) * per_node
     shared = config.trainer.placement.colocate_all
@@ -184,8 +187,20 @@ def _offloaded_bytes(model: ModelOfRanks) -> float:
     )
 
 
-def _scoring_time(name: str, update: PhaseTime) -> PhaseTime:
-    return PhaseTime(name, update.seconds * duration.FORWARD, update.bound)
+def _passes_of_policy(trainer: TrainerConfig) -> list[str]:
+    """Signals that the policy's ranks compute before the update."""
+    algorithm, lora = trainer.algorithm, trainer.policy.model.lora
+    several = trainer.versions_per_step > 1 or (lora.rank > 0 and lora.dropout > 0)
+    found = []
+    if (algorithm.use_kl_in_reward and algorithm.needs_reference) or (
+        several and algorithm.prox_logp_method != "loglinear"
+    ):
+        found.append("old logprobs")
+    if algorithm.needs_reference and lora.rank > 0:
+        found.append("reference")
+    if trainer.teacher.backend == "policy":
+        found.append("teacher")
+    return [*found, *(teacher.name for teacher in trainer.base_teachers)]
 
 
 def _generation_time(inputs: Inputs, config: Config, engine: EngineMemory) -> PhaseTime:

@@ -98,8 +98,8 @@ def _peak_after_forward(model: ModelOfRanks, stage: Stage, tokens: float, workin
 
 def scoring(model: ModelOfRanks, stage: Stage, largest: Pass) -> tuple[Part, ...]:
     """All that torch allocates on a rank of the stage in a forward pass without gradients."""
-    tokens = largest.tokens / model.layout.cp
-    working = max(kept(model.config, layer, model.layout, model.width).layer for layer in stage.layers) * tokens
+    tokens, layout = largest.tokens / model.layout.cp, model.layout.without_recomputation
+    working = max(kept(model.config, layer, layout, model.width).layer for layer in stage.layers) * tokens
     logits = _piece_bytes(model, tokens) if stage.has_head else 0.0
     peak = Part("logits", logits, COUNTED) if logits > working else Part("activations", working, ESTIMATED)
     return weights(model, stage), peak

@@ -1,0 +1,73 @@
+"""Estimated times count the passes that a step makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from skyrl_train.config.rl import PLAN
+from skyrl_train.device.kinds import device_kind
+from skyrl_train.forecast.choices import chosen
+from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, workload_of
+from skyrl_train.forecast.shapes import model_config
+
+MEGATRON = "trainer.policy.megatron_config"
+LORA = "trainer.policy.model.lora.rank=32"
+
+
+def made(*overrides: str, shape: str = "qwen3-0.6b") -> Forecast:
+    config = PLAN.load([f"trainer.policy.model.path={shape}", *overrides])
+    kind = device_kind("h200")
+    assert kind is not None
+    given = Inputs(config, {shape: model_config(shape)}, kind, workload_of(config))
+    return forecast(replace(given, config=chosen(given).config))
+
+
+def seconds(*overrides: str) -> dict[str, float]:
+    return {time.phase: time.seconds for time in made(*overrides).times}
+
+
+@pytest.mark.parametrize("override", ["trainer.update_epochs_per_batch=2", f"{MEGATRON}.recompute_granularity=full"])
+def test_scoring_passes_run_once_in_all_epochs_and_recompute_nothing(override: str):
+    plain, other = seconds(), seconds(override)
+    assert other["update"] > 1.3 * plain["update"]
+    assert other["reference"] == plain["reference"] == pytest.approx(plain["update"] / 3)
+    assert other["old logprobs"] == plain["old logprobs"]
+
+
+def test_a_frozen_model_needs_the_same_memory_if_it_is_to_recompute():
+    long = "generator.sampling_params.max_generate_length=60000"
+    plain, other = (made(long, f"{MEGATRON}.recompute_granularity={what}").phases[2] for what in ("null", "full"))
+    assert plain.phase == other.phase == "reference" and plain.likely == other.likely
+
+
+def test_a_critic_computes_values_before_it_learns():
+    found = seconds("trainer.algorithm.advantage_estimator=gae")
+    assert found["critic"] == pytest.approx(found["update"] * 4 / 3)
+
+
+def test_with_adapters_the_policy_scores_for_the_reference():
+    assert seconds(LORA)["reference"] == pytest.approx(seconds()["reference"])
+    assert "reference" not in seconds(LORA, "trainer.algorithm.use_kl_loss=false")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has_pass"),
+    [
+        ([], True),
+        (["trainer.policy_mini_batch_size=1024"], False),
+        (["trainer.algorithm.prox_logp_method=loglinear"], False),
+        (["trainer.policy_mini_batch_size=1024", LORA, "trainer.policy.model.lora.dropout=0.1"], True),
+        (
+            [
+                "trainer.policy_mini_batch_size=1024",
+                "trainer.algorithm.use_kl_loss=false",
+                "trainer.algorithm.use_kl_in_reward=true",
+            ],
+            True,
+        ),
+    ],
+)
+def test_old_logprobs_are_computed_where_the_update_does_not_give_them(overrides: list[str], has_pass: bool):
+    assert ("old logprobs" in seconds(*overrides)) is has_pass
