@@ -107,24 +107,29 @@ def forecast(inputs: Inputs) -> Forecast:
     trainer = config.trainer
     layout = Layout(trainer.policy.megatron_config, trainer.placement.num_policy_ranks)
     policy = model_of_ranks(inputs, inputs.model, layout, trainer.policy.model.lora)
-    largest = largest_pass(inputs, layout)
+    longest = replace(inputs, workload=workload_of(config))  # memory has to be enough for these
+    mini_batch = trainer.policy_mini_batch_size if isinstance(trainer, TrainerConfig) else trainer.train_batch_size
+    largest = largest_pass(longest, layout, mini_batch)
+    mean = largest_pass(inputs, layout, mini_batch)
     phases = [_trainer_phase("update", "policy", policy, largest, inputs.capacity)]
     per_node = min(layout.num_ranks, trainer.placement.policy_num_gpus_per_node)  # of each model, if devices are shared
     host = _offloaded_bytes(policy) * per_node
     args = inputs.workload, inputs.device, constants.utilisation
-    times = [duration.update(inputs.model, layout, policy.stages, largest.micro_batches, *args)]
+    times = [duration.update(inputs.model, layout, policy.stages, mean.micro_batches, *args)]
     if not isinstance(config, Config):
         return Forecast(tuple(phases), 0.0, tuple(times), inputs.capacity, layout)
     for name in _passes_of_policy(config.trainer):
-        times.append(duration.scoring(name, inputs.model, layout, policy.stages, largest.micro_batches, *args))
+        times.append(duration.scoring(name, inputs.model, layout, policy.stages, mean.micro_batches, *args))
     for other in config.trainer.scoring_models:
         own_layout = Layout(other.megatron_config, other.num_ranks)
         is_critic = other.signal == "values"
         own = model_of_ranks(inputs, inputs.models[other.model_path], own_layout, None, is_critic=is_critic)
-        own_pass = largest_pass(inputs, own_layout)
+        own_batch = config.trainer.critic_mini_batch_size if is_critic else mini_batch
+        own_pass = largest_pass(longest, own_layout, own_batch)
         phase = _trainer_phase(other.name, other.name, own, own_pass, inputs.capacity, trained=is_critic)
         phases.append(phase)
-        of_model = own.config, own_layout, own.stages, own_pass.micro_batches
+        mean = largest_pass(inputs, own_layout, own_batch)
+        of_model = own.config, own_layout, own.stages, mean.micro_batches
         times.append(duration.scoring(other.name, *of_model, *args))
         if is_critic:  # its values, then its update
             learning = duration.update(*of_model, *args)
@@ -152,12 +157,10 @@ def model_of_ranks(
     return ModelOfRanks(model, layout, width, stages(model, layout, lora, is_critic=is_critic))
 
 
-def largest_pass(inputs: Inputs, layout: Layout) -> Pass:
-    """The micro-batches of a rank's largest mini-batch."""
+def largest_pass(inputs: Inputs, layout: Layout, mini_batch_size: int) -> Pass:
+    """The micro-batches of a rank's largest mini-batch. Args: mini_batch_size: in prompts, or rows."""
     trainer, longest = inputs.config.trainer, inputs.workload.sample_tokens
-    mini_batches = (
-        trainer.train_batch_size // trainer.policy_mini_batch_size if isinstance(trainer, TrainerConfig) else 1
-    )
+    mini_batches = trainer.train_batch_size // mini_batch_size
     of_rank = max(longest, inputs.workload.tokens // max(1, mini_batches) // layout.dp)
     tokens = min(max(trainer.micro_batch_tokens, longest), of_rank)
     filled = max(1, trainer.micro_batch_tokens // longest) * longest  # whole samples

@@ -13,7 +13,7 @@ from skyrl_train.config import Config
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.config.training import RunConfig
 from skyrl_train.forecast.choices import chosen
-from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, with_layout
+from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, with_layout, workload_of
 from skyrl_train.hf.matrices import num_experts
 
 SIZES = (1, 2, 4, 8)
@@ -51,7 +51,7 @@ def _fitting(inputs: Inputs, overrides: tuple[str, ...]) -> list[Proposal]:
         for divisor in FRACTIONS if tokens is not None else (1,):
             trainer = config.trainer
             if tokens is not None:
-                if divisor > 1 and tokens // divisor < inputs.workload.sample_tokens:
+                if divisor > 1 and tokens // divisor < workload_of(config).sample_tokens:
                     continue
                 trainer = replace(trainer, max_tokens_per_microbatch=tokens // divisor)
             changed = replace(inputs, config=with_layout(replace(config, trainer=trainer), megatron))

@@ -71,3 +71,29 @@ def test_with_adapters_the_policy_scores_for_the_reference():
 )
 def test_old_logprobs_are_computed_where_the_update_does_not_give_them(overrides: list[str], has_pass: bool):
     assert ("old logprobs" in seconds(*overrides)) is has_pass
+
+
+def test_expected_lengths_change_times_and_not_what_must_fit():
+    shape, kind = "qwen3-4b", device_kind("h200")
+    long = ["trainer.max_tokens_per_microbatch=4096", "generator.sampling_params.max_generate_length=32000"]
+    config = PLAN.load([f"trainer.policy.model.path={shape}", *long])
+    assert kind is not None
+    given = Inputs(config, {shape: model_config(shape)}, kind, workload_of(config))
+    expected = forecast(replace(given, workload=workload_of(config, 300, 1000)))
+    assert expected.phases == forecast(given).phases
+    assert expected.seconds < forecast(given).seconds / 20
+
+
+def test_a_critic_has_its_own_mini_batches():
+    overrides = [
+        "trainer.algorithm.advantage_estimator=gae",
+        "trainer.train_batch_size=64",
+        "trainer.policy_mini_batch_size=64",
+        "generator.n_samples_per_prompt=1",
+    ]
+    whole, small = (made(*overrides, f"trainer.critic_mini_batch_size={size}") for size in (64, 2))
+    assert whole.phases[:-1] == small.phases[:-1]
+    activations = [
+        next(part.likely for part in each.phases[-1].parts if part.name == "activations") for each in (whole, small)
+    ]
+    assert activations[1] == pytest.approx(activations[0] * 2 * 1536 / 15_360)  # two samples instead of ten
