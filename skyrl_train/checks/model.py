@@ -18,7 +18,7 @@ def model_problems(config: Config) -> Iterator[str]:
     shape = yield from _shape(policy.model.path, MODEL)
     if shape is not None:
         yield from size_problems(shape, policy.megatron_config, "trainer.policy.megatron_config")
-        yield from _engine(shape, config)
+        yield from engine_size_problems(shape, config)
     for model in config.trainer.scoring_models:
         own = shape
         if model.model_path != policy.model.path:
@@ -32,7 +32,7 @@ def served_model_problems(config: Config) -> Iterator[str]:
     """The problems of a model that engines alone load."""
     shape = yield from _shape(config.trainer.policy.model.path, MODEL)
     if shape is not None:
-        yield from _engine(shape, config)
+        yield from engine_size_problems(shape, config)
 
 
 def cut_problems(model_path: str, key: str, megatron: MegatronConfig, path: str) -> Iterator[str]:
@@ -115,7 +115,8 @@ def size_problems(shape: dict[str, Any], megatron: MegatronConfig, path: str) ->
         yield f"{path}.expert_tensor_parallel_size is {etp}: it must divide the model's moe_intermediate_size {width}"
 
 
-def _engine(shape: dict[str, Any], config: Config) -> Iterator[str]:
+def engine_size_problems(shape: dict[str, Any], config: Config) -> Iterator[str]:
+    """Why engines cannot serve a model with this config.json."""
     generator = config.generator
     tp, heads = generator.inference_engine_tensor_parallel_size, shape.get("num_attention_heads")
     if heads is not None and heads % tp:

@@ -77,6 +77,16 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         raise ConfigError(problems)
 
 
+def number_problems(config: Config) -> Iterator[str]:
+    """Numbers that contradict each other, whatever is installed on this machine."""
+    yield from step_problems(config, None)
+    yield from eval_engine_problems(config)
+    yield from _critic(config)
+    yield from _limits(config)
+    yield from _colocation(config)
+    yield from _layouts(config)
+
+
 def _megatron_configs(config: Config) -> dict[str, MegatronConfig]:
     """Key -> layout of each started model; another model's only if it differs from the policy's."""
     policy = config.trainer.policy.megatron_config

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from skyrl_train.checks.model import size_problems
-from skyrl_train.checks.training import POLICY, layout_problems
+from skyrl_train.algorithms.tables import needs_whole_samples
+from skyrl_train.checks.model import engine_size_problems, size_problems
+from skyrl_train.checks.rl import number_problems
+from skyrl_train.checks.training import POLICY, POLICY_RANKS, layout_problems
 from skyrl_train.config import Config
-from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.config.policy import OWN_STAGES, MegatronConfig
 from skyrl_train.config.training import RunConfig
 from skyrl_train.forecast.choices import chosen
 from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, with_layout, workload_of
@@ -30,6 +32,21 @@ class Proposal:
     overrides: tuple[str, ...]
     """What differs from the given one, beside keys that it leaves open; none for itself."""
     forecast: Forecast
+
+
+def problems(inputs: Inputs) -> list[str]:
+    """Sizes of a configuration that contradict each other or its models."""
+    config, policy = inputs.config, inputs.config.trainer.policy
+    shape = inputs.model.to_dict()
+    found = list(size_problems(shape, policy.megatron_config, POLICY))
+    if not isinstance(config, Config):
+        ranks = config.trainer.placement.num_policy_ranks
+        return [*layout_problems(policy.megatron_config, POLICY, ranks, POLICY_RANKS), *found]
+    for model in config.trainer.scoring_models:
+        if (model.model_path, model.megatron_config) != (policy.model.path, policy.megatron_config):
+            own = inputs.models[model.model_path].to_dict()
+            found += size_problems(own, model.megatron_config, f"{model.key}.megatron_config")
+    return [*number_problems(config), *found, *engine_size_problems(shape, config)]
 
 
 def proposals(inputs: Inputs) -> list[Proposal]:
@@ -55,6 +72,8 @@ def _fitting(inputs: Inputs, overrides: tuple[str, ...]) -> list[Proposal]:
                     continue
                 trainer = replace(trainer, max_tokens_per_microbatch=tokens // divisor)
             changed = replace(inputs, config=with_layout(replace(config, trainer=trainer), megatron))
+            if problems(changed):
+                break
             fitted = chosen(changed).config
             made = forecast(replace(changed, config=fitted))
             if made.fits:
@@ -68,17 +87,21 @@ def _fitting(inputs: Inputs, overrides: tuple[str, ...]) -> list[Proposal]:
 
 
 def _layouts(inputs: Inputs) -> Iterator[MegatronConfig]:
-    """Valid layouts for the number of policy ranks."""
+    """Layouts for the number of policy ranks; not all are valid."""
     given = inputs.config.trainer.policy.megatron_config
-    ranks, shape = inputs.config.trainer.placement.num_policy_ranks, inputs.model.to_dict()
+    ranks = inputs.config.trainer.placement.num_policy_ranks
     expert_sizes = SIZES if num_experts(inputs.model) else (1,)
+    is_whole = isinstance(inputs.config, Config) and _needs_whole_samples(inputs.config)
+    has_own_stages = any(given.transformer_config_kwargs.get(name) for name in OWN_STAGES)
     levels = ("auto",) if given.recompute_granularity == "auto" else (None, "full")
     for tp, pp, cp, ep, recompute in product(SIZES, SIZES, SIZES, expert_sizes, levels):
         if tp * pp * cp > ranks or tp * cp > GPUS_PER_NODE:
             continue
+        if (cp > 1 and is_whole) or (has_own_stages and pp != given.pipeline_model_parallel_size):
+            continue
         is_same = (tp, pp) == (given.tensor_model_parallel_size, given.pipeline_model_parallel_size)
         own = recompute is None and given.recompute == "selective"
-        megatron = replace(
+        yield replace(
             given,
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
@@ -89,9 +112,13 @@ def _layouts(inputs: Inputs) -> Iterator[MegatronConfig]:
             sequence_parallel=True,
             recompute_granularity="selective" if own else recompute,
         )
-        problems = (*layout_problems(megatron, POLICY, ranks, ""), *size_problems(shape, megatron, POLICY))
-        if not problems:
-            yield megatron
+
+
+def _needs_whole_samples(config: Config) -> bool:
+    try:
+        return needs_whole_samples(config.trainer.algorithm.policy_loss_type)
+    except ValueError:  # a check reports a loss that cannot be imported
+        return False
 
 
 def _differences(given: MegatronConfig, other: MegatronConfig) -> list[str]:
@@ -110,19 +137,29 @@ def override_text(value: object) -> str:
 def _with_ranks(config: RunConfig, ranks: int) -> tuple[RunConfig, tuple[str, ...]]:
     """The configuration with more policy ranks, and those that share devices with them."""
     per_node = min(ranks, GPUS_PER_NODE)
-    nodes = ranks // per_node
-    names = ["policy"]
-    if isinstance(config, Config):
-        names += ["ref", "critic", "teacher"]
-    sizes: dict[str, Any] = {f"{name}_num_nodes": nodes for name in names}
-    sizes |= {f"{name}_num_gpus_per_node": per_node for name in names}
-    placement = replace(config.trainer.placement, **sizes)
-    overrides = [f"trainer.placement.policy_num_gpus_per_node={per_node}"]
-    if nodes > 1:
-        overrides.append(f"trainer.placement.policy_num_nodes={nodes}")
-    config = replace(config, trainer=replace(config.trainer, placement=placement))
+    nodes, given = ranks // per_node, config.trainer.placement
+    sizes: dict[str, Any] = {}
+    overrides = []
+    for name in _growing(config):
+        of_name = {f"{name}_num_gpus_per_node": per_node, f"{name}_num_nodes": nodes}
+        follows = all(getattr(given, key) == getattr(given, key.replace(name, "policy", 1)) for key in of_name)
+        for key, value in of_name.items():
+            if (name == "policy" and value != getattr(given, key)) or not follows:
+                overrides.append(f"trainer.placement.{key}={value}")
+        sizes |= of_name
+    config = replace(config, trainer=replace(config.trainer, placement=replace(given, **sizes)))
     if isinstance(config, Config) and config.trainer.placement.colocate_all:
-        engines = ranks // config.generator.inference_engine_tensor_parallel_size
+        engines = nodes * per_node // config.generator.inference_engine_tensor_parallel_size
         config = replace(config, generator=replace(config.generator, num_inference_engines=engines))
         overrides.append(f"generator.num_inference_engines={engines}")
     return config, tuple(overrides)
+
+
+def _growing(config: RunConfig) -> list[str]:
+    """The policy, and models that have its layout, or its devices."""
+    if not isinstance(config, Config):
+        return ["policy"]
+    trainer = config.trainer
+    names = dict.fromkeys(model.section for model in trainer.scoring_models)
+    policy, is_shared = trainer.policy.megatron_config, trainer.placement.colocate_all
+    return ["policy", *(name for name in names if is_shared or getattr(trainer, name).megatron_config == policy)]

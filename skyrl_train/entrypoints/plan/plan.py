@@ -17,8 +17,6 @@ from pathlib import Path
 from rich.console import Console
 from transformers import AutoConfig, PretrainedConfig
 
-from skyrl_train.checks.staleness import eval_engine_problems
-from skyrl_train.checks.training import POLICY, POLICY_RANKS, layout_problems
 from skyrl_train.config import ConfigError
 from skyrl_train.config.rl import PLAN, PlanConfig
 from skyrl_train.device.kinds import DeviceKind, device_kind, device_kinds, this_device
@@ -26,7 +24,7 @@ from skyrl_train.entrypoints.command import guarded
 from skyrl_train.forecast import report
 from skyrl_train.forecast.choices import chosen
 from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
-from skyrl_train.forecast.proposals import proposals
+from skyrl_train.forecast.proposals import problems, proposals
 from skyrl_train.forecast.shapes import model_config, shapes
 
 
@@ -38,12 +36,10 @@ def main(argv: Sequence[str]) -> int:
 
 def plan(config: PlanConfig, console: Console) -> int:
     """Print memory, times, limits and proposals; 0 if the run fits for sure."""
-    megatron, ranks = config.trainer.policy.megatron_config, config.trainer.placement.num_policy_ranks
-    problems = [*layout_problems(megatron, POLICY, ranks, POLICY_RANKS), *eval_engine_problems(config)]
-    if problems:
-        raise ConfigError(problems)
     workload = workload_of(config, config.plan.prompt_tokens, config.plan.response_tokens)
     given = Inputs(config, _models(config), _device(config), workload)
+    if found_problems := problems(given):
+        raise ConfigError(found_problems)
     choices = chosen(given)
     inputs = replace(given, config=choices.config)
     made = forecast(inputs)

@@ -46,6 +46,11 @@ def test_the_command_prints_memory_times_and_proposals(tmp_path: Path, capsys: p
         ("plan.device=h300", "plan.device is h300: an unknown kind of GPU"),
         ("plan.shape=qwen9", "plan.shape is qwen9: there is no such shape"),
         ("trainer.policy.megatron_config.tensor_model_parallel_size=2", "not a multiple of"),
+        ("trainer.policy.megatron_config.expert_model_parallel_size=2", "the model has no experts"),
+        ("trainer.train_batch_size=100", "not a multiple of trainer.policy_mini_batch_size"),
+        ("trainer.ref.megatron_config.tensor_model_parallel_size=2", "not a multiple of trainer.ref.megatron_config"),
+        ("generator.inference_engine_tensor_parallel_size=3", "must divide the model's 16 attention heads"),
+        ("generator.sampling_params.max_generate_length=200000", "more than the model's 40960 positions"),
     ],
 )
 def test_what_cannot_be_forecast_is_an_error(override: str, expected: str, capsys: pytest.CaptureFixture[str]):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from skyrl_train.checks.rl import check
 from skyrl_train.config.rl import PLAN
 from skyrl_train.device.kinds import device_kind
 from skyrl_train.forecast.choices import chosen
@@ -107,3 +108,53 @@ def test_generation_takes_about_as_long_as_measured(
     )
     times = {time.phase: time.seconds for time in forecast(given).times}
     assert times["generation"] == pytest.approx(seconds, rel=0.15)
+
+
+def applied(given: Inputs, shape: str, *overrides: str) -> Inputs:
+    """The configuration with the overrides of a proposal on its command line."""
+    config = PLAN.load([f"trainer.policy.model.path={shape}", *overrides])
+    return replace(given, config=config, workload=workload_of(config))
+
+
+@pytest.mark.parametrize(
+    ("shape", "overrides"),
+    [
+        ("qwen3-30b-a3b", ["trainer.placement.policy_num_nodes=2"]),
+        ("qwen3-8b", [f"{LAYOUT}.recompute_granularity=full", "trainer.placement.ref_num_gpus_per_node=3"]),
+        (
+            "qwen3-30b-a3b",
+            [
+                "trainer.placement.policy_num_gpus_per_node=3",
+                "trainer.placement.colocate_all=true",
+                "generator.num_inference_engines=3",
+            ],
+        ),
+        (
+            "qwen3-4b",
+            [
+                "trainer.placement.policy_num_gpus_per_node=4",
+                f"{LAYOUT}.pipeline_model_parallel_size=2",
+                f"{LAYOUT}.transformer_config_kwargs={{num_layers_in_first_pipeline_stage: 18}}",
+            ],
+        ),
+    ],
+    ids=["several nodes", "reference of other size", "shared devices", "own stages"],
+)
+def test_a_proposal_on_the_command_line_is_the_configuration_that_was_forecast(shape: str, overrides: list[str]):
+    given = inputs(shape, "h100", *overrides)
+    found = proposals(given)
+    assert found
+    for each in found[:3]:
+        with_proposal = applied(given, shape, *overrides, *each.overrides)
+        check(with_proposal.config, None, files=False)  # type: ignore[arg-type]
+        made = forecast(replace(with_proposal, config=chosen(with_proposal).config))
+        assert made.fits and made.seconds == pytest.approx(each.forecast.seconds)
+        if "transformer_config_kwargs" in overrides[-1]:
+            assert made.layout.pp == 2
+
+
+def test_a_layout_that_the_critic_cannot_have_is_not_proposed():
+    critic = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.model.path=tiny"]
+    given = inputs("qwen3-4b", "h200", "trainer.placement.policy_num_gpus_per_node=4", *critic)
+    given = replace(given, models={**given.models, "tiny": model_config("tiny")})
+    assert {each.forecast.layout.pp for each in proposals(given)} == {1, 2}  # it has two layers
