@@ -20,7 +20,12 @@ class DeviceKind:
     memory_gib: float
     tflops: float
     """Dense bfloat16 peak."""
+    float32_tflops: float
     memory_gb_s: float
+
+    def in_dtype(self, width: int) -> DeviceKind:
+        """Computing with elements of this many bytes: 2 or 4."""
+        return self if width == 2 else replace(self, tflops=self.float32_tflops)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.config.training import RunConfig
 from skyrl_train.device.kinds import DeviceKind
 from skyrl_train.device.nvml import gib
+from skyrl_train.engines.settings import NUM_BYTES
 from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, workload_of
 from skyrl_train.forecast.readings import readings
 from skyrl_train.hf.flops import model_cost
@@ -127,6 +128,7 @@ def _evaluated_at_once(config: Config) -> int:
 def _prefill(generator: GeneratorConfig, model: PretrainedConfig, device: DeviceKind) -> Choice:
     """The fewest tokens with which an engine's step over prompts is arithmetic, not overhead."""
     constants = readings().generation
+    device = device.in_dtype(NUM_BYTES[generator.model_dtype])
     speed = device.tflops * 1e12 * constants.arithmetic * generator.inference_engine_tensor_parallel_size
     seconds = {tokens: 2 * tokens * model_cost(model).matrix_weights / speed for tokens in PREFILLS}
     enough = (tokens for tokens in PREFILLS if seconds[tokens] >= OVERHEADS * constants.step_s)

@@ -114,7 +114,7 @@ def forecast(inputs: Inputs) -> Forecast:
     phases = [_trainer_phase("update", "policy", policy, largest, inputs.capacity)]
     per_node = min(layout.num_ranks, trainer.placement.policy_num_gpus_per_node)  # of each model, if devices are shared
     host = _offloaded_bytes(policy) * per_node
-    args = inputs.workload, inputs.device, constants.utilisation
+    args = inputs.workload, inputs.device.in_dtype(policy.width), constants.utilisation
     times = [duration.update(inputs.model, layout, policy.stages, mean.micro_batches, *args)]
     if not isinstance(config, Config):
         return Forecast(tuple(phases), 0.0, tuple(times), inputs.capacity, layout)
@@ -213,7 +213,8 @@ def _generation_time(inputs: Inputs, config: Config, engine: EngineMemory) -> Ph
     tp, width = generator.inference_engine_tensor_parallel_size, NUM_BYTES[generator.model_dtype]
     constants = readings().generation
     engines = generator.num_rollout_engines
-    return duration.generation(inputs.model, engines, tp, width, running, workload, inputs.device, constants)
+    device = inputs.device.in_dtype(width)
+    return duration.generation(inputs.model, engines, tp, width, running, workload, device, constants)
 
 
 def _shared(inputs: Inputs, phases: list[PhaseMemory], policy: ModelOfRanks, left: float) -> list[PhaseMemory]:

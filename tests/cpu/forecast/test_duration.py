@@ -97,3 +97,9 @@ def test_a_critic_has_its_own_mini_batches():
         next(part.likely for part in each.phases[-1].parts if part.name == "activations") for each in (whole, small)
     ]
     assert activations[1] == pytest.approx(activations[0] * 2 * 1536 / 15_360)  # two samples instead of ten
+
+
+def test_float32_is_computed_without_the_tensor_cores_of_bfloat16():
+    plain, other = seconds(), seconds("trainer.bf16=false")
+    assert other["update"] == pytest.approx(plain["update"] * 989 / 67)
+    assert other["generation"] > 2 * plain["generation"]
