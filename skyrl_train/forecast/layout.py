@@ -88,13 +88,22 @@ def _held(layer: Layer, layout: Layout) -> Parameters:
 
 
 def _adapters(layer: Layer, layout: Layout, rank: int) -> Parameters:
-    """Adapters of all linear layers; routers have none."""
-    adapted = [matrix for matrix in layer.matrices if not (layer.is_sparse and matrix == layer.mlp[0])]
-    return _total(_share(matrix, rank * (matrix.inputs + matrix.outputs), layout) for matrix in adapted)
+    """Adapters of all linear layers but routers; tensor-parallel ranks share one factor of each."""
+    *column, output = layer.attention
+    linear = layer.mlp[1:] if layer.is_sparse else layer.mlp
+    row = [output, *linear[2::3]]
+    column += [matrix for number, matrix in enumerate(linear) if number % 3 < 2]
+    sizes = [(matrix, matrix.outputs, matrix.inputs) for matrix in column]
+    sizes += [(matrix, matrix.inputs, matrix.outputs) for matrix in row]
+    found = (
+        _share(matrix, rank * sharded, layout) + _share(matrix, rank * whole, layout, is_whole=True)
+        for matrix, sharded, whole in sizes
+    )
+    return _total(found)
 
 
-def _share(matrix: Matrix, elements: int, layout: Layout) -> Parameters:
-    """A rank's part of as many elements of each matrix."""
+def _share(matrix: Matrix, elements: int, layout: Layout, *, is_whole: bool = False) -> Parameters:
+    """A rank's part of as many elements of each matrix. Args: is_whole: not sharded over tensor-parallel ranks."""
     if matrix.sharding == "experts":
-        return Parameters(experts=elements * matrix.count // (layout.ep * layout.etp))
-    return Parameters(elements // (layout.tp if matrix.sharding == "tensor" else 1))
+        return Parameters(experts=elements * matrix.count // (layout.ep * (1 if is_whole else layout.etp)))
+    return Parameters(elements // (layout.tp if matrix.sharding == "tensor" and not is_whole else 1))

@@ -108,6 +108,15 @@ def test_an_adapter_has_few_gradients_and_the_frozen_weights_none():
     assert parts["gradients"] == 4 * adapters and parts["optimizer"] == 12 * adapters
 
 
+def test_every_tensor_rank_has_the_factor_of_an_adapter_that_is_not_sharded():
+    lora = replace(load_config().trainer.policy.model.lora, rank=32)
+    (stage,) = model("qwen3-30b-a3b", layout(4, tp=4), lora=lora).stages
+    of_experts = 48 * 128 * 32 * (3 * 2048 + 3 * 768 // 4)  # gate and up share B's rows, down A's columns
+    column = (2048 + 4096 // 4) + 2 * (2048 + 512 // 4)  # queries, keys and values
+    assert stage.trained.experts == of_experts
+    assert stage.trained.dense == 48 * 32 * (column + 4096 // 4 + 2048)
+
+
 def test_micro_batches_in_flight_are_those_of_the_schedule():
     many = Pass(1, 16)
     assert [in_flight(rank, layout(4, pp=4), many) for rank in range(4)] == [[4], [3], [2], [1]]
