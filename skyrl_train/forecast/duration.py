@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from transformers import PretrainedConfig
@@ -61,8 +61,27 @@ def update(
     utilisation: Utilisation,
 ) -> PhaseTime:
     """The update of a step. Args: micro_batches: of a rank and mini-batch."""
+    flops = _train_flops(config, workload) * workload.epochs
+    if all(stage.trained.total < stage.parameters.total for stage in stages):  # no gradients of frozen weights
+        flops -= 2 * model_cost(config).matrix_weights * workload.tokens * workload.epochs
+    return _pass("update", flops, config, layout, stages, micro_batches, device, utilisation)
+
+
+def _train_flops(config: PretrainedConfig, workload: Workload) -> float:
     lengths = torch.full((workload.samples,), workload.sample_tokens)
-    flops = model_cost(config).train_flops(lengths) * workload.epochs
+    return model_cost(config).train_flops(lengths)
+
+
+def _pass(
+    phase: str,
+    flops: float,
+    config: PretrainedConfig,
+    layout: Layout,
+    stages: Sequence[Stage],
+    micro_batches: int,
+    device: DeviceKind,
+    utilisation: Utilisation,
+) -> PhaseTime:
     base = utilisation.experts if num_experts(config) else utilisation.of_hidden(config.hidden_size)
     base *= at_size(utilisation.tensor, layout.tp) * at_size(utilisation.context, layout.cp)
     base *= at_size(utilisation.expert, layout.ep)
@@ -72,7 +91,7 @@ def update(
     balance = sum(stage.cost for stage in stages) / len(stages) / max(stage.cost for stage in stages)
     seconds = flops / (layout.num_ranks * device.tflops * 1e12 * base * filled * balance)
     bound = "arithmetic" if filled * balance > 0.85 else "pipeline bubble"
-    return PhaseTime("update", seconds, f"{bound}, {base * filled * balance:.0%} MFU")
+    return PhaseTime(phase, seconds, f"{bound}, {base * filled * balance:.0%} MFU")
 
 
 def scoring(
@@ -86,9 +105,9 @@ def scoring(
     utilisation: Utilisation,
 ) -> PhaseTime:
     """A forward pass over the samples of a step: once in all epochs, and nothing is recomputed."""
-    once = replace(workload, epochs=1)
-    both = update(config, layout.without_recomputation, stages, micro_batches, once, device, utilisation)
-    return PhaseTime(name, both.seconds * FORWARD, both.bound)
+    flops = _train_flops(config, workload) * FORWARD
+    plain = layout.without_recomputation
+    return _pass(name, flops, config, plain, stages, micro_batches, device, utilisation)
 
 
 def generation(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PretrainedConfig
 
 from skyrl_train.config import Config
-from skyrl_train.config.policy import Layout, LoraConfig, MegatronConfig
+from skyrl_train.config.policy import Layout, LoraConfig, MegatronConfig, ParallelSizes
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.sft import SftConfig
 from skyrl_train.config.training import RunConfig
@@ -142,8 +143,8 @@ def forecast(inputs: Inputs) -> Forecast:
         engine = engine_memory(config, inputs.model, inputs.capacity, left, constants.memory)
         phases.insert(0, PhaseMemory("generation", "engine", engine.parts))
         times.insert(0, _generation_time(inputs, config, engine))
-        num_bytes = num_parameters(inputs.model) * NUM_BYTES[config.generator.model_dtype]
-        times.append(duration.sync(num_bytes, layout.pp, constants.sync))
+        sent = _sent_parameters(config, inputs.model, layout) * NUM_BYTES[config.generator.model_dtype]
+        times.append(duration.sync(sent, layout.pp, constants.sync))
         if shared:
             phases = _shared(inputs, phases, policy, left)
     overlaps = config.trainer.depth > 0 and not shared and config.generator.run_engines_locally
@@ -204,6 +205,17 @@ def _passes_of_policy(trainer: TrainerConfig) -> list[str]:
     if trainer.teacher.backend == "policy":
         found.append("teacher")
     return [*found, *(teacher.name for teacher in trainer.base_teachers)]
+
+
+def _sent_parameters(config: Config, model: PretrainedConfig, layout: Layout) -> int:
+    """Parameters of a weight sync."""
+    lora = config.trainer.policy.model.lora
+    if lora.rank == 0 or lora.sync == "merged":
+        return num_parameters(model)
+    one: dict[str, Any] = dict.fromkeys(ParallelSizes.__dataclass_fields__, 1)
+    one |= {"virtual_pipeline_model_parallel_size": None, "transformer_config_kwargs": {}}
+    one_rank = Layout(replace(layout.megatron, **one), 1)
+    return stages(model, one_rank, lora)[0].trained.total
 
 
 def _generation_time(inputs: Inputs, config: Config, engine: EngineMemory) -> PhaseTime:

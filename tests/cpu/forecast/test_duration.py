@@ -52,6 +52,17 @@ def test_with_adapters_the_policy_scores_for_the_reference():
     assert "reference" not in seconds(LORA, "trainer.algorithm.use_kl_loss=false")
 
 
+def test_frozen_weights_get_no_gradients_and_are_not_sent_with_an_adapter():
+    plain, adapted = seconds(), seconds(LORA)
+    assert 0.6 < adapted["update"] / plain["update"] < 0.8  # two thirds of the matrices, all of attention
+    assert adapted["weight sync"] == plain["weight sync"]
+    sent = next(
+        each for each in made(LORA, "trainer.policy.model.lora.sync=adapter").times if each.phase == "weight sync"
+    )
+    rows = 28 * 32 * (1024 + 2048 + 2 * (1024 + 1024) + 2048 + 1024 + 3 * (1024 + 3072))
+    assert sent.bound.endswith(f"{2 * rows / 1e9:.1f} GB") and sent.seconds < plain["weight sync"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "has_pass"),
     [
