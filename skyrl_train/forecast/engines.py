@@ -55,12 +55,17 @@ def engine_memory(
         cache = wanted if wanted <= (taken - weights) * MAX_CACHE_FRACTION else cache
     cache = max(cache, sequence)
     least = cache if generator.kv_cache_memory_gb is not None else sequence
+    outside = readings.engine_context_gib * GIB, 2 * generator.weight_sync_bucket_mb * 2**20
+    unused = 0.0
+    if generator.gpu_memory_utilization is not None:  # vLLM refuses to start if a sequence does not fit into its share
+        unused = max(0.0, capacity - left - taken - sum(outside))
     parts = (
         Part("weights", weights, EXACT),
         Part("KV cache", cache, 0.0, least=least),
         Part("engine steps", steps, GUESSED),
-        Part("CUDA context, graphs and NCCL", readings.engine_context_gib * GIB, GUESSED),
-        Part("arriving weights", 2 * generator.weight_sync_bucket_mb * 2**20, ESTIMATED),
+        Part("CUDA context, graphs and NCCL", outside[0], GUESSED),
+        Part("arriving weights", outside[1], ESTIMATED),
+        *((Part("beyond gpu_memory_utilization", unused, EXACT),) if unused else ()),
     )
     return EngineMemory(parts, cache / sequence)
 

@@ -25,6 +25,8 @@ from skyrl_train.forecast.readings import readings
 from skyrl_train.hf.matrices import num_parameters
 
 ALL = "all"
+OF_STEPS = ("KV cache", "engine steps", "beyond gpu_memory_utilization")
+"""Parts of an engine that generates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +141,17 @@ def forecast(inputs: Inputs) -> Forecast:
         host += (_offloaded_bytes(own) if is_critic else weights) * per_node
     shared = config.trainer.placement.colocate_all
     if config.generator.run_engines_locally:
-        left = constants.memory.offloaded_gib * GIB * (1 + len(config.trainer.scoring_models)) if shared else 0.0
+        left = sum(_left_by(config, phase) for phase in phases) if shared else 0.0
         engine = engine_memory(config, inputs.model, inputs.capacity, left, constants.memory)
         phases.insert(0, PhaseMemory("generation", "engine", engine.parts))
         times.insert(0, _generation_time(inputs, config, engine))
         sent = _sent_parameters(config, inputs.model, layout) * NUM_BYTES[config.generator.model_dtype]
         times.append(duration.sync(sent, layout.pp, constants.sync))
         if shared:
-            phases = _shared(inputs, phases, policy, left)
+            phases = _shared(config, phases, policy, left)
     overlaps = config.trainer.depth > 0 and not shared and config.generator.run_engines_locally
-    return Forecast(tuple(phases), host if shared else 0.0, tuple(times), inputs.capacity, layout, overlaps)
+    is_offloaded = shared and config.trainer.placement.release == "offload"
+    return Forecast(tuple(phases), host if is_offloaded else 0.0, tuple(times), inputs.capacity, layout, overlaps)
 
 
 def model_of_ranks(
@@ -229,20 +232,26 @@ def _generation_time(inputs: Inputs, config: Config, engine: EngineMemory) -> Ph
     return duration.generation(inputs.model, engines, tp, width, running, workload, device, constants)
 
 
-def _shared(inputs: Inputs, phases: list[PhaseMemory], policy: ModelOfRanks, left: float) -> list[PhaseMemory]:
+def _left_by(config: Config, phase: PhaseMemory) -> float:
+    """Bytes of a trainer on shared devices between its phases."""
+    of_release = {"exit": 0.0, "none": phase.likely, "offload": readings().memory.offloaded_gib * GIB}
+    return of_release[config.trainer.placement.release]
+
+
+def _shared(config: Config, phases: list[PhaseMemory], policy: ModelOfRanks, left: float) -> list[PhaseMemory]:
     """The phases of processes that share devices, one at a time."""
-    constants = readings().memory
-    each = constants.offloaded_gib * GIB
-    trainers = Part("offloaded trainers", left, ESTIMATED)
-    others = Part("offloaded trainers", left - each, ESTIMATED)
-    asleep = Part("sleeping engine", constants.sleeping_engine_gib * GIB, GUESSED)
+    stay = config.trainer.placement.release == "none"
+    trainers = Part("resident trainers" if stay else "offloaded trainers", left, ESTIMATED)
+    asleep = Part("sleeping engine", readings().memory.sleeping_engine_gib * GIB, GUESSED)
     engine, *rest = phases
     weights = max((memory.weights(policy, stage) for stage in policy.stages), key=lambda part: part.likely)
-    of_sync = tuple(part for part in engine.parts if part.name not in ("KV cache", "engine steps"))
-    sent = replace(weights, name="weights of the policy")
+    of_sync = tuple(part for part in engine.parts if part.name not in OF_STEPS)
+    sent = () if stay else (replace(weights, name="weights of the policy"),)
     found = [PhaseMemory("generation", ALL, (*engine.parts, trainers))]
-    found += [PhaseMemory(phase.phase, ALL, (*phase.parts, others, asleep)) for phase in rest]
-    return [*found, PhaseMemory("weight sync", ALL, (*of_sync, sent, trainers))]
+    for phase in rest:
+        others = replace(trainers, likely=left - _left_by(config, phase))
+        found.append(PhaseMemory(phase.phase, ALL, (*phase.parts, others, asleep)))
+    return [*found, PhaseMemory("weight sync", ALL, (*of_sync, *sent, trainers))]
 
 
 def with_layout(config: RunConfig, megatron: MegatronConfig) -> RunConfig:

@@ -158,3 +158,24 @@ def test_a_layout_that_the_critic_cannot_have_is_not_proposed():
     given = inputs("qwen3-4b", "h200", "trainer.placement.policy_num_gpus_per_node=4", *critic)
     given = replace(given, models={**given.models, "tiny": model_config("tiny")})
     assert {each.forecast.layout.pp for each in proposals(given)} == {1, 2}  # it has two layers
+
+
+def test_what_idle_trainers_leave_on_shared_devices_depends_on_their_release():
+    sharing = ["trainer.placement.colocate_all=true", "trainer.policy.model.lora.rank=8"]
+    phases = {}
+    for release in ("offload", "exit", "none"):
+        made = forecast(inputs("qwen3-8b", "h100", *sharing, f"trainer.placement.release={release}"))
+        phases[release] = {phase.phase: phase for phase in made.phases}
+        assert (made.host_bytes > 0) is (release == "offload")
+    low = {release: found["generation"].low / 2**30 for release, found in phases.items()}
+    assert low["exit"] < low["offload"] < low["none"] - 0.7 * 15.3
+    assert phases["none"]["update"].likely == pytest.approx(phases["exit"]["update"].likely)
+
+
+def test_an_engine_fits_into_the_share_of_the_device_that_it_is_given():
+    share = "generator.gpu_memory_utilization"
+    for fraction, fits in ((0.1, False), (0.15, False), (0.5, True), (0.9, True)):
+        made = forecast(inputs("qwen3-8b", "h100", f"{share}={fraction}"))
+        generation = next(phase for phase in made.phases if phase.phase == "generation")
+        assert (generation not in made.impossible) is fits
+        assert not fits or generation.high <= made.capacity  # it takes what is left of its share alone
