@@ -64,7 +64,8 @@ class Forecast:
 
     @property
     def fullest(self) -> PhaseMemory:
-        return max(self.phases, key=lambda phase: phase.likely)
+        """The phase that needs the most, without what only uses free memory."""
+        return max(self.phases, key=lambda phase: phase.high)
 
     @property
     def impossible(self) -> list[PhaseMemory]:

@@ -66,4 +66,4 @@ class PhaseMemory:
 
     @property
     def largest(self) -> Part:
-        return max(self.parts, key=lambda part: part.likely)
+        return max(self.parts, key=lambda part: part.high)

@@ -51,6 +51,9 @@ def problems(inputs: Inputs) -> list[str]:
 
 def proposals(inputs: Inputs) -> list[Proposal]:
     """All layouts that fit for sure, the fastest first; of those nearly as fast, the ones that change less."""
+    now = forecast(replace(inputs, config=chosen(inputs).config))
+    if any(phase.device == "engine" for phase in now.impossible):
+        return []  # whatever the layout of the trainers
     found = _fitting(inputs, ())
     ranks = inputs.config.trainer.placement.num_policy_ranks
     while not found and ranks < MOST_GPUS:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from skyrl_train.device.nvml import gib
 from skyrl_train.forecast.choices import Choices
@@ -84,8 +84,8 @@ def limits(made: Forecast) -> str:
     """The limits that bind, in a sentence each."""
     full, slow = made.fullest, max(made.times, key=lambda time: time.seconds)
     lines = [
-        f"memory: {full.phase} is the fullest phase, {gib(full.likely)} of {gib(made.capacity)} GiB, most of it "
-        f"{full.largest.name} ({gib(full.largest.likely)})",
+        f"memory: {full.phase} needs the most, up to {gib(full.high)} of {gib(made.capacity)} GiB, and of that "
+        f"{full.largest.name} ({gib(full.largest.high)})",
         f"time: {slow.phase} takes the longest, bound by {slow.bound}",
     ]
     if made.host_bytes:
@@ -108,11 +108,12 @@ def summary(made: Forecast) -> str:
 
 def proposal_table(found: Sequence[Proposal]) -> Table:
     """The fastest proposals."""
-    table = Table("layouts that fit", "overrides", "GiB", "estimated s")
+    overrides = Column("overrides", overflow="fold")  # complete, to be copied
+    table = Table("layouts that fit", overrides, "GiB needed at most", "estimated s")
     for each in found[:SHOWN]:
         made = each.forecast
-        overrides = " ".join(each.overrides) or "(as given)"
-        table.add_row(str(made.layout), overrides, gib(made.fullest.likely), f"{made.seconds:.2f}")
+        changes = " ".join(each.overrides) or "(as given)"
+        table.add_row(str(made.layout), changes, gib(made.fullest.high), f"{made.seconds:.2f}")
     return table
 
 
@@ -120,11 +121,15 @@ def refusal(made: Forecast, found: Sequence[Proposal]) -> str:
     """The error for a run that cannot fit."""
     phase = max(made.impossible, key=lambda each: each.low)
     parts = ", ".join(f"{part.name} {gib(part.likely)}" for part in phase.parts if part.likely > GIB / 10)
-    remedy = (
-        "No layout of up to 64 GPUs fits; take a smaller model or device memory"
-        if not found
-        else (f"This fits: {' '.join(found[0].overrides)}")
-    )
+    if found:
+        remedy = f"This fits: {' '.join(found[0].overrides)}"
+    elif phase.phase == "generation":
+        remedy = (
+            "The trainers' layout does not change that. Raise generator.inference_engine_tensor_parallel_size, or "
+            "generator.gpu_memory_utilization if it is set"
+        )
+    else:
+        remedy = "No layout of up to 64 GPUs fits; take a smaller model or more device memory"
     return (
         f"trainer.policy.megatron_config is {made.layout}: {phase.phase} needs at least {gib(phase.low)} GiB of a "
         f"device with {gib(made.capacity)} GiB ({parts}). {remedy}"

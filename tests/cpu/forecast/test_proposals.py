@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from skyrl_train.checks.rl import check
 from skyrl_train.config.rl import PLAN
@@ -12,7 +14,7 @@ from skyrl_train.device.kinds import device_kind
 from skyrl_train.forecast.choices import chosen
 from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
 from skyrl_train.forecast.proposals import proposals
-from skyrl_train.forecast.report import refusal
+from skyrl_train.forecast.report import proposal_table, refusal
 from skyrl_train.forecast.shapes import model_config
 
 LAYOUT = "trainer.policy.megatron_config"
@@ -179,3 +181,21 @@ def test_an_engine_fits_into_the_share_of_the_device_that_it_is_given():
         generation = next(phase for phase in made.phases if phase.phase == "generation")
         assert (generation not in made.impossible) is fits
         assert not fits or generation.high <= made.capacity  # it takes what is left of its share alone
+
+
+def test_no_layout_of_trainers_is_proposed_for_an_engine_that_cannot_fit():
+    given = inputs("qwen3-30b-a3b", "l40s")
+    made = forecast(replace(given, config=chosen(given).config))
+    assert proposals(given) == []
+    only_engine = replace(made, phases=tuple(phase for phase in made.phases if phase.phase == "generation"))
+    assert "Raise generator.inference_engine_tensor_parallel_size" in refusal(only_engine, [])
+
+
+def test_layouts_are_compared_by_what_they_need():
+    given = inputs("qwen3-0.6b", "h200", "trainer.placement.policy_num_gpus_per_node=2")
+    made = forecast(given)
+    assert made.fullest.phase == "update"  # though the KV cache takes all that is free
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(proposal_table(proposals(given)))
+    printed = console.export_text()
+    assert "…" not in printed and len({line.split("│")[3] for line in printed.splitlines() if "│" in line}) > 2
