@@ -42,32 +42,24 @@ UNBIASED = {"k1", "k3"}
 
 
 def check(config: Config, num_train_prompts: int | None, files: bool = True) -> None:
-    """Raise ConfigError with everything that cannot work.
-
-    Args:
-        num_train_prompts: rows left in the training data, None if unknown.
-        files: also check the model folders and data files; False before `trainer.prepare` has created them.
+    """Raise ConfigError with everything that cannot work. Args: num_train_prompts: rows left in the training data, None
+    if unknown; files: also check the model folders and data files; False before `trainer.prepare` has created them.
     """
     problems = [
         *training_problems(config.trainer, _megatron_configs(config)),
         *custom_problems(config),
         *data_problems(config.data),
-        *step_problems(config, num_train_prompts),
+        *number_problems(config, num_train_prompts),
         *_terms(config.trainer.algorithm),
         *correction_problems(config.trainer),
         *_rewards(config),
         *_objective(config),
         *staleness_problems(config),
-        *eval_engine_problems(config),
-        *_critic(config),
         *training_sampling_problems(config.generator.sampling_params),
-        *_limits(config),
         *transport_problems(config),
         *engine_problems(config),
         *endpoint_problems(config),
-        *_colocation(config),
         *_lora(config),
-        *_layouts(config),
     ]
     if files:
         problems += data_file_problems(config.data)
@@ -77,9 +69,9 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         raise ConfigError(problems)
 
 
-def number_problems(config: Config) -> Iterator[str]:
+def number_problems(config: Config, num_train_prompts: int | None = None) -> Iterator[str]:
     """Numbers that contradict each other, whatever is installed on this machine."""
-    yield from step_problems(config, None)
+    yield from step_problems(config, num_train_prompts)
     yield from eval_engine_problems(config)
     yield from _critic(config)
     yield from _limits(config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from skyrl_train.config.values import AboveZero, Bounds, Count, CountOrZero, Decay, NotNegative, OneOf, Share, Text
@@ -163,11 +163,6 @@ class Layout:
     def sp(self) -> int:
         """Ranks that share activations along the sequence."""
         return self.tp if self.megatron.sequence_parallel else 1
-
-    @property
-    def without_recomputation(self) -> Layout:
-        """That of passes without gradients."""
-        return replace(self, megatron=replace(self.megatron, recompute_granularity=None))
 
     @property
     def sizes(self) -> str:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from skyrl_train.config.policy import Layout
 from skyrl_train.device.kinds import DeviceKind
 from skyrl_train.forecast.engines import cache_bytes_per_token
-from skyrl_train.forecast.layout import Stage
+from skyrl_train.forecast.layout import Stage, without_recomputation
 from skyrl_train.forecast.readings import Generation, Sync, Utilisation, at_size
 from skyrl_train.hf.flops import model_cost
 from skyrl_train.hf.matrices import num_experts, num_parameters
@@ -106,7 +106,7 @@ def scoring(
 ) -> PhaseTime:
     """A forward pass over the samples of a step: once in all epochs, and nothing is recomputed."""
     flops = _train_flops(config, workload) * FORWARD
-    plain = layout.without_recomputation
+    plain = without_recomputation(layout)
     return _pass(name, flops, config, plain, stages, micro_batches, device, utilisation)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from transformers import PretrainedConfig
@@ -44,6 +44,11 @@ class Stage:
     @property
     def layers(self) -> list[Layer]:
         return [layer for chunk in self.chunks for layer in chunk]
+
+
+def without_recomputation(layout: Layout) -> Layout:
+    """The layout of passes without gradients."""
+    return replace(layout, megatron=replace(layout.megatron, recompute_granularity=None))
 
 
 def stages(

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from skyrl_train.config.policy import Layout
 from skyrl_train.forecast.activations import kept, weight_gradient_bytes
-from skyrl_train.forecast.layout import Parameters, Stage
+from skyrl_train.forecast.layout import Parameters, Stage, without_recomputation
 from skyrl_train.forecast.parts import COUNTED, ESTIMATED, EXACT, GIB, GUESSED, Part
 from skyrl_train.forecast.readings import Readings
 from skyrl_train.hf.matrices import is_latent
@@ -98,7 +98,7 @@ def _peak_after_forward(model: ModelOfRanks, stage: Stage, tokens: float, workin
 
 def scoring(model: ModelOfRanks, stage: Stage, largest: Pass) -> tuple[Part, ...]:
     """All that torch allocates on a rank of the stage in a forward pass without gradients."""
-    tokens, layout = largest.tokens / model.layout.cp, model.layout.without_recomputation
+    tokens, layout = largest.tokens / model.layout.cp, without_recomputation(model.layout)
     working = max(kept(model.config, layer, layout, model.width).layer for layer in stage.layers) * tokens
     logits = _piece_bytes(model, tokens) if stage.has_head else 0.0
     peak = Part("logits", logits, COUNTED) if logits > working else Part("activations", working, ESTIMATED)
