@@ -53,13 +53,14 @@ class Silent:
 class Collector:
     """Collects the samples of many prompts, all in flight at once."""
 
+    tail_s: float = 0.0
+    """Seconds of the last collection after TAIL_BEGINS of its rollouts had ended."""
+
     def __init__(self, rollout: Rollout, engines: Engines, deadline_s: float | None = None) -> None:
         """Args: deadline_s: seconds without the end of a rollout after which `collect` fails; None: never."""
         self._rollout, self.engines, self.deadline_s = rollout, engines, deadline_s
         self._ended_s = 0.0
         """Time at which a rollout last ended, or a collection began."""
-        self.tail_s = 0.0
-        """Seconds of the last collection after TAIL_BEGINS of its rollouts had ended."""
 
     @property
     def requests(self) -> Requests:

@@ -140,6 +140,7 @@ class Postprocessed(Collector):
 
     async def collect(self, *arguments: Any, **named: Any) -> list[Group]:
         groups = await self.inner.collect(*arguments, **named)
+        self.tail_s = self.inner.tail_s
         if self.zeroes_unfinished:
             groups = [zero_unfinished(group) for group in groups]
         return [group if self.filters and not has_signal(group) else self._hooked(group) for group in groups]

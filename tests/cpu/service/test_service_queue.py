@@ -196,7 +196,7 @@ class Residency:
         self.failures -= 1
         if self.failures >= 0:
             raise RemoteFailed("engine-1 was late")
-        return SimpleNamespace(num_bytes=1, seconds=1.0)
+        return SimpleNamespace(num_bytes=1, seconds=1.0, begin_s=0.1, finish_s=0.1)
 
     async def restart_trainers(self, restart_policy: Test) -> None:
         await restart_policy()

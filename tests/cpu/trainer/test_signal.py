@@ -97,7 +97,7 @@ class World:
         async def groups() -> list[Group]:
             return self.groups
 
-        sync = noting("sync", SimpleNamespace(num_bytes=1, seconds=1.0))
+        sync = noting("sync", SimpleNamespace(num_bytes=1, seconds=1.0, begin_s=0.1, finish_s=0.1))
         residency: Any = SimpleNamespace(
             for_training=noting("for_training"), sync_weights=sync, metrics=lambda: {"timing/moves": 0.0}
         )
