@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig
@@ -51,63 +51,51 @@ class PhaseTime:
     """The limit that binds."""
 
 
-def update(
-    config: PretrainedConfig,
-    layout: Layout,
-    stages: Sequence[Stage],
-    micro_batches: int,
-    workload: Workload,
-    device: DeviceKind,
-    utilisation: Utilisation,
-) -> PhaseTime:
-    """The update of a step. Args: micro_batches: of a rank and mini-batch."""
-    flops = _train_flops(config, workload) * workload.epochs
-    if all(stage.trained.total < stage.parameters.total for stage in stages):  # no gradients of frozen weights
-        flops -= 2 * model_cost(config).matrix_weights * workload.tokens * workload.epochs
-    return _pass("update", flops, config, layout, stages, micro_batches, device, utilisation)
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One model that ranks train or score with in a step."""
+
+    config: PretrainedConfig
+    layout: Layout
+    stages: Sequence[Stage]
+    micro_batches: int
+    """Number of a rank's micro-batches in a mini-batch."""
+    workload: Workload
+    device: DeviceKind
+    utilisation: Utilisation
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a forward and backward pass over all samples, with the gradients of all weights."""
+        lengths = torch.full((self.workload.samples,), self.workload.sample_tokens)
+        return model_cost(self.config).train_flops(lengths)
 
 
-def _train_flops(config: PretrainedConfig, workload: Workload) -> float:
-    lengths = torch.full((workload.samples,), workload.sample_tokens)
-    return model_cost(config).train_flops(lengths)
+def update(given: Training) -> PhaseTime:
+    """The update of a step."""
+    flops, workload = given.flops, given.workload
+    if all(stage.trained.total < stage.parameters.total for stage in given.stages):  # no gradients of frozen weights
+        flops -= 2 * model_cost(given.config).matrix_weights * workload.tokens
+    return _passes("update", flops * workload.epochs, given)
 
 
-def _pass(
-    phase: str,
-    flops: float,
-    config: PretrainedConfig,
-    layout: Layout,
-    stages: Sequence[Stage],
-    micro_batches: int,
-    device: DeviceKind,
-    utilisation: Utilisation,
-) -> PhaseTime:
-    base = utilisation.experts if num_experts(config) else utilisation.of_hidden(config.hidden_size)
+def scoring(name: str, given: Training) -> PhaseTime:
+    """A forward pass over the samples of a step: once in all epochs, and nothing is recomputed."""
+    return _passes(name, given.flops * FORWARD, replace(given, layout=without_recomputation(given.layout)))
+
+
+def _passes(phase: str, flops: float, given: Training) -> PhaseTime:
+    layout, stages, utilisation = given.layout, given.stages, given.utilisation
+    base = utilisation.experts if num_experts(given.config) else utilisation.of_hidden(given.config.hidden_size)
     base *= at_size(utilisation.tensor, layout.tp) * at_size(utilisation.context, layout.cp)
     base *= at_size(utilisation.expert, layout.ep)
     if layout.megatron.recompute == "full":
         base *= utilisation.recomputed
-    filled = micro_batches / (micro_batches + (layout.pp - 1) / layout.vpp)
+    filled = given.micro_batches / (given.micro_batches + (layout.pp - 1) / layout.vpp)
     balance = sum(stage.cost for stage in stages) / len(stages) / max(stage.cost for stage in stages)
-    seconds = flops / (layout.num_ranks * device.tflops * 1e12 * base * filled * balance)
+    seconds = flops / (layout.num_ranks * given.device.tflops * 1e12 * base * filled * balance)
     bound = "arithmetic" if filled * balance > 0.85 else "pipeline bubble"
     return PhaseTime(phase, seconds, f"{bound}, {base * filled * balance:.0%} MFU")
-
-
-def scoring(
-    name: str,
-    config: PretrainedConfig,
-    layout: Layout,
-    stages: Sequence[Stage],
-    micro_batches: int,
-    workload: Workload,
-    device: DeviceKind,
-    utilisation: Utilisation,
-) -> PhaseTime:
-    """A forward pass over the samples of a step: once in all epochs, and nothing is recomputed."""
-    flops = _train_flops(config, workload) * FORWARD
-    plain = without_recomputation(layout)
-    return _pass(name, flops, config, plain, stages, micro_batches, device, utilisation)
 
 
 def generation(

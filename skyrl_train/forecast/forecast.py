@@ -16,7 +16,7 @@ from skyrl_train.config.training import RunConfig
 from skyrl_train.device.kinds import DeviceKind
 from skyrl_train.engines.settings import NUM_BYTES
 from skyrl_train.forecast import duration, memory
-from skyrl_train.forecast.duration import PhaseTime, Workload
+from skyrl_train.forecast.duration import PhaseTime, Training, Workload
 from skyrl_train.forecast.engines import EngineMemory, engine_memory
 from skyrl_train.forecast.layout import stages
 from skyrl_train.forecast.memory import ModelOfRanks, Pass
@@ -119,11 +119,11 @@ def forecast(inputs: Inputs) -> Forecast:
     per_node = min(layout.num_ranks, trainer.placement.policy_num_gpus_per_node)  # of each model, if devices are shared
     host = _offloaded_bytes(policy) * per_node
     args = inputs.workload, inputs.device.in_dtype(policy.width), constants.utilisation
-    times = [duration.update(inputs.model, layout, policy.stages, mean.micro_batches, *args)]
+    training = Training(inputs.model, layout, policy.stages, mean.micro_batches, *args)
+    times = [duration.update(training)]
     if not isinstance(config, Config):
         return Forecast(tuple(phases), 0.0, tuple(times), inputs.capacity, layout)
-    for name in _passes_of_policy(config.trainer):
-        times.append(duration.scoring(name, inputs.model, layout, policy.stages, mean.micro_batches, *args))
+    times += [duration.scoring(name, training) for name in _passes_of_policy(config.trainer)]
     for other in config.trainer.scoring_models:
         own_layout = Layout(other.megatron_config, other.num_ranks)
         is_critic = other.signal == "values"
@@ -133,10 +133,10 @@ def forecast(inputs: Inputs) -> Forecast:
         phase = _trainer_phase(other.name, other.name, own, own_pass, inputs.capacity, trained=is_critic)
         phases.append(phase)
         mean = largest_pass(inputs, own_layout, own_batch)
-        of_model = own.config, own_layout, own.stages, mean.micro_batches
-        times.append(duration.scoring(other.name, *of_model, *args))
+        training = Training(own.config, own_layout, own.stages, mean.micro_batches, *args)
+        times.append(duration.scoring(other.name, training))
         if is_critic:  # its values, then its update
-            learning = duration.update(*of_model, *args)
+            learning = duration.update(training)
             times[-1] = PhaseTime("critic", times[-1].seconds + learning.seconds, learning.bound)
         weights = sum(stage.parameters.total for stage in own.stages) / len(own.stages) * own.width
         host += (_offloaded_bytes(own) if is_critic else weights) * per_node
