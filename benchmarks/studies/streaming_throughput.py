@@ -19,7 +19,7 @@ from skyrl_train.rollout.streaming.buffer import Buffer
 
 STEP_S, SEQUENCE_S, PREFILL_S, PAUSE_S = 0.0026, 0.000007, 0.000003, 0.1
 CACHE_BYTES = 114_688
-"""Of a token."""
+"""KV cache of one token."""
 PROMPT, PROMPTS, SAMPLES = 128, 64, 8
 SEQUENCES = 1_024
 """max_num_seqs."""
@@ -69,6 +69,10 @@ def main() -> None:
     parser.add_argument("--update-s", type=float, default=6.1, help="seconds of an update")
     parser.add_argument("--lengths", type=int, nargs=2, default=(64, 4096), help="uniform in their logarithm")
     args = parser.parse_args()
+    shortest, longest = args.lengths
+    lengths = [shortest * (longest / shortest) ** (n / 1000) for n in range(1001)]
+    reads = PROMPTS * SAMPLES * statistics.mean(PROMPT * length + length**2 / 2 for length in lengths)
+    print(f"reading the KV cache for a step: {reads * CACHE_BYTES / (args.gb_per_s * 1e9):.1f} s")
     print("| max_staleness | pipeline_depth | step s, mean | shortest | longest | times as fast |\n" + "|---" * 6 + "|")
     synchronous = statistics.mean(steps(0, 0, args))
     for bound, depth in ((0, 0), (1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)):
