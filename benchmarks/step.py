@@ -5,12 +5,13 @@
     python -m benchmarks.step --update-only --shape qwen3-4b --logits
     python -m benchmarks.step --update-only --shape qwen3-4b --pp 2 --gpus 2 --samples 128
     python -m benchmarks.step --methods --shape tiny --samples 16 --sample-tokens 256 --float32
-    python -m benchmarks.step --shape qwen3-0.6b --gpus 1 --colocate
-    python -m benchmarks.step --shape qwen3-0.6b --max-tokens 32768
-    python -m benchmarks.step --shape qwen3-0.6b --max-tokens 32768 trainer.source=streaming
+    python -m benchmarks.step --shape qwen3-0.6b --colocate
+    python -m benchmarks.step --shape qwen3-0.6b trainer.source=streaming
+    python -m benchmarks.step --shape qwen3-4b --colocate --prompts 32 --new-tokens 2048 --engine-alone
 
 With --update-only: MegatronPolicy.update on local ranks, without engines, in turns with a bare Megatron loop over the
 same micro-batches (overhead: the median of their ratios); samples of --sample-tokens, micro-batches of --max-tokens.
+Tokens of a micro-batch and recomputation are those that a run on this GPU chooses, unless given.
 --logits compares updates that keep the logits for backward with updates that compute them again, in turns.
 --parts (lib/update_parts.py; of each part the slowest rank) and --trace (lib/kernel_shares.py; rank 0) say where the
 time of an update goes.
@@ -20,7 +21,8 @@ the median of --steps ratios to `regular`.
 
 Otherwise whole GRPO steps through the main job: 64 prompts of 128 tokens x 8 samples x 512 new tokens (every response
 has exactly that length: the end-of-text token has an id that the model cannot draw), no KL term unless --kl; --gpus are
-the policy's ranks and, on as many more GPUs, --engines, unless --colocate shares them.
+the policy's ranks and, on as many more GPUs, --engines, unless --colocate shares them. All other keys are those that a
+run chooses, unless given. --engine-alone: after the job, vLLM alone generates as many tokens (lib/vllm_alone.py).
 
 MFU: FLOPs of the model (6 per weight and token and the causal half of attention; recomputation not counted) over time
 and the device's dense bfloat16 peak.
@@ -39,20 +41,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lib import vllm_alone
 from benchmarks.lib.main_job import run_main_job
-from benchmarks.lib.policy_job import GIB, add_batch, add_model, make_model, title, update_job
+from benchmarks.lib.policy_job import GIB, add_batch, add_model, make_model, overrides_of, title, update_job
 from benchmarks.lib.random_model import DIGIT_SHARE, model_config, write_prompts
 from benchmarks.lib.results import write_json
 from benchmarks.lib.spread_lengths import SPREAD_LENGTHS
 
-WARM_UP = 2
 SHARES = ("kernel_shares", "added_to_update", "objective_of_update", "credit_of_update")
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model(parser)
-    parser.add_argument("--steps", type=int, default=4, help=f"measured steps, after {WARM_UP} of warm-up")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps, after those of warm-up")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before them")
     update = parser.add_argument_group("--update-only")
     update.add_argument("--update-only", action="store_true")
     add_batch(update)
@@ -68,6 +71,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     whole.add_argument("--samples-per-prompt", type=int, default=8)
     whole.add_argument("--new-tokens", type=int, default=512)
     whole.add_argument("--shortest", type=int, help="lengths from this to --new-tokens, uniform in their logarithm")
+    whole.add_argument("--engine-alone", action="store_true", help="generate with vLLM alone too")
     whole.add_argument("--kl", action="store_true", help="with a reference model and a KL term")
     whole.add_argument("overrides", nargs="*", help="more overrides of the configuration")
     return parser.parse_args(given)
@@ -78,7 +82,7 @@ def measure_update(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 
     given = update_job(folder, args)
-    job = replace(given, warm_up=WARM_UP, steps=args.steps, logits=args.logits, parts=args.parts, trace=args.trace)
+    job = replace(given, warm_up=args.warm_up, steps=args.steps, logits=args.logits, parts=args.parts, trace=args.trace)
     ranks = run_on_ranks(run, job, args.gpus, timeout_s=900)
     first = ranks[0]
     seconds, bare = statistics.median(first["update_s"]), statistics.median(first["bare_s"])
@@ -137,7 +141,7 @@ def measure_methods(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.lib.method_cost import comparison, run
     from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 
-    job = replace(update_job(folder, args), warm_up=WARM_UP, steps=args.steps)
+    job = replace(update_job(folder, args), warm_up=args.warm_up, steps=args.steps)
     ranks = run_on_ranks(run, comparison(job), args.gpus, timeout_s=3000)
     first = ranks[0]
     regular = first["regular_s"]
@@ -153,9 +157,8 @@ def measure_methods(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 def measure_steps(folder: Path, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     data = scratch / "prompts.jsonl"
     vocab_size = model_config(args.shape, args.layers).vocab_size
-    total = WARM_UP + args.steps
+    total = args.warm_up + args.steps
     write_prompts(data, args.prompts * total, args.prompt_tokens, vocab_size)
-    megatron = "trainer.policy.megatron_config"
     overrides = [
         f"data.train_data=[{data}]",
         f"environment.env_class={DIGIT_SHARE}",
@@ -164,23 +167,13 @@ def measure_steps(folder: Path, args: argparse.Namespace, scratch: Path) -> dict
         f"trainer.max_training_steps={total}",
         f"trainer.train_batch_size={args.prompts}",
         f"trainer.policy_mini_batch_size={args.prompts}",
-        f"trainer.max_tokens_per_microbatch={args.max_tokens}",
         f"trainer.max_prompt_length={args.prompt_tokens}",
         "trainer.log_samples_interval=-1",
         "trainer.ckpt_interval=-1",
         "trainer.logger=[console,jsonl]",
         f"trainer.algorithm.use_kl_loss={str(args.kl).lower()}",
-        f"trainer.placement.policy_num_gpus_per_node={args.gpus}",
-        f"{megatron}.transformer_impl={args.impl}",
-        f"{megatron}.tensor_model_parallel_size={args.tp}",
-        f"{megatron}.pipeline_model_parallel_size={args.pp}",
-        f"{megatron}.virtual_pipeline_model_parallel_size={'null' if args.vpp is None else args.vpp}",
-        f"{megatron}.context_parallel_size={args.cp}",
-        f"{megatron}.expert_model_parallel_size={args.ep}",
-        f"{megatron}.recompute_granularity={args.recompute or 'null'}",
-        f"{megatron}.recompute_modules=[{args.recompute_modules}]",
+        *overrides_of(args),
         f"generator.num_inference_engines={args.engines}",
-        f"generator.max_num_seqs={args.prompts * args.samples_per_prompt}",
         f"generator.n_samples_per_prompt={args.samples_per_prompt}",
         f"generator.sampling_params.max_generate_length={args.new_tokens}",
         *(["trainer.placement.colocate_all=true"] if args.colocate else []),
@@ -188,15 +181,19 @@ def measure_steps(folder: Path, args: argparse.Namespace, scratch: Path) -> dict
         *args.overrides,
     ]
     job = run_main_job(scratch / "job", overrides)
-    first = WARM_UP + 1
+    first = args.warm_up + 1
     walls = job.step_walls_s(first)
     rows = job.steps(first)
     kept = [name for name in rows[-1] if name.startswith(("perf/", "memory/", "trainer/driver", "async/"))]
-    return {
+    phases = job.median_phases_s(first)
+    tokens = args.prompts * args.samples_per_prompt * args.new_tokens
+    alone = vllm_alone.tokens_per_s(folder, data, args) if args.engine_alone else {}
+    return alone | {
         "ready_s": job.ready_s,
         "step_s": statistics.median(walls),
         "all_step_s": walls,
-        "phases_s": job.median_phases_s(first),
+        "phases_s": phases,
+        "generated_tokens_per_s": tokens / phases["generate"],
         "neither_generate_nor_update": 1 - job.median_share(("generate", "policy_train"), first),
         "mean_response_tokens": statistics.mean(row["generate/avg_num_tokens"] for row in rows),
         "metrics": {name: statistics.median(row[name] for row in rows if name in row) for name in kept},

@@ -28,7 +28,7 @@ from rich.console import Console
 
 import skyrl_train
 from benchmarks.lib.main_job import WALL_TIME
-from benchmarks.lib.policy_job import add_model, make_model
+from benchmarks.lib.policy_job import add_model, make_model, overrides_of
 from benchmarks.lib.random_model import DIGIT_SHARE, model_config, write_prompts
 from benchmarks.lib.results import write_json
 from benchmarks.lib.shared_runs import Rows, run_all
@@ -78,10 +78,9 @@ def config_of(case: Case, args: argparse.Namespace, model: Path, data: Path) -> 
             *(f"data.train_data=[{data}]", f"environment.env_class={DIGIT_SHARE}", "trainer.seed=1"),
             *(f"trainer.policy.model.path={model}", f"trainer.max_training_steps={sum(case.steps(args))}"),
             *(f"trainer.train_batch_size={args.prompts}", f"trainer.policy_mini_batch_size={args.prompts}"),
-            *(f"trainer.max_tokens_per_microbatch={args.max_tokens}", f"trainer.max_prompt_length={PROMPT_TOKENS}"),
+            *(*overrides_of(args), f"trainer.max_prompt_length={PROMPT_TOKENS}"),
             *("trainer.log_samples_interval=-1", "trainer.ckpt_interval=-1", "trainer.hf_save_interval=0"),
             *("trainer.logger=[jsonl]", "trainer.algorithm.use_kl_loss=false", f"generator.max_num_seqs={in_flight}"),
-            f"trainer.policy.megatron_config.transformer_impl={args.impl}",
             *(f"generator.n_samples_per_prompt={SAMPLES_PER_PROMPT}", *case.overrides(args), *args.overrides),
         ]
     )

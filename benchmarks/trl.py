@@ -39,13 +39,15 @@ from benchmarks.lib.random_model import model_config, write_prompts
 from benchmarks.lib.results import write_json
 from benchmarks.lib.trl_environment import DEFAULT_FOLDER
 
+WARM_UP = 2
+
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     gpu, cpu = commands.add_parser("gpu"), commands.add_parser("cpu")
     gpu.add_argument("--shape", default="qwen3-0.6b")
-    gpu.add_argument("--steps", type=int, default=3, help=f"measured steps of each, after {step.WARM_UP}")
+    gpu.add_argument("--steps", type=int, default=3, help="measured steps of each, after two")
     gpu.add_argument("--trl-micro-batch", type=int, default=32)
     gpu.add_argument("--trl-memory", type=float, default=0.35, help="share of the GPU for TRL's engine")
     gpu.add_argument("--trl-sleep", action="store_true", help="TRL's engine sleeps while it trains")
@@ -60,7 +62,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure_trl(folder: Path, args: argparse.Namespace, ours: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    steps = args.steps + step.WARM_UP
+    steps = args.steps + WARM_UP
     data = scratch / "prompts.jsonl"
     write_prompts(data, ours.prompts * steps, ours.prompt_tokens, model_config(args.shape).vocab_size)
     settings = {
@@ -97,17 +99,18 @@ def measure_trl(folder: Path, args: argparse.Namespace, ours: argparse.Namespace
     if code != 0:
         raise RuntimeError(f"TRL ended with exit code {code}:\n{output.read_text()[-5000:]}")
     found = json.loads(result.read_text())
-    measured = found["steps_s"][step.WARM_UP :]
+    measured = found["steps_s"][WARM_UP:]
     return found | {
         "all_step_s": measured,
         "step_s": statistics.median(measured),
-        "median_generate_s": statistics.median(found["generate_s"][step.WARM_UP :]),
+        "median_generate_s": statistics.median(found["generate_s"][WARM_UP:]),
         "settings": settings["options"],
     }
 
 
 def measure_gpu(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    colocated = ["--colocate", "--max-tokens", "32768", "--steps", str(args.steps), "--shape", args.shape]
+    counts = ["--steps", str(args.steps), "--warm-up", str(WARM_UP)]
+    colocated = ["--colocate", *counts, "--shape", args.shape]
     ours = step.arguments([*colocated, *args.overrides])
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -117,6 +120,7 @@ def measure_gpu(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             heading = {"title": title(ours, "GRPO step, colocated")}
             result["ours"] = heading | step.measure_steps(folder, ours, Path(scratch))
             step.show(result["ours"], console)
+            write_json(args.json, result)  # is not lost if TRL fails
         result["trl"] = measure_trl(folder, args, ours, Path(scratch))
     return result
 

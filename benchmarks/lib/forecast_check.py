@@ -81,7 +81,7 @@ def compare(ranks: Sequence[Measured], args: argparse.Namespace, console: Consol
     """Print the table of each stage; all rows in GiB, and whether what torch allocates is within the bound."""
     constants = readings().memory
     implementation = "torch" if ranks[0].torch_layers else "transformer_engine"
-    laid = Layout(replace(layout(args), transformer_impl=implementation), args.gpus)
+    laid = Layout(replace(layout(args)[0], transformer_impl=implementation), args.gpus)
     config, width = model_config(args.shape, args.layers), 4 if args.float32 else 2
     model = ModelOfRanks(config, laid, width, stages(config, laid))
     rows, is_within = [], True

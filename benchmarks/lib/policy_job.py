@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.lib.random_model import SHAPES, write_checkpoint
+from benchmarks.lib.random_model import SHAPES, model_config, write_checkpoint
 from skyrl_train.config import load_config
 from skyrl_train.config.policy import MegatronConfig
+from skyrl_train.config.training import RunConfig
+from skyrl_train.device.kinds import this_device
+from skyrl_train.forecast.choices import chosen
+from skyrl_train.forecast.forecast import Inputs, workload_of
 
 if TYPE_CHECKING:
     from benchmarks.lib.update_ranks import Job
@@ -26,11 +31,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--vpp", type=int, help="model chunks per pipeline rank")
     parser.add_argument("--impl", choices=("auto", "torch", "transformer_engine"), default="auto")
-    parser.add_argument("--recompute", choices=("selective", "full"))
-    parser.add_argument(
-        "--recompute-modules", default="core_attn", help="of --recompute selective, with commas between"
-    )
-    parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of a micro-batch")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), help="default: what a run chooses")
+    parser.add_argument("--recompute-modules", help="of --recompute selective, with commas between")
+    parser.add_argument("--max-tokens", type=int, help="tokens of a micro-batch; default: what a run chooses")
     parser.add_argument("--json", type=Path, help="write the result to this file")
     parser.add_argument("--model", type=Path, help="keep the checkpoint in this folder, or take it from there")
 
@@ -43,18 +46,47 @@ def add_batch(parser: Any) -> None:
     parser.add_argument("--float32", action="store_true")
 
 
-def layout(args: argparse.Namespace) -> MegatronConfig:
-    return replace(
-        load_config().trainer.policy.megatron_config,
-        transformer_impl=args.impl,
-        tensor_model_parallel_size=args.tp,
-        pipeline_model_parallel_size=args.pp,
-        virtual_pipeline_model_parallel_size=args.vpp,
-        context_parallel_size=args.cp,
-        expert_model_parallel_size=args.ep,
-        recompute_granularity=args.recompute,
-        recompute_modules=tuple(args.recompute_modules.split(",")),
+def overrides_of(args: argparse.Namespace) -> list[str]:
+    """Overrides for the options of add_model(); what was not given stays open, for the run to choose."""
+    megatron = "trainer.policy.megatron_config"
+    modules = {"none": "[]", "selective": f"[{args.recompute_modules or 'core_attn'}]"}.get(args.recompute, "null")
+    recompute = [
+        f"{megatron}.recompute_granularity={'null' if args.recompute == 'none' else args.recompute}",
+        f"{megatron}.recompute_modules={modules}",
+    ]
+    return [
+        f"trainer.placement.policy_num_gpus_per_node={args.gpus}",
+        f"{megatron}.transformer_impl={args.impl}",
+        f"{megatron}.tensor_model_parallel_size={args.tp}",
+        f"{megatron}.pipeline_model_parallel_size={args.pp}",
+        f"{megatron}.virtual_pipeline_model_parallel_size={'null' if args.vpp is None else args.vpp}",
+        f"{megatron}.context_parallel_size={args.cp}",
+        f"{megatron}.expert_model_parallel_size={args.ep}",
+        *(recompute if args.recompute else []),
+        *([f"trainer.max_tokens_per_microbatch={args.max_tokens}"] if args.max_tokens else []),
+    ]
+
+
+def layout(args: argparse.Namespace) -> tuple[MegatronConfig, int]:
+    """Layout, and tokens of a micro-batch, of an update of add_batch()'s samples: what a run on this GPU chooses where
+    options are not given; without a GPU no recomputation, and 8,192 tokens."""
+    samples, prompt = args.samples // 8, max(1, args.sample_tokens // 8)
+    config: RunConfig = load_config(
+        [
+            *("trainer.policy.model.path=model", "data.train_data=[none.jsonl]", "generator.n_samples_per_prompt=8"),
+            *(f"trainer.train_batch_size={samples or 1}", f"trainer.policy_mini_batch_size={samples or 1}"),
+            *(f"trainer.bf16={str(not args.float32).lower()}", "trainer.algorithm.use_kl_loss=false"),
+            f"trainer.max_prompt_length={prompt}",
+            f"generator.sampling_params.max_generate_length={args.sample_tokens - prompt}",
+            *overrides_of(args),
+        ]
     )
+    if kind := this_device():
+        models = {"model": model_config(args.shape, args.layers)}
+        config = chosen(Inputs(config, models, kind, workload_of(config))).config
+    megatron = config.trainer.policy.megatron_config
+    megatron = replace(megatron, recompute_granularity=megatron.recompute)
+    return megatron, config.trainer.max_tokens_per_microbatch or 8192
 
 
 def _write_model(rendezvous: Any, job: tuple[str, str, int | None]) -> None:
@@ -63,28 +95,32 @@ def _write_model(rendezvous: Any, job: tuple[str, str, int | None]) -> None:
 
 
 def make_model(folder: Path, args: argparse.Namespace, timeout_s: float = 600.0) -> None:
-    """In a process of its own, so that this one never uses the GPU.
+    """In a process of its own, so that this one never uses the GPU, and once if several ask for the same folder.
 
     Raises: RuntimeError with the reason if it cannot be made, or not in time.
     """
     from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 
-    if not (folder / "model.safetensors.index.json").exists():
-        run_on_ranks(_write_model, (str(folder), args.shape, args.layers), 1, timeout_s=timeout_s)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "model.safetensors.index.json").exists():
+            run_on_ranks(_write_model, (str(folder), args.shape, args.layers), 1, timeout_s=timeout_s)
 
 
 def update_job(folder: Path, args: argparse.Namespace) -> Job:
     """What add_model() and add_batch() say."""
     from benchmarks.lib.update_ranks import Job
 
+    megatron, max_tokens = layout(args)
     return Job(
         model_path=str(folder),
-        megatron=layout(args),
+        megatron=megatron,
         optimizer=replace(load_config().trainer.policy.optimizer_config, lr=1e-6),
         num_samples=args.samples,
         sample_tokens=args.sample_tokens,
         spread=args.spread,
-        max_tokens=args.max_tokens,
+        max_tokens=max_tokens,
         bf16=not args.float32,
     )
 
