@@ -34,6 +34,7 @@ def stock_server(model: Path, gpu: str, dtype: str = "bfloat16"):
         dtype=dtype,
         max_model_len=64,
         gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=1 << 28,  # sized by what is free, it fails when other tests free memory meanwhile
         logprobs_mode="processed_logprobs",
         weight_transfer_config=json.dumps({"backend": "nccl"}),
     )

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ class UpdatesItself:
             update.load(list(unpack(type(bucket)(bucket.specs, bucket.data.cuda()))))
         assert update.faults() == []
         update.finish()
-        return update._is_direct
+        return update._verified_plan is not None
 
 
 def _engine(folder: Path) -> Any:
@@ -166,7 +167,8 @@ def _engine(folder: Path) -> Any:
     )
 
 
-def _answers(folder: Path, updates: list[Path], queue: Any) -> None:
+def _answers(folder: Path, updates: list[Path]) -> list[tuple[bool, Any]]:
+    """After each update, or at once: whether updates are copied directly, and tokens and logprobs."""
     from vllm import SamplingParams
 
     llm = _engine(folder)
@@ -186,7 +188,7 @@ def _answers(folder: Path, updates: list[Path], queue: Any) -> None:
         (direct,) = llm.collective_rpc("update_from", args=(str(update),))
         llm.reset_prefix_cache()
         results.append((direct, ask()))
-    queue.put(results or [(False, ask())])
+    return results or [(False, ask())]
 
 
 @pytest.mark.gpus(1)
@@ -202,15 +204,10 @@ def test_copies_into_parameters_leave_what_a_fresh_engine_has(kind: str, tmp_pat
         changed = {name: (tensor.float() * 1.5 + 0.01).to(tensor.dtype) for name, tensor in load_file(file).items()}
         save_file(changed, file, metadata={"format": "pt"})
     order = [1, 0, 1, 0, 1]
-    asked = [(folders[0], []), (folders[1], []), (folders[0], [folders[which] for which in order])]
-    queues: list[Any] = [CONTEXT.Queue() for _ in asked]
-    processes = [CONTEXT.Process(target=_answers, args=(*one, queue)) for one, queue in zip(asked, queues, strict=True)]
-    for process in processes:
-        process.start()
-    *fresh, updated = [queue.get(timeout=240) for queue in queues]
+    updates = [[], [], [folders[which] for which in order]]
+    with ProcessPoolExecutor(3, mp_context=CONTEXT) as pool:
+        *fresh, updated = pool.map(_answers, [*folders, folders[0]], updates, timeout=240)
     fresh = [answers for ((_, answers),) in fresh]
-    for process in processes:
-        process.join()
     # Whether the plan is in use is reported after the update that verified it.
     assert [direct for direct, _ in updated] == [False, True, True, True, True]
     for which, (_, answers) in zip(order, updated, strict=True):
