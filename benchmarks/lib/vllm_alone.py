@@ -4,7 +4,7 @@
         --new-tokens 2048
 
 The engine has the settings that vLLM chooses, room for all samples at once, and 80 % of the GPU. Prints the tokens per
-second of the best of three rounds as the last line; each round has prompts of its own.
+second of the better of two rounds as the last line; each round has prompts of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.lib.main_job import environment
 
-ROUNDS = 3
+ROUNDS = 2
 
 
 def tokens_per_s(model: Path, prompts: Path, args: argparse.Namespace) -> dict[str, float]:
