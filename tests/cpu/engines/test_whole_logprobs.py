@@ -1,0 +1,41 @@
+"""Logprobs that a scheduler keeps until a request ends are those that vLLM would have sent with each token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+def step_of(rng: np.random.Generator, counts: list[int], num_logprobs: int) -> Any:
+    """One step of a batch whose requests get these numbers of tokens, each with the likeliest tokens beside its own."""
+    from vllm.v1.outputs import LogprobsLists
+
+    tokens = sum(counts)
+    starts = None if counts == [1] * len(counts) else [0, *np.cumsum(counts).tolist()]
+    return LogprobsLists(
+        rng.integers(0, 1000, (tokens, 1 + num_logprobs), dtype=np.int32),
+        -rng.random((tokens, 1 + num_logprobs), dtype=np.float32),
+        rng.integers(0, 1000, tokens, dtype=np.int32),
+        starts,
+    )
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 3])
+@pytest.mark.parametrize("counts", [[1, 1, 1], [1, 3, 2]], ids=["one token each", "drafted tokens"])
+def test_parts_of_steps_are_joined_as_vllms_slices(counts: list[int], num_logprobs: int):
+    from skyrl_train.engines.vllm.whole_logprobs import StepLogprobs, joined
+
+    rng = np.random.default_rng(0)
+    steps = [step_of(rng, counts, num_logprobs) for _ in range(4)] + [step_of(rng, [1, 1, 1], 0)] * (num_logprobs == 0)
+    for index in range(len(counts)):
+        of_step = [counts[index] if step.cu_num_generated_tokens else 1 for step in steps]
+        parts: list[Any] = [
+            StepLogprobs(step).slice_request(index, count) for step, count in zip(steps, of_step, strict=True)
+        ]
+        expected = [step.slice_request(index, count) for step, count in zip(steps, of_step, strict=True)]
+        found = joined(parts)
+        for n in range(3):
+            wanted = np.concatenate([each[n] for each in expected])
+            assert found[n].dtype == wanted.dtype and np.array_equal(found[n], wanted)
