@@ -40,7 +40,7 @@ def build_experience(groups: Sequence[Group], policy_version: int) -> Experience
         loss_mask=loss_mask,
         group_ids=torch.repeat_interleave(sizes),
         rollout_logprobs=rollout_logprobs,
-        staleness=torch.cat([_staleness(sample, policy_version) for sample in samples]),
+        staleness=_staleness(samples, loss_mask, bounds, policy_version),
         rewards=rewards,
         named_rewards={
             name: torch.tensor([sample.named_rewards.get(name, 0.0) for sample in samples], dtype=torch.float64)
@@ -57,15 +57,21 @@ def _greedy_rewards(groups: Sequence[Group]) -> Tensor:
     return torch.tensor(rewards, dtype=torch.float64)
 
 
-def _staleness(sample: Sample, policy_version: int) -> Tensor:
-    """[L] int32: versions since each token was written; -1 where unknown or the policy did not write it."""
-    staleness = torch.full(sample.token_ids.shape, -1, dtype=torch.int32)
-    versions, counts = zip(*sample.version_spans, strict=True) if sample.version_spans else ((), ())
-    if versions and sum(counts) == int(sample.loss_mask.sum()):
-        behind = torch.repeat_interleave(policy_version - torch.tensor(versions), torch.tensor(counts))
-        staleness[sample.loss_mask] = behind.clamp(min=0).to(torch.int32)
-    elif sample.policy_version != UNKNOWN_VERSION:
-        staleness[sample.loss_mask] = max(0, policy_version - sample.policy_version)
+def _staleness(samples: Sequence[Sample], loss_mask: Tensor, bounds: Tensor, policy_version: int) -> Tensor:
+    """[T] int32: versions since each token was written; -1 where unknown or the policy did not write it.
+
+    Args: loss_mask [T]; bounds [B + 1]: where samples begin.
+    """
+    num_written = torch.nn.functional.pad(loss_mask.cumsum(0), (1, 0))[bounds].diff().tolist()
+    behind, counts = [], []
+    for sample, count in zip(samples, num_written, strict=True):
+        spans = sample.version_spans
+        if not spans or sum(tokens for _, tokens in spans) != count:
+            spans = ((sample.policy_version, count),)
+        behind += [-1 if version == UNKNOWN_VERSION else max(0, policy_version - version) for version, _ in spans]
+        counts += [tokens for _, tokens in spans]
+    staleness = torch.full(loss_mask.shape, -1, dtype=torch.int32)
+    staleness[loss_mask] = torch.tensor(behind, dtype=torch.int32).repeat_interleave(torch.tensor(counts))
     return staleness
 
 
