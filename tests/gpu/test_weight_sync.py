@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from skyrl_train.device.memory import allocate_in_pages
+from skyrl_train.ranks import free_port
 from skyrl_train.weight_sync.bucket import unpack
 from skyrl_train.weight_sync.digest import bucket_digests
 from tests.support.sending import pack, specs_of
@@ -152,7 +153,9 @@ class UpdatesItself:
 
 
 def _engine(folder: Path) -> Any:
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    # Left to itself vLLM takes a port that the kernel may give to another of these engines before it listens.
+    port = {"VLLM_PORT": str(free_port())}
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"} | port
     from vllm import LLM
 
     return LLM(
