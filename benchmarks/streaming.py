@@ -4,11 +4,11 @@
 
 Policy and engine have a GPU each. Cases: `fixed`, all responses of --new-tokens tokens; `spread`, lengths from 64 to
 --longest tokens, uniform in their logarithm and the same in all runs. Each case runs with the on-policy source and with
-streaming at each --staleness. Columns: seconds from one step's metrics to the next's (mean, after --warm-up steps: a
-streaming run generates its first batches before its first step, so its first steps wait for nothing; one step of an
-on-policy run), the on-policy run's time over it, seconds of generation and update, the fractions of a step in which the
-trainer waited for groups and engines had no request, staleness of the tokens (mean, max), seconds of a weight sync,
-during which the engines pause, and of that the milliseconds that are not the transfer.
+streaming at each --staleness. Columns: seconds from one step's metrics to the next's (mean, after --warm-up steps and
+before the last two: a streaming run generates its first batches before its first step and none during its last steps;
+after one step of an on-policy run), the on-policy run's time over it, seconds of generation and update, the fractions
+of a step in which the trainer waited for groups and engines had no request, staleness of the tokens (mean, max),
+seconds of a weight sync, during which the engines pause, and of that the milliseconds that are not the transfer.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Case:
         source = "on_policy" if self.staleness is None else f"staleness_{self.staleness}"
         return f"{self.lengths}_{source}"
 
-    def steps(self, args: argparse.Namespace) -> tuple[int, int]:
-        """Before those that are measured, and those."""
-        return (1, args.on_policy_steps) if self.staleness is None else (args.warm_up, args.steps)
+    def steps(self, args: argparse.Namespace) -> tuple[int, int, int]:
+        """Before those that are measured, those, and after them."""
+        return (1, args.on_policy_steps, 0) if self.staleness is None else (args.warm_up, args.steps, 2)
 
     def overrides(self, args: argparse.Namespace) -> list[str]:
         """What differs from the other cases."""
@@ -72,7 +72,6 @@ class Case:
 
 
 def config_of(case: Case, args: argparse.Namespace, model: Path, data: Path) -> Config:
-    in_flight = 2 * args.prompts * SAMPLES_PER_PROMPT  # at the default pipeline_depth; the engines serve all runs
     return skyrl_train.load_config(
         [
             *(f"data.train_data=[{data}]", f"environment.env_class={DIGIT_SHARE}", "trainer.seed=1"),
@@ -80,16 +79,16 @@ def config_of(case: Case, args: argparse.Namespace, model: Path, data: Path) -> 
             *(f"trainer.train_batch_size={args.prompts}", f"trainer.policy_mini_batch_size={args.prompts}"),
             *(*overrides_of(args), f"trainer.max_prompt_length={PROMPT_TOKENS}"),
             *("trainer.log_samples_interval=-1", "trainer.ckpt_interval=-1", "trainer.hf_save_interval=0"),
-            *("trainer.logger=[jsonl]", "trainer.algorithm.use_kl_loss=false", f"generator.max_num_seqs={in_flight}"),
+            *("trainer.logger=[jsonl]", "trainer.algorithm.use_kl_loss=false"),
             *(f"generator.n_samples_per_prompt={SAMPLES_PER_PROMPT}", *case.overrides(args), *args.overrides),
         ]
     )
 
 
-def measured(rows: Rows, warm_up: int) -> dict[str, float]:
-    """Mean time of the steps after the warm-up, and medians of their metrics."""
-    walls = [later[WALL_TIME] - row[WALL_TIME] for row, later in pairwise(rows)][warm_up - 1 :]
-    kept = rows[warm_up:]
+def measured(rows: Rows, before: int, steps: int) -> dict[str, float]:
+    """Mean time of the steps after those before, and medians of their metrics."""
+    kept = rows[before : before + steps]
+    walls = [later[WALL_TIME] - row[WALL_TIME] for row, later in pairwise([rows[before - 1], *kept])]
     names = [name for name in kept[-1] if name.startswith(("timing/", "async/", "perf/"))]
     medians = {name: statistics.median(row[name] for row in kept if name in row) for name in names}
     return {"step_s": statistics.mean(walls), "tokens": statistics.median(map(mean_tokens, kept))} | medians
@@ -134,7 +133,7 @@ def main() -> int:
     model, data = args.model or Path("model").resolve(), Path("prompts.jsonl").resolve()
     make_model(model, args)
     vocabulary = model_config(args.shape, args.layers).vocab_size
-    write_prompts(data, args.prompts * (args.warm_up + args.steps + 2), PROMPT_TOKENS, vocabulary)
+    write_prompts(data, args.prompts * (args.warm_up + args.steps + 4), PROMPT_TOKENS, vocabulary)
     # The engines are started for the first run: its responses are the longest.
     lengths = sorted(args.cases, reverse=True)
     cases = {case.name: case for length in lengths for case in (Case(length, s) for s in [None, *args.staleness])}
@@ -142,7 +141,7 @@ def main() -> int:
     results: dict[str, dict[str, float]] = {}
 
     def note(name: str, rows: Rows) -> None:
-        results[name] = measured(rows, cases[name].steps(args)[0])
+        results[name] = measured(rows, *cases[name].steps(args)[:2])
         line = line_of(cases[name], results[name], results.get(f"{cases[name].lengths}_on_policy"))
         print(line, flush=True)
         write_json(args.json, {"arguments": {key: str(value) for key, value in vars(args).items()}} | results)

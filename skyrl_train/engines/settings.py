@@ -22,6 +22,8 @@ PauseMode = Literal["keep", "wait", "abort"]
 EXTENSION = "skyrl_train.engines.vllm.worker.transfer.SyncExtension"
 SCHEDULER = "skyrl_train.engines.vllm.whole_logprobs.scheduler"
 ADAPTER = "skyrl_adapter"
+GRAPHS = 512
+"""The most sequences for which vLLM captures CUDA graphs by itself."""
 """Key of vLLM's additional_config."""
 NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of each `model_dtype`."""
@@ -124,6 +126,8 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
     }
     if settings.enable_sleep_mode and device_type == "cuda":  # vLLM rejects it elsewhere
         arguments["enable_sleep_mode"] = True
+    if not arguments["enforce_eager"] and generator.step_sequences > GRAPHS:
+        arguments["max_cudagraph_capture_size"] = generator.step_sequences
     if generator.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
     if generator.kv_cache_memory_gb is not None:

@@ -21,6 +21,7 @@ from skyrl_train.config.training import RunConfig
 from skyrl_train.device.kinds import DeviceKind
 from skyrl_train.device.nvml import gib
 from skyrl_train.engines.settings import NUM_BYTES
+from skyrl_train.forecast.duration import engine_step
 from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, workload_of
 from skyrl_train.forecast.readings import readings
 from skyrl_train.hf.flops import model_cost
@@ -34,6 +35,9 @@ OVERHEADS = 4
 """The arithmetic of such a step takes at least this many times as long as what it takes besides."""
 MAX_SEQUENCES = 1_024
 """Sequences of an engine; the logits of more would take memory from its KV cache."""
+ENOUGH_SEQUENCES = 512
+"""More at once have to generate faster by MIN_GAIN: the samples of a streaming run grow older together."""
+MIN_GAIN = 1.1
 CAPTURED = 8
 """vLLM captures CUDA graphs for multiples of this number of sequences."""
 ENGINE_PHASES = ("generation", "weight sync")
@@ -84,25 +88,43 @@ def _with_engine_choices(
     """Nothing is chosen for running servers, which have their own settings."""
     if not config.generator.run_engines_locally:
         return config, []
-    made = list(_engine_choices(config.generator, model, device, samples_at_once))
+    made = list(_engine_choices(config, model, device, samples_at_once))
     values: dict[str, Any] = {key.rpartition(".")[2]: value for choice in made for key, value in choice.values}
     return replace(config, generator=replace(config.generator, **values)), made
 
 
 def _engine_choices(
-    generator: GeneratorConfig, model: PretrainedConfig, device: DeviceKind, samples_at_once: int
+    config: Config, model: PretrainedConfig, device: DeviceKind, samples_at_once: int
 ) -> Iterator[Choice]:
+    generator = config.generator
     if generator.enforce_eager is None:
         yield Choice((("generator.enforce_eager", False),), "GPUs can run CUDA graphs")
-    if generator.max_num_seqs is None:
-        wanted, reason = samples_at_once, f"an engine may get {samples_at_once:,} samples at once"
-        if generator.enable_http_endpoint or generator.rollout:
-            who = "clients of the endpoint" if generator.enable_http_endpoint else "a rollout of your own"
-            wanted, reason = MAX_SEQUENCES, f"{who} may send any number of requests"
-        count = min(MAX_SEQUENCES, -(-wanted // CAPTURED) * CAPTURED)
-        yield Choice((("generator.max_num_seqs", count),), reason)
+    sequences = generator.max_num_seqs
+    if sequences is None:
+        sequences, reason = _sequences(config, model, device, samples_at_once)
+        yield Choice((("generator.max_num_seqs", sequences),), reason)
     if generator.max_num_batched_tokens is None:
-        yield _prefill(generator, model, device)
+        yield _prefill(generator, model, device, sequences)
+
+
+def _sequences(config: Config, model: PretrainedConfig, device: DeviceKind, samples_at_once: int) -> tuple[int, str]:
+    """As many as the engine may get, unless fewer at once generate as fast; and why."""
+    generator = config.generator
+    wanted, reason = samples_at_once, f"an engine may get {samples_at_once:,} samples at once"
+    if generator.enable_http_endpoint or generator.rollout:
+        who = "clients of the endpoint" if generator.enable_http_endpoint else "a rollout of your own"
+        wanted, reason = MAX_SEQUENCES, f"{who} may send any number of requests"
+    count = min(MAX_SEQUENCES, -(-wanted // CAPTURED) * CAPTURED)
+    if count > ENOUGH_SEQUENCES:
+        tp, width = generator.inference_engine_tensor_parallel_size, NUM_BYTES[generator.model_dtype]
+        many, few = (
+            engine_step(model, tp, width, n, workload_of(config), device.in_dtype(width), readings().generation)
+            for n in (count, ENOUGH_SEQUENCES)
+        )
+        gain = count / many.seconds / (ENOUGH_SEQUENCES / few.seconds)
+        reason += f", and {count:,} at once would be {gain:.2f} times as fast as {ENOUGH_SEQUENCES}"
+        count = count if gain >= MIN_GAIN else ENOUGH_SEQUENCES
+    return count, reason
 
 
 def _samples_at_once(config: Config) -> int:
@@ -125,16 +147,17 @@ def _evaluated_at_once(config: Config) -> int:
     return -(-config.trainer.eval_batch_size * samples // max(1, engines)) + samples
 
 
-def _prefill(generator: GeneratorConfig, model: PretrainedConfig, device: DeviceKind) -> Choice:
-    """The fewest tokens with which an engine's step over prompts is arithmetic, not overhead."""
+def _prefill(generator: GeneratorConfig, model: PretrainedConfig, device: DeviceKind, sequences: int) -> Choice:
+    """The fewest tokens with which an engine's step over prompts is arithmetic, not overhead. Args: sequences: that run
+    at the same time, at most.
+    """
     constants = readings().generation
     device = device.in_dtype(NUM_BYTES[generator.model_dtype])
     speed = device.tflops * 1e12 * constants.arithmetic * generator.inference_engine_tensor_parallel_size
     seconds = {tokens: 2 * tokens * model_cost(model).matrix_weights / speed for tokens in PREFILLS}
-    enough = (tokens for tokens in PREFILLS if seconds[tokens] >= OVERHEADS * constants.step_s)
-    tokens = next(enough, PREFILLS[-1])
-    arithmetic, overhead = 1e3 * seconds[tokens], 1e3 * constants.step_s
-    reason = f"a full step has {arithmetic:.0f} ms of arithmetic and {overhead:.0f} of overhead"
+    overhead = constants.step_s + constants.sequence_s * sequences
+    tokens = next((tokens for tokens in PREFILLS if seconds[tokens] >= OVERHEADS * overhead), PREFILLS[-1])
+    reason = f"a full step has {1e3 * seconds[tokens]:.0f} ms of arithmetic and {1e3 * overhead:.0f} of overhead"
     return Choice((("generator.max_num_batched_tokens", tokens),), reason)
 
 

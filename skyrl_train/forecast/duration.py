@@ -98,6 +98,48 @@ def _passes(phase: str, flops: float, given: Training) -> PhaseTime:
     return PhaseTime(phase, seconds, f"{bound}, {base * filled * balance:.0%} MFU")
 
 
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """Estimated seconds of the parts of a decoding step."""
+
+    weights: float
+    arithmetic: float
+    """Overlaps with reading the weights."""
+    cache: float
+    overhead: float
+    """Launches, scheduling and sampling."""
+
+    @property
+    def seconds(self) -> float:
+        return max(self.weights, self.arithmetic) + self.cache + self.overhead
+
+    @property
+    def bound(self) -> str:
+        parts = {"weights": self.weights, "arithmetic": self.arithmetic, "KV cache": self.cache}
+        parts["launches and scheduling"] = self.overhead
+        return max(parts, key=lambda name: parts[name])
+
+
+def engine_step(
+    config: PretrainedConfig,
+    tp: int,
+    width: int,
+    running: float,
+    workload: Workload,
+    device: DeviceKind,
+    readings: Generation,
+) -> EngineStep:
+    """Args: tp: tensor-parallel size of the engine; running: sequences that it computes at once."""
+    cached = running * (workload.prompt_tokens + workload.response_tokens / 2)
+    bandwidth, peak = device.memory_gb_s * 1e9 * readings.memory, device.tflops * 1e12 * readings.arithmetic * tp
+    return EngineStep(
+        weights=num_parameters(config) * width / tp / bandwidth,
+        arithmetic=2 * running * model_cost(config).matrix_weights / peak,
+        cache=cached * cache_bytes_per_token(config, tp, width) / bandwidth,
+        overhead=readings.step_s + readings.sequence_s * running,
+    )
+
+
 def generation(
     config: PretrainedConfig,
     engines: int,
@@ -113,22 +155,12 @@ def generation(
     """
     samples = math.ceil(workload.samples / engines)
     at_once = max(1.0, min(running, samples))
-    rounds = samples / at_once
-    weights = num_parameters(config) * width / tp
-    cache = at_once * (workload.prompt_tokens + workload.response_tokens / 2) * cache_bytes_per_token(config, tp, width)
-    bandwidth, peak = device.memory_gb_s * 1e9 * readings.memory, device.tflops * 1e12 * readings.arithmetic * tp
-    cost = model_cost(config)
-    arithmetic = 2 * at_once * cost.matrix_weights / peak
-    reading = {"weights": weights / bandwidth, "KV cache": cache / bandwidth}
-    compute = max(arithmetic, reading["weights"])
-    step = compute + reading["KV cache"] + readings.step_s
-    prefill = 2 * workload.prompts / engines * workload.prompt_tokens * cost.matrix_weights / peak
-    terms = reading | {"arithmetic": arithmetic, "launches and sampling": readings.step_s}
-    bound = max(terms, key=lambda name: terms[name])
-    seconds = rounds * workload.response_tokens * step + prefill
-    return PhaseTime(
-        "generation", seconds, f"{bound}, {workload.samples * workload.response_tokens / seconds:,.0f} tokens/s"
-    )
+    step = engine_step(config, tp, width, at_once, workload, device, readings)
+    prompts = workload.prompts / engines * workload.prompt_tokens
+    prefill = prompts / at_once * step.arithmetic
+    seconds = samples / at_once * workload.response_tokens * step.seconds + prefill
+    speed = workload.samples * workload.response_tokens / seconds
+    return PhaseTime("generation", seconds, f"{step.bound}, {speed:,.0f} tokens/s")
 
 
 def sync(num_bytes: float, num_senders: int, readings: Sync) -> PhaseTime:

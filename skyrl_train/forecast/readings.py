@@ -49,6 +49,7 @@ class Generation:
     """Cost of an engine step."""
 
     step_s: float
+    sequence_s: float
     memory: float
     arithmetic: float
 

@@ -31,7 +31,7 @@ def test_the_command_prints_memory_times_and_proposals(tmp_path: Path, capsys: p
         "optimizer",
         "weight sync",
         "fastest: as given",
-        "max_num_seqs=1024, because",
+        "max_num_seqs=512, because",
     ):
         assert expected in printed
     made = json.loads(file.read_text())

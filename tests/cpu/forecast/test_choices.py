@@ -124,12 +124,12 @@ def test_context_parallel_ranks_share_a_micro_batch():
 @pytest.mark.parametrize(
     ("overrides", "sequences"),
     [
-        ([], 1024),  # of 1,024 prompts with 5 samples
+        ([], 512),  # of 1,024 prompts with 5 samples
         (["trainer.train_batch_size=16", "generator.num_inference_engines=2"], 48),  # 80 / 2 and 5 more: 45
         (["trainer.train_batch_size=16", "trainer.source=streaming"], 168),  # two batches of 80 and 5: 165
         (["trainer.train_batch_size=16", *EVALUATED], 304),  # 300 and 1
-        (["trainer.train_batch_size=16", "generator.enable_http_endpoint=true"], 1024),
-        (["trainer.train_batch_size=16", "generator.rollout=a:b"], 1024),
+        (["trainer.train_batch_size=16", "generator.enable_http_endpoint=true"], 512),
+        (["trainer.train_batch_size=16", "generator.rollout=a:b"], 512),
         (["trainer.train_batch_size=16", "trainer.algorithm.advantage_estimator=remax"], 104),  # 16 x 6 and 6: 102
         (["trainer.train_batch_size=16", "trainer.source=streaming", *EVALUATED], 472),  # 165 and 301 more: 466
     ],
@@ -137,6 +137,19 @@ def test_context_parallel_ranks_share_a_micro_batch():
 def test_an_engine_takes_as_many_sequences_as_it_may_get(overrides: list[str], sequences: int):
     small = ["trainer.policy_mini_batch_size=16"] if overrides else []
     assert values(inputs("qwen3-0.6b", "h100", *small, *overrides))["max_num_seqs"] == sequences
+
+
+def test_more_than_512_sequences_have_to_be_faster():
+    """Each of them costs a step time, so they only pay where the step is long without them: 61 GB of experts."""
+    dense, experts = chosen(inputs("qwen3-4b", "h200")), chosen(inputs("qwen3-30b-a3b", "h200"))
+    assert (
+        "max_num_seqs=512, because an engine may get 5,125 samples at once, and 1,024 at once would be 1.03 times"
+        in (choices_line(dense))
+    )
+    assert (
+        "max_num_seqs=1024, because an engine may get 5,125 samples at once, and 1,024 at once would be 1.32 times"
+        in (choices_line(experts))
+    )
 
 
 @pytest.mark.parametrize(("shape", "tokens"), [("qwen3-0.6b", 16_384), ("qwen3-4b", 8_192), ("qwen3-30b-a3b", 8_192)])
@@ -148,7 +161,7 @@ def test_a_step_over_prompts_is_arithmetic(shape: str, tokens: int):
 def test_what_was_chosen_is_printed_in_one_line_with_reasons():
     line = choices_line(chosen(inputs("qwen3-4b", "h200")))
     assert line.startswith(
-        "chose   for H200: enforce_eager=false, because GPUs can run CUDA graphs; max_num_seqs=1024, because"
+        "chose   for H200: enforce_eager=false, because GPUs can run CUDA graphs; max_num_seqs=512, because"
     )
     assert (
         "max_tokens_per_microbatch=8192, recompute_granularity=null, because recomputing nothing with 8,192 tok" in line
