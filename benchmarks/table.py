@@ -2,11 +2,11 @@
 
     python -m benchmarks.table [--rows NAME ...] [--folder DIR] [--write docs/readings/gpu.md]
 
-Each row (lib/targets.py) is a command of this package, on as many of the machine's GPUs as it needs; as many run
-at once as there are GPUs, in the order of the table. A row that has a result in --folder is not measured again, so a
-command that was interrupted goes on where it was. Prints, and writes to --write, a table of measured values beside
-their targets (those of an H200), and for each miss where its time went. Without --rows all rows that the GPUs of this
-machine are enough for.
+Each row (lib/targets.py) is a command of this package, on as many of the machine's GPUs as it needs. Rows whose time is
+largely that of Python run alone; of the others as many at once as there are GPUs, in the order of the table. A row that
+has a result in --folder is not measured again, so a command that was interrupted goes on where it was. Prints, and
+writes to --write, a table of measured values beside their targets (those of an H200), and for each miss where its time
+went. Without --rows all rows that the GPUs of this machine are enough for.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def measure(rows: Sequence[Row], gpus: list[str], folder: Path, console: Console
         while waiting or running:
             done = {row.name for row in rows} - {row.name for row in waiting} - {each.row.name for each in running}
             for row in [each for each in waiting if each.after is None or each.after in done]:
-                if row.gpus <= len(free):
+                must_wait = bool(running) and (row.alone or running[0].row.alone)
+                if row.gpus <= len(free) and not must_wait:
                     waiting.remove(row)
                     taken, free = free[: row.gpus], free[row.gpus :]
                     running.append(start(row, taken, folder))
@@ -128,7 +129,7 @@ def page(rows: Sequence[Row], folder: Path, device: str) -> str:
         "# Targets on GPUs",
         "",
         f"Written on {datetime.date.today()} by `python -m benchmarks.table` on {device}; {versions()}.",
-        "Models have random weights. Targets are those of an H200. Rows run at the same time on the GPUs of one host.",
+        "Models have random weights. Targets are those of an H200.",
         "",
         "| what | before | target | measured | |",
         "|---|---|---|---|---|",

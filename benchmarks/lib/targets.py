@@ -51,6 +51,8 @@ class Row:
     """Folder of the checkpoint, shared by all rows with the same name."""
     after: str | None = None
     """Row that has to end before."""
+    alone: bool = False
+    """Whether nothing else may run on the host: its time is largely that of Python."""
     timeout_s: float = 900.0
     profile: Callable[[Result], Mapping[str, float]] | None = None
     """Where the time of a miss goes."""
@@ -122,6 +124,7 @@ ROWS = (
         ),
         gpus=2,
         model="0.6b",
+        alone=True,
     ),
     Row(
         "step-4b",
@@ -139,6 +142,7 @@ ROWS = (
         ),
         model="4b",
         profile=lambda result: result["phases_s"],
+        alone=True,
     ),
     Row(
         "step-0.6b",
@@ -146,6 +150,7 @@ ROWS = (
         (Reading("Qwen3-0.6B, colocated, 64 x 8 x 512 tokens, a step, no override", "17.05 s", 9.5, at("step_s")),),
         model="0.6b",
         profile=lambda result: result["phases_s"],
+        alone=True,
     ),
     Row(
         "cp2",
@@ -205,6 +210,7 @@ ROWS = (
         (Reading("policy and engines up, warm caches, one GPU", "66 to 127 s", 45.0, at("ready_s")),),
         model="0.6b",
         after="step-0.6b",
+        alone=True,
     ),
     Row(
         "trl",
@@ -221,5 +227,6 @@ ROWS = (
         ),
         model="0.6b",
         profile=lambda result: result["ours"]["phases_s"],
+        alone=True,
     ),
 )
