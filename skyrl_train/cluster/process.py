@@ -23,8 +23,9 @@ from skyrl_train.device.nvml import DeviceUse, devices_in_use, gib
 T = TypeVar("T")
 FIXES = (
     "Lower trainer.max_tokens_per_microbatch or logprobs_chunk_size of the model's megatron_config, recompute "
-    "activations (recompute_granularity=full), split the model (tensor_, pipeline_ or context_parallel_size), or where "
-    "engines share the device lower generator.gpu_memory_utilization"
+    "activations (recompute_granularity=full), keep Adam's moments on the host (optimizer_cpu_offload=true), split the "
+    "model (tensor_, pipeline_ or context_parallel_size), or where engines share the device lower "
+    "generator.gpu_memory_utilization"
 )
 
 

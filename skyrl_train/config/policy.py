@@ -105,6 +105,7 @@ class MegatronConfig(ParallelSizes):
     recompute_modules: tuple[str, ...] | None
     recompute_logits: bool | None
     logprobs_chunk_size: Count | None
+    optimizer_cpu_offload: bool
     moe_aux_loss_coeff: NotNegative
     freeze_moe_router: bool
     transformer_config_kwargs: dict[str, Any]

@@ -108,7 +108,7 @@ def _engine_choices(
 
 
 def _sequences(config: Config, model: PretrainedConfig, device: DeviceKind, samples_at_once: int) -> tuple[int, str]:
-    """As many as the engine may get, unless fewer at once generate as fast; and why."""
+    """Sequences of an engine: those that it may get, or fewer if they generate as fast; and why."""
     generator = config.generator
     wanted, reason = samples_at_once, f"an engine may get {samples_at_once:,} samples at once"
     if generator.enable_http_endpoint or generator.rollout:

@@ -13,12 +13,15 @@ from skyrl_train.config.policy import Layout
 from skyrl_train.device.kinds import DeviceKind
 from skyrl_train.forecast.engines import cache_bytes_per_token
 from skyrl_train.forecast.layout import Stage, without_recomputation
+from skyrl_train.forecast.memory import host_moment_bytes
 from skyrl_train.forecast.readings import Generation, Sync, Utilisation, at_size
 from skyrl_train.hf.flops import model_cost
 from skyrl_train.hf.matrices import num_experts, num_parameters
 
 FORWARD = 1 / 3
 """Fraction of a forward and backward pass."""
+HOST_GB_PER_S = 45.0
+"""Copies of a rank to or from pinned host memory (docs/readings/gpu_performance.md, "Memory": 44 to 50)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class Training:
     stages: Sequence[Stage]
     micro_batches: int
     """Number of a rank's micro-batches in a mini-batch."""
+    mini_batches: int
     workload: Workload
     device: DeviceKind
     utilisation: Utilisation
@@ -76,7 +80,10 @@ def update(given: Training) -> PhaseTime:
     flops, workload = given.flops, given.workload
     if all(stage.trained.total < stage.parameters.total for stage in given.stages):  # no gradients of frozen weights
         flops -= 2 * model_cost(given.config).matrix_weights * workload.tokens
-    return _passes("update", flops * workload.epochs, given)
+    made = _passes("update", flops * workload.epochs, given)
+    moments = max(host_moment_bytes(stage.trained, given.layout) for stage in given.stages)
+    steps = given.mini_batches * workload.epochs
+    return replace(made, seconds=made.seconds + steps * moments / (HOST_GB_PER_S * 1e9))
 
 
 def scoring(name: str, given: Training) -> PhaseTime:

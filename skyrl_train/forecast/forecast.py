@@ -55,7 +55,7 @@ class Forecast:
 
     phases: tuple[PhaseMemory, ...]
     host_bytes: float
-    """Offloaded state of all ranks of a node."""
+    """State of all ranks of a node that is on the host, always or between phases."""
     times: tuple[PhaseTime, ...]
     capacity: float
     layout: Layout
@@ -117,12 +117,13 @@ def forecast(inputs: Inputs) -> Forecast:
     mean = largest_pass(inputs, layout, mini_batch)
     phases = [_trainer_phase("update", "policy", policy, largest, inputs.capacity)]
     per_node = min(layout.num_ranks, trainer.placement.policy_num_gpus_per_node)  # of each model, if devices are shared
-    host = _offloaded_bytes(policy) * per_node
+    host, moments = _offloaded_bytes(policy) * per_node, _host_moment_bytes(policy) * per_node
     args = inputs.workload, inputs.device.in_dtype(policy.width), constants.utilisation
-    training = Training(inputs.model, layout, policy.stages, mean.micro_batches, *args)
+    mini_batches = trainer.train_batch_size // mini_batch
+    training = Training(inputs.model, layout, policy.stages, mean.micro_batches, mini_batches, *args)
     times = [duration.update(training)]
     if not isinstance(config, Config):
-        return Forecast(tuple(phases), 0.0, tuple(times), inputs.capacity, layout)
+        return Forecast(tuple(phases), moments, tuple(times), inputs.capacity, layout)
     times += [duration.scoring(name, training) for name in _passes_of_policy(config.trainer)]
     for other in config.trainer.scoring_models:
         own_layout = Layout(other.megatron_config, other.num_ranks)
@@ -133,13 +134,15 @@ def forecast(inputs: Inputs) -> Forecast:
         phase = _trainer_phase(other.name, other.name, own, own_pass, inputs.capacity, trained=is_critic)
         phases.append(phase)
         mean = largest_pass(inputs, own_layout, own_batch)
-        training = Training(own.config, own_layout, own.stages, mean.micro_batches, *args)
+        own_batches = trainer.train_batch_size // own_batch
+        training = Training(own.config, own_layout, own.stages, mean.micro_batches, own_batches, *args)
         times.append(duration.scoring(other.name, training))
         if is_critic:  # its values, then its update
             learning = duration.update(training)
             times[-1] = PhaseTime("critic", times[-1].seconds + learning.seconds, learning.bound)
         weights = sum(stage.parameters.total for stage in own.stages) / len(own.stages) * own.width
         host += (_offloaded_bytes(own) if is_critic else weights) * per_node
+        moments += _host_moment_bytes(own) * per_node if is_critic else 0.0
     shared = config.trainer.placement.colocate_all
     if config.generator.run_engines_locally:
         left = sum(_left_by(config, phase) for phase in phases) if shared else 0.0
@@ -152,7 +155,8 @@ def forecast(inputs: Inputs) -> Forecast:
             phases = _shared(config, phases, policy, left)
     overlaps = config.trainer.depth > 0 and not shared and config.generator.run_engines_locally
     is_offloaded = shared and config.trainer.placement.release == "offload"
-    return Forecast(tuple(phases), host if is_offloaded else 0.0, tuple(times), inputs.capacity, layout, overlaps)
+    host = moments + (host if is_offloaded else 0.0)
+    return Forecast(tuple(phases), host, tuple(times), inputs.capacity, layout, overlaps)
 
 
 def model_of_ranks(
@@ -188,11 +192,15 @@ def _trainer_phase(
 
 
 def _offloaded_bytes(model: ModelOfRanks) -> float:
-    """Bytes that a rank keeps on the host: weights and optimizer state, of the fullest stage."""
+    """Bytes that a rank moves to the host between phases: weights and optimizer state, of the fullest stage."""
     return max(
         stage.parameters.total * model.width + memory.optimizer_bytes(stage.trained, model.layout, model.width)
         for stage in model.stages
     )
+
+
+def _host_moment_bytes(model: ModelOfRanks) -> float:
+    return max(memory.host_moment_bytes(stage.trained, model.layout) for stage in model.stages)
 
 
 def _passes_of_policy(trainer: TrainerConfig) -> list[str]:

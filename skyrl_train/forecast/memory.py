@@ -18,6 +18,7 @@ from skyrl_train.megatron.passes.pieces import FREE_SHARE, PIECE_BYTES
 GRADIENT_BYTES = 4
 STATE_BYTES = {2: 12, 4: 8}
 """Bytes of an element of the weights -> of its optimizer state: Adam's moments and, for half precision, a copy."""
+MOMENT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,19 @@ def training_state(model: ModelOfRanks, stage: Stage) -> tuple[Part, Part]:
 
 
 def optimizer_bytes(trained: Parameters, layout: Layout, width: int) -> float:
-    """Bytes of the optimizer state of a rank, which data-parallel ranks share."""
+    """Bytes of the optimizer state of a rank on its device."""
+    return _optimized(trained, layout) * STATE_BYTES[width] - host_moment_bytes(trained, layout)
+
+
+def host_moment_bytes(trained: Parameters, layout: Layout) -> float:
+    """Bytes of Adam's moments that a rank keeps on the host also while it trains."""
+    return _optimized(trained, layout) * MOMENT_BYTES if layout.megatron.optimizer_cpu_offload else 0.0
+
+
+def _optimized(trained: Parameters, layout: Layout) -> float:
+    """Parameters of which a rank has the optimizer state, which data-parallel ranks share."""
     expert_ranks = layout.num_ranks // (layout.pp * layout.ep * layout.etp)
-    each = trained.dense / (layout.dp * layout.cp) + trained.experts / expert_ranks
-    return each * STATE_BYTES[width]
+    return trained.dense / (layout.dp * layout.cp) + trained.experts / expert_ranks
 
 
 def update(model: ModelOfRanks, stage: Stage, largest: Pass) -> tuple[Part, ...]:

@@ -1,4 +1,4 @@
-"""Layouts of the same number of GPUs that fit, the fastest first; more GPUs if none does."""
+"""Layouts of as many GPUs that fit, the fastest first; if none does, with the moments on the host, then more GPUs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def proposals(inputs: Inputs) -> list[Proposal]:
     now = forecast(replace(inputs, config=chosen(inputs).config))
     if any(phase.device == "engine" for phase in now.impossible):
         return []  # whatever the layout of the trainers
-    found = _fitting(inputs, ())
+    found = _fitting(inputs, ()) or _fitting(inputs, (), moments_on_host=True)
     ranks = inputs.config.trainer.placement.num_policy_ranks
     while not found and ranks < MOST_GPUS:
         ranks *= 2
@@ -63,11 +63,11 @@ def proposals(inputs: Inputs) -> list[Proposal]:
     return sorted(found, key=lambda each: (round(each.forecast.seconds, 1), len(each.overrides)))
 
 
-def _fitting(inputs: Inputs, overrides: tuple[str, ...]) -> list[Proposal]:
+def _fitting(inputs: Inputs, overrides: tuple[str, ...], *, moments_on_host: bool = False) -> list[Proposal]:
     config = inputs.config
     tokens = config.trainer.max_tokens_per_microbatch
     found: list[Proposal] = []
-    for megatron in _layouts(inputs):
+    for megatron in _layouts(inputs, moments_on_host):
         for divisor in FRACTIONS if tokens is not None else (1,):
             trainer = config.trainer
             if tokens is not None:
@@ -89,7 +89,7 @@ def _fitting(inputs: Inputs, overrides: tuple[str, ...]) -> list[Proposal]:
     return found
 
 
-def _layouts(inputs: Inputs) -> Iterator[MegatronConfig]:
+def _layouts(inputs: Inputs, moments_on_host: bool) -> Iterator[MegatronConfig]:
     """Layouts for the number of policy ranks; not all are valid."""
     given = inputs.config.trainer.policy.megatron_config
     ranks = inputs.config.trainer.placement.num_policy_ranks
@@ -114,6 +114,7 @@ def _layouts(inputs: Inputs) -> Iterator[MegatronConfig]:
             expert_tensor_parallel_size=given.expert_tensor_parallel_size if is_same else None,
             sequence_parallel=True,
             recompute_granularity="selective" if own else recompute,
+            optimizer_cpu_offload=given.optimizer_cpu_offload or moments_on_host,
         )
 
 

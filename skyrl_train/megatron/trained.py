@@ -57,7 +57,7 @@ class TrainedModel:
         self._num_optimizer_steps = num_optimizer_steps
         dtype = dtype_of(bf16)
         self.model = build_model(model_path, config, dtype, trainable=True, lora=lora, seed=seed, value_head=value_head)
-        self._optimizer = build_optimizer(self.model, optimizer_config)
+        self._optimizer = build_optimizer(self.model, optimizer_config, on_host=config.optimizer_cpu_offload)
         self._memory = DeviceMemory(self.model.modules, self._optimizer)
         self._packer = Packer.of_layout(sequence_parallel=self.model.bridge.config.sequence_parallel)
 

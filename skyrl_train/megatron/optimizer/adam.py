@@ -6,7 +6,6 @@ multi-tensor kernels.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,11 +47,24 @@ class FusedAdam(torch.optim.Optimizer):
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         # Fused kernels read the step on the device, where this one is created without a copy.
         step = torch.full((), float(group["step"]), device=params[0].device)
+        gradients: list[Any] = [p.grad for p in params]
+        averages, squares = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
+        self._apply(group, params, gradients, averages, squares, step)
+
+    def _apply(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        gradients: list[Tensor],
+        averages: list[Tensor],
+        squares: list[Tensor],
+        step: Tensor,
+    ) -> None:
         torch._fused_adamw_(
             params,
-            [p.grad for p in params],  # type: ignore[misc]
-            [self.state[p]["exp_avg"] for p in params],
-            [self.state[p]["exp_avg_sq"] for p in params],
+            gradients,
+            averages,
+            squares,
             [],
             [step] * len(params),
             lr=group["lr"],
@@ -67,13 +79,12 @@ class FusedAdam(torch.optim.Optimizer):
         )
 
 
-@functools.cache
-def install() -> None:
-    """Make megatron-core of this process build this Adam, on its path for Apex's."""
+def install(kind: type[FusedAdam]) -> None:
+    """Make megatron-core of this process build this Adam from now on, on its path for Apex's."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
-    optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+    optimizer.Adam = distrib_optimizer.Adam = kind
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = True
     distrib_optimizer.USING_APEX_OPTIMIZER = True

@@ -16,12 +16,18 @@ from skyrl_train.config.policy import OptimizerConfig
 from skyrl_train.megatron.lora.adapters import Lora
 from skyrl_train.megatron.model.model import Model
 from skyrl_train.megatron.optimizer import adam
+from skyrl_train.megatron.optimizer.host_adam import HostAdam
+from skyrl_train.megatron.residency.memory import torch_optimizers
 
 
-def build_optimizer(model: Model, config: OptimizerConfig) -> Any:
-    """Megatron's distributed Adam over the chunks, wired into the model's configuration."""
-    if model.torch_layers:
-        adam.install()
+def build_optimizer(model: Model, config: OptimizerConfig, *, on_host: bool = False) -> Any:
+    """Megatron's distributed Adam over the chunks, wired into the model's configuration. Args: on_host: keep its
+    moments in host memory. Raises: MemoryError if the host has too little for them.
+    """
+    if on_host:
+        adam.install(HostAdam)
+    elif model.torch_layers:
+        adam.install(adam.FusedAdam)
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -35,6 +41,9 @@ def build_optimizer(model: Model, config: OptimizerConfig) -> Any:
         use_distributed_optimizer=True,
     )
     optimizer = get_megatron_optimizer(settings, model.chunks, use_gloo_process_groups=False)
+    for part in torch_optimizers(optimizer):
+        if isinstance(part, HostAdam):
+            part.place_moments()
     mcore = model.bridge.config
     mcore.finalize_model_grads_func = _finalizer(model.lora)
     mcore.grad_scale_func = optimizer.scale_loss

@@ -1,4 +1,4 @@
-"""Pinned host memory that holds offloaded storages, and the stream that copies them."""
+"""Pinned host memory, which holds offloaded storages, and the stream that copies them."""
 
 from __future__ import annotations
 
@@ -45,6 +45,36 @@ class CopyStream:
             self._is_busy = False
 
 
+class PinnedMemory:
+    """Host memory that devices copy from and to at the speed of the bus; freed with this object."""
+
+    def __init__(self) -> None:
+        self._registered: list[int] = []
+        weakref.finalize(self, _unregister, self._registered)
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8, zeros. torch's own pinned memory would be rounded up to a power of two."""
+        if device_type() == "cpu":
+            return torch.zeros(num_bytes, dtype=torch.uint8)
+        region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            region.madvise(mmap.MADV_HUGEPAGE)
+        arena = torch.frombuffer(region, dtype=torch.uint8)
+        with ThreadPoolExecutor(THREADS) as pool:
+            # One byte of each page.
+            list(pool.map(Tensor.zero_, arena[:: mmap.PAGESIZE].chunk(THREADS)))
+        runtime: Any = torch.cuda.cudart()
+        error = runtime.cudaHostRegister(arena.data_ptr(), num_bytes, 0)
+        if int(error) != 0:
+            raise MemoryError(
+                f"{num_bytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {int(error)}): the "
+                "machine has too little free memory, or `ulimit -l` forbids it. Free host memory, raise the limit, or "
+                "keep more on the device: trainer.placement.release=none, megatron_config.optimizer_cpu_offload=false"
+            )
+        self._registered.append(arena.data_ptr())
+        return arena
+
+
 class HostMemory:
     """A host buffer for each storage block, allocated at its first offload and reused."""
 
@@ -56,8 +86,7 @@ class HostMemory:
         self._current: set[int] = set()
         """Keys of frozen storages whose buffer holds their contents."""
         self._copies = CopyStream()
-        self._registered: list[int] = []
-        weakref.finalize(self, _unregister, self._registered)
+        self._memory = PinnedMemory()
 
     def save(self, blocks: Sequence[StorageBlock]) -> int:
         """Start copying the blocks to the host; returns the bytes. Free none before the device has finished."""
@@ -104,29 +133,8 @@ class HostMemory:
                 self._offloaded[block] = buffer
         if missing:
             sizes = [padded(block.num_bytes) for block in missing]
-            buffers = self._pinned(sum(sizes)).split(sizes)
+            buffers = self._memory.allocate(sum(sizes)).split(sizes)
             self._offloaded |= {b: buffer[: b.num_bytes] for b, buffer in zip(missing, buffers, strict=True)}
-
-    def _pinned(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8. torch's own pinned memory would be rounded up to a power of two."""
-        region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            region.madvise(mmap.MADV_HUGEPAGE)
-        arena = torch.frombuffer(region, dtype=torch.uint8)
-        with ThreadPoolExecutor(THREADS) as pool:
-            # One byte of each page.
-            list(pool.map(Tensor.zero_, arena[:: mmap.PAGESIZE].chunk(THREADS)))
-        if device_type() == "cuda":
-            runtime: Any = torch.cuda.cudart()
-            error = runtime.cudaHostRegister(arena.data_ptr(), num_bytes, 0)
-            if int(error) != 0:
-                raise MemoryError(
-                    f"{num_bytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {int(error)}): the "
-                    "machine has too little free memory, or `ulimit -l` forbids it. Free host memory, raise the limit, "
-                    "or set trainer.placement.release=none, with which nothing is offloaded"
-                )
-            self._registered.append(arena.data_ptr())
-        return arena
 
 
 def _unregister(addresses: list[int]) -> None:

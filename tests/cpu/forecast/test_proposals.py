@@ -27,16 +27,37 @@ def inputs(shape: str, device: str, *overrides: str) -> Inputs:
     return Inputs(config, {shape: model_config(shape)}, kind, workload_of(config))
 
 
-def test_a_job_that_cannot_fit_is_refused_with_a_layout_that_fits():
-    given = inputs("qwen3-8b", "h200")
+@pytest.mark.parametrize(
+    ("shape", "least", "override"),
+    [
+        ("qwen3-8b", "20", f"{LAYOUT}.optimizer_cpu_offload=true"),
+        ("qwen3-30b-a3b", "59", "trainer.placement.policy_num_gpus_per_node=4"),
+    ],
+)
+def test_a_job_that_cannot_fit_is_refused_with_one_that_fits(shape: str, least: str, override: str):
+    given = inputs(shape, "h200")
     made, found = forecast(given), proposals(given)
     assert [phase.phase for phase in made.impossible] == ["update"]
     message = refusal(made, found)
-    assert "update needs at least 20" in message and "GiB of a device with 139.8 GiB" in message
-    assert "trainer.placement.policy_num_gpus_per_node=2" in message
-    config = PLAN.load(["trainer.policy.model.path=qwen3-8b", *found[0].overrides])
+    assert f"update needs at least {least}" in message and "GiB of a device with 139.8 GiB" in message
+    assert override in message
+    config = PLAN.load([f"trainer.policy.model.path={shape}", *found[0].overrides])
     larger = replace(given, config=config, workload=workload_of(config))
     assert forecast(replace(larger, config=chosen(larger).config)).fits
+
+
+def test_moments_on_the_host_take_eight_bytes_per_parameter_from_the_device_and_time():
+    kept = forecast(inputs("qwen3-4b", "h200", "trainer.max_tokens_per_microbatch=8192"))
+    moved = forecast(
+        inputs("qwen3-4b", "h200", "trainer.max_tokens_per_microbatch=8192", f"{LAYOUT}.optimizer_cpu_offload=true")
+    )
+    updates = [next(phase for phase in made.phases if phase.phase == "update") for made in (kept, moved)]
+    bytes_of = [{part.name: part.likely for part in update.parts}["optimizer"] for update in updates]
+    parameters = bytes_of[0] / 12
+    assert bytes_of[1] == pytest.approx(4 * parameters) and moved.host_bytes == pytest.approx(8 * parameters)
+    assert kept.host_bytes == 0.0
+    seconds = [next(t.seconds for t in made.times if t.phase == "update") for made in (kept, moved)]
+    assert seconds[1] - seconds[0] == pytest.approx(4 * 8 * parameters / 45e9), "four mini-batches, both ways at once"
 
 
 def test_recomputation_is_proposed_where_activations_do_not_fit():
