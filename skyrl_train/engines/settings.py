@@ -126,8 +126,8 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
     }
     if settings.enable_sleep_mode and device_type == "cuda":  # vLLM rejects it elsewhere
         arguments["enable_sleep_mode"] = True
-    if not arguments["enforce_eager"] and generator.step_sequences > GRAPHS:
-        arguments["max_cudagraph_capture_size"] = generator.step_sequences
+    if not arguments["enforce_eager"] and generator.step_sequences > GRAPHS and not _chooses_graphs(generator):
+        arguments["max_cudagraph_capture_size"] = -(-generator.step_sequences // 16) * 16  # of vLLM's sizes
     if generator.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
     if generator.kv_cache_memory_gb is not None:
@@ -137,6 +137,12 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
     if settings.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
     return arguments | generator.engine_init_kwargs
+
+
+def _chooses_graphs(generator: GeneratorConfig) -> bool:
+    """Whether the user's own arguments say which CUDA graphs are captured; vLLM rejects both."""
+    own = ("compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    return any(name in generator.engine_init_kwargs for name in own)
 
 
 def is_eager(settings: EngineSettings, device_type: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,20 @@ def test_cuda_graphs_are_used_on_gpus_unless_eager_mode_is_chosen(chosen: bool |
     settings = engine_settings("model", "name", "float32", 64, enforce_eager=chosen, kv_cache_memory_gb=MIB)
     assert engine_arguments(settings, device)["enforce_eager"] is eager
     assert ("TORCHDYNAMO_DISABLE" in engine_environment(settings, device)) == (eager and device == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("values", "captured"),
+    [
+        ({"max_num_seqs": 512}, None),  # as many as vLLM captures by itself
+        ({"max_num_seqs": 1000}, 1008),
+        ({"max_num_seqs": 1000, "enforce_eager": True}, None),
+        ({"max_num_seqs": 1000, "engine_init_kwargs": {"cudagraph_capture_sizes": [64]}}, None),
+    ],
+)
+def test_cuda_graphs_cover_as_many_sequences_as_an_engine_takes(values: dict[str, Any], captured: int | None):
+    settings = engine_settings("m", "m", "float32", 8, **values)
+    assert engine_arguments(settings, "cuda").get("max_cudagraph_capture_size") == captured
 
 
 @pytest.mark.parametrize(
