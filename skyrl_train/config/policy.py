@@ -119,9 +119,8 @@ class MegatronConfig(ParallelSizes):
     @property
     def recomputed(self) -> tuple[str, ...]:
         """Modules that are recomputed with `selective`; none otherwise."""
-        if self.recompute != "selective":
-            return ()
-        return ("core_attn",) if self.recompute_modules is None else self.recompute_modules
+        modules = ("core_attn",) if self.recompute_modules is None else self.recompute_modules
+        return modules if self.recompute == "selective" else ()
 
 
 @dataclass(frozen=True, slots=True)
