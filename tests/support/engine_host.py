@@ -43,6 +43,8 @@ class Host:
         """End the engine there was, and start one that loads the checkpoint."""
         from vllm import LLM
 
+        from skyrl_train.engines.vllm.compat import attention_arguments
+
         self._llm = None
         settings = changed(
             self._settings,
@@ -54,7 +56,7 @@ class Host:
         )
         arguments = engine_arguments(settings, "cpu")
         del arguments["enable_log_requests"]  # of AsyncLLM alone
-        self._llm = LLM(**arguments)
+        self._llm = LLM(**arguments | attention_arguments(arguments))
 
     def init(self, info: dict[str, Any]) -> None:
         self._llm.collective_rpc("init_weight_transfer_engine", args=({"info": info},))

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from transformers import PretrainedConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader.reload import meta as _reload_meta
 from vllm.outputs import CompletionOutput
 from vllm.v1.engine.async_llm import AsyncLLM
+
+from skyrl_train.device import device_type
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -26,10 +30,19 @@ UNNAMED_VERSION = "default"
 def build_async_llm(arguments: dict[str, Any]) -> AsyncLLM:
     """Raises: ValueError for an argument that this version of vLLM does not have."""
     try:
-        engine_args = AsyncEngineArgs(**arguments)
+        engine_args = AsyncEngineArgs(**arguments | attention_arguments(arguments))
     except TypeError as error:
         raise ValueError(f"vLLM rejects generator.engine_init_kwargs: {error}") from error
     return AsyncLLM.from_engine_args(engine_args)
+
+
+def attention_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM (0.32) runs latent attention with AMX on every CPU that has it, and AMX rejects float32."""
+    given = any(name in arguments for name in ("attention_backend", "attention_config"))
+    if given or arguments.get("dtype") != "float32" or device_type() != "cpu":
+        return {}
+    values, _ = PretrainedConfig.get_config_dict(arguments["model"])
+    return {"attention_backend": "CPU_MLA"} if values.get("kv_lora_rank") else {}
 
 
 def shut_down(llm: AsyncLLM, num_workers: int) -> None:
