@@ -73,6 +73,9 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
     old, new = (path.resolve() for path in given.checkouts)
+    for checkout in (old, new):
+        if not (checkout / "skyrl_train" / "__init__.py").exists():  # Python would run the installed package
+            parser.error(f"{checkout} is no checkout: it has no skyrl_train/__init__.py (git worktree add makes one)")
     main_module = FINE_TUNING if given.experiment.startswith("sft") else MAIN
     overrides = [
         f"+experiment={given.experiment}",
