@@ -7,10 +7,13 @@ import os
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.families import write_family
 from tests.support.jobs import ROOT, Job, run_to_end, running, start_command, write_world
+from tests.support.tiny import BOS, EOS, PAD, VOCABULARY
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.timeout(900)]
 DEDICATED = [
@@ -39,6 +42,47 @@ def test_a_job_that_trains_adapters_ends_with_every_sync_proven(tmp_path: Path, 
     assert code == 0, job.story()
     rows = [row for row in job.metrics if "policy/grad_norm" in row]
     assert rows[0]["policy/policy_kl"] < 1e-5 < rows[1]["policy/policy_kl"]
+    assert all(row["perf/sync_gb_per_s"] > 0 for row in rows)
+
+
+SPLIT_EXPERTS = [
+    "trainer.placement.colocate_all=true",
+    "trainer.placement.policy_num_gpus_per_node=2",
+    "trainer.policy.megatron_config.pipeline_model_parallel_size=1",
+    "trainer.policy.megatron_config.expert_model_parallel_size=2",
+    "generator.num_inference_engines=2",
+    "generator.gpu_memory_utilization=0.1",
+]
+EXPERTS = ("qwen3_moe", {"head_dim": 64})
+LATENT_ATTENTION = (
+    "deepseek_v3",
+    {
+        **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+        **{"num_attention_heads": 16, "num_key_value_heads": 16, "topk_method": "noaux_tc"},
+    },
+)
+"""Its heads are DeepSeek-V3's: the engine's kernels have no others."""
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "placement"),
+    [
+        pytest.param(*EXPERTS, DEDICATED, id="experts"),
+        pytest.param(*EXPERTS, SPLIT_EXPERTS, id="experts split among two ranks"),
+        pytest.param(*LATENT_ATTENTION, DEDICATED, id="latent attention"),
+    ],
+)
+def test_a_job_of_another_architecture_ends_with_every_sync_proven(
+    family: str, sizes: dict[str, Any], placement: list[str], tmp_path: Path
+):
+    world = write_world(tmp_path / "world")
+    ids = {f"{name}_token_id": VOCABULARY.index(token) for name, token in (("bos", BOS), ("eos", EOS), ("pad", PAD))}
+    write_family(family, world / "model", vocab_size=len(VOCABULARY), num_hidden_layers=2, **ids, **sizes)
+    code, job = run_to_end(world, "trainer.bf16=true", "trainer.verify_sync_every=1", *placement)
+    assert code == 0, job.story()
+    rows = [row for row in job.metrics if "policy/grad_norm" in row]
+    assert [row["trainer/global_step"] for row in rows] == [1, 2]
+    assert all(row["policy/rollout_train_logprobs_abs_diff_mean"] < 0.05 for row in rows)
     assert all(row["perf/sync_gb_per_s"] > 0 for row in rows)
 
 
