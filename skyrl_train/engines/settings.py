@@ -213,7 +213,10 @@ def engine_environment(settings: EngineSettings, device_type: str) -> dict[str, 
         environment["TRITON_F32_DEFAULT"] = "ieee"
     if not is_eager(settings, device_type):
         # torch's default folder, which would otherwise be in (and removed with) the engine's temporary folder.
-        environment["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+        folder = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+        # Where it compiles a model vLLM has Triton write its kernels to another folder than it has it read them from
+        # where it loads what it compiled: the next start compiled its sampler again, 10 s on a slow host.
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
     if Path(settings.model_path).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
     if device_type == "cpu":

@@ -23,7 +23,9 @@ SETTINGS = engine_settings("model", "name", "float32", 64, kv_cache_memory_gb=MI
 def test_cuda_graphs_are_used_on_gpus_unless_eager_mode_is_chosen(chosen: bool | None, device: str, eager: bool):
     settings = engine_settings("model", "name", "float32", 64, enforce_eager=chosen, kv_cache_memory_gb=MIB)
     assert engine_arguments(settings, device)["enforce_eager"] is eager
-    assert ("TORCHDYNAMO_DISABLE" in engine_environment(settings, device)) == (eager and device == "cpu")
+    environment = engine_environment(settings, device)
+    assert ("TORCHDYNAMO_DISABLE" in environment) == (eager and device == "cpu")
+    assert ("TRITON_CACHE_DIR" in environment) == ("TORCHINDUCTOR_CACHE_DIR" in environment) == (not eager)
 
 
 @pytest.mark.parametrize(
