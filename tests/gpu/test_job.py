@@ -15,7 +15,7 @@ from tests.support.families import write_family
 from tests.support.jobs import ROOT, Job, run_to_end, running, start_command, write_world
 from tests.support.tiny import BOS, EOS, PAD, VOCABULARY
 
-pytestmark = [pytest.mark.gpus(2), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.gpus(2), pytest.mark.timeout(1800)]
 DEDICATED = [
     "trainer.placement.policy_num_gpus_per_node=1",
     "trainer.policy.megatron_config.pipeline_model_parallel_size=1",

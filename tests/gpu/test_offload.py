@@ -20,7 +20,7 @@ from tests.support.families import VOCABULARY, make_trial, without_kl
 from tests.support.jobs import DEADLY, run_to_end, write_world
 from tests.support.layouts import layout
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 GIB = 2**30
 
 
