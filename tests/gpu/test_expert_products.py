@@ -8,6 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+from tests.support.families import make_trial
+from tests.support.host_waits import pass_without_waiting
+from tests.support.layouts import layout, model
+
 pytestmark = [pytest.mark.gpus(1)]
 COUNTS = {
     "uneven": [300, 0, 1, 17, 0, 3, 129, 62],
@@ -40,16 +45,26 @@ def assert_near(mine: Tensor, theirs: Tensor) -> None:
         assert float((mine.detach().double() - theirs).abs().max()) <= ROUNDING * scale
 
 
+def test_a_pass_through_experts_waits_for_no_counts():
+    trial = make_trial(model("qwen3_moe"), [50, 3, 17, 41, 8, 60, 22, 5])
+    for impl in ("torch", "auto"):
+        assert run_on_ranks(pass_without_waiting, (trial, layout(1, {}, transformer_impl=impl)), 1, timeout_s=200)
+
+
 @pytest.mark.parametrize("buffered", [True, False], ids=["in Megatron's buffer", "handed back"])
 @pytest.mark.parametrize(
-    ("gap", "cut"), [(0, None), (64, None), (0, 5)], ids=["together", "with gaps", "in two buckets"]
+    ("gap", "cut", "on_device"),
+    [(0, None, True), (0, None, False), (64, None, True), (0, 5, False)],
+    ids=["together", "together, counted by the host", "with gaps", "in two buckets"],
 )
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_grouped_products_are_those_of_each_expert_and_wait_for_nothing(
-    counts: list[int], gap: int, cut: int | None, buffered: bool
+    counts: list[int], gap: int, cut: int | None, on_device: bool, buffered: bool
 ):
+    from skyrl_train.megatron.layers.expert_rows import ExpertRows
     from skyrl_train.megatron.layers.experts import grouped_linear
 
+    rows_of = ExpertRows(torch.tensor(counts, device="cuda") if on_device else counts)
     weights = [torch.nn.Parameter(one) for one in in_a_buffer(torch.bfloat16, gap, cut)]
     held = in_a_buffer(torch.float32, gap, cut)
     for index, (weight, main_grad) in enumerate(zip(weights, held, strict=True)):
@@ -62,7 +77,7 @@ def test_grouped_products_are_those_of_each_expert_and_wait_for_nothing(
     torch.full((4 * NUM * OUT * IN,), torch.nan, device="cuda", dtype=torch.bfloat16)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        y = grouped_linear(x, weights, counts)
+        y = grouped_linear(x, weights, rows_of)
         y.backward(grad)
     finally:
         torch.cuda.set_sync_debug_mode("default")

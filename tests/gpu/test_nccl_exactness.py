@@ -88,9 +88,10 @@ def test_one_gpu_is_near_hugging_faces_gradient_in_bfloat16():
 
 
 @pytest.mark.gpus(1)
-def test_transformer_engine_is_near_hugging_faces_gradient_in_bfloat16():
+@pytest.mark.parametrize("name", ["qwen3_tied", "qwen3_moe"])
+def test_transformer_engine_is_near_hugging_faces_gradient_in_bfloat16(name: str):
     pytest.importorskip("transformer_engine")
-    check("qwen3_tied", 1, {}, bf16=True, impl="transformer_engine")
+    check(name, 1, {}, bf16=True, impl="transformer_engine")
 
 
 @pytest.mark.gpus(2)

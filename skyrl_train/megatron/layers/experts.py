@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from megatron.core.utils import divide
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from skyrl_train.megatron.layers.expert_rows import ExpertRows
 from skyrl_train.megatron.layers.recompute import EXPERT_SWIGLU, recomputes, unsaved_activation
 
 ALIGNMENT = 16
@@ -60,66 +60,41 @@ def install_weight_gradient() -> None:
     layers._grad_accum_fusion_available = True
 
 
-def grouped_linear(x: Tensor, weights: Sequence[Tensor], tokens_per_expert: Sequence[int]) -> Tensor:
+def grouped_linear(
+    x: Tensor, weights: Sequence[Tensor], rows: ExpertRows | Sequence[int], *, one_gradient: bool = False
+) -> Tensor:
     """Multiply x [T, in], ordered by expert, by the weights [out, in] of the experts -> [T, out]. Gradients of weights
     with a `main_grad` of Megatron's data-parallel wrapper are added to it, as in Megatron's own linear layers.
+
+    Args: rows: of each expert; one_gradient: with `main_grad`, only the first weight gets a stand-in for its gradient,
+        so the hooks of the others do not run.
     """
-    return _GroupedLinear.apply(x, _Tokens(tokens_per_expert, x.device), *weights)
-
-
-class _Tokens:
-    """Rows of each expert. The counts are on the host already, so nothing waits for a GPU."""
-
-    def __init__(self, counts: Sequence[int], device: torch.device) -> None:
-        self._starts, self._device = [0, *accumulate(counts)], device
-        self._ends: dict[tuple[int, int], Tensor] = {}
-
-    @property
-    def total(self) -> int:
-        return self._starts[-1]
-
-    def rows(self, x: Tensor, first: int, num: int) -> Tensor:
-        """Rows of `num` experts from expert `first` on."""
-        start, end = self._starts[first], self._starts[first + num]
-        return x if end - start == len(x) else x[start:end]
-
-    def ends(self, first: int, num: int) -> Tensor:
-        """[num] int32 on the device: end of each expert's rows, counted from the first expert's."""
-        if (first, num) not in self._ends:
-            origin = self._starts[first]
-            values = [end - origin for end in self._starts[first + 1 : first + num + 1]]
-            is_cuda = self._device.type == "cuda"
-            host = torch.tensor(values, dtype=torch.int32, pin_memory=is_cuda)
-            self._ends[first, num] = host.to(self._device, non_blocking=True)
-        return self._ends[first, num]
-
-    def without(self, first: int, num: int) -> list[int]:
-        """Experts without rows, counted from `first`."""
-        bounds = self._starts[first : first + num + 1]
-        return [index for index, (start, end) in enumerate(pairwise(bounds)) if start == end]
+    rows = rows if isinstance(rows, ExpertRows) else ExpertRows(rows)
+    rows.check(x)
+    num_connected = 1 if one_gradient and hasattr(weights[0], "main_grad") else len(weights)
+    return _GroupedLinear.apply(x, rows, weights, *weights[:num_connected])
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: _Tokens, *weights: Tensor) -> Tensor:
-        assert tokens.total == len(x), f"{tokens.total} tokens of experts, {len(x)} rows"
+    def forward(ctx: Any, x: Tensor, rows: ExpertRows, weights: Sequence[Tensor], *connected: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         # Not with save_for_backward, which would check the version of each weight.
-        ctx.tokens, ctx.weights = tokens, weights
-        return _by_run(_row_major(x), tokens, weights, lambda block: block.transpose(1, 2))
+        ctx.rows, ctx.weights = rows, weights
+        return _by_run(_row_major(x), rows, weights, lambda block: block.transpose(1, 2))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        tokens, weights = ctx.tokens, ctx.weights
+        rows, weights = ctx.rows, ctx.weights
         grad = _row_major(grad)
-        grad_x = _by_run(grad, tokens, weights, lambda block: block) if ctx.needs_input_grad[0] else None
-        trained = ctx.needs_input_grad[2:]
+        grad_x = _by_run(grad, rows, weights, lambda block: block) if ctx.needs_input_grad[0] else None
+        trained = ctx.needs_input_grad[3:]
         if not any(trained):
-            return grad_x, None, *[None] * len(weights)
+            return grad_x, None, None, *[None] * len(trained)
         assert all(trained), "experts of a layer are trained together or not at all"
-        return grad_x, None, *_weight_gradients(grad, _row_major(x), tokens, weights)
+        return grad_x, None, None, *_weight_gradients(grad, _row_major(x), rows, weights, len(trained))
 
 
 def _row_major(x: Tensor) -> Tensor:
@@ -127,47 +102,49 @@ def _row_major(x: Tensor) -> Tensor:
     return x.contiguous().flatten().view(x.shape)
 
 
-def _by_run(x: Tensor, tokens: _Tokens, weights: Sequence[Tensor], oriented: Callable[[Tensor], Tensor]) -> Tensor:
+def _by_run(x: Tensor, rows: ExpertRows, weights: Sequence[Tensor], oriented: Callable[[Tensor], Tensor]) -> Tensor:
     """Multiply rows by `oriented` of the weights [n, out, in] -> [T, columns]."""
     parts = []
     for first, block in _runs(weights, joined=_is_supported(x, weights)):
-        rows, matrices = tokens.rows(x, first, len(block)), oriented(block)
-        if len(block) == 1 or len(rows) == 0:
-            parts.append(rows @ matrices[0])
+        ours, matrices = rows.of(x, first, len(block)), oriented(block)
+        if len(block) == 1 or len(ours) == 0:
+            parts.append(ours @ matrices[0])
         else:
-            parts.append(F.grouped_mm(rows, matrices, offs=tokens.ends(first, len(block))))
+            parts.append(F.grouped_mm(ours, matrices, offs=rows.ends(x.device, first, len(block))))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _weight_gradients(grad: Tensor, x: Tensor, tokens: _Tokens, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Gradients from contiguous grad [T, out] and x [T, in]; stand-ins if they were added to a `main_grad`."""
+def _weight_gradients(
+    grad: Tensor, x: Tensor, rows: ExpertRows, weights: Sequence[Tensor], num: int
+) -> Sequence[Tensor | None]:
+    """Gradients of the first `num` weights from contiguous grad [T, out] and x [T, in]; stand-ins if those of all were
+    added to their `main_grad`."""
     joined = _is_supported(x, weights)
     if hasattr(weights[0], "grad_added_to_main_grad"):
         for first, block in _runs([weight.main_grad for weight in weights], joined=joined):  # type: ignore[attr-defined]
-            ours = tokens.rows(grad, first, len(block)), tokens.rows(x, first, len(block))
+            ours = rows.of(grad, first, len(block)), rows.of(x, first, len(block))
             if len(ours[0]) == 0:
                 continue
             if len(block) == 1:
                 WeightGradient.wgrad_gemm_accum_fp32(ours[1], ours[0], block[0])
             else:
-                block.add_(_products(*ours, tokens, first, len(block)))
-        for weight in weights:
+                block.add_(_products(*ours, rows, first, len(block)))
+        for weight in weights[:num]:
             weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         # The wrapper's hooks run for parameters that get a gradient, and drop it unread. Views of one tensor take no
         # memory; autograd would copy one tensor that is passed for all.
-        return weights[0].new_empty(weights[0].shape).expand(len(weights), -1, -1).unbind(0)
+        return weights[0].new_empty(weights[0].shape).expand(num, -1, -1).unbind(0)
     if joined and len(x):
-        return _products(grad, x, tokens, 0, len(weights)).unbind(0)
-    return [tokens.rows(grad, expert, 1).t() @ tokens.rows(x, expert, 1) for expert in range(len(weights))]
+        return _products(grad, x, rows, 0, len(weights)).unbind(0)
+    return [rows.of(grad, expert, 1).t() @ rows.of(x, expert, 1) for expert in range(len(weights))]
 
 
-def _products(grad: Tensor, x: Tensor, tokens: _Tokens, first: int, num: int) -> Tensor:
+def _products(grad: Tensor, x: Tensor, rows: ExpertRows, first: int, num: int) -> Tensor:
     """[num, out, in]: grad^T x over the rows of each expert."""
     # The only one of the four layouts that does not restrict numbers of tokens.
-    products = F.grouped_mm(grad.t(), x, offs=tokens.ends(first, num))
-    if x.is_cuda and (empty := tokens.without(first, num)):
-        # https://github.com/pytorch/pytorch/issues/172439: on Blackwell they are left uninitialised.
-        torch._foreach_zero_([products[expert] for expert in empty])
+    products = F.grouped_mm(grad.t(), x, offs=rows.ends(x.device, first, num))
+    if x.is_cuda and not _writes_zeros(x.device):
+        rows.clear_without_rows(products, first)
     return products
 
 
@@ -184,6 +161,13 @@ def _is_supported(x: Tensor, weights: Sequence[Tensor]) -> bool:
 @functools.cache
 def _has_grouped_kernel(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+@functools.cache
+def _writes_zeros(device: torch.device) -> bool:
+    """Whether the kernel writes the product of an expert without rows; on Blackwell it does not
+    (https://github.com/pytorch/pytorch/issues/172439)."""
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _runs(tensors: Sequence[Tensor], *, joined: bool) -> Iterator[tuple[int, Tensor]]:
@@ -242,6 +226,8 @@ class GroupedLinear(torch.nn.Module):
         super().__init__()
         assert not bias, "the bridges build experts without bias"
         self.num_gemms = num_gemms
+        self.one_gradient = False
+        """Whether nothing waits for the gradient of each weight."""
         self._names = [f"weight{index}" for index in range(num_gemms)]
         shape = [output_size, input_size]
         shape[self.shard_axis] = divide(shape[self.shard_axis], pg_collection.expt_tp.size())
@@ -264,8 +250,8 @@ class GroupedLinear(torch.nn.Module):
         """Weights in the order of the experts."""
         return [self._parameters[name] for name in self._names]  # type: ignore[misc]
 
-    def forward(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
-        return grouped_linear(x, self.weights, tokens_per_expert), None
+    def forward(self, x: Tensor, rows: ExpertRows | Sequence[int]) -> tuple[Tensor, None]:
+        return grouped_linear(x, self.weights, rows, one_gradient=self.one_gradient), None
 
 
 class GroupedColumnLinear(GroupedLinear):
@@ -279,6 +265,6 @@ class GroupedRowLinear(GroupedLinear):
         super().__init__(*args, config=config, **kwargs)
         self._recomputes = recomputes(config, EXPERT_SWIGLU)
 
-    def forward(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, rows: ExpertRows | Sequence[int]) -> tuple[Tensor, None]:
         with unsaved_activation(x) if self._recomputes else contextlib.nullcontext():
-            return super().forward(x, tokens_per_expert)
+            return super().forward(x, rows)

@@ -170,14 +170,33 @@ class TorchSpecProvider(BackendSpecProvider):
         return None
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *_: Any) -> Any:
-        if hasattr(experts, "GroupedMLPSubmodules"):  # 0.19
-            submodules = experts.GroupedMLPSubmodules(
-                linear_fc1=GroupedColumnLinear, linear_fc2=GroupedRowLinear, activation_func=None
-            )
-            return functools.partial(experts.TEGroupedMLP, submodules=submodules)
-        from megatron.core.transformer.mlp import MLPSubmodules
+        return _grouped_experts()
 
-        return experts.TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedColumnLinear, linear_fc2=GroupedRowLinear)
+
+def _grouped_experts() -> Any:
+    if hasattr(experts, "GroupedMLPSubmodules"):  # 0.19
+        submodules = experts.GroupedMLPSubmodules(
+            linear_fc1=GroupedColumnLinear, linear_fc2=GroupedRowLinear, activation_func=None
+        )
+        return functools.partial(experts.TEGroupedMLP, submodules=submodules)
+    from megatron.core.transformer.mlp import MLPSubmodules
+
+    return experts.TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedColumnLinear, linear_fc2=GroupedRowLinear)
+
+
+@functools.cache
+def install_experts() -> None:
+    """Make Megatron's Transformer Engine specs build the grouped experts in this process, and leave the other layers.
+
+    Transformer Engine multiplies one expert after another, and its host time grows with their number.
+    """
+    from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
+
+    class Provider(gpt_layer_specs.TESpecProvider):  # type: ignore[misc, name-defined]
+        def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *given: Any) -> Any:
+            return _grouped_experts() if moe_use_grouped_gemm else super().grouped_mlp_modules(False, *given)
+
+    gpt_layer_specs.TESpecProvider = moe_module_specs.TESpecProvider = Provider
 
 
 @functools.cache

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train import kernels
+from skyrl_train.megatron.layers.expert_rows import ExpertRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +121,33 @@ def sort_chunks(
     return megatrons(x, split_sizes, order, *args, **kwargs)
 
 
+def counts(megatrons: Callable[..., Any], dispatcher: Any, point: str, per_expert: Any = None) -> Any:
+    """What Megatron does with the counts at a point of a dispatch; at the last the experts get `ExpertRows`.
+
+    Megatron copies them to the host and waits. Only ranks that exchange tokens need them there.
+    """
+    config = dispatcher.config
+    needs_counts = config.moe_expert_capacity_factor is not None or config.moe_router_padding_for_quantization
+    if dispatcher.ep_size > 1 or dispatcher.tp_size > 1 or needs_counts or not _are_grouped(config):
+        per_expert = megatrons(dispatcher, point, per_expert)
+    if point != "before_finish" or not _are_grouped(config):
+        return per_expert
+    return ExpertRows(per_expert if per_expert.is_cuda else per_expert.tolist())
+
+
+def _are_grouped(config: Any) -> bool:
+    """Whether `GroupedLinear` multiplies the experts' rows as they are."""
+    return config.moe_grouped_gemm and not (config.fp8 or config.fp4)
+
+
 @functools.cache
 def install() -> None:
     """Make Megatron's dispatchers of this process call these."""
     from megatron.core.transformer.moe import token_dispatcher as dispatcher
+
+    alltoall = dispatcher.MoEAlltoAllTokenDispatcher
+    synchronize = alltoall._maybe_dtoh_and_synchronize
+    alltoall._maybe_dtoh_and_synchronize = lambda *given: counts(synchronize, *given)
 
     dispatcher.permute = functools.partial(permute, dispatcher.permute)
     dispatcher.unpermute = functools.partial(unpermute, dispatcher.unpermute)

@@ -17,7 +17,7 @@ Shards, and reduction of the gradients:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor
 
 from skyrl_train.config.policy import LoraConfig, SyncedLoraConfig
+from skyrl_train.megatron.layers.expert_rows import ExpertRows
 from skyrl_train.megatron.layers.experts import grouped_linear
 from skyrl_train.megatron.layers.norm import rms_norm
 from skyrl_train.megatron.lora.dropout import OF_EXPERT_TENSOR_RANKS, OF_TENSOR_RANKS, OF_THIS_RANK, drop
@@ -178,10 +179,10 @@ class Adapter(torch.nn.Module):
             hidden = regions[self.site.shard_axis, self._sequence_parallel](hidden)
         return F.linear(hidden, self._rows()[0])
 
-    def _experts(self, x: Tensor, tokens_per_expert: list[int]) -> Tensor:
+    def _experts(self, x: Tensor, rows: ExpertRows | Sequence[int]) -> Tensor:
         downs, ups = self.lora_A.flatten(1, 2), self._rows()
-        hidden = grouped_linear(x, downs.unbind(0), tokens_per_expert) * self.scale
-        return grouped_linear(hidden, ups.unbind(0), tokens_per_expert)
+        hidden = grouped_linear(x, downs.unbind(0), rows) * self.scale
+        return grouped_linear(hidden, ups.unbind(0), rows)
 
     def _rows(self) -> Tensor:
         """[E, out, P * r]: each row of B padded with zeros, so that it multiplies the A of its own module only."""

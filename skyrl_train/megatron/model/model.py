@@ -104,6 +104,8 @@ def build_model(
     permute.install()
     if torch_layers:
         layers.install()
+    else:
+        layers.install_experts()
     folder = local_folder(path)
     bridge = build_bridge(folder, config, dtype, torch_layers=torch_layers)
     bare = _build_chunks(bridge, has_head=value_head is None)
@@ -179,6 +181,10 @@ def _wrap_data_parallel(chunks: list[Any], config: Any) -> list[DistributedDataP
         use_distributed_optimizer=True,
         overlap_grad_reduce=device_type() == "cuda" and parallel_state.get_data_parallel_world_size() > 1,
     )
+    for module in (each for chunk in chunks for each in chunk.modules()):
+        if isinstance(module, experts.GroupedLinear):
+            # The wrapper's hooks only start reductions while others are computed.
+            module.one_gradient = not settings.overlap_grad_reduce
     return [
         DistributedDataParallel(config=config, ddp_config=settings, module=chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)

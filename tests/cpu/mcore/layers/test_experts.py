@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from skyrl_train.config import load_config
 from skyrl_train.megatron.layers import experts
+from skyrl_train.megatron.layers.expert_rows import ExpertRows
 from skyrl_train.megatron.layers.experts import GroupedLinear, grouped_linear
 from skyrl_train.megatron.model import model as models
 from skyrl_train.megatron.model.model import build_model
@@ -83,24 +85,27 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def run(dtype: torch.dtype, counts: list[int], weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def run(
+    dtype: torch.dtype, counts: list[int], weights: list[Tensor], rows: ExpertRows | None = None, **how: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """x with its gradient, y, and the gradient of y; the weights get random values first."""
     for index, weight in enumerate(weights):
         weight.data.copy_(random(OUT, IN, dtype=dtype, seed=index))
     x = random(sum(counts), IN, dtype=dtype, seed=10).requires_grad_()
     grad = random(sum(counts), OUT, dtype=dtype, seed=11)
-    y = grouped_linear(x, weights, counts)
+    y = grouped_linear(x, weights, rows or counts, **how)
     y.backward(grad)
     return x, y, grad
 
 
 @dtypes
 @counts
+@pytest.mark.parametrize("kind", [list, torch.tensor], ids=["counted by the host", "counted by the device"])
 def test_the_product_and_its_gradients_are_those_of_each_expert(
-    dtype: torch.dtype, counts: list[int], products: list[int]
+    kind: Callable[[list[int]], Any], dtype: torch.dtype, counts: list[int], products: list[int]
 ):
     weights = [torch.nn.Parameter(one) for one in in_a_buffer(6, (OUT, IN), dtype)]
-    x, y, grad = run(dtype, counts, weights)
+    x, y, grad = run(dtype, counts, weights, ExpertRows(kind(counts)))
     y64, grad_x, grad_weights = by_hand(x, weights, grad, counts)
     assert products == ([6, 6, 6] if sum(counts) else [])
     assert_near(y, y64, dtype)
@@ -136,6 +141,26 @@ def test_gradients_are_added_to_megatrons_buffer(
     # Hooks run where there is a gradient; what stands for it takes the memory of one matrix for all of them.
     assert len({stand_in.untyped_storage().data_ptr() for stand_in in seen}) == 1
     assert seen[0].untyped_storage().nbytes() == weights[0].numel() * weights[0].element_size()
+
+
+def test_one_gradient_stands_for_those_in_megatrons_buffer():
+    weights = [torch.nn.Parameter(one) for one in in_a_buffer(6, (OUT, IN), torch.float32)]
+    held = in_a_buffer(6, (OUT, IN), torch.float32)
+    for weight, main_grad in zip(weights, held, strict=True):
+        weight.main_grad, weight.grad_added_to_main_grad = main_grad, False
+    x, _, grad = run(torch.float32, COUNTS["uneven"], weights, one_gradient=True)
+    for weight, theirs in zip(weights, by_hand(x, weights, grad, COUNTS["uneven"])[2], strict=True):
+        assert_near(weight.main_grad, theirs, torch.float32)
+    assert [weight.grad is not None for weight in weights] == [True] + [False] * 5
+    assert weights[0].grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_products_of_experts_without_rows_are_cleared(first: int):
+    for counts in (COUNTS["uneven"], torch.tensor(COUNTS["uneven"])):
+        products = torch.full((6 - first, OUT, IN), torch.nan)
+        ExpertRows(counts).clear_without_rows(products, first)
+        assert [bool((one == 0).all()) for one in products] == [count == 0 for count in COUNTS["uneven"][first:]]
 
 
 def test_weights_that_lie_apart_are_multiplied_one_by_one(products: list[int]):
