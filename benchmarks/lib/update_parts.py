@@ -75,11 +75,11 @@ def _one_update(policy: MegatronPolicy, batch: TrainBatch) -> dict[str, float]:
 
 
 def _places(policy: MegatronPolicy) -> Iterator[tuple[str, type, str]]:
-    """(part, class, method); in the class, as step_if_finite() puts methods into the optimizer and takes them out."""
+    """(part, class, method)."""
     optimizer = type(policy._optimizer)
     yield "pack", type(policy._packer), "pack"
     yield "zeroing", type(policy.model.chunks[0]), "zero_grad_buffer"
     yield "zeroing", optimizer, "zero_grad"
     yield "gradients prepared and their norm", optimizer, "prepare_grads"
     yield "gradients prepared and their norm", optimizer, "get_grad_norm"
-    yield "optimizer step", optimizer, "step"
+    yield "optimizer step", optimizer, "step_with_ready_grads"

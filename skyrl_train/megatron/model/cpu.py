@@ -100,7 +100,6 @@ def _patch_torch() -> None:
 
 
 def _patch_megatron() -> None:
-    from megatron.core.optimizer import clip_grads
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -113,16 +112,6 @@ def _patch_megatron() -> None:
     # Upstream skips tensors that are on the CPU already; all_to_all would get tensors instead of numbers.
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
     moe_utils.te_general_gemm = None
-    clip_grads.l2_norm_impl = _l2_norm
-
-
-def _l2_norm(chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool) -> Any:
-    """Replacement of Megatron's fallback, which sums float32 numbers sequentially on a CPU. Its norm of 1e7 gradients
-    in one tensor was 4e-4 off, of 1.6e8 2 %, so that it depended on the layout, and clipping with it.
-    """
-    (tensors,) = lists
-    norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors])
-    return torch.linalg.vector_norm(norms).float().reshape(1), None
 
 
 def _patch_collectives() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from skyrl_train.config.policy import OptimizerConfig
 from skyrl_train.megatron.lora.adapters import Lora
 from skyrl_train.megatron.model.model import Model
-from skyrl_train.megatron.optimizer import adam
+from skyrl_train.megatron.optimizer import adam, many_tensors
 from skyrl_train.megatron.optimizer.host_adam import HostAdam
 from skyrl_train.megatron.residency.memory import torch_optimizers
 
@@ -44,6 +42,7 @@ def build_optimizer(model: Model, config: OptimizerConfig, *, on_host: bool = Fa
     for part in torch_optimizers(optimizer):
         if isinstance(part, HostAdam):
             part.place_moments()
+    many_tensors.install(optimizer)
     mcore = model.bridge.config
     mcore.finalize_model_grads_func = _finalizer(model.lora)
     mcore.grad_scale_func = optimizer.scale_loss
@@ -87,6 +86,7 @@ def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * fraction)
 
 
+@torch.no_grad()
 def step_if_finite(optimizer: Any) -> float:
     """Step Megatron's optimizer, unless the gradient is not finite. Returns: the gradient's norm before clipping.
 
@@ -94,21 +94,8 @@ def step_if_finite(optimizer: Any) -> float:
     would spread to every weight. All ranks have the same norm, so all of them step or none.
     """
     optimizer.prepare_grads()
-    norm = optimizer.get_grad_norm()
+    norm = float(optimizer.get_grad_norm())
     if math.isfinite(norm):
-        with _prepared(optimizer, norm):
-            optimizer.step()
-    return float(norm)
-
-
-@contextlib.contextmanager
-def _prepared(optimizer: Any, norm: Any) -> Iterator[None]:
-    """Skip the two calls with which `step` begins: they process every parameter, of which experts have thousands. Made
-    twice, they took much of the 0.22 s that an update of Qwen3-30B-A3B's shape spent outside its passes
-    (docs/readings/gpu_performance.md, "Experts").
-    """
-    optimizer.prepare_grads, optimizer.get_grad_norm = (lambda: False), (lambda: norm)
-    try:
-        yield
-    finally:
-        del optimizer.prepare_grads, optimizer.get_grad_norm
+        many_tensors.clip(optimizer, norm)
+        optimizer.step_with_ready_grads()
+    return norm
