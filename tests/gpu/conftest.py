@@ -24,7 +24,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 JOBS = ("test_job", "test_offload", "test_stock_server")
-"""Files of whole jobs. They take the longest, so they run first."""
+"""Files of whole jobs. They take the longest, so they run first; but those that run alone on a GPU come last, when
+nobody has to wait for them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if needed(item) != wanted]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if needed(item) == wanted]
-    items.sort(key=lambda item: item.path.stem not in JOBS)
+    items.sort(key=lambda item: (item.get_closest_marker("alone") is not None, item.path.stem not in JOBS))
     for item in items:
         if needed(item) > present:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed(item)} GPUs, {present} here"))
