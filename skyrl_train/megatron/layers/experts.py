@@ -60,18 +60,14 @@ def install_weight_gradient() -> None:
     layers._grad_accum_fusion_available = True
 
 
-def grouped_linear(
-    x: Tensor, weights: Sequence[Tensor], rows: ExpertRows | Sequence[int], *, one_gradient: bool = False
-) -> Tensor:
+def grouped_linear(x: Tensor, weights: Sequence[Tensor], rows: ExpertRows | Sequence[int]) -> Tensor:
     """Multiply x [T, in], ordered by expert, by the weights [out, in] of the experts -> [T, out]. Gradients of weights
-    with a `main_grad` of Megatron's data-parallel wrapper are added to it, as in Megatron's own linear layers.
-
-    Args: rows: of each expert; one_gradient: with `main_grad`, only the first weight gets a stand-in for its gradient,
-        so the hooks of the others do not run.
+    with a `main_grad` of Megatron's data-parallel wrapper are added to it, as in Megatron's own linear layers; then
+    only the first weight gets a stand-in for its gradient (`reduce_together`). Args: rows: of each expert.
     """
     rows = rows if isinstance(rows, ExpertRows) else ExpertRows(rows)
     rows.check(x)
-    num_connected = 1 if one_gradient and hasattr(weights[0], "main_grad") else len(weights)
+    num_connected = 1 if hasattr(weights[0], "main_grad") else len(weights)
     return _GroupedLinear.apply(x, rows, weights, *weights[:num_connected])
 
 
@@ -94,7 +90,7 @@ class _GroupedLinear(torch.autograd.Function):
         if not any(trained):
             return grad_x, None, None, *[None] * len(trained)
         assert all(trained), "experts of a layer are trained together or not at all"
-        return grad_x, None, None, *_weight_gradients(grad, _row_major(x), rows, weights, len(trained))
+        return grad_x, None, None, *_weight_gradients(grad, _row_major(x), rows, weights)
 
 
 def _row_major(x: Tensor) -> Tensor:
@@ -114,11 +110,8 @@ def _by_run(x: Tensor, rows: ExpertRows, weights: Sequence[Tensor], oriented: Ca
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _weight_gradients(
-    grad: Tensor, x: Tensor, rows: ExpertRows, weights: Sequence[Tensor], num: int
-) -> Sequence[Tensor | None]:
-    """Gradients of the first `num` weights from contiguous grad [T, out] and x [T, in]; stand-ins if those of all were
-    added to their `main_grad`."""
+def _weight_gradients(grad: Tensor, x: Tensor, rows: ExpertRows, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gradients from contiguous grad [T, out] and x [T, in]; one stand-in if they were added to their `main_grad`."""
     joined = _is_supported(x, weights)
     if hasattr(weights[0], "grad_added_to_main_grad"):
         for first, block in _runs([weight.main_grad for weight in weights], joined=joined):  # type: ignore[attr-defined]
@@ -129,11 +122,9 @@ def _weight_gradients(
                 WeightGradient.wgrad_gemm_accum_fp32(ours[1], ours[0], block[0])
             else:
                 block.add_(_products(*ours, rows, first, len(block)))
-        for weight in weights[:num]:
-            weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        # The wrapper's hooks run for parameters that get a gradient, and drop it unread. Views of one tensor take no
-        # memory; autograd would copy one tensor that is passed for all.
-        return weights[0].new_empty(weights[0].shape).expand(num, -1, -1).unbind(0)
+        # The wrapper's hook runs for a parameter that gets a gradient, and drops it unread.
+        weights[0].grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        return [weights[0].new_empty(weights[0].shape)]
     if joined and len(x):
         return _products(grad, x, rows, 0, len(weights)).unbind(0)
     return [rows.of(grad, expert, 1).t() @ rows.of(x, expert, 1) for expert in range(len(weights))]
@@ -226,8 +217,6 @@ class GroupedLinear(torch.nn.Module):
         super().__init__()
         assert not bias, "the bridges build experts without bias"
         self.num_gemms = num_gemms
-        self.one_gradient = False
-        """Whether nothing waits for the gradient of each weight."""
         self._names = [f"weight{index}" for index in range(num_gemms)]
         shape = [output_size, input_size]
         shape[self.shard_axis] = divide(shape[self.shard_axis], pg_collection.expt_tp.size())
@@ -251,7 +240,24 @@ class GroupedLinear(torch.nn.Module):
         return [self._parameters[name] for name in self._names]  # type: ignore[misc]
 
     def forward(self, x: Tensor, rows: ExpertRows | Sequence[int]) -> tuple[Tensor, None]:
-        return grouped_linear(x, self.weights, rows, one_gradient=self.one_gradient), None
+        return grouped_linear(x, self.weights, rows), None
+
+
+def reduce_together(wrapper: Any, layer: GroupedLinear) -> None:
+    """Tell a data-parallel wrapper that reduces gradients while others are computed that those of all weights are
+    ready when that of the first is. With a hook for each, 128 experts took milliseconds of the host's time per layer.
+    """
+    first, *others = layer.weights
+    if not first.requires_grad:
+        return
+
+    def ready(*_: Any) -> None:
+        for weight in others:
+            wrapper.param_to_bucket_group[weight].register_grad_ready(weight, wrapper.force_all_reduce)
+
+    node: Any = first.expand_as(first).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node.register_hook(ready)
+    wrapper.grad_accs.append(node)  # which would not live on otherwise
 
 
 class GroupedColumnLinear(GroupedLinear):

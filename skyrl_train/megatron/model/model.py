@@ -181,14 +181,15 @@ def _wrap_data_parallel(chunks: list[Any], config: Any) -> list[DistributedDataP
         use_distributed_optimizer=True,
         overlap_grad_reduce=device_type() == "cuda" and parallel_state.get_data_parallel_world_size() > 1,
     )
-    for module in (each for chunk in chunks for each in chunk.modules()):
-        if isinstance(module, experts.GroupedLinear):
-            # The wrapper's hooks only start reductions while others are computed.
-            module.one_gradient = not settings.overlap_grad_reduce
-    return [
+    wrapped = [
         DistributedDataParallel(config=config, ddp_config=settings, module=chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    for chunk in wrapped if settings.overlap_grad_reduce else []:
+        for module in chunk.modules():
+            if isinstance(module, experts.GroupedLinear):
+                experts.reduce_together(chunk, module)
+    return wrapped
 
 
 def dtype_of(bf16: bool) -> torch.dtype:
