@@ -34,8 +34,11 @@ def _update_then_run_out(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]
     allocated = torch.cuda.memory_allocated()
     # So that torch refuses by itself, without taking all there is first.
     torch.cuda.set_per_process_memory_fraction(1.0)
-    step = policy._optimizer.step
-    policy._optimizer.step = lambda: (torch.empty(FAR_TOO_MUCH, dtype=torch.uint8, device="cuda"), step())
+    step = policy._optimizer.step_with_ready_grads
+    policy._optimizer.step_with_ready_grads = lambda: (
+        torch.empty(FAR_TOO_MUCH, dtype=torch.uint8, device="cuda"),
+        step(),
+    )
     with pytest.raises(torch.OutOfMemoryError):
         policy.update(batch)
     return allocated

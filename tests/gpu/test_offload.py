@@ -220,8 +220,10 @@ def test_a_pipeline_shares_two_gpus_with_its_engines(tmp_path: Path, engine: int
 @pytest.mark.parametrize("takes_all", [True, False], ids=["for clients", "for the samples alone"])
 def test_an_engine_takes_what_trainers_leave_and_keeps_the_margin_through_every_turn(takes_all: bool, tmp_path: Path):
     """The model is tiny: what is not free is the engine's share and what trainers keep. Nobody knows how many clients
-    there will be, so the cache for them is all that the share has room for."""
+    there will be, so the cache for them is all that the share has room for. Test processes that wait hold CUDA
+    contexts on the device."""
     world, total = write_world(tmp_path / "world"), torch.cuda.get_device_properties(0).total_memory / GIB
+    usable = total - used_bytes() / GIB
     overrides = [one for one in COLOCATED if "gpu_memory_utilization" not in one]
     overrides += ["trainer.run_name=free", "trainer.bf16=true", "generator.http_endpoint_port=0"]
     overrides.append("generator.kv_cache_memory_gb=null")
@@ -230,12 +232,12 @@ def test_an_engine_takes_what_trainers_leave_and_keeps_the_margin_through_every_
     lines = (world / "runs/free/logs/engine-0.log").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith("gpu_memory_utilization: ")]
     assert takes_all != any(line.startswith("kv_cache_memory_gb: ") for line in lines)
-    share = float(line.split()[1].rstrip(","))
-    print(line, total)
-    assert share > 0.8
+    taken = float(line.split()[1].rstrip(",")) * total
+    print(line, total, usable)
+    assert taken > 0.8 * usable
     steps = [row for row in job.metrics if "policy/grad_norm" in row]
     free = min(row["memory/rollout/device_free_gib"] for row in steps)
     held = max(row["memory/rollout/engine_gib"] for row in steps)
     print({"free": free, "engine": held})
-    assert held > 0.9 * share * total if takes_all else held < 3
-    assert free > 0.05 * total, "for buffers, and not eaten by trainers"
+    assert held > 0.9 * taken if takes_all else held < 3
+    assert free > 0.05 * usable, "for buffers, and not eaten by trainers"

@@ -125,7 +125,9 @@ def _weight_gradients(grad: Tensor, x: Tensor, rows: ExpertRows, weights: Sequen
         # The wrapper's hook runs for a parameter that gets a gradient, and drops it unread.
         weights[0].grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return [weights[0].new_empty(weights[0].shape)]
-    if joined and len(x):
+    if len(x) == 0:
+        return [torch.zeros_like(weight) for weight in weights]
+    if joined:
         return _products(grad, x, rows, 0, len(weights)).unbind(0)
     return [rows.of(grad, expert, 1).t() @ rows.of(x, expert, 1) for expert in range(len(weights))]
 
