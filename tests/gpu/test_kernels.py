@@ -171,3 +171,15 @@ def test_no_rows_are_no_work():
         random(0, 2, 8, dtype=torch.float32), angles, angles, paired_in=False, paired_out=False, inverse=False
     )
     assert turned.shape == (0, 2, 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "gap"), [(8, 0), (9000, 0), (4096, 32), (12301, 7)])
+def test_products_are_added_to_matrices_and_what_lies_between_stays(dtype: torch.dtype, size: int, gap: int):
+    from skyrl_train.kernels import additions
+
+    buffer, x = random(3 * (size + gap), dtype=torch.float32), random(3, size, dtype=dtype, seed=1)
+    expected = buffer.clone()
+    expected.view(3, -1)[:, :size] += x.float()
+    additions.add(buffer.view(3, -1)[:, :size], x)
+    assert torch.equal(buffer, expected)

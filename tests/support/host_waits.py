@@ -23,8 +23,6 @@ def pass_without_waiting(rendezvous: Rendezvous, arguments: tuple[Trial, Layout]
     policy, micro_batches = join_and_pack(rendezvous, trial, one, torch.bfloat16)
     # Kernels are compiled and loaded and communicators made, all of which waits.
     step.forward_backward(policy, micro_batches, trial.objective, with_entropy=False)
-    # Megatron's end of a mini-batch reads a number of tokens, once.
-    policy.bridge.config.finalize_model_grads_func = None
     schedule, synchronize = step.get_forward_backward_func(), torch.cuda.synchronize
 
     def without_waiting(**arguments: Any) -> Any:

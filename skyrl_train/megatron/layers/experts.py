@@ -24,6 +24,7 @@ from megatron.core.utils import divide
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from skyrl_train import kernels
 from skyrl_train.megatron.layers.expert_rows import ExpertRows
 from skyrl_train.megatron.layers.recompute import EXPERT_SWIGLU, recomputes, unsaved_activation
 
@@ -121,7 +122,7 @@ def _weight_gradients(grad: Tensor, x: Tensor, rows: ExpertRows, weights: Sequen
             if len(block) == 1:
                 WeightGradient.wgrad_gemm_accum_fp32(ours[1], ours[0], block[0])
             else:
-                block.add_(_products(*ours, rows, first, len(block)))
+                _add(block, _products(*ours, rows, first, len(block)))
         # The wrapper's hook runs for a parameter that gets a gradient, and drops it unread.
         weights[0].grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return [weights[0].new_empty(weights[0].shape)]
@@ -139,6 +140,16 @@ def _products(grad: Tensor, x: Tensor, rows: ExpertRows, first: int, num: int) -
     if x.is_cuda and not _writes_zeros(x.device):
         rows.clear_without_rows(products, first)
     return products
+
+
+def _add(total: Tensor, products: Tensor) -> None:
+    """total [n, out, in] += products, of another dtype."""
+    if kernels.serve(total):
+        from skyrl_train.kernels import additions
+
+        additions.add(total, products)
+    else:
+        total.add_(products)
 
 
 def _is_supported(x: Tensor, weights: Sequence[Tensor]) -> bool:

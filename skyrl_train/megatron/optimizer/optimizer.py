@@ -55,12 +55,12 @@ def build_optimizer(model: Model, config: OptimizerConfig, *, on_host: bool = Fa
 
 
 def _finalizer(lora: Lora | None) -> Any:
-    if lora is None:
-        return finalize_model_grads
-
-    def finalize(*args: Any, **kwargs: Any) -> None:
-        finalize_model_grads(*args, **kwargs)
-        lora.reduce_gradients()
+    def finalize(chunks: list[Any], num_tokens: object, **kwargs: Any) -> None:
+        # Losses are sums. Given the number of tokens, which is 0, Megatron 0.16 would have the host wait for it, and
+        # 0.19 would multiply all gradients by 1.
+        finalize_model_grads(chunks, None, **kwargs)
+        if lora is not None:
+            lora.reduce_gradients()
 
     return finalize
 
