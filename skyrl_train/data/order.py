@@ -45,7 +45,8 @@ class Order(Generic[Row]):
     """Endless batches of rows (prompts or examples).
 
     Each epoch is another permutation without its last incomplete batch. The order depends only on the seed, the epoch
-    and the number of rows. Raises: ValueError if there are fewer rows than a batch needs.
+    and the number of rows, not on how many are taken at once. Raises: ValueError if there are fewer rows than a batch
+    needs.
     """
 
     def __init__(self, rows: Sequence[Row], *, batch_size: int, seed: int) -> None:
@@ -56,6 +57,7 @@ class Order(Generic[Row]):
             )
         self._rows = rows
         self._batch_size = batch_size
+        self._epoch_size = len(rows) // batch_size * batch_size
         self._seed = seed
         self._epoch = 0
         self._position = 0
@@ -71,13 +73,12 @@ class Order(Generic[Row]):
         return self.next_rows(self._batch_size)
 
     def next_rows(self, num_rows: int) -> list[Row]:
-        """`num_rows` rows (at most batch_size) of one epoch; if fewer are left in it, these are skipped."""
-        if self._position + num_rows > len(self._rows):
+        """The next `num_rows` rows, or fewer if the epoch ends with them."""
+        if self._position >= self._epoch_size:
             self._epoch, self._position = self._epoch + 1, 0
             self._permutation = self._permute()
-        rows = self._permutation[self._position : self._position + num_rows]
-        self._position += num_rows
-        return [self._rows[index] for index in rows]
+        first, self._position = self._position, min(self._position + num_rows, self._epoch_size)
+        return [self._rows[index] for index in self._permutation[first : self._position]]
 
     @property
     def state(self) -> dict[str, Any]:

@@ -159,8 +159,10 @@ class OnPolicySource:
             rows = self._order.next_rows(missing)
             made = await self._parts.collect(rows, self._parts.seeded(self._order.epoch), self._admission)
             kept = self._parts.with_signal(made, self._admission)
-            num_rounds += len(kept) < len(made)  # a round in which groups only failed does not count
             groups += kept
+            if len(rows) < missing:
+                continue  # the other rows of the round are of the next epoch
+            num_rounds += len(kept) < len(made)  # a round in which groups only failed does not count
             if sampling.type == "replace" and len(groups) > sampling.min_replace_ratio * self._size:
                 num_copies = self._size - len(groups)
                 groups += copies(groups, num_copies, self._seed)

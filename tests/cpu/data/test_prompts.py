@@ -273,13 +273,20 @@ def test_order_depends_on_the_seed_and_not_on_seed_plus_epoch():
     assert epoch(42, 1) != epoch(43, 0)
 
 
-def test_epoch_is_that_of_the_rows_given_out_last_also_of_fewer_than_a_batch():
+def test_epoch_is_that_of_the_rows_given_out_last():
     order = Order(prompts(10), batch_size=4, seed=1)
     epochs = [(order.next_batch(), order.epoch)[1] for _ in range(5)]
     assert epochs == [0, 0, 1, 1, 2]
-    rows = [prompt.uid for number in (3, 3) for prompt in order.next_rows(number)]
-    assert order.epoch == 2 and len(set(rows)) == 6
-    assert len(order.next_rows(1)) == 1 and order.epoch == 3
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 4, 7])
+def test_order_does_not_depend_on_how_many_rows_are_taken_at_once(at_once):
+    batches = Order(prompts(10), batch_size=4, seed=1)
+    expected = [(prompt.uid, batches.epoch) for _ in range(5) for prompt in batches.next_batch()]
+    order, rows = Order(prompts(10), batch_size=4, seed=1), []
+    while len(rows) < len(expected):
+        rows += [(prompt.uid, order.epoch) for prompt in order.next_rows(min(at_once, len(expected) - len(rows)))]
+    assert rows == expected
 
 
 def test_batch_larger_than_the_data_set_is_refused():

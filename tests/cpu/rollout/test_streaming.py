@@ -239,15 +239,21 @@ def test_engines_of_shared_devices_are_idle_during_the_update():
     assert asyncio.run(main("false")) == 0
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "without_signal"),
+    [(4, {1}), (5, {2, 3}), (6, {0, 2, 5}), (10, {0, 1, 4, 6, 8}), (13, {1, 2, 4, 8, 9, 12})],
+)
 @pytest.mark.parametrize("overrides", [[], ["trainer.algorithm.dynamic_sampling.type=filter"]])
-def test_at_staleness_0_it_gives_what_the_synchronous_source_gives(overrides: list[str]):
-    """Rows, order, seeds, rewards and filtered groups, over four epochs, though rollouts end in another order."""
+def test_at_staleness_0_it_gives_what_the_synchronous_source_gives(
+    overrides: list[str], num_rows: int, without_signal: set[int]
+):
+    """Rows, order, seeds, rewards and filtered groups, over epochs, though rollouts end in another order."""
 
     def reward(uid: str, number: int) -> float:
-        return 1.0 if int(uid) % 5 == 0 else float(number % 2)
+        return 1.0 if int(uid) in without_signal else float(number % 2)
 
     async def main(kind: Callable[[SourceParts], Any], *more: str) -> tuple[Any, ...]:
-        world = World(*overrides, *more, play=slowly, kind=kind, reward=reward)
+        world = World(*overrides, *more, play=slowly, kind=kind, reward=reward, num_rows=num_rows)
         steps = [[(g.prompt.uid, [s.reward for s in g.samples]) for g in await world.step()] for _ in range(8)]
         return steps, sorted(world.seeds), world.source.metrics()["trainer/epoch"]
 
