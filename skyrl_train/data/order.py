@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 Row = TypeVar("Row")
 
@@ -19,6 +26,8 @@ class OrderState:
     position: int
     num_rows: int
     seed: int
+    sha256: str | None = None
+    """Digest of the rows; None in older checkpoints."""
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> OrderState:
@@ -82,12 +91,24 @@ class Order(Generic[Row]):
 
     @property
     def state(self) -> dict[str, Any]:
-        return asdict(OrderState(self._epoch, self._position, len(self._rows), self._seed))
+        return asdict(OrderState(self._epoch, self._position, len(self._rows), self._seed, self._sha256))
+
+    @cached_property
+    def _sha256(self) -> str:
+        total = hashlib.sha256()
+        for row in self._rows:
+            total.update(_bytes(row))
+        return total.hexdigest()
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Continue with the next batch. Raises: like `OrderState.read` and `require`."""
         state = OrderState.read(saved)
         state.require(len(self._rows), self._seed)
+        if state.sha256 not in (None, self._sha256):
+            log.warning(
+                "the training rows have changed since the checkpoint was written. Their order continues: if rows were "
+                "moved, some are trained twice in this epoch and others not at all"
+            )
         self._epoch, self._position = state.epoch, state.position
         self._permutation = self._permute()
 
@@ -95,3 +116,12 @@ class Order(Generic[Row]):
         # A prime factor keeps (seed, epoch) pairs apart: epoch 1 of seed 42 is not epoch 0 of seed 43.
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
         return torch.randperm(len(self._rows), generator=generator).tolist()
+
+
+def _bytes(row: object) -> bytes:
+    """Bytes that differ if rows do, up to values that are not JSON."""
+    if isinstance(row, Tensor):
+        return row.numpy().tobytes()
+    if is_dataclass(row):
+        return b"".join(_bytes(getattr(row, field.name)) for field in fields(row))
+    return json.dumps(row, default=lambda value: type(value).__name__).encode()

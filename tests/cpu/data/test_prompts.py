@@ -1,13 +1,15 @@
 import gzip
 import json
+from dataclasses import replace
 
 import datasets
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.data.order import Order
 from skyrl_train.data.prompts import load_prompts
-from skyrl_train.types import Prompt
+from skyrl_train.types import Example, Prompt
 from tests.support.tiny import chatml_tokenizer, tiny_tokenizer
 
 
@@ -287,6 +289,26 @@ def test_order_does_not_depend_on_how_many_rows_are_taken_at_once(at_once):
     while len(rows) < len(expected):
         rows += [(prompt.uid, order.epoch) for prompt in order.next_rows(min(at_once, len(expected) - len(rows)))]
     assert rows == expected
+
+
+@pytest.mark.parametrize("changed", [{"extras": {"answer": 3}}, {"messages": [{"role": "user", "content": "x"}]}])
+def test_rows_that_changed_since_a_checkpoint_are_warned_of(changed, caplog):
+    rows = prompts(10)
+    state = json.loads(json.dumps(Order(rows, batch_size=4, seed=1).state))
+    Order(prompts(10), batch_size=4, seed=1).resume(state)
+    Order(rows, batch_size=4, seed=1).resume(state | {"sha256": None})
+    assert not caplog.records
+    Order([replace(rows[0], **changed), *rows[1:]], batch_size=4, seed=1).resume(state)
+    assert "the training rows have changed since the checkpoint" in caplog.text
+
+
+def test_examples_that_changed_since_a_checkpoint_are_warned_of(caplog):
+    rows = [Example(torch.arange(n + 2), torch.ones(n + 2, dtype=torch.bool)) for n in range(4)]
+    state = Order(rows, batch_size=4, seed=1).state
+    Order(rows, batch_size=4, seed=1).resume(state)
+    assert not caplog.records
+    Order([*rows[:3], rows[0]], batch_size=4, seed=1).resume(state)
+    assert "the training rows have changed" in caplog.text
 
 
 def test_batch_larger_than_the_data_set_is_refused():
