@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from skyrl_train.config.policy import Layout
+from skyrl_train.forecast.adapters import AdaptedLayer, change
 from skyrl_train.hf import matrices
 from skyrl_train.hf.matrices import Layer
 
@@ -28,34 +29,45 @@ class Kept:
     """A layer keeps between its forward and its backward pass."""
     working: float
     """A layer needs besides while its backward pass runs, with what it recomputes for that."""
+    fixed: float = 0.0
+    """Bytes that a layer keeps of a micro-batch, whatever its tokens."""
 
 
 def kept(config: PretrainedConfig, layer: Layer, layout: Layout, width: int) -> Kept:
     """Args: width: bytes of an element of activations."""
-    modules = layout.megatron.recomputed
+    if isinstance(layer, AdaptedLayer) and not layer.is_reached:
+        return Kept(0.0, 0.0)
+    modules, is_adapted = layout.megatron.recomputed, isinstance(layer, AdaptedLayer)
     stream = config.hidden_size * width / layout.sp
-    attention = 2 * stream + _attention(config, layout, width)
+    changes = [change(config, layer, layout, width, in_attention=part) for part in (True, False)]
+    attention = 2 * stream + _attention(config, layout, width) + changes[0].per_token
     mlp, gradients = _mlp(config, layer, layout, width)
+    mlp, fixed = mlp + changes[1].per_token, changes[0].fixed + changes[1].fixed
     again = 0.0
     if "core_attn" in modules:
         attention -= _log_sums(config, layout)
     is_torch = layout.megatron.transformer_impl != "transformer_engine"
-    if layer.is_sparse and "moe_act" in modules:
+    if layer.is_sparse and "moe_act" in modules and not _keeps_activation(layer):
         again += _activation(config, layout, width)
-    if not layer.is_sparse and "mlp_act" in modules:
+    if not layer.is_sparse and "mlp_act" in modules and not is_adapted:
         again += config.intermediate_size * width / layout.tp
-    if "layernorm" in modules:  # one of a mixture's norms, and with the torch layers those in front of projections
+    if "layernorm" in modules and not (is_adapted and is_torch):  # an adapter keeps these inputs, or nothing does
+        # One of a mixture's norms, and with the torch layers those in front of projections.
         again += stream if layer.is_sparse else 2 * stream if is_torch else 0.0
     if ("moe" if layer.is_sparse else "mlp") in modules:
-        again = max(again, mlp + stream)
+        again, fixed = max(again, mlp + stream), changes[0].fixed
     whole = attention + 2 * stream + mlp
     if layout.megatron.recompute == "full":
         return Kept(stream, whole - stream + gradients)
-    return Kept(whole - again, again + gradients)
+    return Kept(whole - again, again + gradients, fixed)
 
 
 def weight_gradient_bytes(layer: Layer, layout: Layout, width: int) -> float:
-    """Bytes of the half-precision gradients of the largest weights of a layer, before they are added in float32."""
+    """Bytes of the half-precision gradients of the largest weights of a layer, before they are added in float32; with
+    adapters those of the largest padded B, and itself.
+    """
+    if isinstance(layer, AdaptedLayer):
+        return 2 * max((site.padded(layout) for site in layer.sites), default=0) * width
     largest = max(layer.mlp, key=lambda matrix: matrix.size * matrix.count)
     if layer.is_sparse:
         return 2 * largest.size * largest.count / (layout.ep * layout.etp) * width  # gate and up together
@@ -97,6 +109,13 @@ def _mlp(config: PretrainedConfig, layer: Layer, layout: Layout, width: int) -> 
     router = matrices.num_experts(config) * (ROUTER_COPIES * FLOAT32 + 1) / layout.sp
     shared = 3 * matrices.shared_width(config) * width / layout.tp
     return experts + router + shared, rows * (2 * hidden + 3 * inner)
+
+
+def _keeps_activation(layer: Layer) -> bool:
+    """Whether adapters keep the inputs of the experts' last matrices."""
+    if not isinstance(layer, AdaptedLayer) or layer.drops:
+        return False
+    return any(site.is_expert and site.is_row for site in layer.sites)
 
 
 def _activation(config: PretrainedConfig, layout: Layout, width: int) -> float:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from transformers import PretrainedConfig
 
 from skyrl_train.config import Config
-from skyrl_train.config.policy import Layout, LoraConfig, MegatronConfig, ParallelSizes
+from skyrl_train.config.policy import Layout, LoraConfig, MegatronConfig
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.sft import SftConfig
 from skyrl_train.config.training import RunConfig
 from skyrl_train.device.kinds import DeviceKind
 from skyrl_train.engines.settings import NUM_BYTES
 from skyrl_train.forecast import duration, memory
+from skyrl_train.forecast.adapters import num_sent
 from skyrl_train.forecast.duration import PhaseTime, Training, Workload
 from skyrl_train.forecast.engines import EngineMemory, engine_memory
 from skyrl_train.forecast.layout import stages
 from skyrl_train.forecast.memory import ModelOfRanks, Pass
 from skyrl_train.forecast.parts import ESTIMATED, GIB, GUESSED, Part, PhaseMemory
 from skyrl_train.forecast.readings import readings
-from skyrl_train.hf.matrices import num_parameters
+from skyrl_train.hf.matrices import layers, num_parameters
 
 ALL = "all"
 OF_STEPS = ("KV cache", "engine steps", "beyond gpu_memory_utilization")
@@ -149,7 +149,7 @@ def forecast(inputs: Inputs) -> Forecast:
         engine = engine_memory(config, inputs.model, inputs.capacity, left, constants.memory)
         phases.insert(0, PhaseMemory("generation", "engine", engine.parts))
         times.insert(0, _generation_time(inputs, config, engine))
-        sent = _sent_parameters(config, inputs.model, layout) * NUM_BYTES[config.generator.model_dtype]
+        sent = _sent_parameters(config, inputs.model) * NUM_BYTES[config.generator.model_dtype]
         times.append(duration.sync(sent, layout.pp, constants.sync))
         if shared:
             phases = _shared(config, phases, policy, left)
@@ -219,15 +219,10 @@ def _passes_of_policy(trainer: TrainerConfig) -> list[str]:
     return [*found, *(teacher.name for teacher in trainer.base_teachers)]
 
 
-def _sent_parameters(config: Config, model: PretrainedConfig, layout: Layout) -> int:
+def _sent_parameters(config: Config, model: PretrainedConfig) -> int:
     """Parameters of a weight sync."""
     lora = config.trainer.policy.model.lora
-    if lora.rank == 0 or lora.sync == "merged":
-        return num_parameters(model)
-    one: dict[str, Any] = dict.fromkeys(ParallelSizes.__dataclass_fields__, 1)
-    one |= {"virtual_pipeline_model_parallel_size": None, "transformer_config_kwargs": {}}
-    one_rank = Layout(replace(layout.megatron, **one), 1)
-    return stages(model, one_rank, lora)[0].trained.total
+    return num_parameters(model) if lora.rank == 0 or lora.sync == "merged" else num_sent(layers(model), lora)
 
 
 def _generation_time(inputs: Inputs, config: Config, engine: EngineMemory) -> PhaseTime:

@@ -9,6 +9,7 @@ from itertools import accumulate
 from transformers import PretrainedConfig
 
 from skyrl_train.config.policy import OWN_STAGES, Layout, LoraConfig
+from skyrl_train.forecast.adapters import AdaptedLayer, adapted_layers
 from skyrl_train.hf.matrices import Layer, Matrix, is_tied, layers
 from skyrl_train.megatron.model.stages import layers_of_stages
 
@@ -61,6 +62,11 @@ def stages(
         counts = [len(model) // (layout.pp * layout.vpp)] * (layout.pp * layout.vpp)  # nearly, if they are not even
     else:
         counts = layers_of_stages(costs, float(head), layout.pp, layout.vpp)
+    has_adapters = lora is not None and lora.rank > 0
+    if lora is not None and has_adapters:
+        # Later stages receive an input with a gradient, and recomputation gives one to the embedding (attach.py).
+        num_cut = counts[0] if layout.megatron.recompute is None else 0
+        model = [*adapted_layers(model, lora, num_cut)]
     ends = list(accumulate(counts))
     embedding = Parameters(-(-head // layout.tp))
     found = []
@@ -75,10 +81,8 @@ def stages(
             held += Parameters(config.hidden_size)
         if is_last and not is_critic and not (is_first and is_tied(config)):
             held += embedding
-        adapters = Parameters()
-        if lora is not None and lora.rank > 0:
-            adapters = _total(_adapters(layer, layout, lora.rank) for chunk in chunks for layer in chunk)
-        trained = adapters if adapters.total else held
+        adapters = _total(_adapters(layer, layout) for chunk in chunks for layer in chunk)
+        trained = adapters if has_adapters else held
         cost = sum(layer.used_weights for chunk in chunks for layer in chunk) + (head if is_last else 0)
         found.append(Stage(rank, chunks, held + adapters, trained, is_last and not is_critic, float(cost)))
     return found
@@ -92,23 +96,16 @@ def _held(layer: Layer, layout: Layout) -> Parameters:
     return _total(_share(matrix, matrix.size, layout) for matrix in layer.matrices) + Parameters(layer.vectors)
 
 
-def _adapters(layer: Layer, layout: Layout, rank: int) -> Parameters:
-    """Adapters of all linear layers but routers; tensor-parallel ranks share one factor of each."""
-    *column, output = layer.attention
-    linear = layer.mlp[1:] if layer.is_sparse else layer.mlp
-    row = [output, *linear[2::3]]
-    column += [matrix for number, matrix in enumerate(linear) if number % 3 < 2]
-    sizes = [(matrix, matrix.outputs, matrix.inputs) for matrix in column]
-    sizes += [(matrix, matrix.inputs, matrix.outputs) for matrix in row]
-    found = (
-        _share(matrix, rank * sharded, layout) + _share(matrix, rank * whole, layout, is_whole=True)
-        for matrix, sharded, whole in sizes
-    )
-    return _total(found)
+def _adapters(layer: Layer, layout: Layout) -> Parameters:
+    found = Parameters()
+    for site in layer.sites if isinstance(layer, AdaptedLayer) else ():
+        count = site.parameters(layout)
+        found += Parameters(experts=count) if site.is_expert else Parameters(count)
+    return found
 
 
-def _share(matrix: Matrix, elements: int, layout: Layout, *, is_whole: bool = False) -> Parameters:
-    """A rank's part of as many elements of each matrix. Args: is_whole: not sharded over tensor-parallel ranks."""
+def _share(matrix: Matrix, elements: int, layout: Layout) -> Parameters:
+    """A rank's part of as many elements of each matrix."""
     if matrix.sharding == "experts":
-        return Parameters(experts=elements * matrix.count // (layout.ep * (1 if is_whole else layout.etp)))
-    return Parameters(elements // (layout.tp if matrix.sharding == "tensor" and not is_whole else 1))
+        return Parameters(experts=elements * matrix.count // (layout.ep * layout.etp))
+    return Parameters(elements // (layout.tp if matrix.sharding == "tensor" else 1))

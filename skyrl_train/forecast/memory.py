@@ -81,11 +81,12 @@ def update(model: ModelOfRanks, stage: Stage, largest: Pass) -> tuple[Part, ...]
     config, layout = model.config, model.layout
     tokens = largest.tokens / layout.cp
     per_layer = {id(layer): kept(config, layer, layout, model.width) for layer in stage.layers}
-    of_chunks = [sum(per_layer[id(layer)].layer for layer in chunk) for chunk in stage.chunks]
-    held = sum(count * size for count, size in zip(in_flight(stage.rank, layout, largest), of_chunks, strict=True))
+    of_layers = {key: each.layer * tokens + each.fixed for key, each in per_layer.items()}
+    of_chunks = [sum(of_layers[id(layer)] for layer in chunk) for chunk in stage.chunks]
+    counts = in_flight(stage.rank, layout, largest)
+    activations = sum(count * size for count, size in zip(counts, of_chunks, strict=True))
     working = max(per_layer[id(layer)].working for layer in stage.layers) * tokens
     working += max(weight_gradient_bytes(layer, layout, model.width) for layer in stage.layers)
-    activations = held * tokens
     if stage.has_head:
         activations += 2 * config.hidden_size * model.width / layout.sp * tokens  # the last norm
     return (

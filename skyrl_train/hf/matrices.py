@@ -10,12 +10,15 @@ from transformers import PretrainedConfig
 Sharding = Literal["tensor", "experts", "none"]
 QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
 BIASED_FAMILIES = ("qwen2",)
+ATTENTION = "self_attn"
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """A matrix, or as many of the same size as a layer has experts."""
 
+    module: str
+    """Hugging Face's name of its module in the layer; {} is the number of an expert."""
     inputs: int
     outputs: int
     sharding: Sharding = "tensor"
@@ -28,6 +31,11 @@ class Matrix:
     def size(self) -> int:
         """Elements of one matrix."""
         return self.inputs * self.outputs
+
+    @property
+    def modules(self) -> list[str]:
+        """Its module, or those of all experts."""
+        return [self.module.format(number) for number in range(self.count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,11 @@ class Layer:
         return self.attention + self.mlp
 
     @property
+    def linear(self) -> tuple[Matrix, ...]:
+        """Matrices that can have adapters: all but the router."""
+        return self.attention + (self.mlp[1:] if self.is_sparse else self.mlp)
+
+    @property
     def parameters(self) -> int:
         return self.vectors + sum(matrix.size * matrix.count for matrix in self.matrices)
 
@@ -59,7 +72,7 @@ class Layer:
 def layers(config: PretrainedConfig) -> list[Layer]:
     """The layers of a dense model or a mixture of experts, with grouped-query or multi-latent attention."""
     attention, vectors = _attention(config), _vectors(config)
-    dense = Layer(False, attention, _dense(config.hidden_size, config.intermediate_size), vectors)
+    dense = Layer(False, attention, _dense("mlp", config.hidden_size, config.intermediate_size), vectors)
     if not num_experts(config):
         return [dense] * config.num_hidden_layers
     sparse = Layer(True, attention, _sparse(config), vectors)
@@ -114,31 +127,43 @@ def shared_width(config: PretrainedConfig) -> int:
 def _attention(config: PretrainedConfig) -> tuple[Matrix, ...]:
     hidden, heads = config.hidden_size, config.num_attention_heads
     query_size, value_size = head_sizes(config)
-    output = Matrix(heads * value_size, hidden)
+    output = Matrix(f"{ATTENTION}.o_proj", heads * value_size, hidden)
+    query: tuple[Matrix, ...] = (Matrix(f"{ATTENTION}.q_proj", hidden, heads * query_size),)
     if not is_latent(config):
-        key_value = Matrix(hidden, config.num_key_value_heads * query_size)
-        return Matrix(hidden, heads * query_size), key_value, key_value, output
+        keys = config.num_key_value_heads * query_size
+        return *query, Matrix(f"{ATTENTION}.k_proj", hidden, keys), Matrix(f"{ATTENTION}.v_proj", hidden, keys), output
     q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank
-    query: tuple[Matrix, ...] = (Matrix(hidden, heads * query_size),)
     if q_rank:
-        query = Matrix(hidden, q_rank, "none"), Matrix(q_rank, heads * query_size)
-    down = Matrix(hidden, kv_rank + config.qk_rope_head_dim, "none")
-    up = Matrix(kv_rank, heads * (config.qk_nope_head_dim + value_size))
+        down = Matrix(f"{ATTENTION}.q_a_proj", hidden, q_rank, "none")
+        query = down, Matrix(f"{ATTENTION}.q_b_proj", q_rank, heads * query_size)
+    down = Matrix(f"{ATTENTION}.kv_a_proj_with_mqa", hidden, kv_rank + config.qk_rope_head_dim, "none")
+    up = Matrix(f"{ATTENTION}.kv_b_proj", kv_rank, heads * (config.qk_nope_head_dim + value_size))
     return (*query, down, up, output)
 
 
-def _dense(hidden: int, width: int) -> tuple[Matrix, ...]:
+def _dense(module: str, hidden: int, width: int) -> tuple[Matrix, ...]:
     """Gate, up and down projection."""
-    return Matrix(hidden, width), Matrix(hidden, width), Matrix(width, hidden)
+    return (
+        Matrix(f"{module}.gate_proj", hidden, width),
+        Matrix(f"{module}.up_proj", hidden, width),
+        Matrix(f"{module}.down_proj", width, hidden),
+    )
 
 
 def _sparse(config: PretrainedConfig) -> tuple[Matrix, ...]:
     hidden, width, count = config.hidden_size, expert_width(config), num_experts(config)
+    mlp, names = "mlp", ("gate_proj", "up_proj", "down_proj")
+    if config.model_type == "mixtral":
+        mlp, names = "block_sparse_moe", ("w1", "w3", "w2")
     sizes = (hidden, width), (hidden, width), (width, hidden)
     used = config.num_experts_per_tok
-    experts = tuple(Matrix(inputs, outputs, "experts", count, used) for inputs, outputs in sizes)
-    shared = _dense(hidden, width) if (width := shared_width(config)) else ()
-    return (Matrix(hidden, count, "none"), *experts, *shared)
+    experts = tuple(
+        Matrix(f"{mlp}.experts.{{}}.{name}", inputs, outputs, "experts", count, used)
+        for name, (inputs, outputs) in zip(names, sizes, strict=True)
+    )
+    of_shared = "mlp.shared_expert" if hasattr(config, "shared_expert_intermediate_size") else "mlp.shared_experts"
+    shared = _dense(of_shared, hidden, width) if (width := shared_width(config)) else ()
+    return (Matrix(f"{mlp}.gate", hidden, count, "none"), *experts, *shared)
 
 
 def _kinds(config: PretrainedConfig) -> list[str]:
