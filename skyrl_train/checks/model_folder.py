@@ -48,7 +48,7 @@ def check_scoring_models(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerB
             if model.is_teacher:
                 teacher = load_tokenizer(folder, model.path_key, trainer.trust_remote_code)
                 check_same_tokens(tokenizer, teacher, model.path_key, model.model_path)
-    for model in trainer.served_teachers if trainer.teacher.backend == "engine" else ():
+    for model in trainer.engine_teachers:
         # Any model that the engine knows; a server's tokens are compared when the run connects.
         download(model.path_key, model.model_path, trainer.download_timeout_s)
         folder = local_folder(model.model_path)

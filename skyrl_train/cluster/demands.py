@@ -24,10 +24,8 @@ def demands(config: Config) -> list[Demand]:
     trainer, generator = config.trainer, config.generator
     found = [Demand(POLICY, trainer.placement.num_policy_ranks, 1)]
     found += [Demand(ranks_of(model), model.num_ranks, 1) for model in trainer.scoring_models]
-    if trainer.teacher.backend == "engine":
-        teacher = trainer.teacher
-        count, width = teacher.num_inference_engines, teacher.inference_engine_tensor_parallel_size
-        found += [Demand(engines_of(model), count, width) for model in trainer.served_teachers]
+    count, width = trainer.teacher.num_inference_engines, trainer.teacher.inference_engine_tensor_parallel_size
+    found += [Demand(engines_of(model), count, width) for model in trainer.engine_teachers]
     width = generator.inference_engine_tensor_parallel_size if generator.run_engines_locally else 0
     return [*found, Demand(ENGINES, generator.num_engines, width)]
 
@@ -37,6 +35,5 @@ def loads(config: Config, placement: Placement) -> list[Load]:
     trainer, slots = config.trainer, placement.slots
     found = [policy_load(trainer, *slots[POLICY], *slots[ENGINES])]
     found += [Load(model.path_key, model.model_path, slots[ranks_of(model)]) for model in trainer.scoring_models]
-    if trainer.teacher.backend == "engine":
-        found += [Load(model.path_key, model.model_path, slots[engines_of(model)]) for model in trainer.served_teachers]
-    return found
+    teachers = trainer.engine_teachers
+    return [*found, *(Load(model.path_key, model.model_path, slots[engines_of(model)]) for model in teachers)]

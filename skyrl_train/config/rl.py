@@ -141,6 +141,11 @@ class TrainerConfig(TrainingConfig):
         return self._teachers if self.teacher.is_served else ()
 
     @property
+    def engine_teachers(self) -> tuple[ScoringModel, ...]:
+        """Teachers that engines of their own score with."""
+        return self._teachers if self.teacher.backend == "engine" else ()
+
+    @property
     def _teachers(self) -> tuple[ScoringModel, ...]:
         return self.teacher.models(self.placement.num_teacher_ranks)
 

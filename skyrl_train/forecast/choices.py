@@ -22,7 +22,8 @@ from skyrl_train.device.kinds import DeviceKind
 from skyrl_train.device.nvml import gib
 from skyrl_train.engines.settings import NUM_BYTES
 from skyrl_train.forecast.duration import engine_step
-from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, workload_of
+from skyrl_train.forecast.forecast import ENGINE, Forecast, Inputs, forecast, workload_of
+from skyrl_train.forecast.parts import PhaseMemory
 from skyrl_train.forecast.readings import readings
 from skyrl_train.hf.flops import model_cost
 from skyrl_train.hf.matrices import layers
@@ -175,7 +176,7 @@ class _Option:
     @property
     def needed(self) -> float:
         """Bytes with which all phases of trainers fit for sure."""
-        return max(phase.high for phase in self.made.phases if phase.phase not in ENGINE_PHASES)
+        return max(phase.high for phase in self.made.phases if not _is_of_engines(phase))
 
     @property
     def fits(self) -> bool:
@@ -190,6 +191,10 @@ class _Option:
         megatron = self.config.trainer.policy.megatron_config
         what = ", ".join(megatron.recomputed) or {None: "nothing", "full": "everything"}.get(megatron.recompute)
         return f"recomputing {what} with {self.tokens:,} tokens"
+
+
+def _is_of_engines(phase: PhaseMemory) -> bool:
+    return phase.device == ENGINE or phase.phase in ENGINE_PHASES
 
 
 def _trainer_choice(inputs: Inputs) -> tuple[_Option, Choice]:

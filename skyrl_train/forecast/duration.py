@@ -170,6 +170,15 @@ def generation(
     return PhaseTime("generation", seconds, f"{step.bound}, {speed:,.0f} tokens/s")
 
 
+def served(
+    name: str, config: PretrainedConfig, gpus: int, workload: Workload, device: DeviceKind, readings: Generation
+) -> PhaseTime:
+    """Engines on as many GPUs score the samples of a step, with the arithmetic of a forward pass."""
+    lengths = torch.full((workload.samples,), workload.sample_tokens)
+    flops = model_cost(config).train_flops(lengths) * FORWARD
+    return PhaseTime(name, flops / (gpus * device.tflops * 1e12 * readings.arithmetic), "arithmetic")
+
+
 def sync(num_bytes: float, num_senders: int, readings: Sync) -> PhaseTime:
     """A weight sync; each pipeline stage sends its own weights."""
     seconds = num_bytes / num_senders / (readings.gb_per_s * 1e9) + readings.fixed_s

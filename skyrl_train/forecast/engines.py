@@ -6,11 +6,20 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from skyrl_train.cluster.pool.settings import teacher_generator
 from skyrl_train.cluster.sharing import build_sharing
 from skyrl_train.config import Config
+from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.device.nvml import DeviceUse
-from skyrl_train.engines.settings import NUM_BYTES
-from skyrl_train.engines.vllm.memory import BLOCK, MAX_CACHE_FRACTION, ModelSize, memory_fraction
+from skyrl_train.engines.settings import NUM_BYTES, Margin
+from skyrl_train.engines.vllm.memory import (
+    BLOCK,
+    BYTES_PER_LOGIT,
+    MAX_CACHE_FRACTION,
+    MAX_SCORE_FRACTION,
+    ModelSize,
+    memory_fraction,
+)
 from skyrl_train.forecast.parts import ESTIMATED, EXACT, GIB, GUESSED, Part
 from skyrl_train.forecast.readings import Readings
 from skyrl_train.hf.matrices import expert_width, head_sizes, is_latent, num_experts, num_parameters
@@ -31,40 +40,81 @@ class EngineMemory:
 def engine_memory(
     config: Config, model: PretrainedConfig, capacity: float, left: float, readings: Readings
 ) -> EngineMemory:
-    """Args: capacity: bytes of the device; left: bytes that trainers keep on it while the engine starts."""
+    """An engine that generates. Args: capacity: bytes of the device; left: bytes that trainers keep on it while the
+    engine starts.
+    """
     generator, sharing = config.generator, build_sharing(config)
-    tp, width = generator.inference_engine_tensor_parallel_size, NUM_BYTES[generator.model_dtype]
-    weights = num_parameters(model) * width // tp
     longest = generator.longest_conversation
-    sequence = -(-longest // BLOCK) * BLOCK * cache_bytes_per_token(model, tp, width)
-    steps = _step_bytes(config, model, width)
     margin = sharing.engine_margin(longest if config.trainer.verify_sync_every else 0)
+    arriving = Part("arriving weights", 2 * generator.weight_sync_bucket_mb * 2**20, ESTIMATED)
+    worker = _Worker(generator, model, longest, margin, arriving, sharing.cached_sequences)
+    return _memory(worker, capacity, left, readings)
+
+
+def teacher_memory(config: Config, model: PretrainedConfig, capacity: float, readings: Readings) -> EngineMemory:
+    """An engine that scores with a teacher, on devices of its own; hints in its prompts are not counted."""
+    longest = config.generator.max_input_length + config.generator.sampling_params.max_generate_length + 1
+    scores = min(longest * model.vocab_size * BYTES_PER_LOGIT, capacity * MAX_SCORE_FRACTION)
+    part = Part("logits of a scored sample", scores, GUESSED)
+    worker = _Worker(teacher_generator(config), model, longest, Margin(scored_tokens=longest), part)
+    return _memory(worker, capacity, 0.0, readings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """What the memory of a worker depends on."""
+
+    generator: GeneratorConfig
+    model: PretrainedConfig
+    longest: int
+    """Tokens of the longest sequence."""
+    margin: Margin
+    beside: Part
+    """Memory outside the share that vLLM takes, besides its context."""
+    cached_sequences: int | None = None
+    """Number of sequences for which a KV cache is worth its memory; None for all that fit."""
+
+    @property
+    def tp(self) -> int:
+        return self.generator.inference_engine_tensor_parallel_size
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return NUM_BYTES[self.generator.model_dtype]
+
+
+def _memory(worker: _Worker, capacity: float, left: float, readings: Readings) -> EngineMemory:
+    generator, model, tp, width = worker.generator, worker.model, worker.tp, worker.width
+    weights = num_parameters(model) * width // tp
+    sequence = -(-worker.longest // BLOCK) * BLOCK * cache_bytes_per_token(model, tp, width)
+    steps = _step_bytes(worker)
     if generator.gpu_memory_utilization is not None:
         taken = generator.gpu_memory_utilization * capacity
     else:
         use = DeviceUse("0", int(capacity - left), int(capacity))
         try:
-            taken = memory_fraction([use], margin, ModelSize(weights, model.vocab_size)) * capacity
+            taken = memory_fraction([use], worker.margin, ModelSize(weights, model.vocab_size)) * capacity
         except MemoryError:
             taken = 0.0
     cache = taken - weights - steps
     if generator.kv_cache_memory_gb is not None:
         cache = generator.kv_cache_memory_gb * GIB
-    elif sharing.cached_sequences is not None:
-        wanted = (sharing.cached_sequences + 1) * sequence
+    elif worker.cached_sequences is not None:
+        wanted = (worker.cached_sequences + 1) * sequence
         cache = wanted if wanted <= (taken - weights) * MAX_CACHE_FRACTION else cache
     cache = max(cache, sequence)
     least = cache if generator.kv_cache_memory_gb is not None else sequence
-    outside = readings.engine_context_gib * GIB, 2 * generator.weight_sync_bucket_mb * 2**20
+    context = Part("CUDA context, graphs and NCCL", readings.engine_context_gib * GIB, GUESSED)
     unused = 0.0
     if generator.gpu_memory_utilization is not None:  # vLLM refuses to start if a sequence does not fit into its share
-        unused = max(0.0, capacity - left - taken - sum(outside))
+        unused = max(0.0, capacity - left - taken - context.likely - worker.beside.likely)
     parts = (
         Part("weights", weights, EXACT),
         Part("KV cache", cache, 0.0, least=least),
         Part("engine steps", steps, GUESSED),
-        Part("CUDA context, graphs and NCCL", outside[0], GUESSED),
-        Part("arriving weights", outside[1], ESTIMATED),
+        context,
+        worker.beside,
         *((Part("beyond gpu_memory_utilization", unused, EXACT),) if unused else ()),
     )
     return EngineMemory(parts, cache / sequence)
@@ -80,13 +130,12 @@ def cache_bytes_per_token(model: PretrainedConfig, tp: int, width: int) -> int:
     return int(model.num_hidden_layers * each * width)
 
 
-def _step_bytes(config: Config, model: PretrainedConfig, width: int) -> float:
+def _step_bytes(worker: _Worker) -> float:
     """Bytes that vLLM's profiling run finds: the widest layer of a full prefill, and the logits of all sequences."""
-    generator = config.generator
-    tp = generator.inference_engine_tensor_parallel_size
-    tokens = max(generator.step_tokens, generator.longest_conversation)
+    generator, model = worker.generator, worker.model
+    tokens = max(generator.step_tokens, worker.longest)
     inner = model.intermediate_size
     if num_experts(model):
         inner = expert_width(model) * model.num_experts_per_tok
-    prefill = tokens * width * (4 * model.hidden_size + 3 * inner / tp)
+    prefill = tokens * worker.width * (4 * model.hidden_size + 3 * inner / worker.tp)
     return float(prefill + min(generator.step_sequences, tokens) * model.vocab_size * BYTES_PER_SAMPLED_LOGIT)

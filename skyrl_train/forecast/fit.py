@@ -18,6 +18,7 @@ from skyrl_train.forecast.choices import chosen, chosen_for_evaluation
 from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
 from skyrl_train.forecast.proposals import proposals
 from skyrl_train.hf.hub import local_folder
+from skyrl_train.hf.ledger import LEDGERS
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -28,7 +29,8 @@ def fitted(config: C, model: PretrainedConfig, kind: DeviceKind, say: Callable[[
     Args: model: of the policy; say: gets the choices, memory and limits as a few lines. Raises: ValueError for a run
         that needs more memory than the device has, whatever the errors of the estimates.
     """
-    given = Inputs(config, {config.trainer.policy.model.path: model} | _others(config), kind, workload_of(config))
+    models = {config.trainer.policy.model.path: model} | other_models(config, local_folder)
+    given = Inputs(config, models, kind, workload_of(config))
     choices = chosen(given)
     made = forecast(replace(given, config=choices.config))
     if made.impossible:
@@ -48,9 +50,20 @@ def fitted_for_evaluation(
     return cast(Config, choices.config)
 
 
-def _others(config: RunConfig) -> dict[str, PretrainedConfig]:
-    """Configurations of the models that score, by their paths."""
+def other_models(config: RunConfig, find: Callable[[str], str]) -> dict[str, PretrainedConfig]:
+    """Configurations of the models beside the policy, by their paths. A teacher on engines may be of any family that
+    vLLM knows; it is left out if its sizes are not known here.
+
+    Args: find: path of a model -> folder or name of its config.json.
+    """
     if not isinstance(config, Config):
         return {}
-    paths = {model.model_path for model in config.trainer.scoring_models} - {config.trainer.policy.model.path}
-    return {path: AutoConfig.from_pretrained(local_folder(path), trust_remote_code=False) for path in paths}
+    trainer, found = config.trainer, dict[str, PretrainedConfig]()
+    for model in (*trainer.scoring_models, *trainer.engine_teachers):
+        if (path := model.model_path) in {trainer.policy.model.path, *found}:
+            continue
+        folder = find(path)
+        kind = PretrainedConfig.get_config_dict(folder)[0].get("model_type")
+        if model not in trainer.engine_teachers or kind in LEDGERS:
+            found[path] = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
+from skyrl_train.cluster.pool.settings import teacher_generator
 from skyrl_train.config import Config
 from skyrl_train.config.policy import Layout, LoraConfig, MegatronConfig
 from skyrl_train.config.rl import TrainerConfig
@@ -17,14 +18,15 @@ from skyrl_train.engines.settings import NUM_BYTES
 from skyrl_train.forecast import duration, memory
 from skyrl_train.forecast.adapters import num_sent
 from skyrl_train.forecast.duration import PhaseTime, Training, Workload
-from skyrl_train.forecast.engines import EngineMemory, engine_memory
+from skyrl_train.forecast.engines import EngineMemory, engine_memory, teacher_memory
 from skyrl_train.forecast.layout import stages
 from skyrl_train.forecast.memory import ModelOfRanks, Pass
 from skyrl_train.forecast.parts import ESTIMATED, GIB, GUESSED, Part, PhaseMemory
 from skyrl_train.forecast.readings import readings
 from skyrl_train.hf.matrices import layers, num_parameters
 
-ALL = "all"
+ALL, ENGINE = "all", "engine"
+"""Devices of a phase, beside those of one model."""
 OF_STEPS = ("KV cache", "engine steps", "beyond gpu_memory_utilization")
 """Parts of an engine that generates."""
 
@@ -35,7 +37,7 @@ class Inputs:
 
     config: RunConfig
     models: Mapping[str, PretrainedConfig]
-    """Path of a model in the configuration -> its config.json."""
+    """Path of a model in the configuration -> its config.json; not of every teacher on engines."""
     device: DeviceKind
     workload: Workload
 
@@ -61,6 +63,8 @@ class Forecast:
     layout: Layout
     overlaps: bool = False
     """Whether engines generate while the trainers work."""
+    uncounted: tuple[str, ...] = ()
+    """Teachers on engines whose sizes are not known, so that neither memory nor time of them are here."""
 
     @property
     def fullest(self) -> PhaseMemory:
@@ -74,7 +78,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits, whatever the error."""
+        """Whether every phase that is counted fits, whatever the error."""
         return all(phase.high <= self.capacity for phase in self.phases)
 
     @property
@@ -147,16 +151,23 @@ def forecast(inputs: Inputs) -> Forecast:
     if config.generator.run_engines_locally:
         left = sum(_left_by(config, phase) for phase in phases) if shared else 0.0
         engine = engine_memory(config, inputs.model, inputs.capacity, left, constants.memory)
-        phases.insert(0, PhaseMemory("generation", "engine", engine.parts))
+        phases.insert(0, PhaseMemory("generation", ENGINE, engine.parts))
         times.insert(0, _generation_time(inputs, config, engine))
         sent = _sent_parameters(config, inputs.model) * NUM_BYTES[config.generator.model_dtype]
         times.append(duration.sync(sent, layout.pp, constants.sync))
         if shared:
             phases = _shared(config, phases, policy, left)
+    teachers = config.trainer.engine_teachers
+    for teacher in teachers:
+        if (model := inputs.models.get(teacher.model_path)) is not None:
+            served = teacher_memory(config, model, inputs.capacity, constants.memory)
+            phases.append(PhaseMemory(teacher.name, ENGINE, served.parts))
+            times.append(_served_time(inputs, config, teacher.name, model))
     overlaps = config.trainer.depth > 0 and not shared and config.generator.run_engines_locally
     is_offloaded = shared and config.trainer.placement.release == "offload"
     host = moments + (host if is_offloaded else 0.0)
-    return Forecast(tuple(phases), host, tuple(times), inputs.capacity, layout, overlaps)
+    uncounted = tuple(each.name for each in teachers if each.model_path not in inputs.models)
+    return Forecast(tuple(phases), host, tuple(times), inputs.capacity, layout, overlaps, uncounted)
 
 
 def model_of_ranks(
@@ -234,6 +245,13 @@ def _generation_time(inputs: Inputs, config: Config, engine: EngineMemory) -> Ph
     engines = generator.num_rollout_engines
     device = inputs.device.in_dtype(width)
     return duration.generation(inputs.model, engines, tp, width, running, workload, device, constants)
+
+
+def _served_time(inputs: Inputs, config: Config, name: str, model: PretrainedConfig) -> PhaseTime:
+    generator, constants = teacher_generator(config), readings().generation
+    gpus = generator.num_inference_engines * generator.inference_engine_tensor_parallel_size
+    device = inputs.device.in_dtype(NUM_BYTES[generator.model_dtype])
+    return duration.served(name, model, gpus, inputs.workload, device, constants)
 
 
 def _left_by(config: Config, phase: PhaseMemory) -> float:

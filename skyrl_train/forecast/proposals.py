@@ -15,7 +15,7 @@ from skyrl_train.config import Config
 from skyrl_train.config.policy import OWN_STAGES, MegatronConfig
 from skyrl_train.config.training import RunConfig
 from skyrl_train.forecast.choices import chosen
-from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, with_layout, workload_of
+from skyrl_train.forecast.forecast import ENGINE, Forecast, Inputs, forecast, with_layout, workload_of
 from skyrl_train.hf.matrices import num_experts
 
 SIZES = (1, 2, 4, 8)
@@ -52,7 +52,7 @@ def problems(inputs: Inputs) -> list[str]:
 def proposals(inputs: Inputs) -> list[Proposal]:
     """All layouts that fit for sure, the fastest first; of those nearly as fast, the ones that change less."""
     now = forecast(replace(inputs, config=chosen(inputs).config))
-    if any(phase.device == "engine" for phase in now.impossible):
+    if any(phase.device == ENGINE for phase in now.impossible):
         return []  # whatever the layout of the trainers
     found = _fitting(inputs, ()) or _fitting(inputs, (), moments_on_host=True)
     ranks = inputs.config.trainer.placement.num_policy_ranks

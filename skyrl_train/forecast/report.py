@@ -8,9 +8,12 @@ from typing import Any
 
 from rich.table import Column, Table
 
+from skyrl_train.cluster.demands import demands
+from skyrl_train.config import Config
+from skyrl_train.config.training import RunConfig
 from skyrl_train.device.nvml import gib
 from skyrl_train.forecast.choices import Choices
-from skyrl_train.forecast.forecast import Forecast, Inputs
+from skyrl_train.forecast.forecast import ENGINE, Forecast, Inputs
 from skyrl_train.forecast.parts import GIB, PhaseMemory
 from skyrl_train.forecast.proposals import Proposal, override_text
 from skyrl_train.hf.matrices import num_parameters
@@ -27,9 +30,22 @@ def introduction(inputs: Inputs, made: Forecast) -> str:
         f"{inputs.model.num_hidden_layers} layers",
         "device": f"{device.name}: {device.memory_gib:g} GiB, {device.tflops:g} TFLOP/s, {device.memory_gb_s:g} GB/s",
         "layout": f"{ranks} policy rank(s): {made.layout}; micro-batches of {config.trainer.micro_batch_tokens} tokens",
+        "GPUs": gpus_line(config),
         "step": f"{work.samples} samples of {work.prompt_tokens} + {work.response_tokens} tokens",
     }
     return "\n".join(f"{name:<8}{line}" for name, line in lines.items())
+
+
+def gpus_line(config: RunConfig) -> str:
+    """Number of GPUs that the run reserves, and for what."""
+    if not isinstance(config, Config):
+        return f"{config.trainer.placement.num_policy_ranks} in all"
+    asked = [demand for demand in demands(config) if demand.gpus_each]
+    texts = [f"{each.count} {each.name}" + f" with {each.gpus_each} each" * (each.gpus_each > 1) for each in asked]
+    total = sum(demand.count * demand.gpus_each for demand in asked)
+    if config.trainer.placement.colocate_all:
+        return f"{asked[0].count} in all, shared by {', '.join(texts)}"
+    return f"{total} in all: {', '.join(texts)}"
 
 
 def choices_line(choices: Choices) -> str:
@@ -88,6 +104,8 @@ def limits(made: Forecast) -> str:
         f"{full.largest.name} ({gib(full.largest.high)})",
         f"time: {slow.phase} takes the longest, bound by {slow.bound}",
     ]
+    if made.uncounted:
+        lines.append(f"not counted: {', '.join(made.uncounted)}, whose model is of a family of unknown sizes")
     if made.host_bytes:
         lines.append(f"host: {gib(made.host_bytes)} GiB of pinned memory for offloaded state per node")
     return "\n".join(lines)
@@ -99,6 +117,7 @@ def summary(made: Forecast) -> str:
     times = ", ".join(f"{time.phase} {time.seconds:.3g}" for time in made.times)
     doubt = [phase.phase for phase in made.phases if phase.high > made.capacity]
     warning = f"\n        {', '.join(doubt)} may not fit: see python -m skyrl_train.entrypoints.plan" if doubt else ""
+    warning += f"\n        not counted: {', '.join(made.uncounted)}" if made.uncounted else ""
     return (
         f"memory  GiB of {gib(made.capacity)} by the forecast ({made.layout}): {phases}{warning}\n"
         f"time    seconds of a step, estimated for the longest samples: {times}"
@@ -119,10 +138,14 @@ def proposal_table(found: Sequence[Proposal]) -> Table:
 
 def refusal(made: Forecast, found: Sequence[Proposal]) -> str:
     """The error for a run that cannot fit."""
-    phase = max(made.impossible, key=lambda each: each.low)
+    phase = max(made.impossible, key=lambda each: (each.device == ENGINE, each.low))
     parts = ", ".join(f"{part.name} {gib(part.likely)}" for part in phase.parts if part.likely > GIB / 10)
     if found:
         remedy = f"This fits: {' '.join(found[0].overrides)}"
+    elif phase.device == ENGINE and phase.phase != "generation":
+        remedy = (
+            "The trainers' layout does not change that. Raise trainer.teacher.inference_engine_tensor_parallel_size"
+        )
     elif phase.phase == "generation":
         remedy = (
             "The trainers' layout does not change that. Raise generator.inference_engine_tensor_parallel_size, or "
@@ -143,6 +166,7 @@ def numbers(made: Forecast, choices: Choices, found: Sequence[Proposal]) -> dict
         "choices": {key: value for choice in choices.made for key, value in choice.values},
         "fits": made.fits,
         "impossible": [phase.phase for phase in made.impossible],
+        "uncounted": made.uncounted,
         "capacity": made.capacity,
         "host_bytes": made.host_bytes,
         "phases": [

@@ -53,18 +53,7 @@ def teacher_engine_settings(
 
     Args: max_model_len: tokens of the longest sample that they score, and one more; backend: of the weight sync.
     """
-    trainer, teacher = config.trainer, config.trainer.teacher
-    generator = replace(
-        config.generator,
-        run_engines_locally=True,
-        weight_sync_backend=backend,
-        enable_http_endpoint=False,
-        num_inference_engines=teacher.num_inference_engines,
-        inference_engine_tensor_parallel_size=teacher.inference_engine_tensor_parallel_size,
-        engine_init_kwargs={
-            name: value for name, value in config.generator.engine_init_kwargs.items() if name != "max_model_len"
-        },
-    )
+    trainer, generator = config.trainer, replace(teacher_generator(config), weight_sync_backend=backend)
     return [
         EngineSettings(
             generator=generator,
@@ -78,8 +67,21 @@ def teacher_engine_settings(
             custom_modules=trainer.custom_modules,
             trust_remote_code=trainer.trust_remote_code,
         )
-        for index in range(teacher.num_inference_engines)
+        for index in range(generator.num_inference_engines)
     ]
+
+
+def teacher_generator(config: Config) -> GeneratorConfig:
+    """Keys of the engines of a teacher."""
+    teacher, kwargs = config.trainer.teacher, config.generator.engine_init_kwargs
+    return replace(
+        config.generator,
+        run_engines_locally=True,
+        enable_http_endpoint=False,
+        num_inference_engines=teacher.num_inference_engines,
+        inference_engine_tensor_parallel_size=teacher.inference_engine_tensor_parallel_size,
+        engine_init_kwargs={name: value for name, value in kwargs.items() if name != "max_model_len"},
+    )
 
 
 def api_key(generator: GeneratorConfig) -> str | None:

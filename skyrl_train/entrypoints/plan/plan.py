@@ -23,6 +23,7 @@ from skyrl_train.device.kinds import DeviceKind, device_kind, device_kinds, this
 from skyrl_train.entrypoints.command import guarded
 from skyrl_train.forecast import report
 from skyrl_train.forecast.choices import chosen
+from skyrl_train.forecast.fit import other_models
 from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
 from skyrl_train.forecast.proposals import problems, proposals
 from skyrl_train.forecast.shapes import model_config, shapes
@@ -56,23 +57,19 @@ def plan(config: PlanConfig, console: Console) -> int:
         console.print("No layout of up to 64 GPUs fits for sure", highlight=False)
     if config.plan.json_file is not None:
         Path(config.plan.json_file).write_text(json.dumps(report.numbers(made, choices, found), indent=1))
-    return 0 if made.fits else 1
+    return 0 if made.fits and not made.uncounted else 1
 
 
 def _models(config: PlanConfig) -> dict[str, PretrainedConfig]:
     """Configurations of all models, by their paths; a shape replaces the policy's."""
-    policy = config.trainer.policy.model.path
-    paths = dict.fromkeys([policy, *(model.model_path for model in config.trainer.scoring_models)])
-    shape = config.plan.shape
-    if shape is not None and shape not in shapes():
+    policy, shape = config.trainer.policy.model.path, config.plan.shape
+    if shape is None:
+        own = AutoConfig.from_pretrained(policy, trust_remote_code=False)
+    elif shape in shapes():
+        own = model_config(shape, config.plan.num_layers)
+    else:
         raise ConfigError([f"plan.shape is {shape}: there is no such shape. Choose one of {', '.join(shapes())}"])
-    found = {}
-    for path in paths:
-        if path == policy and shape is not None:
-            found[path] = model_config(shape, config.plan.num_layers)
-        else:
-            found[path] = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    return found
+    return {policy: own} | other_models(config, str)
 
 
 def _device(config: PlanConfig) -> DeviceKind:
