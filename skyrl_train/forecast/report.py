@@ -42,6 +42,8 @@ def gpus_line(config: RunConfig) -> str:
         return f"{config.trainer.placement.num_policy_ranks} in all"
     asked = [demand for demand in demands(config) if demand.gpus_each]
     texts = [f"{each.count} {each.name}" + f" with {each.gpus_each} each" * (each.gpus_each > 1) for each in asked]
+    if reserved := config.generator.eval_num_engines * config.generator.run_engines_locally:
+        texts[-1] += f", {reserved} of them for evaluation"
     total = sum(demand.count * demand.gpus_each for demand in asked)
     if config.trainer.placement.colocate_all:
         return f"{asked[0].count} in all, shared by {', '.join(texts)}"

@@ -21,7 +21,7 @@ from skyrl_train.forecast.choices import chosen
 from skyrl_train.forecast.fit import other_models
 from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, workload_of
 from skyrl_train.forecast.parts import GIB
-from skyrl_train.forecast.proposals import proposals
+from skyrl_train.forecast.proposals import problems, proposals
 from skyrl_train.forecast.report import gpus_line, introduction, limits, refusal, summary
 from skyrl_train.forecast.shapes import model_config
 from skyrl_train.hf.matrices import num_parameters
@@ -29,6 +29,9 @@ from skyrl_train.trainer.build import teacher_max_model_len
 
 POLICY, TEACHER = "qwen3-0.6b", "qwen3-30b-a3b"
 SERVED = ["trainer.teacher.backend=engine", f"trainer.teacher.model.path={TEACHER}"]
+EVALUATED = ["trainer.source=streaming", "trainer.eval_interval=1", "data.val_data=[a.jsonl]"]
+ENGINES, WIDE = "generator.num_inference_engines", "generator.inference_engine_tensor_parallel_size=2"
+RESERVED = [f"{ENGINES}=3", WIDE, "generator.eval_num_engines=1"]
 WIDTH = "trainer.teacher.inference_engine_tensor_parallel_size"
 
 
@@ -141,9 +144,10 @@ def reserved(config: Config, monkeypatch: pytest.MonkeyPatch) -> int:
             1,
             "shared by 1 policy ranks, 1 reference ranks, 1 engines",
         ),
+        ([*EVALUATED, *RESERVED], 8, "3 engines with 2 each, 1 of them for evaluation"),
         (["generator.run_engines_locally=false", "generator.remote_inference_engine_urls=[http://a:1]"], 2, "ranks"),
     ],
-    ids=["default", "engines of a teacher", "server of a teacher", "shared", "servers"],
+    ids=["default", "engines of a teacher", "server of a teacher", "shared", "evaluation", "servers"],
 )
 def test_the_report_shows_the_gpus_that_placement_reserves(
     overrides: list[str], total: int, text: str, monkeypatch: pytest.MonkeyPatch
@@ -154,3 +158,17 @@ def test_the_report_shows_the_gpus_that_placement_reserves(
     line = gpus_line(given.config)
     assert line.startswith(f"{total} in all") and line.endswith(text)
     assert line in introduction(given, forecast(given))
+
+
+def test_engines_reserved_for_evaluation_generate_nothing_for_a_step_and_need_the_memory_of_the_others():
+    reserved, two, three = (
+        made("h200", *EVALUATED, *engines) for engines in (RESERVED, [f"{ENGINES}=2", WIDE], [f"{ENGINES}=3", WIDE])
+    )
+    assert reserved.times == two.times and reserved.phases == three.phases
+    seconds = [next(time.seconds for time in each.times if time.phase == "generation") for each in (reserved, three)]
+    assert seconds[0] == pytest.approx(seconds[1] * 3 / 2, rel=0.01)
+
+
+def test_engines_that_leave_none_for_training_are_refused():
+    given = inputs("h200", *EVALUATED, f"{ENGINES}=2", "generator.eval_num_engines=2")
+    assert any("training needs at least one of the 2 engine(s)" in problem for problem in problems(given))
