@@ -14,6 +14,7 @@ from skyrl_train.config.values import is_loopback
 from skyrl_train.engines.protocol import engine_kind
 from skyrl_train.engines.settings import require_cache_size
 from skyrl_train.engines.vllm.models import model_problems as vllm_model_problems
+from skyrl_train.engines.vllm.models import quantization_problems
 from skyrl_train.weight_sync.channels.table import transport
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ OWN_KEYS = {
     "dtype": "generator.model_dtype",
     "seed": "trainer.seed",
     "tensor_parallel_size": "generator.inference_engine_tensor_parallel_size",
+    "quantization": "generator.quantization",
+    "quantization_config": "generator.quantization",
     "enforce_eager": "generator.enforce_eager",
     "enable_prefix_caching": "generator.enable_prefix_caching",
     "max_num_batched_tokens": "generator.max_num_batched_tokens",
@@ -120,7 +123,13 @@ def local_engine_problems(config: Config) -> Iterator[str]:
             f"generator.remote_inference_engine_urls names {len(urls)} servers and generator.run_engines_locally is "
             "true: they would not be used. Set run_engines_locally=false, or remove the servers"
         )
-    yield from engine_argument_problems(config.generator)
+    generator = config.generator
+    if generator.quantization is not None and generator.model_dtype == "float32":
+        yield (
+            f"generator.quantization is {generator.quantization} and generator.model_dtype is float32: quantised "
+            "engines compute the rest in half precision. Set generator.model_dtype=bfloat16, or quantization=null"
+        )
+    yield from engine_argument_problems(generator)
 
 
 def engine_argument_problems(generator: GeneratorConfig) -> Iterator[str]:
@@ -171,7 +180,12 @@ def check_vllm(config: Config, model: PretrainedConfig, device_type: str | None)
     if device_type is not None:
         require_cache_size(generator, device_type)
     given = f"trainer.policy.model.path is {policy.path}"
-    if problems := list(vllm_model_problems(model.get_text_config(), given, device_type, sync)):
+    text = model.get_text_config()
+    problems = list(vllm_model_problems(text, given, device_type, sync))
+    if generator.quantization is not None:
+        named = f"generator.quantization is {generator.quantization}, and {given}"
+        problems += quantization_problems(text, named, device_type, sync)
+    if problems:
         raise ConfigError(problems)
 
 
@@ -208,6 +222,11 @@ def remote_engine_problems(config: Config) -> Iterator[str]:
         yield (
             f"generator.run_engines_locally is false and {key} is empty: there are no engines. Name the servers, as "
             "[http://host:8000]"
+        )
+    if generator.quantization is not None:
+        yield (
+            f"generator.quantization is {generator.quantization} and generator.run_engines_locally is false: running "
+            "servers quantise only if they were started so. Set quantization=null, or run_engines_locally=true"
         )
     for url in urls:
         if not SERVER_URL.match(url):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from skyrl_train.algorithms.build import build_objective
+from skyrl_train.algorithms.build import build_objective, uses_rollout_logprobs
 from skyrl_train.config import Config
 from skyrl_train.config.compose import RELATIVE_TO_ENGINE
 from skyrl_train.config.rl import TrainerConfig
@@ -43,6 +43,29 @@ def correction_problems(trainer: TrainerConfig) -> Iterator[str]:
             f"{key} has opsm: it masks samples that became less likely in earlier optimizer steps of an update, and "
             "each update makes one step. Lower trainer.policy_mini_batch_size, or use geometric_mask"
         )
+
+
+def treatment_of_quantization(config: Config) -> str | None:
+    """How the objective treats samples of quantised engines, and why; None if engines are not quantised, or if the
+    objective ignores the difference.
+    """
+    algorithm, quantization = config.trainer.algorithm, config.generator.quantization
+    if quantization is None or not uses_rollout_logprobs(build_objective(algorithm.values, 1.0)):
+        return None
+    used = ", ".join(algorithm.corrections) or f"policy_loss_type={algorithm.policy_loss_type}"
+    return f"{quantization}, corrected by {used}, because they sample from another distribution than the trainer's"
+
+
+def doubt_about_quantization(config: Config) -> str | None:
+    """What a run with quantised engines ignores, which can be meant; None if it does not."""
+    quantization = config.generator.quantization
+    if quantization is None or treatment_of_quantization(config) is not None:
+        return None
+    return (
+        f"trainer.algorithm.corrections is {list(config.trainer.algorithm.corrections)} and generator.quantization is "
+        f"{quantization}: samples are from another distribution than the trainer's, which biases gradients. "
+        "Remove the key (the default is [token_tis]), unless this is meant"
+    )
 
 
 def staleness_problems(config: Config) -> Iterator[str]:

@@ -39,10 +39,12 @@ RELATIVE_TO_ENGINE = ("dppo", "rollout_is")
 """Losses whose ratio is to the engine's policy."""
 
 
-def _corrections(source: str, max_staleness: int | None, loss: str) -> list[str]:
-    """Truncated importance sampling where the samples are of older weights and the loss does not account for it."""
+def _corrections(source: str, max_staleness: int | None, loss: str, quantization: str | None) -> list[str]:
+    """Truncated importance sampling where the samples are of older or quantised weights and the loss does not account
+    for it.
+    """
     is_stale = source == "streaming" and max_staleness != 0
-    return ["token_tis"] if is_stale and loss not in RELATIVE_TO_ENGINE else []
+    return ["token_tis"] if (is_stale or quantization) and loss not in RELATIVE_TO_ENGINE else []
 
 
 OmegaConf.register_new_resolver("env_class", lambda reward_fn: "reward_fn" if reward_fn else "gsm8k", replace=True)

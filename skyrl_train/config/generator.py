@@ -46,6 +46,7 @@ class GeneratorConfig:
     eval_num_engines: CountOrZero
     inference_engine_tensor_parallel_size: Count
     model_dtype: Annotated[str, OneOf(("bfloat16", "float16", "float32"))]
+    quantization: Annotated[str, OneOf(("fp8",))] | None
     enforce_eager: bool | None
     seed_requests: bool | None
     enable_prefix_caching: bool

@@ -22,6 +22,8 @@ class DeviceKind:
     """Dense bfloat16 peak."""
     float32_tflops: float
     memory_gb_s: float
+    capability: float
+    """CUDA compute capability."""
 
     def in_dtype(self, width: int) -> DeviceKind:
         """Computing with elements of this many bytes: 2 or 4."""

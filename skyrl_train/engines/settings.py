@@ -27,6 +27,10 @@ GRAPHS = 512
 """Key of vLLM's additional_config."""
 NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of each `model_dtype`."""
+ONLINE = {"fp8": "fp8_per_channel"}
+"""vLLM's name of each `quantization`: one scale per row of a weight, and one per token, taken while it computes. Its
+`fp8` has one scale per matrix, is deprecated for online quantisation (0.32) and does not run without a GPU.
+"""
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,8 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
         arguments["enable_sleep_mode"] = True
     if not arguments["enforce_eager"] and generator.step_sequences > GRAPHS and not _chooses_graphs(generator):
         arguments["max_cudagraph_capture_size"] = -(-generator.step_sequences // 16) * 16  # of vLLM's sizes
+    if generator.quantization is not None:
+        arguments["quantization"] = ONLINE[generator.quantization]
     if generator.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
     if generator.kv_cache_memory_gb is not None:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from skyrl_train.checks.engines import check_vllm
 from skyrl_train.checks.model_folder import check_scoring_models
+from skyrl_train.checks.staleness import doubt_about_quantization, treatment_of_quantization
 from skyrl_train.cluster.launch import Processes
 from skyrl_train.cluster.pool.settings import served_model_name
 from skyrl_train.cluster.session import Cluster, known_device_type
@@ -255,8 +256,10 @@ class Experiment(Run[Config, Processes]):
 
     def introduction(self, layout: str) -> dict[str, str]:
         trainer, generator = self.config.trainer, self.config.generator
-        if doubt := doubt_about_loss(trainer.algorithm):
-            log.warning("%s", doubt)
+        for doubt in (doubt_about_loss(trainer.algorithm), doubt_about_quantization(self.config)):
+            if doubt is not None:
+                log.warning("%s", doubt)
+        treatment = treatment_of_quantization(self.config)
         kind = "engine(s)" if generator.run_engines_locally else "running vLLM server(s)"
         engines = f"{generator.num_engines} {kind}"
         if generator.eval_num_engines:
@@ -264,6 +267,7 @@ class Experiment(Run[Config, Processes]):
         streaming = f", streaming: {trainer.depth} batch(es) ahead, at most {trainer.staleness} step(s) stale"
         return {
             "model": f"{trainer.policy.model.path}, {layout}, {engines}",
+            **({} if treatment is None else {"engines": treatment}),
             "data": f"{len(self.train_prompts)} prompts, {len(self.val_prompts)} held out",
             "steps": f"{self.num_steps} of {trainer.train_batch_size} prompts x "
             f"{generator.n_samples_per_prompt} samples, "

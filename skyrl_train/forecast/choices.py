@@ -118,8 +118,9 @@ def _sequences(config: Config, model: PretrainedConfig, device: DeviceKind, samp
     count = min(MAX_SEQUENCES, -(-wanted // CAPTURED) * CAPTURED)
     if count > ENOUGH_SEQUENCES:
         tp, width = generator.inference_engine_tensor_parallel_size, NUM_BYTES[generator.model_dtype]
+        stored = generator.quantization
         many, few = (
-            engine_step(model, tp, width, n, workload_of(config), device.in_dtype(width), readings().generation)
+            engine_step(model, tp, width, stored, n, workload_of(config), device.in_dtype(width), readings().generation)
             for n in (count, ENOUGH_SEQUENCES)
         )
         gain = count / many.seconds / (ENOUGH_SEQUENCES / few.seconds)

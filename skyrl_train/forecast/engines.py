@@ -18,11 +18,12 @@ from skyrl_train.engines.vllm.memory import (
     MAX_CACHE_FRACTION,
     MAX_SCORE_FRACTION,
     ModelSize,
+    fp8_bytes,
     memory_fraction,
 )
 from skyrl_train.forecast.parts import ESTIMATED, EXACT, GIB, GUESSED, Part
 from skyrl_train.forecast.readings import Readings
-from skyrl_train.hf.matrices import expert_width, head_sizes, is_latent, num_experts, num_parameters
+from skyrl_train.hf.matrices import expert_width, head_sizes, is_latent, layers, num_experts, num_parameters
 
 BYTES_PER_SAMPLED_LOGIT = 10
 """A logit of an engine step in half precision, and two float32 copies."""
@@ -86,7 +87,7 @@ class _Worker:
 
 def _memory(worker: _Worker, capacity: float, left: float, readings: Readings) -> EngineMemory:
     generator, model, tp, width = worker.generator, worker.model, worker.tp, worker.width
-    weights = num_parameters(model) * width // tp
+    weights = weight_bytes(model, width, generator.quantization) // tp
     sequence = -(-worker.longest // BLOCK) * BLOCK * cache_bytes_per_token(model, tp, width)
     steps = _step_bytes(worker)
     if generator.gpu_memory_utilization is not None:
@@ -118,6 +119,20 @@ def _memory(worker: _Worker, capacity: float, left: float, readings: Readings) -
         *((Part("beyond gpu_memory_utilization", unused, EXACT),) if unused else ()),
     )
     return EngineMemory(parts, cache / sequence)
+
+
+def weight_bytes(model: PretrainedConfig, width: int, quantization: str | None) -> int:
+    """Bytes of an engine's weights, all its workers together. Args: width: bytes per element of those that are not
+    quantised: embedding, output layer, routers, norms and biases.
+    """
+    total = num_parameters(model) * width
+    if quantization is None:
+        return total
+    # The first matrix of a sparse layer's MLP is its router.
+    matrices = [matrix for layer in layers(model) for matrix in layer.attention + layer.mlp[layer.is_sparse :]]
+    return total - sum(
+        (matrix.size * width - fp8_bytes(matrix.outputs, matrix.inputs)) * matrix.count for matrix in matrices
+    )
 
 
 def cache_bytes_per_token(model: PretrainedConfig, tp: int, width: int) -> int:

@@ -21,14 +21,18 @@ from skyrl_train.hf.hub import local_folder
 from skyrl_train.hf.ledger import LEDGERS
 
 C = TypeVar("C", bound=RunConfig)
+FP8_CAPABILITY = 8.9
+"""Compute capability from which GPUs multiply matrices in FP8."""
 
 
 def fitted(config: C, model: PretrainedConfig, kind: DeviceKind, say: Callable[[str], None]) -> C:
     """The configuration with all open keys chosen.
 
     Args: model: of the policy; say: gets the choices, memory and limits as a few lines. Raises: ValueError for a run
-        that needs more memory than the device has, whatever the errors of the estimates.
+        that needs more memory than the device has, whatever the errors of the estimates, or that needs FP8 without it.
     """
+    if isinstance(config, Config):
+        require_fp8(config, kind)
     models = {config.trainer.policy.model.path: model} | other_models(config, local_folder)
     given = Inputs(config, models, kind, workload_of(config))
     choices = chosen(given)
@@ -43,11 +47,22 @@ def fitted(config: C, model: PretrainedConfig, kind: DeviceKind, say: Callable[[
 def fitted_for_evaluation(
     config: Config, model: PretrainedConfig, kind: DeviceKind, say: Callable[[str], None]
 ) -> Config:
-    """Like `fitted`, for engines alone; nothing is refused."""
+    """Like `fitted`, for engines alone, whatever memory they need."""
+    require_fp8(config, kind)
     choices = chosen_for_evaluation(config, model, kind)
     if choices.made:
         say(report.choices_line(choices))
     return cast(Config, choices.config)
+
+
+def require_fp8(config: Config, kind: DeviceKind) -> None:
+    """Raises: ValueError for FP8 engines on GPUs that cannot compute in FP8."""
+    generator = config.generator
+    if generator.quantization == "fp8" and generator.run_engines_locally and kind.capability < FP8_CAPABILITY:
+        raise ValueError(
+            f"generator.quantization is fp8 and the GPUs are {kind.name}, of compute capability {kind.capability}: "
+            f"FP8 needs at least {FP8_CAPABILITY} (such as L40S, H100 or later). Set generator.quantization=null"
+        )
 
 
 def other_models(config: RunConfig, find: Callable[[str], str]) -> dict[str, PretrainedConfig]:

@@ -241,10 +241,10 @@ def _generation_time(inputs: Inputs, config: Config, engine: EngineMemory) -> Ph
     longest, mean = generator.longest_conversation, workload.prompt_tokens + workload.response_tokens / 2
     running = min(generator.step_sequences, engine.sequences * longest / mean)
     tp, width = generator.inference_engine_tensor_parallel_size, NUM_BYTES[generator.model_dtype]
-    constants = readings().generation
+    constants, stored = readings().generation, generator.quantization
     engines = generator.num_rollout_engines
     device = inputs.device.in_dtype(width)
-    return duration.generation(inputs.model, engines, tp, width, running, workload, device, constants)
+    return duration.generation(inputs.model, engines, tp, width, stored, running, workload, device, constants)
 
 
 def _served_time(inputs: Inputs, config: Config, name: str, model: PretrainedConfig) -> PhaseTime:

@@ -82,7 +82,8 @@ class Assembly:
         trainer = config.trainer
         self._config, self._model, self._processes, self._timers = config, model, processes, timers
         self._limits = micro_batch_limits(trainer, model, processes.policy.dp_size)
-        self._coarser_dtype = "bfloat16" if trainer.bf16 else config.generator.model_dtype
+        half_or_full = "bfloat16" if trainer.bf16 else config.generator.model_dtype
+        self._coarser_dtype = config.generator.quantization or half_or_full
         # Running servers keep vLLM's default, TensorFloat-32; engines of this project do not (engines/settings.py).
         self._tensor_float = processes.cluster.has_gpus and not config.generator.run_engines_locally
         self._check = SyncCheck(

@@ -40,7 +40,7 @@ class Host:
         self._llm: Any = None
 
     def start(self, model_path: str, dtype_name: str) -> None:
-        """End the engine there was, and start one that loads the checkpoint."""
+        """End the engine there was, and start one that loads the checkpoint. Args: dtype_name: fp8 is quantised."""
         from vllm import LLM
 
         from skyrl_train.engines.vllm.compat import attention_arguments
@@ -49,7 +49,8 @@ class Host:
         settings = changed(
             self._settings,
             model_path=model_path,
-            model_dtype=dtype_name,
+            model_dtype="bfloat16" if dtype_name == "fp8" else dtype_name,
+            quantization="fp8" if dtype_name == "fp8" else None,
             kv_cache_memory_gb=16 * MIB,
             max_num_seqs=16,
             engine_init_kwargs={"max_logprobs": -1, "skip_tokenizer_init": True},

@@ -70,10 +70,16 @@ class Case:
     kind: str
     sizes: str
     dtype_name: str
+    """Of the trainer, and of the engine's weights; the latter may be fp8, which arrive in bfloat16."""
     transport: str = "shm"
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.sizes}, {self.dtype_name}, {self.transport}"
+
+    @property
+    def sent(self) -> str:
+        """Name of the dtype in which weights are trained and sent."""
+        return "bfloat16" if self.dtype_name == "fp8" else self.dtype_name
 
 
 def all_cases() -> list[Case]:
@@ -120,7 +126,7 @@ def prove(case: Case, synced: str, fresh: str, source: Path, folder: Path) -> li
     Client(synced).call("start", str(source), case.dtype_name)
     processes, sizes = SIZES[case.sizes]
     trial = make_trial(source)
-    trial = replace(trial, bf16=case.dtype_name == "bfloat16", objective=without_kl(trial.objective))
+    trial = replace(trial, bf16=case.sent == "bfloat16", objective=without_kl(trial.objective))
     work = Work(case, trial, layout(processes, sizes, WHOLE), synced, fresh, str(folder))
     return run_on_ranks(_train_and_sync, work, processes, timeout_s=240)[0]
 
@@ -161,7 +167,7 @@ class _Sync:
     """The trainer's side of a sync, as cluster/ranks/policy_group.py orders it: stage after stage, rank 0 conducts."""
 
     def __init__(self, policy: MegatronPolicy, work: Work) -> None:
-        self._policy, self._dtype = policy, getattr(torch, work.case.dtype_name)
+        self._policy, self._dtype = policy, getattr(torch, work.case.sent)
         self.client = Client(work.synced)
         self._rank = dist.get_rank()
         self._name = {"sender": f"policy-{self._rank}"}

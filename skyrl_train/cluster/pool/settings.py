@@ -48,8 +48,8 @@ def all_engine_settings(
 def teacher_engine_settings(
     config: Config, model: ScoringModel, max_model_len: int, backend: str
 ) -> list[EngineSettings]:
-    """Settings of the engines of one teacher: those of the policy's engines, without an endpoint and their limit of
-    tokens.
+    """Settings of the engines of one teacher: those of the policy's engines, without an endpoint, their limit of tokens
+    and their quantisation, whose error would be trained.
 
     Args: max_model_len: tokens of the longest sample that they score, and one more; backend: of the weight sync.
     """
@@ -78,6 +78,7 @@ def teacher_generator(config: Config) -> GeneratorConfig:
         config.generator,
         run_engines_locally=True,
         enable_http_endpoint=False,
+        quantization=None,
         num_inference_engines=teacher.num_inference_engines,
         inference_engine_tensor_parallel_size=teacher.inference_engine_tensor_parallel_size,
         engine_init_kwargs={name: value for name, value in kwargs.items() if name != "max_model_len"},

@@ -36,6 +36,14 @@ BLOCK = 128
 CACHED = re.compile(r"\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|kv_a_proj_with_mqa)\.weight$")
 """Matrices whose rows are what a layer caches of a token."""
 
+UNQUANTISED = re.compile(r"(embed_tokens|lm_head|\.gate)\.weight$")
+"""Matrices that vLLM leaves in the model's dtype: embedding, output layer, routers."""
+
+
+def fp8_bytes(rows: int, columns: int) -> int:
+    """Bytes of a quantised matrix: one per element, and a float32 scale per row."""
+    return rows * (columns + 4)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
@@ -45,8 +53,15 @@ class ModelSize:
 
     @classmethod
     def of(cls, settings: EngineSettings) -> ModelSize:
-        shapes = tensor_shapes(settings.model_path).values()
-        num_bytes = sum(math.prod(shape) for shape in shapes) * NUM_BYTES[settings.generator.model_dtype]
+        named = tensor_shapes(settings.model_path)
+        generator, shapes = settings.generator, named.values()
+        width, is_quantised = NUM_BYTES[generator.model_dtype], generator.quantization is not None
+        num_bytes = sum(
+            fp8_bytes(math.prod(shape[:-1]), shape[-1])
+            if is_quantised and len(shape) > 1 and not UNQUANTISED.search(name)
+            else math.prod(shape) * width
+            for name, shape in named.items()
+        )
         # No matrix has more rows than the embedding, except in toy models, where it does not matter.
         return cls(num_bytes // settings.tensor_parallel_size, max(shape[0] for shape in shapes if len(shape) == 2))
 

@@ -41,6 +41,27 @@ def model_problems(model: PretrainedConfig, given: str, device_type: str | None,
             )
 
 
+def quantization_problems(
+    model: PretrainedConfig, given: str, device_type: str | None, sync: str | None
+) -> Iterator[str]:
+    """Why engines cannot quantise a model while they load it. Args: like `model_problems`."""
+    if getattr(model, "quantization_config", None) is not None:
+        yield (
+            f"{given}: its checkpoint is quantised already, and vLLM quantises weights in half precision alone. Use "
+            "the unquantised checkpoint, or set generator.quantization=null"
+        )
+    if num_experts(model) and device_type == "cpu":
+        yield (
+            f"{given} and has experts: without a GPU, vLLM has no FP8 kernel for them. Set "
+            "generator.quantization=null, or use engines on GPUs"
+        )
+    elif num_experts(model) and sync == "adapter":
+        yield (
+            f"{given} and has experts, and trainer.policy.model.lora.sync is adapter: not every FP8 kernel of vLLM "
+            "for experts takes adapters. Set trainer.policy.model.lora.sync=merged, or generator.quantization=null"
+        )
+
+
 def _size_problems(model: PretrainedConfig, given: str) -> Iterator[str]:
     remedy = "Use another model, or engines on GPUs"
     if is_latent(model):

@@ -23,7 +23,7 @@ from skyrl_train.device.kinds import DeviceKind, device_kind, device_kinds, this
 from skyrl_train.entrypoints.command import guarded
 from skyrl_train.forecast import report
 from skyrl_train.forecast.choices import chosen
-from skyrl_train.forecast.fit import other_models
+from skyrl_train.forecast.fit import other_models, require_fp8
 from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
 from skyrl_train.forecast.proposals import problems, proposals
 from skyrl_train.forecast.shapes import model_config, shapes
@@ -41,6 +41,7 @@ def plan(config: PlanConfig, console: Console) -> int:
     given = Inputs(config, _models(config), _device(config), workload)
     if found_problems := problems(given):
         raise ConfigError(found_problems)
+    require_fp8(config, given.device)
     choices = chosen(given)
     inputs = replace(given, config=choices.config)
     made = forecast(inputs)

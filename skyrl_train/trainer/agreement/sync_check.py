@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 NUM_SAMPLES = 8
 # Mean |difference| in nats on equal weights: 4e-7 in float32 on CPUs and GPUs; 5e-4 where vLLM's attention computes
 # float32 in TensorFloat-32, its default. One optimizer step of the quickstart moves it by 1e-2.
-BOUNDS = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+# FP8 engines of tiny random models, the worst case: 9e-2, and 1.06 with other weights.
+BOUNDS = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2, "fp8": 0.2}
 TENSOR_FLOAT_BOUND = 3e-3
 
 

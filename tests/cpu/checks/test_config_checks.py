@@ -336,6 +336,18 @@ def test_the_base_and_the_quickstart_pass():
             "contains 'http://h:8000/v1': .* Write http://host:port, without",
         ),
         ([*REMOTE, f"{URLS}=[http://h:1,http://h:2,http://h:1]"], "contains http://h:1 twice"),
+        (
+            ["generator.quantization=fp8", "generator.model_dtype=float32"],
+            "quantization is fp8 and .*model_dtype is float32: .* Set generator.model_dtype=bfloat16",
+        ),
+        (
+            ["generator.engine_init_kwargs.quantization=fp8"],
+            "quantization is 'fp8': this argument has its own key. Remove it and set generator.quantization",
+        ),
+        (
+            [*REMOTE, f"{URLS}=[http://h:1]", "generator.quantization=fp8"],
+            "quantization is fp8 and .*run_engines_locally is false: running servers .* Set quantization=null",
+        ),
         (["generator.weight_sync_backend=mpi"], "is mpi: .* one of auto, shm, broadcast"),
         ([STOCK], "vllm_nccl: it is for stock vLLM servers .*. Use auto"),
         ([*REMOTE, STOCK, "trainer.verify_sync_every=0"], "comparing logprobs is the only check. Set it to at least 1"),

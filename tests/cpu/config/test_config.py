@@ -230,6 +230,25 @@ def test_a_value_out_of_range_or_an_unknown_name_says_what_is_allowed(override: 
     assert expected in message([override])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "corrections"),
+    [
+        ([], ()),
+        (["generator.quantization=fp8"], ("token_tis",)),
+        (["trainer.source=streaming"], ("token_tis",)),
+        (["trainer.source=streaming", "trainer.max_staleness=0"], ()),
+        (["generator.quantization=fp8", "trainer.source=streaming", "trainer.max_staleness=0"], ("token_tis",)),
+        (["generator.quantization=fp8", "trainer.algorithm.policy_loss_type=dppo"], ()),
+        (["generator.quantization=fp8", "trainer.algorithm.corrections=[icepop]"], ("icepop",)),
+        (["generator.quantization=fp8", "trainer.algorithm.corrections=[]"], ()),
+    ],
+)
+def test_samples_of_older_or_quantised_weights_are_corrected_unless_a_correction_is_chosen(
+    overrides: list[str], corrections: tuple[str, ...]
+):
+    assert load_config(overrides).trainer.algorithm.corrections == corrections
+
+
 def test_names_of_the_users_functions_pass_and_reading_a_configuration_imports_no_torch():
     code = "import sys; from skyrl_train.config import main_config; main_config(sys.argv[1:]); "
     code += "assert 'torch' not in sys.modules"

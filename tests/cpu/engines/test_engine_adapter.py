@@ -32,13 +32,13 @@ GREEDY = SamplingParams(max_generate_length=8, temperature=0.0)
 class World:
     """An engine and the sending end of its adapters."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, **settings: Any) -> None:
         self.model, self.version = model, 0
         self.engine = VllmEngine(
             engine_settings(
                 model_path=str(model),
                 served_model_name="tiny",
-                model_dtype="float32",
+                **{"model_dtype": "float32"} | settings,
                 max_model_len=128,
                 kv_cache_memory_gb=64 * MIB,
                 lora=lora_config(),
@@ -221,3 +221,23 @@ def test_vllm_itself_serves_a_saved_adapter(world: World, tmp_path: Path):
     run(world.engine._core.llm.collective_rpc("skyrl_repair_slots"))
     run(world.sync(first_of(world)))
     torch.testing.assert_close(torch.tensor(run(score())), logprobs(model, prompt), rtol=0, atol=2e-5)
+
+
+def test_an_engine_in_fp8_serves_adapters_in_half_precision(tmp_path: Path):
+    model = write_tiny_model(tmp_path / "model")
+    world = World(model, model_dtype="bfloat16", quantization="fp8")
+    write_adapter(tmp_path / "adapter", model)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adapted = peft_model(model, tmp_path / "adapter")
+
+    def difference(one: Any) -> float:
+        served = [torch.tensor(row) for row in run(world.engine.prompt_logprobs(PROMPTS))]
+        found = [(row - logprobs(one, prompt)).abs() for row, prompt in zip(served, PROMPTS, strict=True)]
+        return float(torch.cat(found).mean())
+
+    run(world.engine.start(waits_for_weights=False))
+    before = difference(base)
+    tensors = {name: tensor.bfloat16() for name, tensor in read_adapter(tmp_path / "adapter").items()}
+    assert run(world.sync(tensors)) == len(tensors)
+    assert max(before, difference(adapted)) < 0.2 < difference(base)
+    run(world.engine.shutdown())

@@ -49,6 +49,12 @@ def test_requests_have_seeds_where_sampling_one_by_one_costs_nothing(chosen: boo
     assert seeds_requests(engine_settings("model", "name", "float32", 64, seed_requests=chosen), device) is seeded
 
 
+@pytest.mark.parametrize(("chosen", "passed"), [(None, None), ("fp8", "fp8_per_channel")])
+def test_engines_quantise_only_if_asked(chosen: str | None, passed: str | None):
+    settings = engine_settings("model", "name", "bfloat16", 64, quantization=chosen)
+    assert engine_arguments(settings, "cuda").get("quantization") == passed
+
+
 def test_the_mode_of_engines_is_left_open_by_the_configuration():
     assert load_config().generator.enforce_eager is None and load_config().generator.seed_requests is None
     assert load_config(["generator.enforce_eager=true"]).generator.enforce_eager is True

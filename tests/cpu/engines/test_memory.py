@@ -150,6 +150,15 @@ def test_the_size_of_a_model_is_read_from_its_files(settings: EngineSettings):
     assert ModelSize.of(settings) == ModelSize(2 * (100 * 8 + 64), 100)
 
 
+def test_quantised_matrices_have_a_byte_per_element_and_a_scale_per_row(settings: EngineSettings):
+    names = ["layers.0.mlp.down_proj", "layers.0.mlp.gate", "embed_tokens"]
+    weights = {f"model.{name}.weight": torch.zeros(100, 8) for name in names} | {"lm_head.weight": torch.zeros(100, 8)}
+    weights |= {"model.norm.weight": torch.zeros(64), "model.experts": torch.zeros(3, 10, 8)}
+    save_file(weights, Path(settings.model_path, "model.safetensors"))
+    quantised = 100 * (8 + 4) + 3 * 10 * (8 + 4)
+    assert ModelSize.of(settings.changed(quantization="fp8")).weights_bytes == quantised + 2 * (3 * 800 + 64)
+
+
 def test_an_engine_with_a_gpu_gets_a_number_and_says_which(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

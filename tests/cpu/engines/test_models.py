@@ -71,6 +71,27 @@ def test_adapters_of_experts_need_merging_without_a_gpu(tmp_path: Path, monkeypa
     assert problem(experts, *ADAPTER) == ""
 
 
+FP8 = ["generator.quantization=fp8", "generator.model_dtype=bfloat16"]
+
+
+def test_experts_are_quantised_on_gpus_alone_and_without_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    dense, experts = model_of("dense tied", tmp_path / "dense"), model_of("experts", tmp_path / "experts")
+    assert problem(dense, *FP8) == problem(dense, *FP8, *ADAPTER) == problem(experts) == ""
+    assert problem(experts, *FP8) == (
+        "generator.quantization is fp8, and trainer.policy.model.path is model and has experts: without a GPU, vLLM "
+        "has no FP8 kernel for them. Set generator.quantization=null, or use engines on GPUs"
+    )
+    monkeypatch.setattr("skyrl_train.cluster.session.device_type", lambda: "cuda")
+    assert problem(experts, *FP8) == problem(experts, *FP8, ADAPTER[0]) == ""
+    assert "not every FP8 kernel of vLLM for experts takes adapters" in problem(experts, *FP8, *ADAPTER)
+
+
+def test_a_checkpoint_that_is_quantised_is_not_quantised_again(tmp_path: Path):
+    model = model_of("dense tied", tmp_path, quantization_config={"quant_method": "fp8"})
+    assert "its checkpoint is quantised already" in problem(model, *FP8)
+    assert problem(model) == ""
+
+
 @pytest.mark.parametrize(
     ("kind", "field", "says"),
     [

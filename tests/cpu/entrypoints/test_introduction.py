@@ -28,6 +28,41 @@ def test_a_run_prints_its_sampling_parameters(overrides: list[str], expected: st
     assert run.introduction("one rank")["model"] == f"tiny, one rank, {expected}"
 
 
+QUANTISED = ["generator.quantization=fp8", "generator.model_dtype=bfloat16"]
+BECAUSE = "because they sample from another distribution than the trainer's"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ([], None),
+        (QUANTISED, f"fp8, corrected by token_tis, {BECAUSE}"),
+        ([*QUANTISED, "trainer.algorithm.corrections=[icepop]"], f"fp8, corrected by icepop, {BECAUSE}"),
+        (
+            [*QUANTISED, "trainer.algorithm.policy_loss_type=rollout_is"],
+            f"fp8, corrected by policy_loss_type=rollout_is, {BECAUSE}",
+        ),
+    ],
+)
+def test_a_run_says_how_samples_of_quantised_engines_are_corrected(
+    overrides: list[str], line: str | None, caplog: pytest.LogCaptureFixture
+):
+    run = Experiment.__new__(Experiment)
+    run.config = load_config(["trainer.policy.model.path=tiny", *overrides])
+    run.train_prompts, run.val_prompts = [], []
+    assert run.introduction("one rank").get("engines") == line
+    assert not caplog.messages
+
+
+def test_a_run_warns_of_quantised_engines_without_a_correction(caplog: pytest.LogCaptureFixture):
+    run = Experiment.__new__(Experiment)
+    run.config = load_config(["trainer.policy.model.path=tiny", *QUANTISED, "trainer.algorithm.corrections=[]"])
+    run.train_prompts, run.val_prompts = [], []
+    assert "engines" not in run.introduction("one rank")
+    (said,) = caplog.messages
+    assert said.startswith("trainer.algorithm.corrections is [] and generator.quantization is fp8: samples are from ")
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

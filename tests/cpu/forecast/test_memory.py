@@ -13,13 +13,16 @@ import transformers
 
 from skyrl_train.config import load_config
 from skyrl_train.config.policy import Layout, LoraConfig
+from skyrl_train.engines.vllm.memory import ModelSize
 from skyrl_train.forecast.activations import kept
+from skyrl_train.forecast.engines import weight_bytes
 from skyrl_train.forecast.layout import stages
 from skyrl_train.forecast.memory import ModelOfRanks, Pass, in_flight, logit_bytes, update
 from skyrl_train.forecast.parts import GIB, Part, PhaseMemory
 from skyrl_train.forecast.shapes import model_config, shapes
 from skyrl_train.hf.matrices import layers, num_parameters
 from tests.support.families import FAMILIES, write_family
+from tests.support.settings import engine_settings
 
 MEASURED = json.loads((Path(__file__).parents[2] / "data/peak_memory.json").read_text())
 """Peaks of docs/readings/gpu_performance.md, before the head computed logits in pieces."""
@@ -86,6 +89,22 @@ def test_published_numbers_of_parameters():
     assert counts["qwen3-4b"] == pytest.approx(4.022, abs=0.001)
     assert counts["qwen3-8b"] == pytest.approx(8.191, abs=0.001)
     assert counts["qwen3-30b-a3b"] == pytest.approx(30.532, abs=0.001)
+
+
+def test_fp8_weights_of_engines_are_those_of_vllm():
+    """Qwen3-8B: embedding and output layer of 622 million weights each, and 6946 million in the layers' matrices."""
+    config = model_config("qwen3-8b")
+    matrices, rows = 6_945_767_424, 36 * (4096 + 2 * 1024 + 4096 + 2 * 12288 + 4096)
+    assert weight_bytes(config, 2, None) == 2 * num_parameters(config)
+    assert weight_bytes(config, 2, "fp8") == 2 * num_parameters(config) - matrices + 4 * rows
+
+
+def test_the_fp8_weights_of_a_checkpoint_are_those_of_its_configuration(tmp_path: Path):
+    for kind in ("qwen3_tied", "qwen3_moe", "deepseek_v3"):
+        folder = write_family(kind, tmp_path / kind)
+        settings = engine_settings(str(folder), "m", "bfloat16", 128, quantization="fp8")
+        config = transformers.AutoConfig.from_pretrained(folder)
+        assert ModelSize.of(settings).weights_bytes == pytest.approx(weight_bytes(config, 2, "fp8"), rel=1e-3)
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 4}, {"tp": 2, "pp": 2, "ep": 4}, {"pp": 2, "vpp": 2}], ids=str)

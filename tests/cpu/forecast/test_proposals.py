@@ -11,8 +11,11 @@ from rich.console import Console
 from skyrl_train.checks.rl import check
 from skyrl_train.config.rl import PLAN
 from skyrl_train.device.kinds import device_kind
+from skyrl_train.entrypoints.plan.plan import plan
 from skyrl_train.forecast.choices import chosen
-from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
+from skyrl_train.forecast.fit import fitted, fitted_for_evaluation
+from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, workload_of
+from skyrl_train.forecast.parts import GIB
 from skyrl_train.forecast.proposals import proposals
 from skyrl_train.forecast.report import proposal_table, refusal
 from skyrl_train.forecast.shapes import model_config
@@ -202,6 +205,27 @@ def test_an_engine_fits_into_the_share_of_the_device_that_it_is_given():
         generation = next(phase for phase in made.phases if phase.phase == "generation")
         assert (generation not in made.impossible) is fits
         assert not fits or generation.high <= made.capacity  # it takes what is left of its share alone
+
+
+def test_fp8_engines_are_forecast_with_their_weights_and_refused_where_they_cannot_compute():
+    def part(made: Forecast, name: str) -> float:
+        return next(part.likely for phase in made.phases for part in phase.parts[:1] if phase.phase == name)
+
+    fp8 = ["generator.quantization=fp8", f"{LAYOUT}.tensor_model_parallel_size=2"]
+    ranks = "trainer.placement.policy_num_gpus_per_node=2"
+    plain, quantised = (forecast(inputs("qwen3-8b", "h100", ranks, *overrides)) for overrides in (fp8[1:], fp8))
+    assert part(plain, "generation") / GIB == pytest.approx(15.26, abs=0.01)
+    assert part(quantised, "generation") / GIB == pytest.approx(8.79, abs=0.01)
+    assert part(plain, "update") == part(quantised, "update")
+    assert quantised.times[0].phase == "generation" and quantised.times[0].seconds < plain.times[0].seconds
+    for device in ("h100", "l40s"):
+        given = inputs("qwen3-0.6b", device, "generator.quantization=fp8")
+        fitted(given.config, given.model, given.device, lambda line: None)
+    given = inputs("qwen3-0.6b", "a100", "generator.quantization=fp8")
+    command = ["generator.quantization=fp8", "plan.shape=qwen3-0.6b", "plan.device=a100"]
+    for fit in (fitted, fitted_for_evaluation, lambda *_: plan(PLAN.load(command), Console(file=StringIO()))):
+        with pytest.raises(ValueError, match="fp8 and the GPUs are A100, of compute capability 8.0: .* at least 8.9"):
+            fit(given.config, given.model, given.device, lambda line: None)
 
 
 def test_no_layout_of_trainers_is_proposed_for_an_engine_that_cannot_fit():

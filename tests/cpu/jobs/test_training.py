@@ -198,3 +198,19 @@ def test_conversations_train_and_sigterm_to_the_whole_process_group_finishes_the
     first, second = job.metrics[:2]
     assert first["loss/avg_final_rewards"] == pytest.approx(first["reward/avg_raw_reward"], abs=1e-6)
     assert abs(second["loss/avg_final_rewards"] - second["reward/avg_raw_reward"]) > 1e-7
+
+
+def test_engines_in_fp8_are_corrected_and_their_rounding_ends_no_run(world: Path):
+    """A random model differs by more than bfloat16 may, and every sync is compared."""
+    code, job = run_to_end(
+        world,
+        *("trainer.run_name=fp8", "trainer.bf16=true", "generator.quantization=fp8", "trainer.verify_sync_every=1"),
+        "generator.inference_engine_tensor_parallel_size=2",
+    )
+    assert code == 0, job.story()
+    assert "fp8, corrected by token_tis, because" in job.output and "logprob_difference" not in job.output
+    rows = [row for row in job.metrics if "policy/grad_norm" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert 0.05 < row["policy/rollout_train_logprobs_abs_diff_mean"] < 0.2
+        assert row["policy/correction/token_tis/is_ratio_max"] > 1

@@ -41,6 +41,8 @@ def bound(
         (bound("float16"), (1e-2, 0.1)),
         (bound("bfloat16"), (0.05, 0.5)),
         (bound("bfloat16", has_experts=True), (0.1, 1.0)),
+        (bound("fp8"), (0.2, 2.0)),
+        (bound("fp8", has_experts=True), (0.4, 4.0)),
         (bound("bfloat16", warn=0.2), (0.2, 2.0)),
         (bound("bfloat16", fail=3.0), (0.05, 3.0)),
         (bound("bfloat16", warn=0.2, fail=0.3), (0.2, 0.3)),

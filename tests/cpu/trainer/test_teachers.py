@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from skyrl_train.batching.hinted import with_prompts
 from skyrl_train.batching.limits import MicroBatchLimits
 from skyrl_train.batching.split import split
+from skyrl_train.cluster.pool.settings import all_engine_settings, teacher_engine_settings
 from skyrl_train.cluster.ranks import shards as shards_module
 from skyrl_train.cluster.ranks.scorer_group import ScorerGroup
 from skyrl_train.cluster.ranks.shards import Shards
@@ -155,6 +156,14 @@ def test_the_signals_of_several_teachers_are_added_by_field():
         "advantages": [1, 1],
         "teacher_logprobs": [-1, -2],
     }
+
+
+def test_engines_of_a_teacher_are_not_quantised():
+    overrides = ["trainer.policy.model.path=a", "trainer.teacher.model.path=b", "trainer.teacher.backend=engine"]
+    config = load_config([*overrides, "generator.quantization=fp8"])
+    (teacher,) = config.trainer.served_teachers
+    assert [one.generator.quantization for one in teacher_engine_settings(config, teacher, 64, "shm")] == [None]
+    assert [one.generator.quantization for one in all_engine_settings(config, 64, "shm")] == ["fp8"]
 
 
 def test_an_engine_of_a_teacher_takes_the_longest_sample_with_its_hint_and_one_token_more():

@@ -25,6 +25,8 @@ CASES = [
     Case("GLM latent attention", "PP2", "bfloat16"),
     Case("dense tied LoRA", "PP2", "float32"),
     Case("experts LoRA", "EP2", "bfloat16"),
+    Case("dense tied", "PP2", "fp8"),
+    Case("dense untied", "TP2", "fp8", "broadcast"),
 ]
 
 

@@ -125,6 +125,14 @@ class Looks(Loads):
             super().load(name, tensor)
 
 
+class Rounds(Loads):
+    """Has a matrix in FP8, into which a copy would round without a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns.weight = nn.Parameter(self.columns.weight.to(torch.float8_e4m3fn), requires_grad=False)
+
+
 class Forgets(Loads):
     def load(self, name: str, tensor: Tensor) -> None:
         if name != "down":
@@ -150,6 +158,7 @@ class Overwrites(Loads):
         (Transposes(), "something other than a part"),
         (Scales(), "changes a parameter by aten.add_"),
         (Looks(), "read the values"),
+        (Rounds(), "something other than a part"),
         (Forgets(), "do not use down"),
         (Misses(), "56 of 64 elements of fused"),
         (Overwrites(), "parts of fused twice"),
