@@ -23,7 +23,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-JOBS = ("test_job", "test_offload", "test_stock_server")
+JOBS = ("test_job", "test_fp8", "test_offload", "test_stock_server")
 """Files of whole jobs. They take the longest, so they run first; but those that run alone on a GPU come last, when
 nobody has to wait for them."""
 

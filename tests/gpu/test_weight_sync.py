@@ -129,6 +129,9 @@ def test_another_process_on_the_gpu_gets_every_byte_and_the_memory_comes_back():
     sender.close()
 
 
+PROMPTS = [[4 + (11 * n + k) % 50 for k in range(5 + n)] for n in range(4)]
+
+
 class UpdatesItself:
     """Mixed into vLLM's worker: takes the weights of checkpoints as updates."""
 
@@ -152,7 +155,7 @@ class UpdatesItself:
         return update._verified_plan is not None
 
 
-def _engine(folder: Path) -> Any:
+def _engine(folder: Path, quantization: str | None) -> Any:
     # Left to itself vLLM takes a port that the kernel may give to another of these engines before it listens.
     port = {"VLLM_PORT": str(free_port())}
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"} | port
@@ -162,6 +165,7 @@ def _engine(folder: Path) -> Any:
         model=str(folder),
         skip_tokenizer_init=True,
         dtype="bfloat16",
+        quantization=quantization,
         enforce_eager=True,
         kv_cache_memory_bytes=1 << 28,
         gpu_memory_utilization=0.2,
@@ -170,13 +174,13 @@ def _engine(folder: Path) -> Any:
     )
 
 
-def _answers(folder: Path, updates: list[Path]) -> list[tuple[bool, Any]]:
+def answers_of(folder: Path, updates: list[Path], quantization: str | None = None) -> list[tuple[bool, Any]]:
     """After each update, or at once: whether updates are copied directly, and tokens and logprobs."""
     from vllm import SamplingParams
 
-    llm = _engine(folder)
+    llm = _engine(folder, quantization)
     params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, prompt_logprobs=0, detokenize=False)
-    prompts = [{"prompt_token_ids": [4 + (11 * n + k) % 50 for k in range(5 + n)]} for n in range(4)]
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
 
     def ask() -> Any:
         found = []
@@ -194,22 +198,28 @@ def _answers(folder: Path, updates: list[Path]) -> list[tuple[bool, Any]]:
     return results or [(False, ask())]
 
 
+def two_checkpoints(kind: str, folder: Path, **sizes: Any) -> list[Path]:
+    """Of one shape, with different weights."""
+    from safetensors.torch import load_file, save_file
+
+    from tests.support.families import write_family
+
+    folders = [write_family(kind, folder / str(number), **sizes) for number in range(2)]
+    for file in folders[1].glob("*.safetensors"):
+        changed = {name: (tensor.float() * 1.5 + 0.01).to(tensor.dtype) for name, tensor in load_file(file).items()}
+        save_file(changed, file, metadata={"format": "pt"})
+    return folders
+
+
 @pytest.mark.gpus(1)
 @pytest.mark.parametrize("kind", ["qwen3_tied", "qwen2", "qwen3_moe"])
 def test_copies_into_parameters_leave_what_a_fresh_engine_has(kind: str, tmp_path: Path):
-    from tests.support.families import write_family
-
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
-    folders = [write_family(kind, tmp_path / str(seed), **sizes) for seed in range(2)]
-    from safetensors.torch import load_file, save_file
-
-    for file in folders[1].glob("*.safetensors"):  # other weights
-        changed = {name: (tensor.float() * 1.5 + 0.01).to(tensor.dtype) for name, tensor in load_file(file).items()}
-        save_file(changed, file, metadata={"format": "pt"})
+    folders = two_checkpoints(kind, tmp_path, **sizes)
     order = [1, 0, 1, 0, 1]
     updates = [[], [], [folders[which] for which in order]]
     with ProcessPoolExecutor(3, mp_context=CONTEXT) as pool:
-        *fresh, updated = pool.map(_answers, [*folders, folders[0]], updates, timeout=240)
+        *fresh, updated = pool.map(answers_of, [*folders, folders[0]], updates, timeout=240)
     fresh = [answers for ((_, answers),) in fresh]
     # Whether the plan is in use is reported after the update that verified it.
     assert [direct for direct, _ in updated] == [False, True, True, True, True]
