@@ -10,14 +10,14 @@ from skyrl_train.config.compose import RELATIVE_TO_ENGINE
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.weight_sync.channels.table import STOCK
 
-WEIGHTS = ("token_tis", "sequence_tis", "icepop")
+IMPORTANCE_WEIGHTS = ("token_tis", "sequence_tis", "icepop")
 """Corrections that multiply by the ratio to the engine's policy; the others are masks."""
 
 
 def correction_problems(trainer: TrainerConfig) -> Iterator[str]:
     """Weights that count twice, bounds that no token lies between, and a mask that never masks."""
     algorithm, key = trainer.algorithm, "trainer.algorithm.corrections"
-    weights = [name for name in algorithm.corrections if name in WEIGHTS]
+    weights = [name for name in algorithm.corrections if name in IMPORTANCE_WEIGHTS]
     if algorithm.policy_loss_type in RELATIVE_TO_ENGINE and weights:
         yield (
             f"{key} has {', '.join(weights)}: the ratio of {algorithm.policy_loss_type} is "
@@ -56,8 +56,8 @@ def treatment_of_quantization(config: Config) -> str | None:
     return f"{quantization}, corrected by {used}, because they sample from another distribution than the trainer's"
 
 
-def doubt_about_quantization(config: Config) -> str | None:
-    """What a run with quantised engines ignores, which can be meant; None if it does not."""
+def quantization_warning(config: Config) -> str | None:
+    """Return a warning if samples of quantised engines are trained without a correction, else None."""
     quantization = config.generator.quantization
     if quantization is None or treatment_of_quantization(config) is not None:
         return None
@@ -122,7 +122,7 @@ def eval_engine_problems(config: Config) -> Iterator[str]:
         )
     if not (trainer.evaluates_beside and trainer.eval_interval > 0):
         yield (
-            f"{key}: the reserved engines serve evaluations during which training continues, and there are none. Set "
+            f"{key}: the reserved engines serve evaluations beside training, and this run has none. Set "
             "it to 0, or set trainer.eval_interval, trainer.source=streaming and trainer.eval_beside_training=true"
         )
     if generator.weight_sync_backend == STOCK:

@@ -53,9 +53,9 @@ class OrderState:
 class Order(Generic[Row]):
     """Endless batches of rows (prompts or examples).
 
-    Each epoch is another permutation without its last incomplete batch. The order depends only on the seed, the epoch
-    and the number of rows, not on how many are taken at once. Raises: ValueError if there are fewer rows than a batch
-    needs.
+    Each epoch is a new permutation without its incomplete last batch. The order depends only on the seed, the epoch,
+    the number of rows and batch_size, not on how many rows are taken at once. Raises: ValueError if there are fewer
+    rows than a batch needs.
     """
 
     def __init__(self, rows: Sequence[Row], *, batch_size: int, seed: int) -> None:
@@ -113,7 +113,7 @@ class Order(Generic[Row]):
         self._permutation = self._permute()
 
     def _permute(self) -> list[int]:
-        # A prime factor keeps (seed, epoch) pairs apart: epoch 1 of seed 42 is not epoch 0 of seed 43.
+        # The factor exceeds any number of epochs, so each (seed, epoch) has a generator seed of its own.
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
         return torch.randperm(len(self._rows), generator=generator).tolist()
 

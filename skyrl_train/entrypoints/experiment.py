@@ -12,7 +12,7 @@ from rich.console import Console
 
 from skyrl_train.checks.engines import check_vllm
 from skyrl_train.checks.model_folder import check_scoring_models
-from skyrl_train.checks.staleness import doubt_about_quantization, treatment_of_quantization
+from skyrl_train.checks.staleness import quantization_warning, treatment_of_quantization
 from skyrl_train.cluster.launch import Processes
 from skyrl_train.cluster.pool.settings import served_model_name
 from skyrl_train.cluster.session import Cluster, known_device_type
@@ -256,7 +256,7 @@ class Experiment(Run[Config, Processes]):
 
     def introduction(self, layout: str) -> dict[str, str]:
         trainer, generator = self.config.trainer, self.config.generator
-        for doubt in (doubt_about_loss(trainer.algorithm), doubt_about_quantization(self.config)):
+        for doubt in (doubt_about_loss(trainer.algorithm), quantization_warning(self.config)):
             if doubt is not None:
                 log.warning("%s", doubt)
         treatment = treatment_of_quantization(self.config)

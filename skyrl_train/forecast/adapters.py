@@ -54,7 +54,9 @@ class Site:
         return self.first.module.startswith(matrices.ATTENTION)
 
     def parameters(self, layout: Layout) -> int:
-        """Elements of A and B on a rank; tensor-parallel ranks share one of them."""
+        """Elements of A and B on a rank. Tensor parallelism shards A's inputs (row parallel) or B's rows (column
+        parallel) and replicates the other.
+        """
         inputs = self.first.inputs // (self._shards(layout) if self.is_row else 1)
         return self._num_local(layout) * self.rank * (self.num_adapted * inputs + self._rows(layout))
 
@@ -90,13 +92,13 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer(Layer):
-    """A layer of which adapters alone are trained, or nothing."""
+    """A layer of a model with frozen weights: its adapters are trained, if it has any."""
 
     sites: tuple[Site, ...] = ()
     drops: bool = False
     """Whether the adapters have dropout."""
     is_reached: bool = True
-    """Whether a gradient reaches it: not before the first adapter of the model, so nothing is kept there."""
+    """Whether a gradient reaches the layer. Layers before the model's first adapter keep no activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class Change:
 
     per_token: float = 0.0
     fixed: float = 0.0
-    """Whatever the number of tokens."""
+    """Bytes independent of the number of tokens."""
 
 
 def change(config: PretrainedConfig, layer: Layer, layout: Layout, width: int, *, in_attention: bool) -> Change:
@@ -128,7 +130,7 @@ def _source(site: Site) -> str:
 
 
 def _is_kept_anyway(site: Site, layer: Layer) -> bool:
-    """Whether something else keeps the input: attention its output, the router that of a mixture, or the experts."""
+    """Whether another operation keeps the input anyway: attention (its output), the router, or the experts."""
     return site.is_expert or site.leaf == "o_proj" or (layer.is_sparse and not site.in_attention and not site.is_row)
 
 
@@ -144,15 +146,15 @@ def _inputs_of_mlp(config: PretrainedConfig, layer: Layer, layout: Layout) -> fl
     return float(config.hidden_size / layout.sp + config.intermediate_size / layout.tp)
 
 
-def adapted_layers(model: list[Layer], lora: LoraConfig, num_cut: int = 0) -> list[AdaptedLayer]:
+def adapted_layers(model: list[Layer], lora: LoraConfig, max_unreached: int = 0) -> list[AdaptedLayer]:
     """The layers with the adapters that `target_modules` and `exclude_modules` select.
 
-    Args: num_cut: first layers that no gradient reaches before the first adapter. Raises: ValueError for a target that
-        matches no module, or if nothing is left.
+    Args: max_unreached: number of leading layers that no gradient reaches if they have no adapters. Raises: ValueError
+        for a target that matches no module, or if nothing is left.
     """
     found = _adapted_layers(tuple(model), lora)
     first = next(index for index, layer in enumerate(found) if layer.sites)
-    num_unreached = min(first, num_cut)
+    num_unreached = min(first, max_unreached)
     return [*(replace(layer, is_reached=False) for layer in found[:num_unreached]), *found[num_unreached:]]
 
 

@@ -31,11 +31,11 @@ BYTES_PER_SAMPLED_LOGIT = 10
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """A worker of an engine."""
+    """Memory of one worker of an engine."""
 
     parts: tuple[Part, ...]
     sequences: float
-    """Longest sequences that the KV cache holds at once."""
+    """Number of sequences of maximum length that the KV cache holds."""
 
 
 def engine_memory(
@@ -71,7 +71,7 @@ class _Worker:
     """Tokens of the longest sequence."""
     margin: Margin
     beside: Part
-    """Memory outside the share that vLLM takes, besides its context."""
+    """Memory beyond vLLM's fraction, apart from the CUDA context."""
     cached_sequences: int | None = None
     """Number of sequences for which a KV cache is worth its memory; None for all that fit."""
 

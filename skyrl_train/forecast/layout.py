@@ -65,8 +65,8 @@ def stages(
     has_adapters = lora is not None and lora.rank > 0
     if lora is not None and has_adapters:
         # Later stages receive an input with a gradient, and recomputation gives one to the embedding (attach.py).
-        num_cut = counts[0] if layout.megatron.recompute is None else 0
-        model = [*adapted_layers(model, lora, num_cut)]
+        max_unreached = counts[0] if layout.megatron.recompute is None else 0
+        model = [*adapted_layers(model, lora, max_unreached)]
     ends = list(accumulate(counts))
     embedding = Parameters(-(-head // layout.tp))
     found = []

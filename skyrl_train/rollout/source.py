@@ -1,4 +1,4 @@
-"""Sources of a step's groups; `trainer.source` names one, or a user's own as `module:attribute`."""
+"""Contract of sources of groups, and the on-policy source. `trainer.source` names a source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SourceState = dict[str, Any]
 
 
 class Resumable(Protocol):
-    """A source of rows or groups as checkpoints, which are written between steps, see it."""
+    """A source whose position checkpoints store. Checkpoints are written between steps."""
 
     @property
     def state(self) -> SourceState:
@@ -39,15 +39,17 @@ class GroupSource(Resumable, Protocol):
         """Wait for the groups of one step: 1 to `trainer.policy_mini_batch_size` groups, or a multiple of it."""
 
     def metrics(self) -> Metrics:
-        """Metrics of the last groups that cannot be computed from them."""
+        """Metrics of the last step that its groups alone do not determine."""
 
 
 @runtime_checkable
 class HoldsGroups(Protocol):
-    """A source whose finished groups checkpoints keep."""
+    """A source that stores its finished groups in checkpoints."""
 
     def snapshot(self) -> tuple[SourceState, bytes]:
-        """State after the last groups that `next` returned, also where it raises now, and groups that wait."""
+        """State after the groups last returned by `next`, and the finished groups that are not trained yet. Also valid
+        after `next` has raised.
+        """
 
     def restore(self, state: SourceState, data: bytes) -> None:
         """Continue after a snapshot. Raises: ValueError for one that does not fit."""
@@ -55,7 +57,7 @@ class HoldsGroups(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceParts:
-    """The argument with which `trainer.source` is called."""
+    """Argument of a source's constructor."""
 
     config: Config
     prompts: Sequence[Prompt]

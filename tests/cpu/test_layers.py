@@ -10,7 +10,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 ROOT = REPOSITORY / "skyrl_train"
-# Who may import whom. A room (folder or module) is below all that it may import, so there is no circle.
+# Who may import whom. A room (folder or module) comes after all that it may import, so there is no cycle.
 MAY_IMPORT = {
     # nouns and the machine
     "types": "",
@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "megatron": "types config device file_sum ranks stores algorithms kernels hf batching weight_sync",
     # processes: ranks are named to them as text (module:class), so cluster imports no Megatron
     "cluster": "types config device imports file_sum ranks stores algorithms hf weight_sync engines",
-    # what a run will take; batching and Megatron's own rules, without their packages
+    # what a run will take; Megatron's and the engines' own rules, without their packages
     "forecast": "config device algorithms checks hf engines megatron cluster",
     # the driver
     "trainer": "types config file_sum ranks algorithms hf weight_sync tracking data batching rollout cluster",
@@ -106,10 +106,10 @@ def test_a_file_imports_only_from_rooms_that_its_own_may_import(file: Path):
         assert own in ONLY_IN.get(package, {own}), f"{file} imports {name}: only {sorted(ONLY_IN[package])} may"
 
 
-def test_every_room_is_below_what_it_may_import():
+def test_every_room_comes_after_what_it_may_import():
     above: list[str] = []
     for own, others in MAY_IMPORT.items():
-        assert not (below := set(others.split()) - set(above)), f"{own} may import {below}, which are below it"
+        assert not (later := set(others.split()) - set(above)), f"{own} may import {later}, which come after it"
         above.append(own)
 
 

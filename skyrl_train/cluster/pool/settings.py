@@ -18,8 +18,10 @@ from skyrl_train.hf.hub import seen_from_anywhere
 def all_engine_settings(
     config: Config, max_model_len: int, backend: str, policy_version: int = 0
 ) -> list[EngineSettings]:
-    """Args: backend: transport of the weight sync; policy_version: the first that the engines serve; a resumed run must
-    not repeat the random numbers of its start.
+    """Settings of the policy's engines.
+
+    Args: backend: transport of the weight sync; policy_version: first version that the engines serve; it changes their
+        seeds, so that a resumed run does not repeat random numbers.
     """
     generator, trainer, sharing = config.generator, config.trainer, build_sharing(config)
     lora = trainer.policy.model.lora
@@ -48,8 +50,8 @@ def all_engine_settings(
 def teacher_engine_settings(
     config: Config, model: ScoringModel, max_model_len: int, backend: str
 ) -> list[EngineSettings]:
-    """Settings of the engines of one teacher: those of the policy's engines, without an endpoint, their limit of tokens
-    and their quantisation, whose error would be trained.
+    """Settings of one teacher's engines: those of the policy's, without HTTP endpoint, max_model_len and quantisation
+    (the student would learn its error).
 
     Args: max_model_len: tokens of the longest sample that they score, and one more; backend: of the weight sync.
     """
@@ -72,7 +74,7 @@ def teacher_engine_settings(
 
 
 def teacher_generator(config: Config) -> GeneratorConfig:
-    """Keys of the engines of a teacher."""
+    """The `generator` section of the configuration, adapted to a teacher's engines."""
     teacher, kwargs = config.trainer.teacher, config.generator.engine_init_kwargs
     return replace(
         config.generator,

@@ -22,7 +22,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.outputs import LogprobsLists
 
-from skyrl_train.engines.vllm.slots import answer_at_once
+from skyrl_train.engines.vllm.kv_blocks import skip_needless_allocations
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -53,7 +53,7 @@ class KeepsLogprobs(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        answer_at_once(self.kv_cache_manager)
+        skip_needless_allocations(self.kv_cache_manager)
         self._kept: dict[str, list[Part]] = {}
         """Request that runs -> logprobs of the tokens that it has."""
 

@@ -27,38 +27,12 @@ from torch.autograd.function import once_differentiable
 from skyrl_train import kernels
 from skyrl_train.megatron.layers.expert_rows import ExpertRows
 from skyrl_train.megatron.layers.recompute import EXPERT_SWIGLU, recomputes, unsaved_activation
+from skyrl_train.megatron.layers.weight_gradient import WeightGradient
 
 ALIGNMENT = 16
 """Bytes; rows and matrices of a grouped product start at multiples of it. Numbers of tokens are not restricted."""
 MAX_GROUPS = 1023
 """Groups of one grouped product on a GPU, at most."""
-
-
-class WeightGradient:
-    """Replaces Apex's `fused_weight_gradient_mlp_cuda`: adds gradients of weights to Megatron's float32 buffer.
-
-    Without Apex (`gradient_accumulation_fusion`) every micro-batch writes a half-precision gradient, and another kernel
-    adds it to the buffer. torch offers cuBLAS's own accumulation.
-    """
-
-    @staticmethod
-    def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
-        """main_grad [out, in] += grad [T, out]^T @ x [T, in]; float32, products in the dtype of x."""
-        if x.dtype == main_grad.dtype:
-            main_grad.addmm_(grad.t(), x)
-        elif x.is_cuda:
-            torch.addmm(main_grad, grad.t(), x, out_dtype=main_grad.dtype, out=main_grad)
-        else:
-            main_grad.add_(grad.t() @ x)
-
-
-@functools.cache
-def install_weight_gradient() -> None:
-    """Make Megatron's linear layers of this process use `WeightGradient`."""
-    from megatron.core.tensor_parallel import layers
-
-    layers.fused_weight_gradient_mlp_cuda = WeightGradient
-    layers._grad_accum_fusion_available = True
 
 
 def grouped_linear(x: Tensor, weights: Sequence[Tensor], rows: ExpertRows | Sequence[int]) -> Tensor:
@@ -100,7 +74,9 @@ def _row_major(x: Tensor) -> Tensor:
 
 
 def _by_run(x: Tensor, rows: ExpertRows, weights: Sequence[Tensor], oriented: Callable[[Tensor], Tensor]) -> Tensor:
-    """Multiply rows by `oriented` of the weights [n, out, in] -> [T, columns]."""
+    """Multiply each expert's rows by its weight, one grouped product per run of adjacent weights -> [T, columns].
+    Args: oriented: transposes or keeps [n, out, in].
+    """
     parts = []
     for first, block in _runs(weights, joined=_is_supported(x, weights)):
         ours, matrices = rows.of(x, first, len(block)), oriented(block)
@@ -233,7 +209,8 @@ class GroupedLinear(torch.nn.Module):
         self._names = [f"weight{index}" for index in range(num_gemms)]
         shape = [output_size, input_size]
         shape[self.shard_axis] = divide(shape[self.shard_axis], pg_collection.expt_tp.size())
-        # 0.16 reduces expert gradients over the dense data-parallel group when ETP = 1 < TP, which loses some of them.
+        # Megatron-core 0.16 reduces expert gradients over the dense data-parallel group when ETP = 1 < TP, which loses
+        # some of them.
         own_group = config.expert_model_parallel_size > 1 or pg_collection.expt_tp.size() != pg_collection.tp.size()
         device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
         block = torch.empty([num_gemms, *shape], dtype=config.params_dtype, device=device)
@@ -257,8 +234,8 @@ class GroupedLinear(torch.nn.Module):
 
 
 def reduce_together(wrapper: Any, layer: GroupedLinear) -> None:
-    """Tell a data-parallel wrapper that reduces gradients while others are computed that those of all weights are
-    ready when that of the first is. With a hook for each, 128 experts took milliseconds of the host's time per layer.
+    """Mark the gradients of all weights ready when the first weight's is, for a data-parallel wrapper that overlaps
+    reduction with the backward pass. One hook per weight took milliseconds per layer with 128 experts.
     """
     first, *others = layer.weights
     if not first.requires_grad:
@@ -270,7 +247,7 @@ def reduce_together(wrapper: Any, layer: GroupedLinear) -> None:
 
     node: Any = first.expand_as(first).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     node.register_hook(ready)
-    wrapper.grad_accs.append(node)  # which would not live on otherwise
+    wrapper.grad_accs.append(node)  # keeps the node alive
 
 
 class GroupedColumnLinear(GroupedLinear):

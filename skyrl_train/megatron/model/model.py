@@ -16,7 +16,7 @@ from megatron.core.transformer.module import Float16Module
 from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.device import device, device_type
 from skyrl_train.hf.hub import local_folder
-from skyrl_train.megatron.layers import experts, layers, permute, rope, swiglu
+from skyrl_train.megatron.layers import experts, layers, permute, rope, swiglu, weight_gradient
 from skyrl_train.megatron.layers.balance import Balance
 from skyrl_train.megatron.lora.adapters import Lora
 from skyrl_train.megatron.lora.attach import attach
@@ -98,7 +98,7 @@ def build_model(
     Raises: ValueError for a model or an adapter that would not be computed as in Hugging Face and PEFT.
     """
     torch_layers = uses_torch_layers(config.transformer_impl, dtype)
-    experts.install_weight_gradient()
+    weight_gradient.install()
     rope.install()
     swiglu.install()
     permute.install()

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from skyrl_train.device.memory import memory_in_use
 from skyrl_train.device.nvml import gib
-from skyrl_train.megatron.layers.experts import WeightGradient
+from skyrl_train.megatron.layers.weight_gradient import WeightGradient
 from skyrl_train.megatron.passes.logprobs import (
     Softmax,
     Tokens,

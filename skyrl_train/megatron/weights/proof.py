@@ -82,7 +82,8 @@ class LiveSums:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield what `export` yields. A collective over the stage at its end: all its ranks must drain it.
         Args: read as in `export`.
-        Raises: WeightSyncError at the end, on the stage's owner, naming the tensors that are not the model's.
+        Raises: WeightSyncError at the end, on the stage's owner, naming the tensors whose exported values differ from
+            the model's.
         """
         is_owner, exported = is_stage_owner(), Sums()
         for name, tensor in named_tensors:
@@ -115,7 +116,8 @@ class LiveSums:
 
 def checked_adapters(lora: Lora, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield what `export_adapter` yields, as `dtype`. A collective over the stage: all its ranks must drain it.
-    Raises: WeightSyncError at the end, on the stage's owner, naming the tensors that are not the model's.
+    Raises: WeightSyncError at the end, on the stage's owner, naming the tensors whose exported values differ from the
+        model's.
     """
     modules = [name for _, adapter in lora.adapters for group in adapter.site.modules for name in group]
     names = [name for module in modules for name in peft.tensor_names(module)]
@@ -176,8 +178,8 @@ def _require_equal(live: Tensor, exported: Tensor, names: Sequence[tuple[str, ..
 
 
 def _word_sum(tensor: Tensor, entry: _Entry) -> Tensor:
-    """[] int64: sum of 64-bit words if no shard's row ends within one, otherwise of elements. Elements only of vectors,
-    which are short and may be sharded anywhere.
+    """[] int64: sum of 64-bit words if every row of a shard is a multiple of 8 bytes, else of elements. Vectors, which
+    are short and may be sharded anywhere, are summed by element.
     """
     flat = tensor.detach().contiguous().view(-1)
     size = flat.element_size()

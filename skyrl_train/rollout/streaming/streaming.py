@@ -61,14 +61,15 @@ class StreamingSource:
         self._changed = asyncio.Event()
         """A rollout or a group has ended since it was cleared."""
         self._error: BaseException | None = None
-        self._are_frozen = False
-        """Whether the trainer has the devices of the engines."""
+        self._trainer_has_devices = False
+        """Whether the trainer uses the engines' devices, where rollouts are frozen."""
         self._metrics = StreamMetrics()
         self._deadline_s = deadline_s(parts.config, NUM_ATTEMPTS)
-        self._warn_of_queues()
+        self._warn_if_engines_queue()
 
     async def next(self) -> list[Group]:
-        """The oldest groups, as soon as the others can still be trained in time; failed and filtered ones are replaced.
+        """Return the oldest finished groups once the remaining ones can still meet the staleness bound. Failed and
+        filtered groups are replaced.
 
         Raises: like `Collector`, for any rollout since the last call; NoProgress.
         """
@@ -77,12 +78,12 @@ class StreamingSource:
         self._metrics.steps[self._parts.policy_version()] = self._buffer.step
         with self._parts.timers("sync_weights"):
             await self._parts.wake_engines()
-        self._are_frozen = False
+        self._trainer_has_devices = False
         started_s = self._metrics.clock()
         with self._parts.timers("wait_for_groups"):
             self._fill()
             batch = await self._batch()
-        self._are_frozen = self._parts.config.trainer.placement.colocate_all
+        self._trainer_has_devices = self._parts.config.trainer.placement.colocate_all
         self._note_running()
         self._metrics.take(batch, self._buffer, self._metrics.clock() - started_s)
         epoch = max(self._groups.pop(finished.ticket.number).epoch for finished in batch)
@@ -148,7 +149,9 @@ class StreamingSource:
         self._admission.ledger.check()
 
     def _restore_groups(self, state: SourceState, data: bytes, rows: dict[str, Prompt]) -> list[tuple[Prompt, int]]:
-        """Rows of finished groups that this run cannot use. Raises: ValueError."""
+        """Put finished groups into the buffer; return the rows of those that are too old for the bound.
+        Raises: ValueError.
+        """
         newer = self._parts.policy_version() - state["policy_version"]
         self._metrics.steps |= {version + newer: step for version, step in state["steps"]}
         saved = from_bytes(data, rows, newer)
@@ -173,7 +176,7 @@ class StreamingSource:
     def _new_buffer(self, step: int) -> Buffer[Group]:
         return Buffer(self._size, self._bound, self._depth, step=step, num_steps=self._parts.num_steps)
 
-    def _warn_of_queues(self) -> None:
+    def _warn_if_engines_queue(self) -> None:
         generator = self._parts.config.generator
         samples = self._parts.config.trainer.groups_in_flight * self._n_samples
         room = generator.num_rollout_engines * generator.step_sequences
@@ -198,7 +201,7 @@ class StreamingSource:
         self._note_running()
 
     def _note_running(self) -> None:
-        self._metrics.note_running(0 if self._are_frozen else len(self._buffer.running))
+        self._metrics.note_running(0 if self._trainer_has_devices else len(self._buffer.running))
 
     async def _generate(self, ticket: Ticket, group: _Running) -> None:
         made = await self._parts.group(group.prompt, group.epoch, self._admission, group)
@@ -254,7 +257,7 @@ class StreamingSource:
         self._changed.set()
 
     def _note_error(self, task: asyncio.Task[None]) -> None:
-        """Keep the first error for `next`, and end the other rollouts."""
+        """Keep the first error for `next`, and cancel the other rollouts."""
         if self._error is not None or (not task.cancelled() and task.exception() is None):
             return
         own = RuntimeError("a rollout was cancelled by its own code: catch asyncio.CancelledError there")

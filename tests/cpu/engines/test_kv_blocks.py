@@ -1,4 +1,4 @@
-"""A scheduler that knows at once when a request needs no block gives the schedules that vLLM's gives."""
+"""A scheduler that skips needless allocations of blocks makes the schedules that vLLM's makes."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def test_schedules_are_those_of_vllm(
     from skyrl_train.engines.vllm import whole_logprobs
 
     ours = scheduler(model, num_blocks=num_blocks, caching=caching, is_async=is_async)
-    assert ours.kv_cache_manager.allocate_slots.__name__ == "allocate_at_once"
-    monkeypatch.setattr(whole_logprobs, "answer_at_once", lambda manager: None)
+    assert ours.kv_cache_manager.allocate_slots.__name__ == "allocate_if_needed"
+    monkeypatch.setattr(whole_logprobs, "skip_needless_allocations", lambda manager: None)
     theirs = scheduler(model, num_blocks=num_blocks, caching=caching, is_async=is_async)
     found, expected = schedules(ours, is_async), schedules(theirs, is_async)
     assert found == expected
