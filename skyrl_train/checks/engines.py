@@ -105,8 +105,26 @@ def length_problems(config: Config) -> Iterator[str]:
         )
 
 
+def quantization_key_problems(generator: GeneratorConfig) -> Iterator[str]:
+    """Keys with which engines would not be quantised."""
+    given = f"generator.quantization is {generator.quantization}"
+    if generator.quantization is None:
+        return
+    if generator.model_dtype == "float32":
+        yield (
+            f"{given} and generator.model_dtype is float32: quantised engines compute the rest in half precision. Set "
+            "generator.model_dtype=bfloat16, or quantization=null"
+        )
+    if not generator.run_engines_locally:
+        yield (
+            f"{given} and generator.run_engines_locally is false: running servers quantise only if they were started "
+            "so. Set quantization=null, or run_engines_locally=true"
+        )
+
+
 def engine_problems(config: Config) -> Iterator[str]:
     """An unknown kind of engine, or the problems of the configured kind."""
+    yield from quantization_key_problems(config.generator)
     try:
         problems = engine_kind(config.generator).problems
     except ValueError as error:
@@ -123,13 +141,7 @@ def local_engine_problems(config: Config) -> Iterator[str]:
             f"generator.remote_inference_engine_urls names {len(urls)} servers and generator.run_engines_locally is "
             "true: they would not be used. Set run_engines_locally=false, or remove the servers"
         )
-    generator = config.generator
-    if generator.quantization is not None and generator.model_dtype == "float32":
-        yield (
-            f"generator.quantization is {generator.quantization} and generator.model_dtype is float32: quantised "
-            "engines compute the rest in half precision. Set generator.model_dtype=bfloat16, or quantization=null"
-        )
-    yield from engine_argument_problems(generator)
+    yield from engine_argument_problems(config.generator)
 
 
 def engine_argument_problems(generator: GeneratorConfig) -> Iterator[str]:
@@ -176,17 +188,26 @@ def check_vllm(config: Config, model: PretrainedConfig, device_type: str | None)
     generator, policy = config.generator, config.trainer.policy.model
     if generator.backend != "vllm" or not generator.run_engines_locally:
         return
-    sync = policy.lora.sync if policy.lora.rank > 0 else None
     if device_type is not None:
         require_cache_size(generator, device_type)
     given = f"trainer.policy.model.path is {policy.path}"
     text = model.get_text_config()
-    problems = list(vllm_model_problems(text, given, device_type, sync))
-    if generator.quantization is not None:
-        named = f"generator.quantization is {generator.quantization}, and {given}"
-        problems += quantization_problems(text, named, device_type, sync)
-    if problems:
+    problems = list(vllm_model_problems(text, given, device_type, _sync_of_adapters(config)))
+    if problems := [*problems, *quantised_model_problems(config, text, device_type)]:
         raise ConfigError(problems)
+
+
+def quantised_model_problems(config: Config, model: PretrainedConfig, device_type: str | None) -> Iterator[str]:
+    """Why engines cannot quantise the policy, if they are to. Args: device_type: theirs, None if unknown."""
+    quantization, path = config.generator.quantization, config.trainer.policy.model.path
+    if quantization is not None:
+        given = f"generator.quantization is {quantization}, and trainer.policy.model.path is {path}"
+        yield from quantization_problems(model, given, device_type, _sync_of_adapters(config))
+
+
+def _sync_of_adapters(config: Config) -> str | None:
+    lora = config.trainer.policy.model.lora
+    return lora.sync if lora.rank > 0 else None
 
 
 def transport_problems(config: Config) -> Iterator[str]:
@@ -222,11 +243,6 @@ def remote_engine_problems(config: Config) -> Iterator[str]:
         yield (
             f"generator.run_engines_locally is false and {key} is empty: there are no engines. Name the servers, as "
             "[http://host:8000]"
-        )
-    if generator.quantization is not None:
-        yield (
-            f"generator.quantization is {generator.quantization} and generator.run_engines_locally is false: running "
-            "servers quantise only if they were started so. Set quantization=null, or run_engines_locally=true"
         )
     for url in urls:
         if not SERVER_URL.match(url):

@@ -12,6 +12,8 @@ from skyrl_train.weight_sync.channels.table import STOCK
 
 IMPORTANCE_WEIGHTS = ("token_tis", "sequence_tis", "icepop")
 """Corrections that multiply by the ratio to the engine's policy; the others are masks."""
+OF_POLICY = ("opsm", "top_entropy")
+"""Masks that do not compare with the engine."""
 
 
 def correction_problems(trainer: TrainerConfig) -> Iterator[str]:
@@ -52,8 +54,11 @@ def treatment_of_quantization(config: Config) -> str | None:
     algorithm, quantization = config.trainer.algorithm, config.generator.quantization
     if quantization is None or not uses_rollout_logprobs(build_objective(algorithm.values, 1.0)):
         return None
-    used = ", ".join(algorithm.corrections) or f"policy_loss_type={algorithm.policy_loss_type}"
-    return f"{quantization}, corrected by {used}, because they sample from another distribution than the trainer's"
+    used = [name for name in algorithm.corrections if name not in OF_POLICY]
+    if algorithm.policy_loss_type in RELATIVE_TO_ENGINE or not used:
+        used.insert(0, f"policy_loss_type={algorithm.policy_loss_type}")
+    corrected = ", ".join(used)
+    return f"{quantization}, corrected by {corrected}, because they sample from another distribution than the trainer's"
 
 
 def quantization_warning(config: Config) -> str | None:

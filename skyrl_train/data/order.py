@@ -16,6 +16,8 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 Row = TypeVar("Row")
+HASHED_ROWS = 10_000
+"""Rows whose contents a checkpoint records; 10,000 prompts of 4 kB take 0.4 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class OrderState:
     num_rows: int
     seed: int
     sha256: str | None = None
-    """Digest of the rows; None in older checkpoints."""
+    """Digest of the rows, or of about HASHED_ROWS of them; None in older checkpoints."""
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> OrderState:
@@ -95,9 +97,9 @@ class Order(Generic[Row]):
 
     @cached_property
     def _sha256(self) -> str:
-        total = hashlib.sha256()
-        for row in self._rows:
-            total.update(_bytes(row))
+        total, every = hashlib.sha256(), max(1, len(self._rows) // HASHED_ROWS)
+        for index in range(0, len(self._rows), every):
+            total.update(_bytes(self._rows[index]))
         return total.hexdigest()
 
     def resume(self, saved: Mapping[str, Any]) -> None:
@@ -119,9 +121,19 @@ class Order(Generic[Row]):
 
 
 def _bytes(row: object) -> bytes:
-    """Bytes that differ if rows do, up to values that are not JSON."""
+    """Bytes that differ if rows do; of values that JSON does not have, only the type counts."""
     if isinstance(row, Tensor):
         return row.numpy().tobytes()
     if is_dataclass(row):
         return b"".join(_bytes(getattr(row, field.name)) for field in fields(row))
-    return json.dumps(row, default=lambda value: type(value).__name__).encode()
+    try:
+        return json.dumps(row, sort_keys=True, default=_content).encode()
+    except (TypeError, ValueError):  # keys that JSON does not have, or a circle
+        return type(row).__name__.encode()
+
+
+def _content(value: Any) -> object:
+    """A value that JSON has, in place of one that it does not have."""
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from skyrl_train.algorithms.tables import needs_whole_samples
+from skyrl_train.checks.engines import quantised_model_problems, quantization_key_problems
 from skyrl_train.checks.model import engine_size_problems, size_problems
 from skyrl_train.checks.rl import number_problems
 from skyrl_train.checks.training import POLICY, POLICY_RANKS, layout_problems
@@ -46,6 +47,7 @@ def problems(inputs: Inputs) -> list[str]:
         if (model.model_path, model.megatron_config) != (policy.model.path, policy.megatron_config):
             own = inputs.models[model.model_path].to_dict()
             found += size_problems(own, model.megatron_config, f"{model.key}.megatron_config")
+    found += [*quantization_key_problems(config.generator), *quantised_model_problems(config, inputs.model, "cuda")]
     return [*number_problems(config), *found, *engine_size_problems(shape, config)]
 
 

@@ -36,7 +36,7 @@ BLOCK = 128
 CACHED = re.compile(r"\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|kv_a_proj_with_mqa)\.weight$")
 """Matrices whose rows are what a layer caches of a token."""
 
-UNQUANTISED = re.compile(r"(embed_tokens|lm_head|\.gate)\.weight$")
+UNQUANTISED = re.compile(r"(embed_tokens|lm_head|gate)\.weight$")
 """Matrices that vLLM leaves in the model's dtype: embedding, output layer, routers."""
 
 

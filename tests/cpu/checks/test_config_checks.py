@@ -679,9 +679,9 @@ BESIDE = [*RESERVED, "trainer.source=streaming"]
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (RESERVED, "there are none. Set it to 0, or set trainer.eval"),
-        ([*BESIDE, "trainer.eval_interval=-1"], "there are none. Set it to 0, or set trainer.eval"),
-        ([*BESIDE, "trainer.eval_beside_training=false"], "there are none. Set it to 0, or set trainer.eval"),
+        (RESERVED, "this run has none. Set it to 0, or set trainer.eval"),
+        ([*BESIDE, "trainer.eval_interval=-1"], "this run has none. Set it to 0, or set trainer.eval"),
+        ([*BESIDE, "trainer.eval_beside_training=false"], "this run has none. Set it to 0, or set trainer.eval"),
         ([*BESIDE, "generator.eval_num_engines=2"], r"at least one of the 2 engine\(s\) of generator.num_inference_"),
         (
             [*BESIDE, "generator.run_engines_locally=false", "generator.remote_inference_engine_urls=[http://a:1]"],

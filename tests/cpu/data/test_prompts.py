@@ -3,6 +3,7 @@ import json
 from dataclasses import replace
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -300,6 +301,31 @@ def test_rows_that_changed_since_a_checkpoint_are_warned_of(changed, caplog):
     assert not caplog.records
     Order([replace(rows[0], **changed), *rows[1:]], batch_size=4, seed=1).resume(state)
     assert "the training rows have changed since the checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "differs"),
+    [
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, False),
+        ({"image": b"12"}, {"image": b"13"}, True),
+        ({"n": np.int64(1)}, {"n": np.int64(2)}, True),
+        ({(1, 2): 3}, {(1, 2): 3}, False),  # JSON has no such keys
+    ],
+)
+def test_contents_of_rows_are_compared_where_they_are_json_or_bytes(saved, now, differs, caplog):
+    rows = prompts(4)
+    state = Order([replace(rows[0], extras=saved), *rows[1:]], batch_size=4, seed=1).state
+    Order([replace(rows[0], extras=now), *rows[1:]], batch_size=4, seed=1).resume(state)
+    assert bool(caplog.records) == differs
+
+
+def test_of_many_rows_some_are_compared(monkeypatch, caplog):
+    monkeypatch.setattr("skyrl_train.data.order.HASHED_ROWS", 3)
+    state = Order(prompts(10), batch_size=4, seed=1).state
+    Order(prompts(10), batch_size=4, seed=1).resume(state)
+    assert not caplog.records
+    Order(prompts(10)[::-1], batch_size=4, seed=1).resume(state)
+    assert "the training rows have changed" in caplog.text
 
 
 def test_examples_that_changed_since_a_checkpoint_are_warned_of(caplog):

@@ -55,6 +55,26 @@ def test_engines_quantise_only_if_asked(chosen: str | None, passed: str | None):
     assert engine_arguments(settings, "cuda").get("quantization") == passed
 
 
+@pytest.mark.parametrize(
+    ("name", "is_quantised"),
+    [
+        ("mlp.gate", False),
+        ("mlp.shared_expert_gate", False),
+        ("mlp.gate_up_proj", True),
+        ("self_attn.qkv_proj", True),
+    ],
+)
+def test_routers_are_not_quantised(name: str, is_quantised: bool):
+    from vllm.config.quantization import resolve_quantization_config
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+
+    given = engine_arguments(engine_settings("model", "name", "bfloat16", 64, quantization="fp8"), "cuda")
+    config = OnlineQuantizationConfig(resolve_quantization_config(given["quantization"], given["quantization_config"]))
+    method = config.resolve_quant_method_cls(ReplicatedLinear, f"model.layers.0.{name}")
+    assert ("Fp8" in str(method)) == is_quantised
+
+
 def test_the_mode_of_engines_is_left_open_by_the_configuration():
     assert load_config().generator.enforce_eager is None and load_config().generator.seed_requests is None
     assert load_config(["generator.enforce_eager=true"]).generator.enforce_eager is True

@@ -42,6 +42,14 @@ BECAUSE = "because they sample from another distribution than the trainer's"
             [*QUANTISED, "trainer.algorithm.policy_loss_type=rollout_is"],
             f"fp8, corrected by policy_loss_type=rollout_is, {BECAUSE}",
         ),
+        (
+            [
+                *QUANTISED,
+                "trainer.algorithm.policy_loss_type=dppo",
+                "trainer.algorithm.corrections=[top_entropy,geometric_mask]",
+            ],
+            f"fp8, corrected by policy_loss_type=dppo, geometric_mask, {BECAUSE}",
+        ),
     ],
 )
 def test_a_run_says_how_samples_of_quantised_engines_are_corrected(

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from skyrl_train.checks.rl import check
+from skyrl_train.config import ConfigError
 from skyrl_train.config.rl import PLAN
 from skyrl_train.device.kinds import device_kind
 from skyrl_train.entrypoints.plan.plan import plan
@@ -226,6 +227,21 @@ def test_fp8_engines_are_forecast_with_their_weights_and_refused_where_they_cann
     for fit in (fitted, fitted_for_evaluation, lambda *_: plan(PLAN.load(command), Console(file=StringIO()))):
         with pytest.raises(ValueError, match="fp8 and the GPUs are A100, of compute capability 8.0: .* at least 8.9"):
             fit(given.config, given.model, given.device, lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["generator.model_dtype=float32"], "model_dtype is float32"),
+        (["generator.run_engines_locally=false"], "run_engines_locally is false"),
+        (["trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.sync=adapter"], "has experts"),
+    ],
+)
+def test_plans_reject_what_fp8_engines_of_a_run_would_reject(overrides: list[str], problem: str):
+    shape = "qwen3-30b-a3b" if "experts" in problem else "qwen3-0.6b"
+    command = ["generator.quantization=fp8", f"plan.shape={shape}", "plan.device=h100", *overrides]
+    with pytest.raises(ConfigError, match=f"generator.quantization is fp8.*{problem}"):
+        plan(PLAN.load(command), Console(file=StringIO()))
 
 
 def test_no_layout_of_trainers_is_proposed_for_an_engine_that_cannot_fit():
