@@ -19,7 +19,12 @@ from skyrl_train.checks.engines import (
     transport_problems,
 )
 from skyrl_train.checks.model import model_problems
-from skyrl_train.checks.staleness import correction_problems, eval_engine_problems, staleness_problems
+from skyrl_train.checks.staleness import (
+    correction_problems,
+    eval_engine_problems,
+    kv_cache_problems,
+    staleness_problems,
+)
 from skyrl_train.checks.step import step_problems
 from skyrl_train.checks.training import (
     LORA,
@@ -55,6 +60,7 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
         *_rewards(config),
         *_objective(config),
         *staleness_problems(config),
+        *kv_cache_problems(config),
         *training_sampling_problems(config.generator.sampling_params),
         *transport_problems(config),
         *engine_problems(config),

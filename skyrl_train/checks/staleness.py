@@ -108,6 +108,29 @@ def staleness_problems(config: Config) -> Iterator[str]:
         )
 
 
+def kv_cache_problems(config: Config) -> Iterator[str]:
+    """Keys with which no response could continue from the KV cache that it has."""
+    generator = config.generator
+    if generator.recompute_kv_cache:
+        return
+    key = "generator.recompute_kv_cache is false"
+    if generator.pause_mode != "keep":
+        yield (
+            f"{key} and generator.pause_mode is {generator.pause_mode}: no running response keeps its KV cache then. "
+            "Set pause_mode=keep or recompute_kv_cache=true"
+        )
+    if config.trainer.placement.colocate_all:
+        yield (
+            f"{key} and trainer.placement.colocate_all is true: engines give their KV cache back before each update. "
+            "Set recompute_kv_cache=true or colocate_all=false"
+        )
+    if not generator.run_engines_locally:
+        yield (
+            f"{key} and generator.run_engines_locally is false: a running server decides this itself. Set "
+            "recompute_kv_cache=true, or run_engines_locally=true"
+        )
+
+
 def eval_engine_problems(config: Config) -> Iterator[str]:
     """Reserved engines that no evaluation would use, that cannot exist, or that would leave none for training."""
     trainer, generator = config.trainer, config.generator

@@ -69,6 +69,7 @@ class GeneratorConfig:
     weight_sync_backend: Text
     weight_sync_bucket_mb: Count
     pause_mode: Annotated[str, OneOf(("keep", "wait", "abort"))]
+    recompute_kv_cache: bool
     enable_http_endpoint: bool
     http_endpoint_host: Text
     http_endpoint_port: Port

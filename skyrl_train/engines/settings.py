@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 PauseMode = Literal["keep", "wait", "abort"]
 EXTENSION = "skyrl_train.engines.vllm.worker.transfer.SyncExtension"
 SCHEDULER = "skyrl_train.engines.vllm.whole_logprobs.scheduler"
-ADAPTER = "skyrl_adapter"
+ADAPTER, OWN_KV_CACHE = "skyrl_adapter", "skyrl_own_kv_cache"
+"""Keys of vLLM's additional_config."""
 GRAPHS = 512
 """The most sequences for which vLLM captures CUDA graphs by itself."""
-"""Key of vLLM's additional_config."""
 NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of each `model_dtype`."""
 ONLINE = {"fp8": "fp8_per_channel"}
@@ -145,6 +145,8 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
         arguments["kv_cache_memory_bytes"] = int(generator.kv_cache_memory_gb * 2**30)
     if settings.lora is not None:
         arguments |= lora_arguments(settings.model_path, settings.lora, settings.lora_seed)
+    if not generator.recompute_kv_cache:
+        arguments["additional_config"] = {**arguments.get("additional_config", {}), OWN_KV_CACHE: True}
     if settings.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
     return arguments | generator.engine_init_kwargs

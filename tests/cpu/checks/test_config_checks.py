@@ -697,5 +697,19 @@ def test_engines_for_evaluation_that_would_be_idle_or_leave_none_for_training_ar
     assert any(re.search(expected, problem) for problem in problems(*overrides)), problems(*overrides)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], None),
+        (["generator.pause_mode=abort"], "pause_mode is abort: no running response keeps its KV cache then"),
+        (["trainer.placement.colocate_all=true"], "engines give their KV cache back before each update"),
+        ([*REMOTE, f"{URLS}=[http://h:1]"], "a running server decides this itself"),
+    ],
+)
+def test_kv_caches_that_no_response_could_keep_are_refused(overrides: list[str], expected: str | None):
+    found = [each for each in problems("generator.recompute_kv_cache=false", *overrides) if "recompute_kv" in each]
+    assert len(found) == (expected is not None) and all(str(expected) in problem for problem in found)
+
+
 def test_engines_for_evaluation_beside_training_are_accepted():
     assert problems(*BESIDE) == ()

@@ -1,8 +1,12 @@
-"""A scheduler that skips needless allocations of blocks makes the schedules that vLLM's makes."""
+"""A scheduler that skips needless allocations of blocks makes the schedules that vLLM's makes, and responses that keep
+their KV cache at a weight sync are those of a model with keys and values of two versions.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from skyrl_train.types import Generation, SamplingParams
+from tests.support.live_engine import World, greedy, live_world, run
 from tests.support.tiny import write_tiny_model
 
 BLOCK, NUM_REQUESTS, MAX_LEN = 8, 24, 96
@@ -50,22 +56,40 @@ def scheduler(model: Path, *, num_blocks: int, caching: bool, is_async: bool) ->
     )
 
 
-def schedules(scheduler: Any, is_async: bool) -> list[Any]:
-    """What is scheduled for requests of random lengths, some with a prefix of others, some aborted."""
+def add_requests(scheduler: Any, number: int, rng: np.random.Generator) -> None:
+    """Of random lengths, some with a prefix of others."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-    from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.request import Request
 
-    rng, hasher = np.random.default_rng(0), get_request_block_hasher(BLOCK, sha256)
-    for number in range(NUM_REQUESTS):
-        prompt = [number % 3] * int(rng.integers(1, 40))
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    for index in range(number):
+        prompt = [index % 3] * int(rng.integers(1, 40))
         params = SamplingParams(max_tokens=int(rng.integers(1, 50)), ignore_eos=True)
-        scheduler.add_request(Request(str(number), prompt, params, None, block_hasher=hasher, arrival_time=number))
+        scheduler.add_request(Request(str(index), prompt, params, None, block_hasher=hasher, arrival_time=index))
+
+
+def hashes(scheduler: Any) -> list[str]:
+    """Of each block: what the prefix cache knows it by."""
+    return [str(block.block_hash) for block in scheduler.kv_cache_manager.block_pool.blocks]
+
+
+def sampled(scheduler: Any, step: Any, rng: np.random.Generator) -> Any:
+    """Output of a step that was just scheduled."""
+    is_last = [(each, not scheduler.requests[each].is_prefill_chunk) for each in step.num_scheduled_tokens]
+    return output([(each, [int(rng.integers(9))] * last) for each, last in is_last])
+
+
+def schedules(scheduler: Any, is_async: bool) -> list[Any]:
+    """What is scheduled for many requests, some of which are aborted."""
+    from vllm.v1.request import RequestStatus
+
+    rng = np.random.default_rng(0)
+    add_requests(scheduler, NUM_REQUESTS, rng)
     steps, in_flight = list[Any](), deque[Any]()
     while scheduler.has_unfinished_requests():
-        pool = scheduler.kv_cache_manager.block_pool
-        cached = [str(block.block_hash) for block in pool.blocks]
+        cached = hashes(scheduler)
         step = scheduler.schedule()
         steps.append(
             (
@@ -73,12 +97,11 @@ def schedules(scheduler: Any, is_async: bool) -> list[Any]:
                 [(new.req_id, new.block_ids) for new in step.scheduled_new_reqs],
                 list(zip(step.scheduled_cached_reqs.req_ids, step.scheduled_cached_reqs.new_block_ids, strict=True)),
                 step.preempted_req_ids,
-                pool.get_num_free_blocks(),
+                scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
                 cached,
             )
         )
-        sampled = [(each, not scheduler.requests[each].is_prefill_chunk) for each in step.num_scheduled_tokens]
-        in_flight.append((step, output([(each, [int(rng.integers(9))] * is_last) for each, is_last in sampled])))
+        in_flight.append((step, sampled(scheduler, step, rng)))
         if len(in_flight) > is_async:
             scheduler.update_from_output(*in_flight.popleft())
         if len(steps) % 20 == 0 and scheduler.running:
@@ -115,3 +138,64 @@ def test_schedules_are_those_of_vllm(
     found, expected = schedules(ours, is_async), schedules(theirs, is_async)
     assert found == expected
     assert any(step[3] for step in expected) == (num_blocks == 40), "some requests are preempted"
+
+
+def test_running_requests_keep_their_blocks_and_add_none_to_an_emptied_prefix_cache(model: Path):
+    from skyrl_train.engines.vllm.kv_blocks import forget_prefixes
+
+    kept, rng = scheduler(model, num_blocks=400, caching=True, is_async=False), np.random.default_rng(0)
+    add_requests(kept, 6, rng)
+    for number in range(60):
+        step = kept.schedule()
+        assert not step.preempted_req_ids
+        kept.update_from_output(step, sampled(kept, step, rng))
+        if number == 8:
+            assert len(set(hashes(kept))) > 1 and len(kept.running) > 2
+            forget_prefixes(kept.kv_cache_manager)
+        assert number < 8 or set(hashes(kept)) == {"None"}
+    assert not kept.has_unfinished_requests()
+    add_requests(kept, 1, rng)
+    step = kept.schedule()
+    kept.update_from_output(step, sampled(kept, step, rng))
+    assert len(set(hashes(kept))) > 1, "later requests fill it again"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """An engine with two full blocks of each prompt in its prefix cache."""
+    yield from live_world(tmp_path_factory.mktemp("keeps"), recompute_kv_cache=False)
+
+
+PROMPTS = [[4 + (7 * n + k) % 50 for k in range(70 + n)] for n in range(4)]
+
+
+@pytest.mark.slow
+def test_running_responses_keep_their_kv_cache_and_later_ones_find_none_of_it(world: World):
+    async def main() -> tuple[list[Generation], list[Generation]]:
+        params = SamplingParams(max_generate_length=50, temperature=1.0)
+        running = asyncio.create_task(world.generate(PROMPTS * 4, params))
+        states: Any = world.engine._core.llm.output_processor.request_states
+        while not any(state.detokenizer.num_output_tokens() > 2 for state in states.values()):
+            await asyncio.sleep(0.002)
+        await world.sync(world.weights(1))
+        return await world.generate(PROMPTS), await running
+
+    later, running = run(main())
+    assert [one.token_ids for one in later] == [greedy(world.models[1], prompt)[0] for prompt in PROMPTS]
+    interrupted = [(n, one) for n, one in enumerate(running) if len(one.version_spans) == 2]
+    assert interrupted
+    for n, one in interrupted:
+        prompt, count = PROMPTS[n % 4], one.version_spans[0][1]
+        # The last token before the sync was sampled, but not read yet.
+        with torch.no_grad():
+            old = world.models[0](torch.tensor([prompt + one.token_ids[: count - 1]]), use_cache=True)
+            read = torch.tensor([one.token_ids[count - 1 : -1]])
+            mixed = world.models[1](read, past_key_values=old.past_key_values).logits[0].log_softmax(-1)
+            new = world.models[1](torch.tensor([prompt + one.token_ids])).logits[0].log_softmax(-1)
+        after = torch.tensor(one.token_ids[count:])
+        expected = mixed.gather(-1, after[:, None]).flatten()
+        assert one.logprobs[count:] == pytest.approx(expected.tolist(), abs=2e-5)
+        recomputed = new[len(prompt) + count - 1 : -1].gather(-1, after[:, None]).flatten()
+        assert one.logprobs[count:] != pytest.approx(recomputed.tolist(), abs=1e-3)
+    run(world.sync(world.weights(0)))
+    assert [one.token_ids for one in run(world.generate(PROMPTS))] == [greedy(world.models[0], p)[0] for p in PROMPTS]
