@@ -12,6 +12,8 @@ from skyrl_train.weight_sync.channels.table import STOCK
 
 IMPORTANCE_WEIGHTS = ("token_tis", "sequence_tis", "icepop")
 """Corrections that multiply by the ratio to the engine's policy; the others are masks."""
+OUTSIDE_CACHES = {"kv_offloading_size", "kv_transfer_config"}
+"""vLLM's arguments that store KV caches in other places."""
 OF_POLICY = ("opsm", "top_entropy")
 """Masks that do not compare with the engine."""
 
@@ -128,6 +130,11 @@ def kv_cache_problems(config: Config) -> Iterator[str]:
         yield (
             f"{key} and generator.run_engines_locally is false: a running server decides this itself. Set "
             "recompute_kv_cache=true, or run_engines_locally=true"
+        )
+    for name in OUTSIDE_CACHES & generator.engine_init_kwargs.keys():
+        yield (
+            f"{key} and generator.engine_init_kwargs has {name}: a cache outside the engine would hold keys and values "
+            f"of older weights. Set recompute_kv_cache=true or remove {name}"
         )
 
 

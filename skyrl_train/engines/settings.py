@@ -145,7 +145,7 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
         arguments["kv_cache_memory_bytes"] = int(generator.kv_cache_memory_gb * 2**30)
     if settings.lora is not None:
         arguments |= lora_arguments(settings.model_path, settings.lora, settings.lora_seed)
-    if not generator.recompute_kv_cache:
+    if not generator.recompute_kv_cache and not settings.enable_sleep_mode:  # which discards the cache
         arguments["additional_config"] = {**arguments.get("additional_config", {}), OWN_KV_CACHE: True}
     if settings.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"

@@ -24,12 +24,10 @@ def skip_needless_allocations(manager: KVCacheManager) -> None:
 
     Models with sliding-window or other attention, or with several kinds of blocks, keep vLLM's methods.
     """
-    groups = manager.coordinator.single_type_managers
-    if len(groups) != 1 or type(groups[0]) is not FullAttentionManager:
+    if not has_one_kind_of_block(manager):
         return
-    group, size = groups[0], groups[0].block_size
-    if size != manager.block_pool.hash_block_size:
-        return
+    (group,) = manager.coordinator.single_type_managers
+    size = group.block_size
     blocks, num_cached = group.req_to_blocks, group.num_cached_block
     allocate_slots, cache_blocks = manager.allocate_slots, manager.cache_blocks
 
@@ -55,17 +53,27 @@ def skip_needless_allocations(manager: KVCacheManager) -> None:
     manager.cache_blocks = cache_if_needed  # type: ignore[method-assign]
 
 
-def forget_prefixes(manager: KVCacheManager) -> None:
-    """Empty the prefix cache while requests run, which keep their blocks.
+def forget_prefixes(manager: KVCacheManager) -> bool:
+    """Empty the prefix cache while requests run, which keep their blocks. Returns: whether vLLM emptied it.
 
     Later requests find no block from before. Those that run add none any more: their new blocks depend on old ones.
+    Only for models of `has_one_kind_of_block`.
     """
-    for group in manager.coordinator.single_type_managers:
-        for request_id in group.num_cached_block:
+    (group,) = manager.coordinator.single_type_managers
+    for request_id, blocks in group.req_to_blocks.items():
+        if blocks:  # a request without any begins after the sync
             group.num_cached_block[request_id] = ALL
     pool: Any = manager.block_pool
     pool.get_num_free_blocks = lambda: pool.num_gpu_blocks - 1  # vLLM empties it only if no request has a block
     try:
-        manager.reset_prefix_cache()
+        return manager.reset_prefix_cache()
     finally:
         del pool.get_num_free_blocks
+
+
+def has_one_kind_of_block(manager: KVCacheManager) -> bool:
+    """Whether all layers have full attention (also to latent vectors) and share one table of blocks."""
+    groups = manager.coordinator.single_type_managers
+    if len(groups) != 1 or type(groups[0]) is not FullAttentionManager:
+        return False
+    return bool(groups[0].block_size == manager.block_pool.hash_block_size)

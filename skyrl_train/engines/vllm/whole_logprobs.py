@@ -23,7 +23,11 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.outputs import LogprobsLists
 
 from skyrl_train.engines.settings import OWN_KV_CACHE
-from skyrl_train.engines.vllm.kv_blocks import forget_prefixes, skip_needless_allocations
+from skyrl_train.engines.vllm.kv_blocks import (
+    forget_prefixes,
+    has_one_kind_of_block,
+    skip_needless_allocations,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -58,13 +62,18 @@ class KeepsLogprobs(Scheduler):
         self._kept: dict[str, list[Part]] = {}
         """Request that runs -> logprobs of the tokens that it has."""
         self._keeps_blocks = bool(self.vllm_config.additional_config.get(OWN_KV_CACHE))
+        if self._keeps_blocks and not has_one_kind_of_block(self.kv_cache_manager):
+            raise ValueError(
+                "generator.recompute_kv_cache is false, and the model has layers without full attention, whose KV "
+                "cache cannot be kept at a weight sync. Set recompute_kv_cache=true"
+            )
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """A pause resets the running requests too, whose KV cache vLLM then computes again."""
         if not self._keeps_blocks:
             return super().reset_prefix_cache(reset_running_requests, reset_connector)
-        forget_prefixes(self.kv_cache_manager)
-        return not reset_connector or self.reset_connector_cache()
+        is_reset = forget_prefixes(self.kv_cache_manager)
+        return is_reset and (not reset_connector or self.reset_connector_cache())
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
         if model_runner_output.logprobs is not None:

@@ -140,20 +140,26 @@ def test_schedules_are_those_of_vllm(
     assert any(step[3] for step in expected) == (num_blocks == 40), "some requests are preempted"
 
 
-def test_running_requests_keep_their_blocks_and_add_none_to_an_emptied_prefix_cache(model: Path):
+@pytest.mark.parametrize("forgets_at", [0, 1, 8])
+def test_running_requests_keep_their_blocks_and_add_none_to_an_emptied_prefix_cache(model: Path, forgets_at: int):
+    """Also those that have read a part of their prompt, or less than a block."""
     from skyrl_train.engines.vllm.kv_blocks import forget_prefixes
 
     kept, rng = scheduler(model, num_blocks=400, caching=True, is_async=False), np.random.default_rng(0)
+    manager = kept.kv_cache_manager
+    blocks_of = manager.coordinator.single_type_managers[0].req_to_blocks
     add_requests(kept, 6, rng)
+    old = list[str]()
     for number in range(60):
         step = kept.schedule()
         assert not step.preempted_req_ids
         kept.update_from_output(step, sampled(kept, step, rng))
-        if number == 8:
-            assert len(set(hashes(kept))) > 1 and len(kept.running) > 2
-            forget_prefixes(kept.kv_cache_manager)
-        assert number < 8 or set(hashes(kept)) == {"None"}
-    assert not kept.has_unfinished_requests()
+        if number == forgets_at:
+            old = [each for each, blocks in blocks_of.items() if blocks]
+            assert forget_prefixes(manager) and set(hashes(kept)) == {"None"}
+        assert all(block.block_hash is None for each in old for block in blocks_of.get(each, ()))
+    assert len(old) > 1 and not kept.has_unfinished_requests()
+    assert manager.block_pool.get_num_free_blocks() == 399
     add_requests(kept, 1, rng)
     step = kept.schedule()
     kept.update_from_output(step, sampled(kept, step, rng))
