@@ -1,9 +1,11 @@
 """Do two checkouts train bit-identically? The proof of a refactoring.
 
     python scripts/same_run.py [--experiment NAME] [--steps 12] OLD_CHECKOUT NEW_CHECKOUT [OVERRIDES ...]
+    python scripts/same_run.py . . --new trainer.source=streaming trainer.max_staleness=0
 
 Model and data are made once, by the old checkout; then each checkout runs the experiment with the same seed in a folder
 of its own and exports the model. Every metric of every step except times, and every weight, must have the same bits.
+With --new the second run has further overrides, and the metrics that both runs have are compared.
 Exit code 1 where one differs. On a CPU the quickstart and fine-tuning (`--experiment sft_quickstart`) repeat bit by
 bit, so a checkout compared with itself shows no difference (docs/exactness.md, "Repeating a run").
 """
@@ -46,14 +48,14 @@ def _is_measured(name: str) -> bool:
     return name.startswith(MEASURED) or name in ("time", "timestamp", "trainer/unix_time_s")
 
 
-def differences(old: Path, new: Path) -> list[str]:
-    """A line for each metric and tensor that is not the same."""
+def differences(old: Path, new: Path, *, common_only: bool) -> list[str]:
+    """A line for each metric and tensor that is not the same. Args: common_only: leave out metrics of one run alone."""
     found = []
     rows, new_rows = history(old), history(new)
     if len(rows) != len(new_rows):
         found.append(f"{len(rows)} rows of metrics and {len(new_rows)}")
     for row, other in zip(rows, new_rows, strict=False):
-        for name in sorted(row.keys() | other.keys()):
+        for name in sorted(row.keys() & other.keys() if common_only else row.keys() | other.keys()):
             if row.get(name) != other.get(name):
                 found.append(f"row {row.get('trainer/global_step')}: {name} {row.get(name)} and {other.get(name)}")
     tensors, new_tensors = ({k: v for f in sorted(p.rglob("*.safetensors")) for k, v in load_file(f).items()}
@@ -70,6 +72,7 @@ def main() -> int:
     parser.add_argument("checkouts", type=Path, nargs=2)
     parser.add_argument("--experiment", default="quickstart")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--new", nargs="+", default=[], metavar="OVERRIDE", help="of the second run alone")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
     old, new = (path.resolve() for path in given.checkouts)
@@ -89,10 +92,10 @@ def main() -> int:
         made.mkdir()
         if main_module == MAIN:
             run(old, made, ["-c", PREPARE, *overrides])  # fine-tuning starts from a seeded model that each makes
-        for checkout, folder in zip((old, new), folders, strict=True):
+        for checkout, folder, own in zip((old, new), folders, ([], given.new), strict=True):
             shutil.copytree(made, folder)
-            run(checkout, folder, ["-m", main_module, *overrides])
-        found = differences(*folders)
+            run(checkout, folder, ["-m", main_module, *overrides, *own])
+        found = differences(*folders, common_only=bool(given.new))
     print("\n".join(found) or "bit-identical")
     return 1 if found else 0
 

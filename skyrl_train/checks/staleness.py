@@ -123,7 +123,7 @@ def kv_cache_problems(config: Config) -> Iterator[str]:
         )
     if config.trainer.placement.colocate_all:
         yield (
-            f"{key} and trainer.placement.colocate_all is true: engines give their KV cache back before each update. "
+            f"{key} and trainer.placement.colocate_all is true: engines release their KV cache before each update. "
             "Set recompute_kv_cache=true or colocate_all=false"
         )
     if not generator.run_engines_locally:

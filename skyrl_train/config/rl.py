@@ -142,7 +142,7 @@ class TrainerConfig(TrainingConfig):
 
     @property
     def engine_teachers(self) -> tuple[ScoringModel, ...]:
-        """Teachers that engines of their own score with."""
+        """Teachers that score on dedicated engines."""
         return self._teachers if self.teacher.backend == "engine" else ()
 
     @property

@@ -115,7 +115,7 @@ class Order(Generic[Row]):
         self._permutation = self._permute()
 
     def _permute(self) -> list[int]:
-        # The factor exceeds any number of epochs, so each (seed, epoch) has a generator seed of its own.
+        # The factor exceeds any number of epochs, so each (seed, epoch) has its own generator seed.
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
         return torch.randperm(len(self._rows), generator=generator).tolist()
 

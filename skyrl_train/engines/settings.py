@@ -31,9 +31,9 @@ ONLINE = {"fp8": "fp8_per_channel"}
 """vLLM's name of each `quantization`: one scale per row of a weight, and one per token, taken while it computes. Its
 `fp8` has one scale per matrix, is deprecated for online quantisation (0.32) and does not run without a GPU.
 """
-UNQUANTISED = ["re:.*gate$"]
-"""Linear layers that quantised engines keep in the model's dtype: routers, whose errors select other experts. vLLM
-would quantise Qwen3-MoE's.
+ROUTER = "gate$"
+"""Linear layers that quantised engines keep in the model's dtype, because their errors select other experts; vLLM would
+quantise Qwen3-MoE's.
 """
 
 
@@ -138,7 +138,7 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
         arguments["max_cudagraph_capture_size"] = -(-generator.step_sequences // 16) * 16  # of vLLM's sizes
     if generator.quantization is not None:
         arguments["quantization"] = ONLINE[generator.quantization]
-        arguments["quantization_config"] = {"ignore": UNQUANTISED}
+        arguments["quantization_config"] = {"ignore": [f"re:.*{ROUTER}"]}
     if generator.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
     if generator.kv_cache_memory_gb is not None:

@@ -53,7 +53,7 @@ def engine_memory(
 
 
 def teacher_memory(config: Config, model: PretrainedConfig, capacity: float, readings: Readings) -> EngineMemory:
-    """An engine that scores with a teacher, on devices of its own; hints in its prompts are not counted."""
+    """An engine that scores with a teacher, on its own devices; hints in its prompts are not counted."""
     longest = config.generator.max_input_length + config.generator.sampling_params.max_generate_length + 1
     scores = min(longest * model.vocab_size * BYTES_PER_LOGIT, capacity * MAX_SCORE_FRACTION)
     part = Part("logits of a scored sample", scores, GUESSED)
@@ -128,8 +128,7 @@ def weight_bytes(model: PretrainedConfig, width: int, quantization: str | None) 
     total = num_parameters(model) * width
     if quantization is None:
         return total
-    # The first matrix of a sparse layer's MLP is its router.
-    matrices = [matrix for layer in layers(model) for matrix in layer.attention + layer.mlp[layer.is_sparse :]]
+    matrices = [matrix for layer in layers(model) for matrix in layer.linear]
     return total - sum(
         (matrix.size * width - fp8_bytes(matrix.outputs, matrix.inputs)) * matrix.count for matrix in matrices
     )

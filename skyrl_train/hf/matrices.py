@@ -56,7 +56,7 @@ class Layer:
 
     @property
     def linear(self) -> tuple[Matrix, ...]:
-        """Matrices that can have adapters: all but the router."""
+        """Matrices that can have adapters and can be quantised: all but the router."""
         return self.attention + (self.mlp[1:] if self.is_sparse else self.mlp)
 
     @property

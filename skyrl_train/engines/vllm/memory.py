@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_train.device.nvml import DeviceUse, devices_in_use, gib
-from skyrl_train.engines.settings import NUM_BYTES, EngineSettings, Margin
+from skyrl_train.engines.settings import NUM_BYTES, ROUTER, EngineSettings, Margin
 from skyrl_train.hf.checkpoint import tensor_shapes
 
 MIN_MARGIN = 3 << 30
@@ -36,8 +36,8 @@ BLOCK = 128
 CACHED = re.compile(r"\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|kv_a_proj_with_mqa)\.weight$")
 """Matrices whose rows are what a layer caches of a token."""
 
-UNQUANTISED = re.compile(r"(embed_tokens|lm_head|gate)\.weight$")
-"""Matrices that vLLM leaves in the model's dtype: embedding, output layer, routers."""
+UNQUANTISED = re.compile(rf"(embed_tokens|lm_head|{ROUTER})")
+"""Modules that quantised engines keep in the model's dtype: embedding, output layer, routers."""
 
 
 def fp8_bytes(rows: int, columns: int) -> int:
@@ -58,7 +58,7 @@ class ModelSize:
         width, is_quantised = NUM_BYTES[generator.model_dtype], generator.quantization is not None
         num_bytes = sum(
             fp8_bytes(math.prod(shape[:-1]), shape[-1])
-            if is_quantised and len(shape) > 1 and not UNQUANTISED.search(name)
+            if is_quantised and len(shape) > 1 and not UNQUANTISED.search(name.removesuffix(".weight"))
             else math.prod(shape) * width
             for name, shape in named.items()
         )

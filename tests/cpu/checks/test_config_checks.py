@@ -702,7 +702,7 @@ def test_engines_for_evaluation_that_would_be_idle_or_leave_none_for_training_ar
     [
         ([], None),
         (["generator.pause_mode=abort"], "pause_mode is abort: no running response keeps its KV cache then"),
-        (["trainer.placement.colocate_all=true"], "engines give their KV cache back before each update"),
+        (["trainer.placement.colocate_all=true"], "engines release their KV cache before each update"),
         ([*REMOTE, f"{URLS}=[http://h:1]"], "a running server decides this itself"),
         (["generator.engine_init_kwargs.kv_offloading_size=4"], "a cache outside the engine would hold keys"),
     ],

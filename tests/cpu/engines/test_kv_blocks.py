@@ -38,7 +38,7 @@ def scheduler(model: Path, *, num_blocks: int, caching: bool, is_async: bool) ->
     config = EngineArgs(
         model=str(model),
         max_num_seqs=12,
-        max_num_batched_tokens=40,  # prompts come in pieces
+        max_num_batched_tokens=40,  # prompts are split
         max_model_len=MAX_LEN,
         block_size=BLOCK,
         enable_prefix_caching=caching,
