@@ -183,3 +183,26 @@ def test_products_are_added_to_matrices_and_what_lies_between_stays(dtype: torch
     expected.view(3, -1)[:, :size] += x.float()
     additions.add(buffer.view(3, -1)[:, :size], x)
     assert torch.equal(buffer, expected)
+
+
+def test_words_of_many_tensors_are_summed_by_one_kernel_and_each_counts_once(monkeypatch: pytest.MonkeyPatch):
+    """In a model's order of long and short tensors; also in several kernels, and of tensors that are not contiguous."""
+    from skyrl_train.megatron.weights import word_sums
+
+    shapes = [(2100, 1024), (7,), (128, 8), (0,), (1,), (5, 3), (2, 4)]
+    tensors = [
+        random(*shape, dtype=dtype, seed=seed).mT if shape == (128, 8) else random(*shape, dtype=dtype, seed=seed)
+        for seed, shape in enumerate(shapes)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    words = [8 if tensor.dim() == 2 and tensor.shape[1] % 4 == 0 else tensor.element_size() for tensor in tensors]
+    expected = torch.zeros(4, dtype=torch.int64)
+    for index, (tensor, size) in enumerate(zip(tensors, words, strict=True)):
+        expected[index % 4] += tensor.cpu().contiguous().view(-1).view(word_sums.WORDS[size]).sum()
+    for held in (1 << 30, 1000, 0):
+        monkeypatch.setattr(word_sums, "HELD_BYTES", held)
+        sums = word_sums.WordSums(4, tensors[0].device)
+        for index, (tensor, size) in enumerate(zip(tensors, words, strict=True)):
+            sums.add(index % 4, tensor, size)
+        assert torch.equal(sums.total().cpu(), expected)
+        assert torch.equal(sums.total().cpu(), expected)

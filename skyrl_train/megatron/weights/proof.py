@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from skyrl_train.device import device
 from skyrl_train.hf import adapter as peft
 from skyrl_train.megatron.lora.adapters import Adapter, Lora
 from skyrl_train.megatron.model.model import Model
@@ -33,12 +34,11 @@ from skyrl_train.megatron.weights.export import (
     live_tensors,
     whole_shape,
 )
+from skyrl_train.megatron.weights.word_sums import WORDS, WordSums
 from skyrl_train.weight_sync.control import WeightSyncError
 from skyrl_train.weight_sync.digest import name_list
 
 WORD_BYTES = 8
-Sums = list[tuple[int, Tensor]]
-"""(position, [] int64) of tensors or of their parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,12 @@ class _Entry:
     """Rows of the whole tensor without the padding of the vocabulary; None if it has none."""
     columns: int | None
     """Columns of a shard; None for vectors."""
+
+    def word_bytes(self, tensor: Tensor) -> int | None:
+        """Of the words that are summed: 8 where every row of a shard is a whole number of them, else None: elements.
+        Vectors, which are short and may be sharded anywhere, are summed by element.
+        """
+        return None if self.columns is None or self.columns * tensor.element_size() % WORD_BYTES else WORD_BYTES
 
 
 class LiveSums:
@@ -81,24 +87,22 @@ class LiveSums:
         read: Read = lambda tensor: tensor.detach(),
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield what `export` yields. A collective over the stage at its end: all its ranks must drain it.
-        Args: read as in `export`.
+        Args: named_tensors: keep their values until the end; read as in `export`.
         Raises: WeightSyncError at the end, on the stage's owner, naming the tensors whose exported values differ from
             the model's.
         """
-        is_owner, exported = is_stage_owner(), Sums()
+        is_owner, exported = is_stage_owner(), WordSums(len(self._entries), device())
         for name, tensor in named_tensors:
             if is_owner:
                 entry = self._of_hf[name]
-                exported.append((entry.position, _word_sum(tensor, entry)))
+                exported.add(entry.position, tensor, entry.word_bytes(tensor))
             yield name, tensor
-        device = next(self._model.modules[0].parameters()).device
         names = [entry.hf_names for entry in self._entries.values()]
-        live = _totals(self._live(dtype, read), len(names), device)
-        _require_equal(live, _totals(exported, len(names), device), names, "weights")
+        _require_equal(self._live(dtype, read).total(), exported.total(), names, "weights")
 
-    def _live(self, dtype: torch.dtype, read: Read) -> Sums:
+    def _live(self, dtype: torch.dtype, read: Read) -> WordSums:
         """Sums over the shards that this rank counts."""
-        sums = Sums()
+        sums = WordSums(len(self._entries), device())
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         etp_rank = parallel_state.get_expert_tensor_parallel_rank()
         ep_rank = parallel_state.get_expert_model_parallel_rank()
@@ -110,7 +114,7 @@ class LiveSums:
                 if entry.num_rows is not None:
                     first = rank * len(part) if live.is_sharded else 0
                     part = part[: max(0, entry.num_rows - first)]
-                sums.append((entry.position, _word_sum(part, entry)))
+                sums.add(entry.position, part, entry.word_bytes(part))
         return sums
 
 
@@ -122,15 +126,15 @@ def checked_adapters(lora: Lora, dtype: torch.dtype) -> Iterator[tuple[str, Tens
     modules = [name for _, adapter in lora.adapters for group in adapter.site.modules for name in group]
     names = [name for module in modules for name in peft.tensor_names(module)]
     positions = {name: index for index, name in enumerate(names)}
-    is_owner, exported = is_stage_owner(), Sums()
+    is_owner, exported = is_stage_owner(), WordSums(len(names), device())
     for name, tensor in export_adapter(lora):
         converted = tensor.to(dtype)
         if is_owner:
-            exported.append((positions.pop(name), _elements(converted).sum()))
+            exported.add(positions.pop(name), converted)
         yield name, converted
     assert not (is_owner and positions), f"not exported: {name_list(list(positions))}"
     live = torch.cat([_adapter_sums(adapter, dtype).flatten() for _, adapter in lora.adapters])
-    _require_equal(live, _totals(exported, len(names), live.device), [(name,) for name in names], "adapters")
+    _require_equal(live, exported.total(), [(name,) for name in names], "adapters")
 
 
 def _adapter_sums(adapter: Adapter, dtype: torch.dtype) -> Tensor:
@@ -156,15 +160,6 @@ def _is_first_replica(is_expert: bool) -> bool:
     return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
 
-def _totals(sums: Sums, num: int, device: torch.device) -> Tensor:
-    """[num] int64: the sums added up by position, by one kernel for all of them."""
-    zeros = torch.zeros(num, dtype=torch.int64, device=device)
-    if not sums:
-        return zeros
-    positions, values = zip(*sums, strict=True)
-    return zeros.index_add_(0, torch.tensor(positions, device=device), torch.stack(values))
-
-
 def _require_equal(live: Tensor, exported: Tensor, names: Sequence[tuple[str, ...]], kind: str) -> None:
     """Compare what the stage's ranks hold with what its owner exported. A collective over the stage."""
     dist.all_reduce(live, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
@@ -177,19 +172,6 @@ def _require_equal(live: Tensor, exported: Tensor, names: Sequence[tuple[str, ..
         )
 
 
-def _word_sum(tensor: Tensor, entry: _Entry) -> Tensor:
-    """[] int64: sum of 64-bit words if every row of a shard is a multiple of 8 bytes, else of elements. Vectors, which
-    are short and may be sharded anywhere, are summed by element.
-    """
-    flat = tensor.detach().contiguous().view(-1)
-    size = flat.element_size()
-    if entry.columns is None or entry.columns * size % WORD_BYTES:
-        return _elements(flat).sum()
-    if flat.storage_offset() * size % WORD_BYTES:
-        flat = flat.clone()
-    return flat.view(torch.int64).sum()
-
-
 def _elements(tensor: Tensor) -> Tensor:
     """The bits of each element as an integer, whose sums are int64."""
-    return tensor.detach().contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return tensor.detach().contiguous().view(WORDS[tensor.element_size()])
