@@ -25,6 +25,7 @@ from skyrl_train.hf import adapter as peft
 from skyrl_train.megatron.lora.adapters import Adapter, Lora
 from skyrl_train.megatron.model.model import Model
 from skyrl_train.megatron.weights.export import (
+    LiveTensor,
     Read,
     dtype_of_name,
     expert_names,
@@ -91,22 +92,25 @@ class LiveSums:
         Raises: WeightSyncError at the end, on the stage's owner, naming the tensors whose exported values differ from
             the model's.
         """
-        is_owner, exported = is_stage_owner(), WordSums(len(self._entries), device())
+        live = list(live_tensors(self._model))
+        storages = {each.tensor.untyped_storage().data_ptr() for each in live}
+        is_owner, exported = is_stage_owner(), WordSums(len(self._entries), device(), storages)
         for name, tensor in named_tensors:
             if is_owner:
                 entry = self._of_hf[name]
                 exported.add(entry.position, tensor, entry.word_bytes(tensor))
             yield name, tensor
         names = [entry.hf_names for entry in self._entries.values()]
-        _require_equal(self._live(dtype, read).total(), exported.total(), names, "weights")
+        counted = WordSums(len(self._entries), device(), storages)
+        self._count(live, counted, dtype, read)
+        _require_equal(counted.total(), exported.total(), names, "weights")
 
-    def _live(self, dtype: torch.dtype, read: Read) -> WordSums:
-        """Sums over the shards that this rank counts."""
-        sums = WordSums(len(self._entries), device())
+    def _count(self, tensors: Iterable[LiveTensor], sums: WordSums, dtype: torch.dtype, read: Read) -> None:
+        """Add the shards that this rank counts."""
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         etp_rank = parallel_state.get_expert_tensor_parallel_rank()
         ep_rank = parallel_state.get_expert_model_parallel_rank()
-        for live in live_tensors(self._model):
+        for live in tensors:
             entry = self._entries[expert_names(self._model, live)[ep_rank if live.is_expert else 0]]
             rank = etp_rank if live.is_expert else tp_rank
             if _is_first_replica(live.is_expert) and (live.is_sharded or rank == 0):
@@ -115,7 +119,6 @@ class LiveSums:
                     first = rank * len(part) if live.is_sharded else 0
                     part = part[: max(0, entry.num_rows - first)]
                 sums.add(entry.position, part, entry.word_bytes(part))
-        return sums
 
 
 def checked_adapters(lora: Lora, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

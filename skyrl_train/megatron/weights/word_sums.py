@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -9,13 +11,15 @@ from skyrl_train import kernels
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 HELD_BYTES = 256 << 20
-"""Of tensors that wait for the next kernel, which may be copies that nobody else holds."""
+"""Of copies that nobody else holds and that wait for the next kernel."""
 
 
 class WordSums:
     """[num] int64, all 0 at first."""
 
-    def __init__(self, num: int, device: torch.device) -> None:
+    def __init__(self, num: int, device: torch.device, storages: Collection[int] = ()) -> None:
+        """Args: storages: addresses of those that live anyway, whose tensors may all wait for one kernel."""
+        self._storages = storages
         self._sums: list[tuple[int, Tensor]] = []
         """(position, [] int64), without a GPU."""
         self._waiting: dict[int, list[tuple[int, Tensor]]] = {size: [] for size in WORDS}
@@ -36,7 +40,8 @@ class WordSums:
             self._sums.append((position, words.sum()))
             return
         self._waiting[size].append((position, words))
-        self._held += words.numel() * size
+        if words.untyped_storage().data_ptr() not in self._storages:
+            self._held += words.numel() * size
         if self._held > HELD_BYTES:
             self._launch()
 
