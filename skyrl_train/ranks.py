@@ -112,7 +112,7 @@ def pad_multiple(tp_size: int, cp_size: int) -> int:
 
 
 def free_port() -> int:
-    """Return a port of this machine that is free now, for a Rendezvous.
+    """Return a port of this machine that is free now, for a process that listens soon.
 
     Not one chosen by the system: those are ports of outgoing connections (from 32768 on), one of which may take it
     before rank 0 listens (EADDRINUSE, seen in the tests). Ray's workers use 10002 to 19999.

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.policy import LoraConfig
 from skyrl_train.hf.adapter import SLOT_RANKS, linear_shapes, slot_problem, targets
+from skyrl_train.ranks import free_port
 
 log = logging.getLogger(__name__)
 
@@ -220,6 +221,8 @@ def engine_environment(settings: EngineSettings, device_type: str) -> dict[str, 
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
         # Run the worker in the core's process: saves starting a process (tensor parallelism sets "mp").
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Where it looks for ports. Left to itself it takes one that the system may give away before it listens.
+        "VLLM_PORT": str(free_port()),
     }
     if device_type == "cuda" and settings.generator.model_dtype == "float32":
         # vLLM's attention uses Triton's default precision, which is TensorFloat-32.

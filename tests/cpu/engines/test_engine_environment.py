@@ -75,6 +75,18 @@ def test_routers_are_not_quantised(name: str, is_quantised: bool):
     assert ("Fp8" in str(method)) == is_quantised
 
 
+@pytest.mark.slow
+def test_engines_that_start_at_once_look_for_ports_in_different_places_where_no_connection_begins():
+    """What vLLM chooses itself is a port of outgoing connections, which another process may have when it listens."""
+    ports = []
+    for _ in range(2):
+        environment = os.environ | engine_environment(SETTINGS, "cpu")
+        program = "from vllm.utils.network_utils import get_open_port; print(get_open_port())"
+        printed = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
+        ports.append(int(printed.stdout.split()[-1]))
+    assert len(set(ports)) == 2 and all(20_000 <= port < 32_768 for port in ports)
+
+
 def test_the_mode_of_engines_is_left_open_by_the_configuration():
     assert load_config().generator.enforce_eager is None and load_config().generator.seed_requests is None
     assert load_config(["generator.enforce_eager=true"]).generator.enforce_eager is True
