@@ -52,6 +52,7 @@ SPLIT_EXPERTS = [
     "trainer.policy.megatron_config.expert_model_parallel_size=2",
     "generator.num_inference_engines=2",
     "generator.gpu_memory_utilization=0.1",
+    "generator.kv_cache_memory_gb=4",  # an engine fails to sleep if meanwhile others take more than it returns
 ]
 EXPERTS = ("qwen3_moe", {"head_dim": 64})
 LATENT_ATTENTION = (
