@@ -121,7 +121,7 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
         "tensor_parallel_size": settings.tensor_parallel_size,
         "enforce_eager": is_eager(settings, device_type),
         "enable_prefix_caching": generator.enable_prefix_caching,
-        "max_num_batched_tokens": max(generator.step_tokens, settings.max_model_len),
+        "max_num_batched_tokens": batched_tokens(settings),
         "max_num_seqs": generator.step_sequences,
         "logprobs_mode": "processed_logprobs",
         # Requests over HTTP would take top_k, repetition_penalty, ... from the model's generation_config.json.
@@ -138,8 +138,7 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
     if not arguments["enforce_eager"] and generator.step_sequences > GRAPHS and not _chooses_graphs(generator):
         arguments["max_cudagraph_capture_size"] = -(-generator.step_sequences // 16) * 16  # of vLLM's sizes
     if generator.quantization is not None:
-        arguments["quantization"] = ONLINE[generator.quantization]
-        arguments["quantization_config"] = {"ignore": [f"re:.*{ROUTER}"]}
+        arguments |= quantised(generator.quantization)
     if generator.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = generator.gpu_memory_utilization
     if generator.kv_cache_memory_gb is not None:
@@ -151,6 +150,28 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
     if settings.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
     return arguments | generator.engine_init_kwargs
+
+
+def batched_tokens(settings: EngineSettings) -> int:
+    """The most tokens of one step: what its requests can have, and not more than was asked.
+
+    vLLM's warm-up divides them among dummy requests and gives the rest of the division to one of them. One longer than
+    `max_model_len` reads beyond its block table: an illegal memory access at some starts (0.26, vllm#49751).
+    """
+    sequences, longest = settings.generator.step_sequences, settings.max_model_len
+    tokens = min(settings.generator.step_tokens, sequences * longest)
+    return max(tokens - tokens % min(sequences, tokens), longest)
+
+
+def quantised(quantization: str) -> dict[str, Any]:
+    """Arguments of vLLM for engines that are quantised as their weights arrive."""
+    return {
+        "quantization": ONLINE[quantization],
+        "quantization_config": {"ignore": [f"re:.*{ROUTER}"]},
+        # The kernel of experts that it prefers on Hopper holds tensors that a reload replaces, and CUDA graphs read the
+        # old ones (0.26, vllm#41670).
+        "moe_backend": "triton",
+    }
 
 
 def _chooses_graphs(generator: GeneratorConfig) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.engines.settings import ONLINE
 from tests.gpu.test_job import LATENT_ATTENTION
 from tests.gpu.test_weight_sync import CONTEXT, PROMPTS, answers_of, two_checkpoints
 from tests.support.families import write_family
@@ -40,7 +39,7 @@ def difference(one: list[Any], other: list[Any]) -> float:
 @pytest.mark.parametrize("kind", list(SIZES))
 def test_weights_quantised_on_arrival_are_those_quantised_when_an_engine_starts(kind: str, tmp_path: Path):
     folders = two_checkpoints(kind, tmp_path, **SIZES[kind])
-    order, fp8 = [1, 0, 1, 1], ONLINE["fp8"]
+    order, fp8 = [1, 0, 1, 1], "fp8"
     updates = [[], [], [], [folders[which] for which in order]]
     with ProcessPoolExecutor(4, mp_context=CONTEXT) as pool:
         found = list(

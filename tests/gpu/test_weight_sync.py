@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from skyrl_train.device.memory import allocate_in_pages
+from skyrl_train.engines.settings import quantised
 from skyrl_train.ranks import free_port
 from skyrl_train.weight_sync.bucket import unpack
 from skyrl_train.weight_sync.digest import bucket_digests
@@ -165,7 +166,7 @@ def _engine(folder: Path, quantization: str | None) -> Any:
         model=str(folder),
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        quantization=quantization,
+        **(quantised(quantization) if quantization else {}),
         enforce_eager=True,
         kv_cache_memory_bytes=1 << 28,
         gpu_memory_utilization=0.2,

@@ -42,6 +42,19 @@ def test_cuda_graphs_cover_as_many_sequences_as_an_engine_takes(values: dict[str
     assert engine_arguments(settings, "cuda").get("max_cudagraph_capture_size") == captured
 
 
+@pytest.mark.parametrize("sequences", [1, 3, 40, 256, 4096])
+@pytest.mark.parametrize("longest", [16, 24, 1000, 32768])
+@pytest.mark.parametrize("asked", [64, 1000, 8192, 16384])
+def test_no_dummy_request_of_the_warm_up_is_longer_than_an_engine_takes(sequences: int, longest: int, asked: int):
+    """vLLM 0.26 gives each its part of a step's tokens, and one the rest of the division."""
+    settings = engine_settings("m", "m", "float32", longest, max_num_seqs=sequences, max_num_batched_tokens=asked)
+    tokens = engine_arguments(settings, "cuda")["max_num_batched_tokens"]
+    requests = min(sequences, tokens)
+    assert tokens // requests + tokens % requests <= longest
+    assert longest <= tokens <= max(asked, longest)
+    assert tokens > min(asked, sequences * longest) - sequences, "and all that were asked for but that rest"
+
+
 @pytest.mark.parametrize(
     ("chosen", "device", "seeded"), [(None, "cuda", False), (None, "cpu", True), (True, "cuda", True)]
 )
