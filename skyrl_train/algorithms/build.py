@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -88,12 +88,16 @@ def build_estimator(values: Mapping[str, Any]) -> Bound:
 
 
 def algorithm_problems(
-    values: Mapping[str, Any], parameters: Mapping[str, Any], *, has_teacher: bool = False
+    values: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+    places: Mapping[str, str],
+    *,
+    has_teacher: bool = False,
 ) -> Iterator[str]:
     """Problems found by calling every function on a sample of three tokens.
 
-    Args: values: as in `build_objective`; parameters: those of the user's own functions, also in values; has_teacher:
-        whether a teacher scores the samples.
+    Args: values: as in `build_objective`; parameters: those of the user's own functions, also in values; places: leaf
+        name -> key of `trainer.algorithm`; has_teacher: whether a teacher scores the samples.
     """
     try:
         objective, estimator = build_objective(values, 1.0), build_estimator(values)
@@ -108,6 +112,7 @@ def algorithm_problems(
         yield str(error)
         return
     functions = [*(term.loss for term in objective.terms), *objective.corrections, *objective.selections, estimator]
+    yield from _hidden(functions, parameters, places)
     taken = {key.name for bound in functions for key in _keys(bound.function)}
     reads_all = any(takes_all(bound.function) for bound in functions)
     for name in () if reads_all else parameters.keys() - taken:
@@ -126,6 +131,23 @@ def algorithm_problems(
         return
     yield from _distillation_problems(values, objective, has_teacher=has_teacher)
     yield from _failures(objective, estimator)
+
+
+def _hidden(functions: Iterable[Bound], parameters: Mapping[str, Any], places: Mapping[str, str]) -> Iterator[str]:
+    """Parameters of the user's own functions that would get the value of a key that happens to have their name."""
+    for name in sorted(name for name in parameters.keys() & places if not isinstance(parameters[name], Mapping)):
+        yield (
+            f"trainer.algorithm.parameters.{name} is set: functions get the key trainer.algorithm.{places[name]} of "
+            "that name. Set that key, or rename the parameter"
+        )
+    for bound in functions:
+        is_own = not bound.function.__module__.startswith("skyrl_train.")
+        for key in _keys(bound.function) if is_own else ():
+            if key.default is not key.empty and "." in places.get(key.name, ""):
+                yield (
+                    f"{_place(bound.function)} has a default for {key.name}: it would get the value of "
+                    f"trainer.algorithm.{places[key.name]} instead. Rename it, or remove the default to get that value"
+                )
 
 
 def _distillation_problems(values: Mapping[str, Any], objective: Objective, *, has_teacher: bool) -> Iterator[str]:
@@ -158,6 +180,8 @@ def _distillation_problems(values: Mapping[str, Any], objective: Objective, *, h
 def needs_advantages(objective: Objective) -> bool:
     """Whether the gradient is 0 if all advantages are 0, tested with every term on a sample of three tokens."""
     for term in objective.terms:
+        if term.coef == 0:
+            continue
         tokens = objective.shaped(_sample_of_three(objective.needs, objective.selections, has_advantages=False))
         terms = term.loss(tokens).terms
         (gradient,) = torch.autograd.grad(terms.sum(), tokens.logprobs, allow_unused=True)
@@ -177,6 +201,11 @@ def uses_rollout_logprobs(objective: Objective) -> bool:
         loss, _ = objective_loss(objective, tokens, weights)
         gradients.append(torch.autograd.grad(loss, tokens.logprobs)[0])
     return not torch.equal(*gradients)
+
+
+def needs_logprobs(values: Mapping[str, Any]) -> bool:
+    """Whether an update depends on how likely the engines found the tokens. Args: values: as in `build_objective`."""
+    return values["prox_logp_method"] == "loglinear" or uses_rollout_logprobs(build_objective(values, 1.0))
 
 
 def _failures(objective: Objective, estimator: Bound) -> Iterator[str]:

@@ -38,7 +38,7 @@ from skyrl_train.checks.training import (
     training_problems,
 )
 from skyrl_train.config import Config, ConfigError
-from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.algorithm import PLACES, AlgorithmConfig
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.hf.adapter import slot_problem
 
@@ -173,7 +173,7 @@ def _objective(config: Config) -> Iterator[str]:
     """Problems of the objective's terms, and what they need of sampling, layout and teacher."""
     algorithm = config.trainer.algorithm
     has_teacher = config.trainer.teacher.is_there
-    problems = list(algorithm_problems(algorithm.values, algorithm.parameters, has_teacher=has_teacher))
+    problems = list(algorithm_problems(algorithm.values, algorithm.parameters, PLACES, has_teacher=has_teacher))
     yield from teacher_problems(config)
     yield from problems
     is_stale = config.trainer.source == "streaming" and config.trainer.staleness > 0

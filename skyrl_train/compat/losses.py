@@ -24,8 +24,7 @@ from torch import Tensor
 from skyrl_train.algorithms.inputs import LossTerms, TokenInputs
 from skyrl_train.algorithms.metrics import Metric, Reduce
 from skyrl_train.compat.padding import Responses
-from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import key_types
+from skyrl_train.config.algorithm import PLACES
 
 log = logging.getLogger(__name__)
 
@@ -187,11 +186,7 @@ def algorithm_config(values: Mapping[str, Any]) -> DictConfig:
 
     Args: values: those of AlgorithmConfig.
     """
-    return OmegaConf.create(_plain({name: value for name, value in values.items() if name not in LEAVES}))
-
-
-LEAVES = {key.rpartition(".")[2] for key in key_types(AlgorithmConfig) if "." in key}
-"""Keys of sections, which the values have by themselves too."""
+    return OmegaConf.create(_plain({name: value for name, value in values.items() if "." not in PLACES.get(name, "")}))
 
 
 def _plain(value: Any) -> Any:

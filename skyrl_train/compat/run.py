@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from skyrl_train.algorithms.build import needs_logprobs
 from skyrl_train.compat.dataset import prompts_of
-from skyrl_train.compat.generators.collector import GeneratorCollector, Postprocessed, needs_logprobs
+from skyrl_train.compat.generators.collector import GeneratorCollector, Postprocessed
 from skyrl_train.compat.generators.environments import SkyRLGymGenerator
 from skyrl_train.compat.generators.types import GeneratorOutput
 from skyrl_train.compat.trainer import RayPPOTrainer, overridden
@@ -71,7 +72,7 @@ class HookedRun(Experiment):
     def get_source(self, parts: SourceParts) -> GroupSource:
         collector = parts.collector
         if isinstance(collector, GeneratorCollector):
-            needs = needs_logprobs(self.config.trainer.algorithm)
+            needs = needs_logprobs(self.config.trainer.algorithm.values)
             collector = collector.for_training(parts.policy_version, needs_logprobs=needs)
         if self._old.postprocesses:
             collector = self._postprocessed(collector)

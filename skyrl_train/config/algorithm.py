@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS, reads_values
+from skyrl_train.config.schema import key_types
 from skyrl_train.config.values import AboveZero, Bounds, Count, CountOrNever, NotNegative, OneOf, Share, Text
 
 
@@ -175,7 +176,9 @@ class AlgorithmConfig:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Leaf name -> value of every key, for the keyword-only parameters of functions, and name -> section."""
+        """Leaf name -> value of every key, for the keyword-only parameters of functions, and name -> section. A key of
+        another name than all in PLACES may be in `parameters`.
+        """
         fields = dataclasses.asdict(self)
         values = fields.pop("parameters")
         for name, value in fields.items():
@@ -200,3 +203,7 @@ class AlgorithmConfig:
     def needs_reference(self) -> bool:
         """Whether a KL term with a weight reads reference logprobs."""
         return (self.use_kl_loss or self.use_kl_in_reward) and self.kl_loss_coef != 0
+
+
+PLACES = {key.rpartition(".")[2]: key for key in key_types(AlgorithmConfig)}
+"""Leaf name of every key -> the key."""

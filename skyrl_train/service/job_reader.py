@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from skyrl_train.algorithms.build import needs_logprobs
 from skyrl_train.algorithms.tables import compares_samples
 from skyrl_train.batching.split import mini_batches_of
 from skyrl_train.config import Config
@@ -44,6 +45,7 @@ class JobReader:
         self._mini_batch_size = config.trainer.policy_mini_batch_size
         self._estimator = config.trainer.algorithm.advantage_estimator
         self._temperature = config.generator.sampling_params.temperature
+        self._needs_logprobs = needs_logprobs(config.trainer.algorithm.values)
 
     def train(self, groups: object) -> TrainJob:
         """Groups of one prompt's samples each: ChatSample, TokenSample, or dicts with their fields."""
@@ -102,6 +104,12 @@ class JobReader:
         else:
             ids, mask, logprobs = _of_tokens(given)
         self._check(ids, mask)
+        if logprobs is None and self._needs_logprobs:
+            raise ValueError(
+                "it has no logprobs, and the service's trainer.algorithm (corrections, policy_loss_type or "
+                "prox_logp_method) weighs tokens by them. Submit token_ids with the engine's logprobs, or set "
+                "trainer.algorithm.corrections=[]"
+            )
         mask[0] = False  # no token predicts the first
         trained = torch.tensor(mask)
         given_logprobs = torch.zeros(len(ids)) if logprobs is None else torch.tensor(logprobs, dtype=torch.float32)

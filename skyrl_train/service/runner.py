@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from skyrl_train.cluster.calls import RemoteFailed
@@ -80,6 +81,7 @@ class JobRunner:
     timers: Timers
     _job: Job | None = None
     _updates_before: int = 0
+    _coefficients_before: Mapping[str, float] = field(default_factory=dict)
     _failed_syncs: int = 0
     """Consecutive failed syncs of health checks."""
 
@@ -104,6 +106,7 @@ class JobRunner:
         return metrics | self.timers.metrics() | {"service/policy_version": float(self.version.policy_version)}
 
     async def _train(self, job: TrainJob) -> Metrics:
+        self._coefficients_before = self.step.coefficients.state
         self.source.put(job)
         metrics = await self.step.step()
         if not job.has_logprobs:
@@ -147,6 +150,8 @@ class JobRunner:
     async def recover(self, error: Exception) -> str:
         """Serve and train the last version again; return a report. Raises: the reason if that is impossible."""
         version = self.version.policy_version
+        if isinstance(self._job, TrainJob):
+            self.step.coefficients.resume(self._coefficients_before)
         if self.policy.num_updates == self._updates_before and await self._is_sound(error):
             await self.residency.for_rollout()
             return f"nothing was changed; still serving version {version}"

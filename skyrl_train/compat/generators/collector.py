@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.algorithms.build import build_objective, uses_rollout_logprobs
 from skyrl_train.compat.generators.client import CURRENT, Call
 from skyrl_train.compat.generators.outputs import conversations_of, input_of, output_of, token_rewards, with_output
 from skyrl_train.compat.generators.types import (
@@ -16,7 +15,6 @@ from skyrl_train.compat.generators.types import (
     GeneratorOutput,
     TrainingPhase,
 )
-from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.rollout.admission import Admission, Failure
 from skyrl_train.rollout.collect import Collector, Progress, Result
 from skyrl_train.rollout.contract import Engines, Requests, Rollout
@@ -110,13 +108,6 @@ class GeneratorCollector(Collector):
                 "the engines, or set trainer.algorithm.corrections=[] and trainer.source=on_policy"
             )
         return made
-
-
-def needs_logprobs(algorithm: AlgorithmConfig) -> bool:
-    """Whether the update depends on how likely the engines found the tokens."""
-    if algorithm.prox_logp_method == "loglinear":
-        return True
-    return uses_rollout_logprobs(build_objective(algorithm.values, temperature=1.0))
 
 
 @dataclass

@@ -10,9 +10,24 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.algorithms.build import algorithm_problems
 from skyrl_train.checks.model import looks_local
 from skyrl_train.checks.rl import check
 from skyrl_train.config import ConfigError, load_config
+from skyrl_train.config.algorithm import PLACES
+
+OWN_HUBER = """
+from skyrl_train.algorithms.inputs import LossTerms
+
+def free(tokens, *, width):
+    return LossTerms(-tokens.logprobs * tokens.advantages * width)
+
+def needed(tokens, *, delta):
+    return LossTerms(-tokens.logprobs * tokens.advantages * delta)
+
+def with_default(tokens, *, delta=1.0):
+    return LossTerms(-tokens.logprobs * tokens.advantages * delta)
+"""
 
 MEGATRON = "trainer.policy.megatron_config"
 URLS = "generator.remote_inference_engine_urls"
@@ -714,3 +729,23 @@ def test_kv_caches_that_no_response_could_keep_are_refused(overrides: list[str],
 
 def test_engines_for_evaluation_beside_training_are_accepted():
     assert problems(*BESIDE) == ()
+
+
+def test_parameters_of_own_functions_are_not_hidden_by_keys_that_have_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "own_huber.py").write_text(OWN_HUBER)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def problems(function: str, *overrides: str) -> str:
+        config = load_config([f"trainer.algorithm.policy_loss_type=own_huber:{function}", *overrides])
+        return " ".join(
+            algorithm_problems(config.trainer.algorithm.values, config.trainer.algorithm.parameters, PLACES)
+        )
+
+    assert problems("free", "+trainer.algorithm.parameters.width=2.5") == ""
+    assert "parameters.delta is set: functions get the key trainer.algorithm." in problems(
+        "needed", "+trainer.algorithm.parameters.delta=2.5"
+    )
+    assert "own_huber:with_default has a default for delta: it would get" in problems("with_default")
+    assert problems("needed") == ""

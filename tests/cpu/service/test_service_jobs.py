@@ -21,7 +21,8 @@ from skyrl_train.types import UNKNOWN_VERSION
 from tests.support.tiny import chatml_tokenizer
 
 TOKENIZER = chatml_tokenizer()
-CONFIG = load_config(["trainer.train_batch_size=4", "trainer.policy_mini_batch_size=2", "data.train_data=[]"])
+CONFIG_OVERRIDES = ["trainer.train_batch_size=4", "trainer.policy_mini_batch_size=2", "data.train_data=[]"]
+CONFIG = load_config(CONFIG_OVERRIDES)
 READER = JobReader(CONFIG, TOKENIZER, vocab_size=66, max_tokens=40)
 ASKED = [{"role": "user", "content": "1+1="}]
 
@@ -277,3 +278,23 @@ def test_a_service_refuses_penalties_and_filters_that_it_would_not_apply(overrid
     key, _, value = override.partition("=")
     with pytest.raises(ConfigError, match=f"{key} is {value}: .* that its clients submit. Set it to {remedy}$"):
         check_service(load_config([override]), files=False)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.algorithm.corrections=[token_tis]",
+        "trainer.algorithm.policy_loss_type=dppo",
+        "trainer.algorithm.prox_logp_method=loglinear",
+        "generator.quantization=fp8",
+    ],
+)
+def test_samples_without_logprobs_are_refused_where_the_update_weighs_tokens_by_them(override: str):
+    """As logprobs of 0 they would say that the engine was certain of every token."""
+    config = load_config([*CONFIG_OVERRIDES, "generator.model_dtype=bfloat16", override])
+    reader = JobReader(config, TOKENIZER, 66, 500)
+    with_them = tokens(logprobs=[0.0, -1.0, -1.0])
+    assert reader.train([[with_them, with_them]]).has_logprobs
+    for without in (tokens(), chat("2", 1.0)):
+        with pytest.raises(ValueError, match="group 0, sample 1: it has no logprobs"):
+            reader.train([[with_them, without]])

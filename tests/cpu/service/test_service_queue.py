@@ -405,3 +405,23 @@ def test_without_kept_states_only_half_an_update_cannot_be_rolled_back():
             await service.recover(error.value)
 
     asyncio.run(body())
+
+
+def test_a_failed_job_leaves_adapted_weights_of_the_objective_where_they_were():
+    service = Service()
+    coefficients = service.runner.step.coefficients
+
+    async def adapts_and_fails() -> None:
+        coefficients.kl *= 2
+        raise ValueError("the update was refused")
+
+    async def main() -> None:
+        service.runner.step.step = adapts_and_fails  # type: ignore[method-assign, assignment]
+        before = coefficients.kl
+        for _ in range(2):
+            with pytest.raises(ValueError, match="refused") as caught:
+                await service.run(TrainJob((), has_logprobs=True, sampled_by={}))
+            assert "nothing was changed" in await service.recover(caught.value)
+            assert coefficients.kl == before
+
+    asyncio.run(main())

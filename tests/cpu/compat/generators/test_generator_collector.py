@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.algorithms.build import needs_logprobs
 from skyrl_train.compat.generators.client import InferenceEngineClient
-from skyrl_train.compat.generators.collector import GeneratorCollector, Postprocessed, needs_logprobs
+from skyrl_train.compat.generators.collector import GeneratorCollector, Postprocessed
 from skyrl_train.compat.generators.types import GeneratorInput, GeneratorInterface, GeneratorOutput
 from skyrl_train.config import load_config
 from skyrl_train.data.chat import ChatTemplate
@@ -201,7 +202,7 @@ def test_missing_logprobs_are_refused_where_the_update_needs_them(missing: Any):
     ],
 )
 def test_corrections_and_losses_say_whether_they_need_logprobs(override: str, needed: bool):
-    assert needs_logprobs(load_config([override]).trainer.algorithm) is needed
+    assert needs_logprobs(load_config([override]).trainer.algorithm.values) is needed
 
 
 def test_the_first_error_of_a_generator_ends_the_run_and_is_its_own():
