@@ -125,8 +125,10 @@ def sample_means(experience: ExperienceBatch, values: Tensor) -> Tensor:
     return (sums / counts.clamp(min=1))[counts > 0]
 
 
-def credit_metrics(inputs: CreditInputs, advantages: Tensor) -> Metrics:
-    """Mean reward of the conversations, mean advantage of the trained tokens (0 without any), groups without signal."""
+def credit_metrics(inputs: CreditInputs, advantages: Tensor, experience: ExperienceBatch) -> Metrics:
+    """Mean reward of the conversations, mean advantage of the trained tokens (0 without any), groups without signal.
+    Args: experience: the rewards without a penalty.
+    """
     rewards = inputs.sample_rewards
     num_tokens = inputs.sample_sums(inputs.loss_mask)
     share = num_tokens / num_tokens.sum().clamp(min=1)
@@ -136,7 +138,7 @@ def credit_metrics(inputs: CreditInputs, advantages: Tensor) -> Metrics:
         "loss/avg_final_rewards": float(rewards.double().mean()),
         "loss/avg_raw_advantages": float((means * share).sum()),
         "loss/avg_raw_advantages_abs": float((sizes * share).sum()),
-        "reward/zero_variance_share": _zero_variance_share(rewards, inputs.group_ids),
+        "reward/zero_variance_share": _zero_variance_share(credit_inputs(experience).sample_rewards, inputs.group_ids),
     }
 
 

@@ -68,11 +68,11 @@ def evaluation_metrics(groups: Sequence[Group], pass_threshold: float = 0.0) -> 
         return {}
     by_source: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
-        by_source[group.prompt.data_source].append(group)
-    named = [("all", groups), *((source.replace("/", "_"), of_source) for source, of_source in by_source.items())]
+        by_source[group.prompt.data_source.replace("/", "_")].append(group)
+    named = {**by_source, "all": groups}  # also if a source has that name
     return {
         f"eval/{name}/{key}": value
-        for name, some in named
+        for name, some in named.items()
         for key, value in (_scores(some, pass_threshold) | _env_metrics(some)).items()
     }
 

@@ -52,7 +52,7 @@ class CreditAssignment:
         result, returns = assign_credit(self._estimator.function, inputs, self._estimator.parameters)
         if self._normalizes:
             result = whitened(result.double(), inputs.loss_mask).float()
-        metrics = credit_metrics(inputs, result)
+        metrics = credit_metrics(inputs, result, experience)
         if values is not None and returns is not None:
             metrics["critic/explained_variance"] = explained_variance(values, returns, inputs.loss_mask)
         return Credit(result, returns, metrics)
@@ -131,16 +131,18 @@ class LearningSignal:
         """Args: has_other_terms: whether a KL penalty in the reward, a critic or a load-balancing loss gives a gradient
         too; needs_tokens: False if there is one, or an update is wanted, also where no token is trained.
         """
-        self._is_always_there = has_other_terms or not needs_advantages(objective)
+        self._objective, self._has_other_terms = objective, has_other_terms
         self._needs_tokens, self._was_missing = needs_tokens, False
 
-    def is_in(self, metrics: Metrics, *, has_tokens: bool = True) -> bool:
+    def is_in(self, metrics: Metrics, objective: Objective | None = None, *, has_tokens: bool = True) -> bool:
         """Whether to update. Logs the first of several steps in a row without signal.
 
-        Args: metrics: those of `Credit`; has_tokens: whether any token is trained.
+        Args: metrics: those of `Credit`; objective: that of the step, whose adaptive weights may have become 0, by
+            default the configured one; has_tokens: whether any token is trained.
         """
         has_none = self._needs_tokens and not has_tokens
-        is_missing = has_none or (not self._is_always_there and metrics["loss/avg_raw_advantages_abs"] == 0)
+        has_equal = not self._has_other_terms and metrics["loss/avg_raw_advantages_abs"] == 0
+        is_missing = has_none or (has_equal and needs_advantages(objective or self._objective))
         if is_missing and not self._was_missing:
             log.warning(
                 "the step has no signal: %s (%.0f %% of the groups have equal "

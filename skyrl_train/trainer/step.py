@@ -109,7 +109,8 @@ class TrainingStep:
             return None, True
         values = None if self.critic is None else torch.zeros(len(batch.loss_mask))
         credit = self._credit(batch, values=values)
-        return credit, self.learning_signal.is_in(credit.metrics, has_tokens=has_tokens)
+        objective = self.coefficients.objective(self.objective)
+        return credit, self.learning_signal.is_in(credit.metrics, objective, has_tokens=has_tokens)
 
     def _hinted(self, shards: Shards, groups: Sequence[Group]) -> Shards | None:
         """The shards with the prompts that teachers read; None if these are the policy's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from skyrl_train.trainer.performance import rollout_performance
 from skyrl_train.trainer.run_state import RunState
 from skyrl_train.trainer.step import TrainingStep
 from skyrl_train.types import Group, Metrics
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,12 @@ class Trainer(Loop):
         return True
 
     def ended_evaluation(self) -> Metrics:
-        return self._beside.ended(self.global_step) if self.global_step < self._num_steps else {}
+        step, ended = self._beside.step, self._beside.ended(self.global_step)
+        if not ended or self.global_step < self._num_steps:
+            return ended
+        # Its keys are those of the last step's evaluation, which is logged with the same step.
+        log.info("the evaluation of step %d ended with avg_score %.4f", step, ended["eval/all/avg_score"])
+        return {}
 
     @property
     def is_evaluating(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.compat.generators.types import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID
-from skyrl_train.types import UNKNOWN_VERSION, Group, Prompt, Sample, SamplingParams
+from skyrl_train.types import UNKNOWN_VERSION, Group, Prompt, Sample, SamplingParams, VersionSpans
 
 NEEDED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
 
@@ -174,8 +175,18 @@ def with_output(group: Group, output: Mapping[str, Any]) -> Group:
                 f"postprocess_generator_output changed {', '.join(changed)} of sample {number}. Change rewards, and "
                 "loss_masks from 1 to 0"
             )
-        samples.append(replace(sample, rewards=rewards, loss_mask=is_trained))
+        spans = _spans_of(sample, is_trained)
+        samples.append(replace(sample, rewards=rewards, loss_mask=is_trained, version_spans=spans))
     return replace(group, samples=tuple(samples))
+
+
+def _spans_of(sample: Sample, is_trained: Tensor) -> VersionSpans:
+    """The versions of the tokens that are still trained."""
+    versions = [version for version, count in sample.version_spans for _ in range(count)]
+    if len(versions) != int(sample.loss_mask.sum()):
+        return sample.version_spans
+    kept = itertools.compress(versions, is_trained[sample.loss_mask].tolist())
+    return tuple((version, len(list(run))) for version, run in itertools.groupby(kept))
 
 
 def _fixed(sample: Sample) -> dict[str, Any]:

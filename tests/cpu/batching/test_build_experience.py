@@ -45,8 +45,9 @@ def test_samples_lie_end_to_end_in_order():
 
 
 def metrics_of(groups):
-    inputs = credit_inputs(build_experience(groups, policy_version=0))
-    return credit_metrics(inputs, advantages(grpo, inputs, {"grpo_norm_by_std": False}))
+    experience = build_experience(groups, policy_version=0)
+    inputs = credit_inputs(experience)
+    return credit_metrics(inputs, advantages(grpo, inputs, {"grpo_norm_by_std": False}), experience)
 
 
 def test_a_kl_penalty_comes_off_the_rewards_of_the_tokens_that_the_policy_wrote():
@@ -100,3 +101,11 @@ def test_each_fault_is_named_with_its_prompt():
     assert "sample 0 of prompt a has reward nan" in str(error.value)
     assert "prompt b has no samples" in str(error.value)
     assert "sample 1 of prompt c has 3 token_ids, 2 loss_mask" in str(error.value)
+
+
+def test_a_penalty_in_the_rewards_does_not_hide_groups_of_equal_rewards():
+    experience = build_experience([group("a", sample(3, 1.0), sample(2, 1.0))], policy_version=0)
+    penalised = credit_inputs(experience, torch.linspace(0, 1, len(experience.token_ids)), 0.1)
+    assert penalised.sample_rewards[0] != penalised.sample_rewards[1]
+    metrics = credit_metrics(penalised, torch.zeros(len(experience.token_ids)), experience)
+    assert metrics["reward/zero_variance_share"] == 1.0

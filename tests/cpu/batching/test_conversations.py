@@ -114,7 +114,7 @@ def test_every_estimator_credits_a_conversation_as_if_it_were_one_sample(estimat
 
 def test_metrics_of_credit_count_conversations():
     experience = build_experience([Group(PROMPT, (*SUCCESS, *FAILURE)), Group(PROMPT, SUCCESS * 2)], 0)
-    metrics = credit_metrics(credit_inputs(experience), torch.ones(len(experience.token_ids)))
+    metrics = credit_metrics(credit_inputs(experience), torch.ones(len(experience.token_ids)), experience)
     assert metrics["loss/avg_final_rewards"] == 0.75  # 1, 0, 1, 1
     assert metrics["reward/zero_variance_share"] == 0.5
 

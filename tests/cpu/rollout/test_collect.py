@@ -352,3 +352,15 @@ def test_a_group_whose_greedy_response_failed_has_failed():
     assert admission.ledger.failed == 1
     group = admission.finish(sums(1)[0], [made, made], made)
     assert group is not None and len(group.samples) == 2 and len(group.greedy) == 1
+
+
+def test_a_data_source_hides_neither_the_score_of_all_nor_that_of_another_source():
+    groups = [
+        made_group((1, 0.0), data_source="all"),
+        *(made_group((1, 1.0), data_source="math") for _ in range(3)),
+        made_group((1, 0.0), data_source="a/b"),
+        made_group((1, 1.0), data_source="a_b"),
+    ]
+    metrics = evaluation_metrics(groups)
+    assert metrics["eval/all/avg_score"] == pytest.approx(4 / 6)
+    assert metrics["eval/a_b/avg_score"] == 0.5

@@ -237,6 +237,30 @@ def test_an_evaluation_that_fails_ends_the_run_with_its_error(tmp_path: Path):
     assert 3 <= max(world.rows, default=0) + 1 <= 6
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["with a score", "with an error"])
+def test_an_evaluation_that_ends_with_the_last_step_is_not_dropped_in_silence(
+    fails: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """The evaluation of step 2 ends while step 3, the last one, is trained."""
+    fault = {"fails": lambda world, uid: uid == "held 3" and world.version < 3} if fails else {}
+    world = World(tmp_path, NEVER, "trainer.eval_interval=2", num_steps=3, **fault)
+
+    async def waits() -> None:
+        if world.version == 2:
+            while not world.trainer._parts.beside._running.task.done():
+                await asyncio.sleep(0)
+
+    world.update = waits
+    with caplog.at_level(logging.INFO):
+        if fails:
+            with pytest.raises(KeyError, match="no sandbox"):
+                world.run()
+        else:
+            world.run()
+            assert world.evaluated == {3: None}
+            assert "the evaluation of step 2 ended with avg_score" in caplog.text
+
+
 def test_an_evaluation_that_the_checkpoint_overtakes_is_made_again_on_resume(tmp_path: Path):
     world = World(tmp_path, "trainer.ckpt_interval=2", "trainer.max_ckpts_to_keep=-1")
     world.run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -310,3 +311,13 @@ def test_residency_sees_one_critic_so_that_it_stays_between_its_values_and_its_u
         assert seen[0] is seen[1] and seen[0].model is group and seen[0].name == "critic"
 
     asyncio.run(main())
+
+
+def test_an_adaptive_term_whose_weight_has_become_zero_is_no_signal():
+    objective = objective_of("trainer.algorithm.use_entropy_loss=true")
+    policy, entropy = objective.terms
+    without = replace(objective, terms=(policy, replace(entropy, coef=0.0)))
+    signal = LearningSignal(objective, has_other_terms=False)
+    assert signal.is_in(metrics_of(group(EQUAL)), objective)
+    assert not signal.is_in(metrics_of(group(EQUAL)), without)
+    assert signal.is_in(metrics_of(group(DIFFERENT)), without)

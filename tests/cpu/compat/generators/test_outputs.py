@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from skyrl_train.batching.build import build_experience, credit_inputs
 from skyrl_train.compat.generators.outputs import conversations_of, input_of, output_of, vllm_params, with_output
@@ -216,3 +218,14 @@ def test_a_hook_that_changes_more_than_rewards_and_masks_gets_an_error_that_name
 def test_a_hook_may_return_unknown_logprobs_as_they_are():
     group = Group(PROMPT, tuple(samples_of(output(rollout_logprobs=None))))
     assert with_output(group, output_of(group)).rewards == [1.0, -0.5]
+
+
+def test_tokens_that_stay_trained_keep_their_versions():
+    (first, second) = samples_of(output())
+    mixed = replace(second, version_spans=((2, 1), (6, 2)), loss_mask=torch.tensor([False, True, True, True]))
+    group = Group(PROMPT, (first, mixed))
+    changed = with_output(group, {"rewards": [0.0, 0.0], "loss_masks": [[0, 0], [1, 0, 1]]})
+    assert changed.samples[1].version_spans == ((2, 1), (6, 1))
+    changed = with_output(group, {"rewards": [0.0, 0.0], "loss_masks": [[0, 0], [0, 1, 1]]})
+    assert changed.samples[1].version_spans == ((6, 2),)
+    assert with_output(group, output_of(group)).samples[1].version_spans == mixed.version_spans
