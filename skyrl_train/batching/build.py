@@ -28,7 +28,7 @@ def build_experience(groups: Sequence[Group], policy_version: int) -> Experience
     bounds = torch.tensor([0] + [len(sample.token_ids) for sample in samples]).cumsum(0)
     sizes = torch.tensor([len(group.samples) for group in groups])
     if not (
-        len(token_ids) == len(loss_mask) == len(rollout_logprobs) == len(rewards)
+        all(len({len(s.token_ids), len(s.loss_mask), len(s.rollout_logprobs), len(s.rewards)}) == 1 for s in samples)
         and bool(sizes.all())
         and bool(torch.isfinite(rewards).all())
         and all(group.samples[-1].ends_conversation for group in groups)

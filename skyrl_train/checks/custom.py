@@ -38,6 +38,12 @@ def reward_problems(config: Config) -> Iterator[str]:
             f"environment.reward_weights has {num_weights} weights for the {num_functions} functions of "
             "environment.reward_fn. Write one for each, or [] for equal ones"
         )
+    weights, algorithm = set(environment.reward_weights), config.trainer.algorithm
+    if algorithm.advantage_estimator == "gdpo" and weights - {1.0}:
+        yield (
+            f"environment.reward_weights is {list(environment.reward_weights)}: gdpo weighs the normalised rewards by "
+            "trainer.algorithm.gdpo_reward_weights, not by these. Move them there, as {NAME: weight}"
+        )
     if len(set(environment.reward_fn)) < num_functions:
         yield f"environment.reward_fn is {list(environment.reward_fn)}: a function is named twice. Change its weight"
     if environment.reward_fn and environment.env_class != "reward_fn":

@@ -6,22 +6,19 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from skyrl_train.data.text import TextLimit, TooLong, check_text, shortened
+from skyrl_train.data.text import ANCHORS, TextLimit, TooLong, check_text, encode_after, shortened
 from skyrl_train.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# The assistant's text in the stand-in conversation of `reply_ids`. A tokenizer may merge its end with what follows
-# ("0" + "7"); then the next one is tried.
-_ANCHORS = ("zqxj0", "zqxj)", "zqxj")
 _CACHED_RENDERINGS = 4096
 
 
@@ -167,9 +164,19 @@ class ChatTemplate:
         mask = [any(start < last and first < end for first, last in spans) for start, end in encoded["offset_mapping"]]
         return encoded["input_ids"], mask
 
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that decoding skips: also those that the tokenizer has no name for, as `<end_of_turn>` may be."""
+        added = (token_id for token_id, token in self.tokenizer.added_tokens_decoder.items() if token.special)
+        return frozenset({*self.tokenizer.all_special_ids, *added})
+
     def encode(self, text: str) -> tuple[int, ...]:
         """[L] token ids of a rendered text."""
         return tuple(self.tokenizer.encode(self.checked(text), add_special_tokens=False))
+
+    def encode_after(self, text: str) -> tuple[int, ...]:
+        """[L] token ids of a text that continues another."""
+        return tuple(encode_after(self.encode, text))
 
     def checked(self, text: str) -> str:
         """Return `text`. Raises: TooLong."""
@@ -183,7 +190,7 @@ class ChatTemplate:
     def _render_reply(self, key: str) -> tuple[tuple[int, ...], int]:
         """The reply's ids, and how many of the first ones close the assistant's turn."""
         observations = json.loads(key)
-        for anchor in _ANCHORS:
+        for anchor in ANCHORS:  # the assistant's text
             stand_in = [{"role": "user", "content": "u"}, {"role": "assistant", "content": anchor}]
             head = self.encode(anchor)
             # Encoded after the anchor: a SentencePiece tokenizer would put a space before a separate text.
@@ -194,7 +201,7 @@ class ChatTemplate:
                 common = takewhile(lambda pair: pair[0] == pair[1], zip(reply, closing, strict=False))
                 return reply, len(list(common))
         raise ValueError(
-            f"the tokenizer merges each of {', '.join(_ANCHORS)} with the text after it in the chat template, so "
+            f"the tokenizer merges each of {', '.join(ANCHORS)} with the text after it in the chat template, so "
             "the tokens of turns cannot be separated. Use a template with an end-of-turn token"
         )
 

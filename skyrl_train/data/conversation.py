@@ -27,7 +27,8 @@ class Conversations:
 
     def __init__(self, chat: ChatTemplate, eos_token_id: int | None, turns: str) -> None:
         """Args: turns: the trained turns of the assistant, "all" or "last"."""
-        self._chat, self._eos_token_id, self._last_only = chat, eos_token_id, turns == "last"
+        self._chat, self._last_only = chat, turns == "last"
+        self._ends = chat.special_ids | {eos_token_id}
 
     def tokens(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """[L] token ids up to the assistant's last turn, and which of them are trained.
@@ -41,8 +42,16 @@ class Conversations:
         messages = messages[: turns[-1] + 1]
         if self._chat.marks_assistant:
             ids, mask = self._chat.marked_tokens(messages)
-            return ids, _last_run(mask) if self._last_only else mask
+            return ids, self._last_turn(mask, messages) if self._last_only else mask
         return self._between_prefixes(messages, turns[-1:] if self._last_only else turns)
+
+    def _last_turn(self, mask: list[bool], messages: Sequence[Message]) -> list[bool]:
+        """Only the last contiguous run of true values, and nothing if that is an earlier turn's."""
+        before = self._chat.marked_tokens(messages[:-1])[1] if len(messages) > 1 else []
+        runs, num_before = _runs(mask), sum(value for value, _ in _runs(before))
+        marked = [index for index, (value, _) in enumerate(runs) if value]
+        last = marked[-1] if len(marked) > num_before else None
+        return [index == last for index, (_, length) in enumerate(runs) for _ in range(length)]
 
     def _between_prefixes(self, messages: Sequence[Message], turns: Sequence[int]) -> tuple[list[int], list[bool]]:
         text = self._chat.render(messages, add_generation_prompt=False)
@@ -58,9 +67,9 @@ class Conversations:
         return encoded.ids, mask
 
     def _without_closing(self, ids: Sequence[int], start: int, end: int) -> int:
-        """The end of a turn, right after its end-of-sequence token if only white space follows."""
+        """The end of a turn, right after the token that ends it if only white space follows."""
         for last in range(end - 1, start - 1, -1):
-            if ids[last] == self._eos_token_id:
+            if ids[last] in self._ends:
                 return last + 1
             if str(self._chat.tokenizer.decode([ids[last]])).strip():  # not only white space
                 break
@@ -83,11 +92,9 @@ def _length_of_prefix(prefix: str, text: str, encoded: EncodedText, which: str) 
     return length
 
 
-def _last_run(mask: list[bool]) -> list[bool]:
-    """Only the last contiguous run of true values."""
-    runs = [(value, len(list(run))) for value, run in groupby(mask)]
-    last = max((index for index, (value, _) in enumerate(runs) if value), default=None)
-    return [index == last for index, (_, length) in enumerate(runs) for _ in range(length)]
+def _runs(mask: list[bool]) -> list[tuple[bool, int]]:
+    """Values and lengths of the contiguous runs."""
+    return [(value, len(list(run))) for value, run in groupby(mask)]
 
 
 class EncodedText:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
 from skyrl_train.config.training import DataConfig
@@ -48,10 +49,7 @@ class RowMapping:
         for name in [name for name, column in self.columns.items() if column is None]:
             row.pop(name, None)
         if self.columns.get("answer") is not None:
-            answer = row["answer"]
-            is_number = isinstance(answer, int | float) and not isinstance(answer, bool)
-            # Environments compare it with text.
-            truth = {"ground_truth": str(answer) if is_number else answer}
+            truth = {"ground_truth": _truth(row["answer"], f"{where}: data.columns.answer")}
             row["reward_spec"] = {"method": "rule", **(row.get("reward_spec") or {}), **truth}
         if self.prompt_template is not None:
             row["prompt"] = _filled(self.prompt_template, row, where)
@@ -93,6 +91,20 @@ class RowMapping:
                 f"{where}: {self._function} returned {shortened(row)}: it must return a dict, or None to drop the row"
             )
         return row
+
+
+def _truth(answer: Any, what: str) -> Any:
+    """The answer as environments compare it, with text. Raises: ValueError for one that is no answer."""
+    if answer is None:
+        raise ValueError(f"{what}: this row's answer is null. Drop the row with data.row_fn")
+    if isinstance(answer, date):  # the json reader of `datasets` makes them of text
+        raise ValueError(
+            f"{what}: the answer was read as a date, {answer}. Write the rows to a .jsonl or .parquet file"
+        )
+    if isinstance(answer, float) and answer.is_integer():  # a column with nulls or fractions
+        answer = int(answer)
+    is_number = isinstance(answer, int | float) and not isinstance(answer, bool)
+    return str(answer) if is_number else answer
 
 
 def _column(row: Row, name: str, column: str, where: str) -> Any:

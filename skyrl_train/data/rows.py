@@ -41,13 +41,32 @@ def read_rows(sources: Sequence[str]) -> Iterator[LocatedRow]:
 
 
 def without_empty_fields(messages: Any) -> Any:
-    """Chat messages without fields that are None: parquet adds every field of any message in the file."""
+    """Chat messages without fields that are None."""
     if not isinstance(messages, list):
         return messages
     return [
         {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else message
         for message in messages
     ]
+
+
+def _of_arrow(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without what Arrow adds to its messages: every object gets the fields of all objects in the file, also
+    the arguments of a tool call. A null that was meant there cannot be told from these.
+    """
+    return {name: _without_nulls(value) if _has_roles(value) else value for name, value in row.items()}
+
+
+def _has_roles(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, dict) and "role" in item for item in value)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def columns(row: dict[str, Any]) -> str:
@@ -59,15 +78,19 @@ def _source_rows(source: str) -> Iterator[tuple[str, Any]]:
     if file := DATA_FILE.search(source):
         path = _existing(source)
         if file["format"] == "parquet":
-            return ((f"{source}, row {i}", row) for i, row in enumerate(_load("parquet", source, data_files=path)))
+            return _located(source, _load("parquet", source, data_files=path))
         return _json_lines(source, path) if file["format"] == "jsonl" else _json_file(source, path)
     if hub := HUB_SPLIT.match(source):
-        rows = _load(str(Path(hub["name"]).expanduser()), source, split=hub["split"], config=hub["config"])
-        return ((f"{source}, row {i}", row) for i, row in enumerate(rows))
+        name = str(Path(hub["name"]).expanduser())
+        return _located(source, _load(name, source, split=hub["split"], config=hub["config"]))
     raise ValueError(
         f"data source {source!r} is neither a file (.parquet, .json, .jsonl) nor `hub_name:split`. Write it as in "
         "`org/name:train`, or `org/name:config:train`"
     )
+
+
+def _located(source: str, rows: Sequence[dict[str, Any]]) -> Iterator[LocatedRow]:
+    return ((f"{source}, row {i}", _of_arrow(row)) for i, row in enumerate(rows))
 
 
 def _json_lines(source: str, path: str) -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from skyrl_train.data.chat import ChatTemplate, check_messages
 from skyrl_train.data.conversation import Conversations
 from skyrl_train.data.mapping import RowMapping
 from skyrl_train.data.rows import columns, read_rows, without_empty_fields
-from skyrl_train.data.text import TextLimit, TooLong, check_text
+from skyrl_train.data.text import TextLimit, TooLong, check_text, encode_after
 from skyrl_train.types import Example, Message
 
 if TYPE_CHECKING:
@@ -147,11 +148,23 @@ class ExampleReader:
             raise ValueError(
                 "the tokenizer has no end-of-sequence token, which ends the response to a text prompt. Use messages"
             )
-        asked = self._tokenizer.encode(prompt)
-        if asked and asked[-1] == eos:  # added by some tokenizers
-            asked = asked[:-1]
-        answered = [*self._tokenizer.encode(response, add_special_tokens=False), eos]
+        asked, answered = self._asked(prompt), [*encode_after(self._plain, response)]
+        if answered[-1:] != [eos]:
+            answered.append(eos)
         return [*asked, *answered], [False] * len(asked) + [True] * len(answered)
+
+    def _plain(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _asked(self, prompt: str) -> list[int]:
+        """Tokens of the beginning of a sequence: with what the tokenizer adds there, once, and not what it adds at the
+        end.
+        """
+        bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        ids, plain = self._tokenizer.encode(prompt), self._plain(prompt)
+        if ids[-1:] == [eos] and ids[-len(plain) - 1 : -1] == plain:
+            ids = ids[:-1]
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] and plain[:1] == [bos] else ids
 
 
 def _given_tokens(row: dict[str, Any]) -> Tokens:
@@ -160,8 +173,14 @@ def _given_tokens(row: dict[str, Any]) -> Tokens:
         raise ValueError("a row with `input_ids` needs either `labels` or `loss_mask`")
     name, given = ("labels", labels) if labels is not None else ("loss_mask", mask)
     assert given is not None
-    if len(given) != len(ids):
-        raise ValueError(f"`input_ids` has {len(ids)} entries and `{name}` {len(given)}: the numbers must be equal")
+    attended = _numbers(row, "attention_mask") or [1] * len(ids)
+    for other, values in ((name, given), ("attention_mask", attended)):
+        if len(values) != len(ids):
+            raise ValueError(
+                f"`input_ids` has {len(ids)} entries and `{other}` {len(values)}: the numbers must be equal"
+            )
+    # Padding is no part of the sequence.
+    ids, given = list(compress(ids, attended)), list(compress(given, attended))
     if name == "loss_mask":
         if wrong := [value for value in given if value not in (0, 1)]:
             raise ValueError(f"`loss_mask` contains {wrong[0]}: it must be 1 for trained tokens and 0 for others")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,11 @@ Tokenising takes up to 360 bytes per character, so these take at most 0.4 GB; a 
 SHOWN = 80
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 3, SHOWN, SHOWN
+
+
+ANCHORS = ("zqxj0", "zqxj)", "zqxj")
+"""Texts before another one whose tokens are wanted. A tokenizer may merge the end of an anchor with what follows ("0" +
+"7"); then the next one is tried."""
 
 
 class TooLong(ValueError):
@@ -76,3 +82,12 @@ def shortened(value: object) -> str:
     """One short line of any value, for an error message."""
     text = _REPR.repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def encode_after(encode: Callable[[str], Sequence[int]], text: str) -> Sequence[int]:
+    """Token ids of a text that continues another: a SentencePiece tokenizer puts a space before a separate one."""
+    for anchor in ANCHORS:
+        head, whole = encode(anchor), encode(anchor + text)
+        if whole[: len(head)] == head:
+            return whole[len(head) :]
+    return encode(text)

@@ -86,6 +86,7 @@ class Admission:
         max_filtered: int | None = None,
         num_attempts: int = 1,
         cancels: bool = False,
+        min_samples: int = 2,
     ) -> None:
         """Args:
         max_failed_share: fraction of a step's rollouts that may fail.
@@ -93,10 +94,12 @@ class Admission:
         max_filtered: number of these groups in a step at which `filter` gives up; None: no limit.
         num_attempts: how often a rollout is tried before it counts as failed.
         cancels: whether the source cancels groups, which are then counted in the metrics.
+        min_samples: those that must be left of a group of more.
         """
         self.ledger = Ledger()
         self._max_failed_share, self.num_attempts = max_failed_share, num_attempts
         self._filters, self._max_filtered, self._cancels = filters, max_filtered, cancels
+        self._min_samples = min_samples
         self.begin(0)
 
     @property
@@ -150,7 +153,7 @@ class Admission:
         """The group of a prompt whose rollouts have ended, counted as waiting; None if it has failed."""
         made = [samples for samples in results if not isinstance(samples, Failure)]
         self.ledger.generated += 1
-        if len(made) < min(2, len(results)) or isinstance(greedy, Failure):
+        if len(made) < min(self._min_samples, len(results)) or isinstance(greedy, Failure):
             self.ledger.failed += 1
             self._num_failed_groups += 1
             return None

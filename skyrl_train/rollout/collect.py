@@ -152,10 +152,14 @@ class Collector:
 
 
 def _samples(made: object) -> list[Sample]:
-    """Raises: TypeError for anything but a sample or a list of at least one."""
+    """Raises: TypeError for anything but a sample or a list of at least one; ValueError if the last one does not end a
+    conversation.
+    """
     samples = [made] if isinstance(made, Sample) else made
     if not isinstance(samples, list) or not samples or not all(isinstance(sample, Sample) for sample in samples):
         raise TypeError(f"the rollout returned {made!r:.200}. Return a Sample or a list of at least one")
+    if not samples[-1].ends_conversation:
+        raise ValueError("the rollout's last sample has ends_conversation=False: the next rollout would continue it")
     return samples
 
 

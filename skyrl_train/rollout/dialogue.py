@@ -67,10 +67,10 @@ class OneMessageDialogue(ChatDialogue):
     """
 
     def answer(self, observations: Sequence[Message]) -> None:
-        if self._written and self._written[-1] in self._chat.tokenizer.all_special_ids:
+        if self._written and self._written[-1] in self._chat.special_ids:
             self._trace.drop_last()
         texts = [message["content"] for message in observations]
-        self._trace.read([token for text in texts for token in self._chat.encode(text)], observations)
+        self._trace.read([token for text in texts for token in self._chat.encode_after(text)], observations)
 
 
 class StepWiseDialogue(ChatDialogue):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import threading
@@ -65,7 +66,7 @@ class Episode:
             extras = {**self._prompt.extras, "max_turns": self._max_turns}
             with self._failures():
                 env = self._env = make_env(self._prompt.env_class, self._env_config, extras)
-                return check_messages(env.init(list(self._prompt.messages))[0])
+                return check_messages(env.init(copy.deepcopy(self._prompt.messages))[0])
 
     def step(self, response: str, *, last: bool, token_ids: Sequence[int] = ()) -> Turn:
         """Pass the response to the environment; finish it if it is done or this is the `last` turn.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -76,6 +77,13 @@ class SourceParts:
     wake_engines: Callable[[], Awaitable[None]]
     """Makes the engines ready to generate from the newest weights. On shared devices they stay ready until `next`
     returns; the trainer then takes the devices."""
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError if two rows have one uid, by which a resumed run finds them."""
+        uids = [prompt.uid for prompt in self.prompts]
+        if len(set(uids)) < len(uids):
+            twice = next(uid for uid, count in Counter(uids).items() if count > 1)
+            raise ValueError(f"two prompts have the uid {twice!r}. Give each prompt of the training data its own")
 
     def admission(self, num_groups: int | None = None, *, num_attempts: int = 1, cancels: bool = False) -> Admission:
         """Admission by the rules of the configuration. Args: num_groups: number of groups that

@@ -46,11 +46,15 @@ class Evaluation:
     async def groups(self, seed: int, progress: Progress) -> list[Group]:
         """Groups of all held-out prompts, without failed ones. Args: seed: like `run`; progress: shows them."""
         groups: list[Group] = []
-        params, admission = replace(self.sampling_params, seed=seed), Admission(self.max_failed_share)
+        params, admission = replace(self.sampling_params, seed=seed), Admission(self.max_failed_share, min_samples=1)
         admission.begin(len(self.prompts) * self.n_samples)
         for start in range(0, len(self.prompts), self.batch_size):
             batch = self.prompts[start : start + self.batch_size]
             groups += await self.collector.collect(batch, self.n_samples, params, progress, admission)
+        if left_out := len(self.prompts) - len(groups):
+            log.warning(
+                "%d of %d held-out prompts have no score: all their rollouts failed", left_out, len(self.prompts)
+            )
         return groups
 
 

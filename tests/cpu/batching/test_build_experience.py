@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -109,3 +110,10 @@ def test_a_penalty_in_the_rewards_does_not_hide_groups_of_equal_rewards():
     assert penalised.sample_rewards[0] != penalised.sample_rewards[1]
     metrics = credit_metrics(penalised, torch.zeros(len(experience.token_ids)), experience)
     assert metrics["reward/zero_variance_share"] == 1.0
+
+
+def test_masks_that_are_too_long_and_too_short_do_not_make_up_for_each_other():
+    longer = replace(sample(3, 1.0), loss_mask=torch.ones(4) > 0)
+    shorter = replace(sample(3, 0.0), loss_mask=torch.ones(2) > 0)
+    with pytest.raises(ValueError, match="sample 0 of prompt a has 3 token_ids, 4 loss_mask"):
+        build_experience([group("a", longer, shorter)], policy_version=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from skyrl_train.checks.training import data_problems, source_problems
 from skyrl_train.config.training import HUB_SPLIT, DataConfig
 from skyrl_train.data.mapping import RowMapping
 from skyrl_train.data.prompts import LoadedPrompts, load_prompts
+from skyrl_train.data.rows import read_rows
 from skyrl_train.data.sft import ExampleReader
 from tests.support.tiny import chatml_tokenizer, tiny_tokenizer
 
@@ -204,3 +206,32 @@ def test_right_keys_are_no_problem():
     assert not problems(
         row_fn="skyrl_train.tasks.gsm8k:gsm8k_row", columns={"prompt": "q", "x": None}, prompt_template="{q} {{}}"
     )
+
+
+def test_an_answer_is_the_text_that_environments_compare(tmp_path):
+    source = parquet(tmp_path, *({"question": "?", "answer": answer} for answer in (72.0, 0.5)))
+    prompts = load(source, columns={"prompt": "question", "answer": "answer"}).prompts
+    assert [prompt.extras["reward_spec"]["ground_truth"] for prompt in prompts] == ["72", "0.5"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [(None, "this row's answer is null"), (date(2024, 1, 5), "the answer was read as a date, 2024-01-05")],
+)
+def test_a_row_without_an_answer_that_could_be_right_is_refused(tmp_path, answer, problem):
+    source = parquet(tmp_path, {"question": "?", "answer": date(2024, 1, 1)}, {"question": "?", "answer": answer})
+    mapping = RowMapping(columns={"answer": "answer"})
+    with pytest.raises(ValueError, match=f"row 1: data.columns.answer: {problem}"):
+        mapping.row({"answer": answer}, f"{source}, row 1")
+
+
+def test_arrow_adds_no_arguments_to_tool_calls(tmp_path):
+    def called(**arguments: Any) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return [*user("?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    source = parquet(tmp_path, {"messages": called(city="Paris")}, {"messages": called(a=1, b=2)})
+    assert [row["messages"] for _, row in read_rows([str(source)])] == [
+        [*user("?"), {"role": "assistant", "content": "", "tool_calls": called(city="Paris")[1]["tool_calls"]}],
+        called(a=1, b=2),
+    ]

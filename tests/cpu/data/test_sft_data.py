@@ -295,3 +295,73 @@ def test_every_trained_token_weighs_the_same_on_every_rank():
         torch.testing.assert_close(weights, shard.loss_mask / 30)
     assert sum(int(shard.loss_mask.sum()) for shard in shards) == 30
     assert build_examples(examples).cu_seqlens.tolist() == [0, 30, 34, 43, 46, 63]
+
+
+# ---- tokens of texts
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """With a space before a text, as Llama 2 has, and what begins and ends a sequence."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Metaspace(prepend_scheme="first")
+    special = ["<unk>", "<s>", "</s>"]
+    made.train_from_iterator(["2+2=4 abc <result> 5"] * 5, trainers.BpeTrainer(vocab_size=60, special_tokens=special))
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", made.token_to_id("<s>")), ("</s>", made.token_to_id("</s>"))]
+    )
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>", chat_template=template
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response"), [("2+2=", "4"), ("<s>2+2=", "4</s>"), ("<s>2+2=", "4"), ("2+2=", "4</s>")]
+)
+def test_a_response_follows_its_prompt_as_in_one_text_which_begins_and_ends_once(prompt: str, response: str):
+    tokenizer = sentencepiece()
+    ids, mask = ExampleReader(tokenizer, "all", {}, 100).tokens({"prompt": prompt, "response": response})
+    assert tokenizer.decode(ids).replace("<s> ", "<s>") == "<s>2+2=4</s>"
+    assert tokenizer.decode([token for token, is_trained in zip(ids, mask, strict=True) if is_trained]) == "4</s>"
+
+
+def test_text_between_the_turns_of_one_message_gets_no_space():
+    tokenizer = sentencepiece()
+    assert (
+        tokenizer.decode(tokenizer.encode("abc")[1:-1] + list(ChatTemplate(tokenizer, {}).encode_after("5"))) == "abc5"
+    )
+
+
+def test_padding_of_given_tokens_is_left_out():
+    reader = ExampleReader(chatml_tokenizer(), "all", {}, 100)
+    row = {
+        "input_ids": [0, 0, 5, 6, 7, 0],
+        "labels": [-100, -100, -100, 6, 7, -100],
+        "attention_mask": [0, 0, 1, 1, 1, 0],
+    }
+    assert reader.tokens(row) == ([5, 6, 7], [False, True, True])
+    with pytest.raises(ValueError, match="6 entries and `attention_mask` 2"):
+        reader.tokens(row | {"attention_mask": [1, 1]})
+
+
+def test_a_turn_ends_with_its_end_token_also_if_the_tokenizer_has_no_name_for_it():
+    source = chatml_tokenizer()
+    unnamed = PreTrainedTokenizerFast(
+        tokenizer_object=source.backend_tokenizer, eos_token="~", chat_template=source.chat_template
+    )
+    end = unnamed.convert_tokens_to_ids("<|im_end|>")
+    assert end not in unnamed.all_special_ids and end in ChatTemplate(unnamed, {}).special_ids
+    assert trained(unnamed, TURNS) == ["2<|im_end|>", "9<|im_end|>"]
+
+
+def test_an_empty_last_turn_trains_no_earlier_one():
+    marks = with_template(
+        chatml_tokenizer(),
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}",
+    )
+    assert trained(marks, TURNS, "last") == ["9"]
+    assert trained(marks, [*TURNS[:-1], {"role": "assistant", "content": ""}], "last") == []

@@ -119,3 +119,12 @@ def test_the_keys_are_checked_and_select_the_environment():
     ]:
         (found,) = problems(*overrides)
         assert problem in found
+
+
+def test_weights_that_gdpo_does_not_read_are_refused():
+    weighted = ["environment.env_class=reward_fn", "environment.reward_weights=[1.0,-0.1]"]
+    weighted.append("environment.reward_fn=[builtins:len,builtins:abs]")
+    gdpo = "trainer.algorithm.advantage_estimator=gdpo"
+    assert "gdpo weighs the normalised rewards by" in " ".join(problems(*weighted, gdpo))
+    assert "gdpo" not in " ".join(problems(*weighted))
+    assert "gdpo" not in " ".join(problems(*weighted[::2], "environment.reward_weights=[1.0,1.0]", gdpo))

@@ -341,3 +341,16 @@ def test_every_environment_finds_the_users_own_values_beside_its_own(register):
     plain, with_own = ReadsExtra.made
     assert plain.env_config.extra.judge == with_own.env_config.extra.judge == "me"
     assert with_own.env_config.motto == "be kind"
+
+
+def test_an_environment_that_writes_into_its_prompt_changes_no_other_rollout(register):
+    class Hints(Probe):
+        def init(self, messages):
+            messages[-1]["content"] += " think."
+            return messages, {}
+
+    register(Hints)
+    tokenizer, shared = tiny_tokenizer(), prompt("probe")
+    first, second = (play(Script(tokenizer, "a"), shared, max_turns=1) for _ in range(2))
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    assert tokenizer.decode(first.token_ids).count("think.") == 1 and "think." not in str(shared.messages)

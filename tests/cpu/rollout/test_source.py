@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,17 +42,16 @@ class World:
             return sample(self.rewards(prompt.uid, len(self.seeds[prompt.uid])))
 
         self.timers = Timers()
-        self.source = OnPolicySource(
-            SourceParts(
-                config=load_config([*CONFIG, *overrides]),
-                prompts=[prompt(str(n)) for n in range(10)],
-                sampling_params=SamplingParams(max_generate_length=4),
-                collector=Collector(rollout, engines_of(None)),
-                progress=Quiet(),
-                timers=self.timers,
-                wake_engines=self.wake,
-            )
+        self.parts = SourceParts(
+            config=load_config([*CONFIG, *overrides]),
+            prompts=[prompt(str(n)) for n in range(10)],
+            sampling_params=SamplingParams(max_generate_length=4),
+            collector=Collector(rollout, engines_of(None)),
+            progress=Quiet(),
+            timers=self.timers,
+            wake_engines=self.wake,
         )
+        self.source = OnPolicySource(self.parts)
 
     async def wake(self) -> None:
         self.waked += 1
@@ -127,3 +127,31 @@ def test_the_ledger_finds_groups_that_were_lost_or_handed_out_twice():
         ledger.train(1)
     with pytest.raises(RuntimeError, match="lost or counted twice"):
         Ledger(generated=3, trained=2).check()
+
+
+def test_two_rows_with_one_uid_are_refused():
+    """A resumed run would find the first of them for both."""
+    parts = World().parts
+    with pytest.raises(ValueError, match="two prompts have the uid '3'"):
+        replace(parts, prompts=[*parts.prompts, prompt("3")])
+
+
+def test_a_rollout_whose_last_sample_does_not_end_its_conversation_is_refused():
+    async def rollout(prompt: Prompt, params: SamplingParams, engines: Engines) -> list[Sample]:
+        return [replace(sample(1.0), ends_conversation=False)]
+
+    async def main() -> None:
+        collector = Collector(rollout, engines_of(None))
+        await collector.collect([prompt("0")], 2, SamplingParams(max_generate_length=4), Quiet(), Admission(0.0))
+
+    with pytest.raises(ValueError, match="last sample has ends_conversation=False"):
+        asyncio.run(main())
+
+
+def test_an_evaluation_scores_a_prompt_by_any_sample_that_is_left():
+    failed = Failure("0", KeyError("no sandbox"))
+    for least, is_kept in ((2, False), (1, True)):
+        admission = Admission(1.0, min_samples=least)
+        admission.begin(4)
+        assert (admission.finish(prompt("0"), [[sample(1.0)], failed, failed, failed]) is not None) is is_kept
+        assert admission.finish(prompt("0"), [failed] * 4) is None
