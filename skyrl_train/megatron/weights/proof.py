@@ -54,8 +54,8 @@ class _Entry:
     """Columns of a shard; None for vectors."""
 
     def word_bytes(self, tensor: Tensor) -> int | None:
-        """Of the words that are summed: 8 where every row of a shard is a whole number of them, else None: elements.
-        Vectors, which are short and may be sharded anywhere, are summed by element.
+        """Size of the words that are summed: 8 where every row of a shard is a whole number of them, else None for
+        elements. Vectors, which are short and may be sharded anywhere, are summed by element.
         """
         return None if self.columns is None or self.columns * tensor.element_size() % WORD_BYTES else WORD_BYTES
 

@@ -11,7 +11,7 @@ from skyrl_train import kernels
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 HELD_BYTES = 256 << 20
-"""Of copies that nobody else holds and that wait for the next kernel."""
+"""The most bytes of copies that nobody else holds and that wait for the next kernel."""
 
 
 class WordSums:
