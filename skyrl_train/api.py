@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from skyrl_train.config import Config
+from skyrl_train.config import Config, ConfigError
 from skyrl_train.config.rl import RL
 from skyrl_train.entrypoints import command
 from skyrl_train.entrypoints.experiment import Experiment
 from skyrl_train.entrypoints.main_base import COMMAND
+
+EXAMPLES = {"overrides": '["trainer.seed=2"]', "folders": '["configs"]'}
 
 
 def load_config(
@@ -32,6 +34,11 @@ def load_config(
         folders: also searched for `experiment/NAME.yaml`, besides `./configs` and those of skyrl_train.
     Raises: ConfigError with every problem.
     """
+    for name, given in (("overrides", overrides), ("folders", folders)):
+        if isinstance(given, str | Path | Mapping):
+            raise ConfigError(f"load_config({name}={given!r}): it must be a list, as {EXAMPLES[name]}")
+    if missing := [str(folder) for folder in folders if not Path(folder).is_dir()]:
+        raise ConfigError(f"load_config(folders=...): there is no folder {', '.join(missing)}")
     chosen = [] if experiment is None else [f"+experiment={experiment}"]
     here = [Path("configs")] if Path("configs/experiment").is_dir() else []
     return RL.load([*chosen, *overrides], [*here, *folders])

@@ -93,6 +93,13 @@ def lora_problems(lora: LoraConfig) -> Iterator[str]:
     """An initial adapter that does not exist or would not be read."""
     if lora.rank > 0 and not lora.target_modules:
         yield f"{LORA}.target_modules is empty: nothing would be trained. Name modules, or all-linear"
+    adapted = {"target_modules": list(lora.target_modules), "sync": getattr(lora, "sync", "merged")}
+    for name, value in adapted.items() if lora.rank == 0 else ():
+        if value not in (["all-linear"], "merged"):
+            yield (
+                f"{LORA}.{name} is {value} and {LORA}.rank is 0: there are no adapters, and all weights would be "
+                f"trained. Set rank, or remove {name}"
+            )
     if lora.path is None:
         return
     if lora.rank == 0:

@@ -6,7 +6,8 @@ origin; Hydra's own message is about struct mode, and a misspelt key in an exper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -65,9 +66,12 @@ class Composed:
     """Translation of the keys of skyrl_train 0.4 on the command line."""
 
 
-def compose(schema: type, base: Path, overrides: Sequence[str], folders: Sequence[Path] = ()) -> Composed:
+def compose(
+    schema: type, base: Path, overrides: Sequence[str], folders: Sequence[Path] = (), derived: Mapping[str, str] = {}
+) -> Composed:
     """Values of `base`, the chosen experiments and the overrides.
 
+    Args: derived: key -> expression that replaces its value in `base`.
     Raises: ConfigError with all misspelt overrides, or with the first error of Hydra.
     """
     base = base.resolve()
@@ -77,7 +81,8 @@ def compose(schema: type, base: Path, overrides: Sequence[str], folders: Sequenc
     problems += translation.problems
     if problems:
         raise ConfigError(problems)
-    lines = [hydra_line(override, schema) for override in parsed if not is_searchpath(override)]
+    lines = [f"{key}={literal(expression)}" for key, expression in derived.items()]
+    lines += [hydra_line(override, schema) for override in parsed if not is_searchpath(override)]
     paths = [path for override in parsed if is_searchpath(override) for path in strings(override)]
     lines.append(f"hydra.searchpath={literal([*paths, *(f'file://{folder}' for folder in extra)])}")
     with initialize_config_dir(str(base.parent), version_base=None):
@@ -102,6 +107,34 @@ def base_yaml(schema: type, base: Path) -> str:
     files = [ConfigFile(base.name, "", cast(dict[str, Any], OmegaConf.to_container(whole)), is_lower_base=True)]
     leave_out_foreign(whole, schema, files)
     return OmegaConf.to_yaml(whole)
+
+
+def derived_keys(schema: type, base: Path, file: Path) -> dict[str, str]:
+    """Key -> `${...}` of `base`, of the keys whose value in a complete file is what they have by it: with other values
+    of the keys in it they change too.
+    """
+    whole, given = cast(DictConfig, OmegaConf.create(base_yaml(schema, base))), OmegaConf.load(file)
+    found: dict[str, str] = {}
+    for key, expression in _expressions(whole):
+        trial = copy.deepcopy(given)
+        try:
+            value = OmegaConf.select(trial, key)
+            OmegaConf.update(trial, key, expression)
+            if OmegaConf.select(trial, key) == value:
+                found[key] = expression
+        except OmegaConfBaseException:  # an older file without one of the keys
+            continue
+    return found
+
+
+def _expressions(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Keys with an interpolation, and that."""
+    for name, value in cast(dict[str, Any], OmegaConf.to_container(config, resolve=False)).items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _expressions(OmegaConf.create(value), f"{key}.")
+        elif isinstance(value, str) and "${" in value:
+            yield key, value
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:

@@ -26,10 +26,13 @@ def parse(text: str, schema: type | None = None) -> Override:
     try:
         return OverridesParser.create().parse_override(text if schema is None else _nested(text, schema))
     except HydraException as error:
-        shown, reason = BY_NAME.argument(text), str(error).splitlines()[0]
+        shown, reason = BY_NAME.argument(text), f"{str(error).splitlines()[0]}. "
         if shown != text:  # the reason quotes a part of the secret
-            reason = "put quotes around the value, inside those of the shell, as in \"key='a,b c'\""
-        raise ConfigError(f"cannot read {shown!r} on the command line, expected key=value: {reason}") from None
+            reason = ""
+        raise ConfigError(
+            f"cannot read {shown!r} on the command line, expected key=value: {reason}Put quotes around a value with "
+            "other than letters, digits and . / : _ -, inside those of the shell, as in \"key='a,b c'\""
+        ) from None
 
 
 def _nested(text: str, schema: type) -> str:

@@ -95,6 +95,10 @@ class ParallelSizes:
     expert_tensor_parallel_size: Count | None
 
 
+RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "mlp_act", "moe", "shared_experts")
+"""Megatron-core's names of what `recompute_granularity=selective` can recompute, and the activation of dense layers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MegatronConfig(ParallelSizes):
     """Parallel layout and settings of Megatron-core."""
@@ -102,7 +106,7 @@ class MegatronConfig(ParallelSizes):
     transformer_impl: Annotated[str, OneOf(("auto", "torch", "transformer_engine"))]
     sequence_parallel: bool
     recompute_granularity: Annotated[str, OneOf(("auto", "selective", "full"))] | None
-    recompute_modules: tuple[str, ...] | None
+    recompute_modules: tuple[Annotated[str, OneOf(RECOMPUTABLE)], ...] | None
     recompute_logits: bool | None
     logprobs_chunk_size: Count | None
     optimizer_cpu_offload: bool

@@ -80,7 +80,7 @@ class Program(Generic[T]):
         Raises: ConfigError.
         """
         flags = self._parser().parse_intermixed_args(list(argv))
-        base = self.base
+        base, derived = self.base, dict[str, str]()
         folders = [Path("configs")] if Path("configs/experiment").is_dir() else []
         if flags.config_dir is not None:
             folders.append(Path(flags.config_dir))
@@ -91,7 +91,8 @@ class Program(Generic[T]):
             base = Path(flags.config_file)
             if not base.is_file() or base.suffix != ".yaml":
                 raise ConfigError(f"--config-file is {base}: there is no such .yaml file")
-        config = self._built(compose.compose(self.schema, base, flags.overrides, folders))
+            derived = compose.derived_keys(self.schema, self.base, base)
+        config = self._built(compose.compose(self.schema, base, flags.overrides, folders, derived))
         if flags.cfg == "job":
             print(to_yaml(config), end="")
             raise SystemExit(0)

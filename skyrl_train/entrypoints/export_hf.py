@@ -26,6 +26,7 @@ from skyrl_train.entrypoints.command import guarded, print_error, prints_help
 from skyrl_train.hf.checkpoint import INDEX
 from skyrl_train.hf.download import download
 from skyrl_train.tracking.run_dir import RECORD as RUN_RECORD
+from skyrl_train.tracking.writable import require_writable
 from skyrl_train.trainer.run_state import RECORD, Checkpoint, Checkpoints, load_checkpoint
 
 if TYPE_CHECKING:
@@ -105,8 +106,9 @@ def _target(path: str | None, checkpoint: Checkpoint) -> Path:
         raise ValueError(
             f"{checkpoint.folder} is not in the folder of a run. Name the folder to write: export_path=..."
         )
-    if (target / INDEX).exists():
+    if any(target.glob("*.safetensors")) or (target / INDEX).exists():
         raise ValueError(f"{target} already holds a model. Name another folder: export_path=...")
+    require_writable("export_path", str(target), target, "Name another folder")
     return target
 
 

@@ -11,6 +11,7 @@ from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import OrderState
 from skyrl_train.rollout.source import SOURCES
 from skyrl_train.tracking.run_dir import lock_folder, read_record
+from skyrl_train.tracking.writable import require_writable
 from skyrl_train.trainer.from_config import settings_of
 from skyrl_train.trainer.run_state import Checkpoint, Checkpoints, load_checkpoint
 
@@ -33,6 +34,14 @@ def lock_checkpoints(trainer: TrainingConfig) -> TextIO | None:
         raise ValueError(
             f"trainer.ckpt_path is {path}: the folder cannot be created ({error}). Choose another folder"
         ) from error
+
+
+def require_export_folder(trainer: TrainingConfig) -> None:
+    """Raises: ValueError if trainer.export_path cannot be written; the last step would be the first to notice."""
+    path = Path(trainer.export_path).expanduser().resolve()
+    if trainer.hf_save_interval != 0 and not path.is_relative_to(_run_dir(trainer)):
+        instead = "Choose another folder, or set trainer.hf_save_interval=0"
+        require_writable("trainer.export_path", trainer.export_path, path, instead)
 
 
 def chosen_checkpoint(trainer: TrainingConfig, num_rows: int) -> Checkpoint | None:

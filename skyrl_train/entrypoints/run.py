@@ -22,7 +22,12 @@ from skyrl_train.cluster.session import Cluster, connect
 from skyrl_train.config.policy import Layout
 from skyrl_train.config.training import RunConfig
 from skyrl_train.device.kinds import DeviceKind
-from skyrl_train.entrypoints.resume import chosen_checkpoint, lock_checkpoints, resumes_in_its_folder
+from skyrl_train.entrypoints.resume import (
+    chosen_checkpoint,
+    lock_checkpoints,
+    require_export_folder,
+    resumes_in_its_folder,
+)
 from skyrl_train.forecast.fit import fitted
 from skyrl_train.hf import adapter_file
 from skyrl_train.ranks import SavedState
@@ -115,6 +120,7 @@ class Run(ABC, Generic[C, P]):
         Raises: ValueError for a checkpoint that cannot be resumed from, or one of another run.
         """
         self._checkpoint_lock = lock_checkpoints(self.config.trainer)
+        require_export_folder(self.config.trainer)
         self.checkpoint = chosen_checkpoint(self.config.trainer, self.num_train_rows)
         return resumes_in_its_folder(self.config.trainer, self.checkpoint)
 

@@ -31,6 +31,7 @@ from skyrl_train.config.policy import OWN_STAGES, Layout, MegatronConfig
 from skyrl_train.config.rl import VERIFY, VerifyLayoutConfig
 from skyrl_train.entrypoints.command import guarded
 from skyrl_train.megatron.verify.outcome import BFLOAT16, FLOAT32, Difference, Outcome, compare
+from skyrl_train.tracking.writable import require_file
 from skyrl_train.types import Metrics
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def verify(config: VerifyLayoutConfig, console: Console) -> int:
     from skyrl_train.megatron.verify.hf_reference import comparable, run_hugging_face
 
     settings = config.verify
+    require_file("verify.json_file", settings.json_file)
     _, model = checked_folder(MODEL, config.trainer.policy.model.path, config.trainer.download_timeout_s)
     torch.set_num_threads(1)  # the processes are forked from this one where there is no GPU
     trial = _trial(config, model.vocab_size)
@@ -112,11 +114,11 @@ def verify(config: VerifyLayoutConfig, console: Console) -> int:
         differences[HUGGING_FACE] = compare(comparable(outcome, hugging_face), hugging_face)
     bounds = BFLOAT16 if trial.bf16 else FLOAT32
     broken = [f"{sentence} from {name}" for name, each in differences.items() for sentence in bounds.exceeded(each)]
+    for name, difference in differences.items():
+        console.print(_table(f"{layout.sizes} against {name}", difference, outcome.metrics))
     if settings.json_file is not None:
         numbers = {name: dataclasses.asdict(each) for name, each in differences.items()}
         Path(settings.json_file).write_text(json.dumps({"exact": not broken, "broken": broken} | numbers, indent=1))
-    for name, difference in differences.items():
-        console.print(_table(f"{layout.sizes} against {name}", difference, outcome.metrics))
     if broken:
         console.print("[bold red]not exact:[/] " + "; ".join(broken), highlight=False, soft_wrap=True)
         return 1

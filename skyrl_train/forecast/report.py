@@ -138,6 +138,13 @@ def proposal_table(found: Sequence[Proposal]) -> Table:
     return table
 
 
+OF_ENGINES = (
+    "The trainers' layout does not change that. Raise generator.inference_engine_tensor_parallel_size, or change "
+    "generator.gpu_memory_utilization or kv_cache_memory_gb if they are set"
+)
+"""What helps if an engine does not fit."""
+
+
 def refusal(made: Forecast, found: Sequence[Proposal]) -> str:
     """The error for a run that cannot fit."""
     phase = max(made.impossible, key=lambda each: (each.device == ENGINE, each.low))
@@ -149,10 +156,7 @@ def refusal(made: Forecast, found: Sequence[Proposal]) -> str:
             "The trainers' layout does not change that. Raise trainer.teacher.inference_engine_tensor_parallel_size"
         )
     elif phase.phase == "generation":
-        remedy = (
-            "The trainers' layout does not change that. Raise generator.inference_engine_tensor_parallel_size, or "
-            "generator.gpu_memory_utilization if it is set"
-        )
+        remedy = OF_ENGINES
     else:
         remedy = "No layout of up to 64 GPUs fits; take a smaller model or more device memory"
     return (

@@ -24,9 +24,10 @@ from skyrl_train.entrypoints.command import guarded
 from skyrl_train.forecast import report
 from skyrl_train.forecast.choices import chosen
 from skyrl_train.forecast.fit import other_models, require_fp8
-from skyrl_train.forecast.forecast import Inputs, forecast, workload_of
+from skyrl_train.forecast.forecast import ENGINE, Inputs, forecast, workload_of
 from skyrl_train.forecast.proposals import problems, proposals
 from skyrl_train.forecast.shapes import model_config, shapes
+from skyrl_train.tracking.writable import require_file
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 def plan(config: PlanConfig, console: Console) -> int:
     """Print memory, times, limits and proposals; 0 if the run fits for sure."""
+    require_file("plan.json_file", config.plan.json_file)
     workload = workload_of(config, config.plan.prompt_tokens, config.plan.response_tokens)
     given = Inputs(config, _models(config), _device(config), workload)
     if found_problems := problems(given):
@@ -54,6 +56,9 @@ def plan(config: PlanConfig, console: Console) -> int:
     if found:
         console.print(report.proposal_table(found))
         console.print(f"fastest: {' '.join(found[0].overrides) or 'as given'}", highlight=False, soft_wrap=True)
+    elif config.plan.propose and any(phase.device == ENGINE and phase.high > made.capacity for phase in made.phases):
+        text = f"An engine may not fit. {report.OF_ENGINES}"
+        console.print(text, highlight=False, soft_wrap=True)
     elif config.plan.propose:
         console.print("No layout of up to 64 GPUs fits for sure", highlight=False)
     if config.plan.json_file is not None:

@@ -59,8 +59,13 @@ def _publish(unfinished: Path, target: Path, sums: Mapping[str, FileSum]) -> Non
     In a folder that exists, files are replaced one by one, and its index is missing until the last one is written, so
     that nobody loads old and new weights together.
     Args: sums: known digests; the other files are read.
-    Raises: OSError, also if a file is missing: another node wrote it where this one does not see it.
+    Raises: OSError, also if a file is missing: another node wrote it where this one does not see it; or if there are
+        weights that an export did not write, which readers would prefer or mix in.
     """
+    listed = (target / SUMS).read_text().splitlines() if (target / SUMS).exists() else []
+    own = {line.split("  ", 1)[-1] for line in listed}
+    if foreign := sorted(file.name for file in target.glob("*.safetensors") if file.name not in own):
+        raise OSError(f"the folder has weights of another origin ({', '.join(foreign[:3])}). Choose an empty folder")
     if problems := size_problems(unfinished, sums):
         raise OSError(f"{'; '.join(problems)}. The folder of an export must be one folder for all nodes")
     files = sorted(str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file())

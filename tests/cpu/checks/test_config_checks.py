@@ -553,6 +553,8 @@ def test_lora_must_have_something_to_adapt_and_the_adapter_that_is_named(tmp_pat
 
     assert "rank is 0: the adapter would not be read. Set rank" in found(f"{lora}.path={tmp_path}")
     assert "no such folder" in found(f"{lora}.rank=8", f"{lora}.path={tmp_path}/none")
+    assert "target_modules is ['q_proj'] and" in found(f"{lora}.target_modules=[q_proj]")
+    assert "sync is adapter and" in found(f"{lora}.sync=adapter") and "sync" not in found(f"{lora}.rank=8")
     assert "target_modules is empty" in found(f"{lora}.rank=8", f"{lora}.target_modules=[]")
 
 

@@ -315,6 +315,18 @@ def test_the_written_config_reads_back_as_the_same_config(project: Path):
     assert main_config(["--config-file", "config.yaml", "trainer.seed=3"]).trainer.seed == 3
 
 
+def test_what_a_written_config_derives_follows_the_keys_that_change(project: Path):
+    """A copy with another name must not write into the folder of the run that wrote it."""
+    (project / "config.yaml").write_text(to_yaml(load_config(["+experiment=quickstart", "trainer.export_path=mine"])))
+    overrides = ["trainer.run_name=second", "trainer.policy.model.path=other", "trainer.bf16=true"]
+    config = main_config(["--config-file", "config.yaml", *overrides])
+    trainer = config.trainer
+    assert (trainer.run_dir, trainer.ckpt_path) == ("runs/second", "runs/second/checkpoints")
+    assert trainer.ref.model.path == trainer.critic.model.path == "other"
+    assert config.generator.model_dtype == "bfloat16"
+    assert trainer.export_path == "mine", "what was set stays"
+
+
 def test_a_secret_is_read_and_never_written_out(project: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_KEY", "xyzzy")
     config = load_config(["generator.http_api_key=${oc.env:MY_KEY}"])

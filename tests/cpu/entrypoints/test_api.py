@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import skyrl_train
-from skyrl_train.config import main_config
+from skyrl_train.config import ConfigError, main_config
 from tests.support.jobs import write_world
 
 
@@ -187,3 +187,17 @@ def test_importing_the_package_is_quick_and_its_names_are_imported_when_used():
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="has no attribute 'train'"):
         _ = skyrl_train.train
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"overrides": "trainer.seed=2"}, r"load_config\(overrides='trainer.seed=2'\): it must be a list"),
+        ({"overrides": {"trainer.seed": 2}}, "it must be a list"),
+        ({"folders": "configs"}, r"load_config\(folders='configs'\): it must be a list"),
+        ({"folders": ["no/such"]}, "there is no folder no/such"),
+    ],
+)
+def test_arguments_that_are_no_lists_are_named(arguments: dict[str, Any], expected: str):
+    with pytest.raises(ConfigError, match=expected):
+        skyrl_train.load_config(**arguments)

@@ -125,3 +125,9 @@ def test_an_evaluation_chooses_the_keys_of_its_engines_and_refuses_nothing():
     served = replace(config, generator=replace(config.generator, run_engines_locally=False))
     assert fitted_for_evaluation(served, model_config("qwen3-0.6b"), kind_of("NVIDIA H100"), said.append) == served
     assert len(said) == 1 and "max_num_seqs=408, because an engine may get 408 samples at once" in said[0]
+
+
+def test_only_an_engine_that_is_too_small_is_said_to_be(capsys: pytest.CaptureFixture[str]):
+    too_small = ["plan.shape=qwen3-8b", "plan.device=h100", "generator.gpu_memory_utilization=0.1"]
+    assert main(too_small) == 1
+    assert "An engine may not fit. The trainers' layout does not change that." in capsys.readouterr().out

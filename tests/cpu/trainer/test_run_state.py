@@ -17,7 +17,12 @@ from skyrl_train.cluster.pool.settings import all_engine_settings
 from skyrl_train.config import load_config
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import Order, OrderState
-from skyrl_train.entrypoints.resume import chosen_checkpoint, lock_checkpoints, resumes_in_its_folder
+from skyrl_train.entrypoints.resume import (
+    chosen_checkpoint,
+    lock_checkpoints,
+    require_export_folder,
+    resumes_in_its_folder,
+)
 from skyrl_train.file_sum import FileSum, sum_of
 from skyrl_train.tracking.run_dir import write_record
 from skyrl_train.trainer import run_state
@@ -334,6 +339,15 @@ def test_a_run_does_not_write_beside_the_checkpoints_of_another(mode: str | None
     ):
         chosen_checkpoint(trainer_config(tmp_path, shared, *asked), NUM_ROWS)
     chosen_checkpoint(trainer_config(tmp_path, shared, *asked, "trainer.ckpt_interval=-1"), NUM_ROWS)
+
+
+def test_an_export_folder_that_cannot_be_written_is_found_at_the_start(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    bad = f"trainer.export_path={tmp_path}/file/exports"
+    with pytest.raises(ValueError, match=r"trainer.export_path is .*file/exports: nothing can be written there"):
+        require_export_folder(trainer_config(tmp_path, bad, "trainer.hf_save_interval=-1"))
+    require_export_folder(trainer_config(tmp_path, bad, "trainer.hf_save_interval=0"))
+    require_export_folder(trainer_config(tmp_path, f"trainer.export_path={tmp_path}/other/exports"))
 
 
 def test_two_runs_at_once_do_not_share_a_folder(tmp_path: Path):

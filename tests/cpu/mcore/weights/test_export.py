@@ -22,6 +22,7 @@ from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.optimizer.optimizer import build_optimizer
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+from skyrl_train.megatron.weights import save as save_module
 from skyrl_train.megatron.weights.all_stages import to_every_stage
 from skyrl_train.megatron.weights.export import export, export_specs
 from skyrl_train.megatron.weights.save import SUMS, export_folder, require_tensors, save_hf
@@ -269,3 +270,19 @@ def test_an_export_has_its_name_when_it_is_complete_and_lists_its_digests(tmp_pa
         listed = dict(reversed(line.split("  ")) for line in (folder / SUMS).read_text().splitlines())
         files = {path.name for path in folder.iterdir()} - {SUMS, "notes.txt"}
         assert listed == {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files}
+
+
+def test_weights_of_another_origin_are_never_mixed_with_an_export(tmp_path: Path):
+    """Transformers reads model.safetensors before the index of an export beside it."""
+    target, unfinished = tmp_path / "target", tmp_path / "target/.unfinished"
+    unfinished.mkdir(parents=True)
+    (target / "model.safetensors").write_text("old")
+    (unfinished / "model-00001-of-00001.safetensors").write_text("new")
+    with pytest.raises(OSError, match=r"weights of another origin \(model.safetensors\)"):
+        save_module._publish(unfinished, target, {})
+    (target / "model.safetensors").unlink()
+    for text in ("new", "newer"):  # its own may be replaced
+        unfinished.mkdir(exist_ok=True)
+        (unfinished / "model-00001-of-00001.safetensors").write_text(text)
+        save_module._publish(unfinished, target, {})
+        assert (target / "model-00001-of-00001.safetensors").read_text() == text
