@@ -18,6 +18,8 @@ def custom_problems(config: Config) -> Iterator[str]:
     """Names that cannot be imported, and objects with the wrong signature."""
     yield from rollout_problems(config)
     yield from reward_problems(config)
+    if config.trainer.prepare is not None:
+        yield from imported_problems("trainer.prepare", config.trainer.prepare, _prepare_problems)
     source = config.trainer.source
     if ":" in source:
         yield from imported_problems("trainer.source", source, _source_problems)
@@ -92,6 +94,11 @@ def imported_problems(key: str, name: str, problems: Any) -> Iterator[str]:
         return
     for problem in problems(found):
         yield f"{key} is {name}: {problem}"
+
+
+def _prepare_problems(found: Any) -> Iterator[str]:
+    if not callable(found) or not takes(found, 1):
+        yield "it must be a function of the configuration, which creates missing files"
 
 
 def _rollout_signature_problems(found: Any) -> Iterator[str]:

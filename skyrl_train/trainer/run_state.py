@@ -108,7 +108,10 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         files = {name: FileSum(**file) for name, file in record["files"].items()}
         checkpoint = Checkpoint(folder, record["number"], state, files)
     except FileNotFoundError:
-        inside = sorted(path.parent.name for path in folder.glob(f"global_step_*/{RECORD}"))
+        if not folder.is_dir():
+            raise ValueError(f"{folder} does not exist, so it is no checkpoint. Name the folder of one") from None
+        records = (*folder.glob(f"global_step_*/{RECORD}"), *folder.glob(f"checkpoints/global_step_*/{RECORD}"))
+        inside = sorted(str(path.parent.relative_to(folder)) for path in records)
         hint = f". Name one of {', '.join(inside)} in it" if inside else ""
         raise ValueError(f"{folder} is not a complete checkpoint: it has no {RECORD}{hint}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -15,8 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
+from skyrl_train.checks.equivalence import known_config
+from skyrl_train.checks.training import MODEL
 from skyrl_train.config import ConfigError
 from skyrl_train.config.rl import PLAN, PlanConfig
 from skyrl_train.device.kinds import DeviceKind, device_kind, device_kinds, this_device
@@ -70,7 +72,7 @@ def _models(config: PlanConfig) -> dict[str, PretrainedConfig]:
     """Configurations of all models, by their paths; a shape replaces the policy's."""
     policy, shape = config.trainer.policy.model.path, config.plan.shape
     if shape is None:
-        own = AutoConfig.from_pretrained(policy, trust_remote_code=False)
+        own = known_config(policy, MODEL)
     elif shape in shapes():
         own = model_config(shape, config.plan.num_layers)
     else:

@@ -101,3 +101,10 @@ def test_what_cannot_work_is_one_sentence_with_key_value_and_remedy(override: st
 
 def test_the_names_of_sources_are_those_of_the_table():
     assert set(SOURCES) == source.SOURCES.keys()
+
+
+def test_what_prepares_a_run_is_a_function_of_its_configuration():
+    assert problems("trainer.prepare=own_things:source") == []
+    for name in ("NUMBER", "NoArguments"):
+        (found,) = problems(f"trainer.prepare=own_things:{name}")
+        assert found.startswith(f"trainer.prepare is own_things:{name}: it must be a function of the configuration")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 from rich.console import Console
 
 from skyrl_train.cluster.session import Cluster
@@ -131,3 +132,11 @@ def test_only_an_engine_that_is_too_small_is_said_to_be(capsys: pytest.CaptureFi
     too_small = ["plan.shape=qwen3-8b", "plan.device=h100", "generator.gpu_memory_utilization=0.1"]
     assert main(too_small) == 1
     assert "An engine may not fit. The trainers' layout does not change that." in capsys.readouterr().out
+
+
+def test_a_model_that_a_run_would_refuse_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+    for kind, sizes in (("Gemma3Text", {}), ("Qwen3", sliding)):
+        getattr(transformers, f"{kind}Config")(**sizes).save_pretrained(tmp_path / kind)
+        assert main([f"trainer.policy.model.path={tmp_path / kind}", "plan.device=h100"]) == 2
+        assert "trainer.policy.model.path is" in capsys.readouterr().err

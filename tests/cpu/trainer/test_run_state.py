@@ -151,6 +151,10 @@ def test_without_its_record_or_a_rank_a_folder_is_no_checkpoint(tmp_path: Path):
         ValueError, match="is not a complete checkpoint: it has no checkpoint.json. Name one of global_step_4 in"
     ):
         load_checkpoint(folder.parent)
+    with pytest.raises(ValueError, match="Name one of .*global_step_4 in it"):
+        load_checkpoint(folder.parent.parent)
+    with pytest.raises(ValueError, match="gone does not exist"):
+        load_checkpoint(folder / "gone")
     (folder / "rank_0.pt").rename(folder / "elsewhere")
     with pytest.raises(ValueError, match="is damaged: rank_0.pt is missing"):
         load_checkpoint(folder)
