@@ -246,10 +246,12 @@ def test_a_model_that_cannot_be_trained_and_an_export_that_cannot_be_written_end
     tensors = load_file(file)
     next(tensor for name, tensor in tensors.items() if name.endswith("q_proj.weight")).fill_(float("nan"))
     save_file(tensors, file, metadata={"format": "pt"})
-    (tmp_path / "file").touch()
+    (tmp_path / "exports").mkdir()
+    for step in range(1, 4):  # a file where the folder of the export should be
+        (tmp_path / f"exports/global_step_{step}").touch()
     overrides = [
         f"trainer.policy.model.path={tmp_path}/broken",
-        f"trainer.export_path={tmp_path}/file/exports",
+        f"trainer.export_path={tmp_path}/exports",
         "trainer.hf_save_interval=1",
         "trainer.max_training_steps=3",
     ]
