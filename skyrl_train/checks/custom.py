@@ -18,9 +18,9 @@ def custom_problems(config: Config) -> Iterator[str]:
     """Names that cannot be imported, and objects with the wrong signature."""
     yield from rollout_problems(config)
     yield from reward_problems(config)
-    if config.trainer.prepare is not None:
-        yield from imported_problems("trainer.prepare", config.trainer.prepare, _prepare_problems)
-    source = config.trainer.source
+    source, prepare = config.trainer.source, config.trainer.prepare
+    if prepare is not None and ":" in prepare:
+        yield from imported_problems("trainer.prepare", prepare, _prepare_problems)
     if ":" in source:
         yield from imported_problems("trainer.source", source, _source_problems)
     elif source not in SOURCES:
