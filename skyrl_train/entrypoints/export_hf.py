@@ -108,7 +108,10 @@ def _target(path: str | None, checkpoint: Checkpoint) -> Path:
         )
     if any(target.glob("*.safetensors")) or (target / INDEX).exists():
         raise ValueError(f"{target} already holds a model. Name another folder: export_path=...")
-    require_writable("export_path", str(target), target, "Name another folder")
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"export_path is {target}: that is a file. Name a folder")
+    # A folder that does not exist yet gets its name when the export is complete.
+    require_writable("export_path", str(target), target if target.is_dir() else target.parent, "Name another folder")
     return target
 
 

@@ -91,6 +91,8 @@ def test_a_checkpoint_is_exported_with_the_bits_that_its_run_would_export(
         (["checkpoint=gone"], "gone: it does not exist. Name the folder of a checkpoint, or of a run that has one"),
         (["checkpoint=."], "it contains no checkpoint (global_step_N)"),
         (["checkpoint=alone"], "is not in the folder of a run. Name the folder to write: export_path=..."),
+        (["checkpoint=alone", "export_path=file"], "file: that is a file. Name a folder"),
+        (["checkpoint=alone", "export_path=file/in"], "file/in: nothing can be written there"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -102,6 +104,7 @@ def test_what_cannot_be_exported_is_one_message(
     capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     checkpoints = Checkpoints("alone", -1)
     checkpoints.begin(folder := checkpoints.folder(1))
     checkpoints.finish(folder, RunState(1, 1, False, {}, 0, {}, "", {}), [])
