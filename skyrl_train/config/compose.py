@@ -110,8 +110,8 @@ def base_yaml(schema: type, base: Path) -> str:
 
 
 def derived_keys(schema: type, base: Path, file: Path) -> dict[str, str]:
-    """Key -> `${...}` of `base`, of the keys whose value in a complete file is what they have by it: with other values
-    of the keys in it they change too.
+    """Key -> its expression with `${...}` in `base`, for each key whose value in a complete file is what the expression
+    gives there. Composed with it, the key follows overrides.
     """
     whole, given = cast(DictConfig, OmegaConf.create(base_yaml(schema, base))), OmegaConf.load(file)
     found: dict[str, str] = {}
@@ -128,7 +128,7 @@ def derived_keys(schema: type, base: Path, file: Path) -> dict[str, str]:
 
 
 def _expressions(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Keys with an interpolation, and that."""
+    """Each key with an interpolation, and its expression."""
     for name, value in cast(dict[str, Any], OmegaConf.to_container(config, resolve=False)).items():
         key = f"{prefix}{name}"
         if isinstance(value, dict):

@@ -99,7 +99,7 @@ def _truth(answer: Any, what: str) -> Any:
         raise ValueError(f"{what}: this row's answer is null. Drop the row with data.row_fn")
     if isinstance(answer, date):  # the json reader of `datasets` makes them of text
         raise ValueError(
-            f"{what}: the answer was read as a date, {answer}. Write the rows to a .jsonl or .parquet file"
+            f"{what}: the answer was read as a date, {answer}. Store it as text, in a .jsonl or .parquet file"
         )
     if isinstance(answer, float) and answer.is_integer():  # a column with nulls or fractions
         answer = int(answer)
