@@ -154,7 +154,7 @@ class MegatronPolicy(TrainedModel):
         if self._live_sums is None:
             self._live_sums = LiveSums(self.model)
         read = merged(lora)
-        return self._live_sums.checked(export(self.model, dtype, read), dtype, read)
+        return self._live_sums.checked(export(self.model, dtype, read, self._live_sums.tasks), dtype, read)
 
     @functools.cache  # noqa: B019  one policy lives as long as its process; its topology never changes
     def export_specs(self, dtype: torch.dtype) -> list[TensorSpec]:

@@ -30,7 +30,7 @@ class FaultyPolicy(MegatronPolicy):
 
     def remember(self) -> None:
         """What a faulty export will take for the weights later: those of this moment."""
-        self._tasks = [replace(one, tensor=_copy(one.tensor)) for one in export_module.export_tasks(self.model)]
+        self._tasks = [held(task) for task in export_module.export_tasks(self.model)]
         self._weights_before = {name: tensor.clone() for name, tensor in _export(self.model, torch.float32)}
 
     def plant(self, fault: str) -> None:
@@ -40,7 +40,7 @@ class FaultyPolicy(MegatronPolicy):
         if self.ranks.pp_rank != 0:
             return
 
-        def broken(model: Any, dtype: torch.dtype, read: Any) -> Iterator[tuple[str, Tensor]]:
+        def broken(model: Any, dtype: torch.dtype, read: Any, tasks: Any) -> Iterator[tuple[str, Tensor]]:
             module.export = _export
             yield from self._broken(fault, dtype)
 
@@ -51,12 +51,7 @@ class FaultyPolicy(MegatronPolicy):
 
     def _broken(self, fault: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         if fault == TASKS:
-            fresh = export_module.export_tasks
-            export_module.export_tasks = lambda model: self._tasks
-            try:
-                yield from _export(self.model, dtype)
-            finally:
-                export_module.export_tasks = fresh
+            yield from _export(self.model, dtype, tasks=self._tasks)
             return
         found = dict(_export(self.model, dtype))
         names = list(found)
@@ -69,12 +64,11 @@ class FaultyPolicy(MegatronPolicy):
             yield name, found[name]
 
 
-def _copy(tensor: Any) -> Tensor:
-    copied = tensor.detach().clone()
-    for name in ("tensor_model_parallel", "partition_dim"):
-        if hasattr(tensor, name):
-            setattr(copied, name, getattr(tensor, name))
-    return copied
+def held(task: export_module.ExportTask) -> export_module.ExportTask:
+    """The task, with the tensor's values of this moment."""
+    holder = torch.nn.Module()
+    holder.register_buffer("held", task.live.tensor.detach().clone())
+    return replace(task, live=replace(task.live, owner=holder, attribute="held"))
 
 
 def _lose_a_bucket() -> None:

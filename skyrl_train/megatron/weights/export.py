@@ -1,13 +1,13 @@
 """Megatron weights -> whole tensors under Hugging Face names, on the ranks that own them.
 
 Every pipeline stage exports its own layers and nothing travels between stages: the stage's ranks gather each tensor
-over tensor (or expert-tensor) parallelism, experts over expert parallelism as well. `export_tasks` is derived from the
-parameters at every call and holds no result of a collective, so nothing in it can be stale.
+over tensor (or expert-tensor) parallelism, experts over expert parallelism as well. A task says where the model keeps a
+tensor and holds none, so tasks that are kept for the next export cannot be stale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,28 +24,18 @@ Read = Callable[[torch.nn.Parameter | Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class ExportTask:
-    """One Megatron tensor of this pipeline stage and how it is exported."""
-
-    tensor: torch.nn.Parameter | Tensor
-    """This rank's part; a live parameter."""
-    mcore_names: tuple[str, ...]
-    """Global names: one, or one per expert-parallel rank for a tensor of an expert."""
-    shard_axis: int | None
-    """Axis that tensor parallelism shards; None if every rank holds the whole."""
-    is_expert: bool
-    is_gated: bool
-    """Rows are (gate, up) halves on every rank, so parts must be joined half by half."""
-
-
-@dataclass(frozen=True, slots=True)
 class LiveTensor:
-    """A parameter (or buffer that is exported) of this rank."""
+    """Where this rank keeps a parameter (or buffer that is exported)."""
 
-    tensor: torch.nn.Parameter | Tensor
+    owner: torch.nn.Module
+    attribute: str
     local_name: str
     name: str
     """Name in the whole model, except that experts count from 0 on every rank."""
+
+    @property
+    def tensor(self) -> torch.nn.Parameter | Tensor:
+        return getattr(self.owner, self.attribute)  # type: ignore[no-any-return]
 
     @property
     def is_expert(self) -> bool:
@@ -57,16 +47,34 @@ class LiveTensor:
         return bool(getattr(self.tensor, "tensor_model_parallel", False))
 
 
-def live_tensors(model: Model) -> Iterator[LiveTensor]:
+@dataclass(frozen=True, slots=True)
+class ExportTask:
+    """One Megatron tensor of this pipeline stage and how it is exported."""
+
+    live: LiveTensor
+    """This rank's part."""
+    mcore_names: tuple[str, ...]
+    """Global names: one, or one per expert-parallel rank for a tensor of an expert."""
+    shard_axis: int | None
+    """Axis that tensor parallelism shards; None if every rank holds the whole."""
+    is_expert: bool
+    is_gated: bool
+    """Rows are (gate, up) halves on every rank, so parts must be joined half by half."""
+
+
+def live_tensors(model: Model) -> list[LiveTensor]:
     """Exported tensors of this rank's model, in layer order; a tied output layer is left to the embedding."""
     tied = getattr(model.bridge.hf_config, "tie_word_embeddings", False)
-    for module, names in zip(model.modules, model.names, strict=True):
-        named: dict[str, torch.nn.Parameter | Tensor] = dict(module.named_parameters())
-        named |= {name: buffer for name, buffer in module.named_buffers() if name.endswith("expert_bias")}
-        for local_name, tensor in named.items():
+    found = []
+    for chunk, names in zip(model.modules, model.names, strict=True):
+        local_names = [name for name, _ in chunk.named_parameters()]
+        local_names += [name for name, _ in chunk.named_buffers() if name.endswith("expert_bias")]
+        for local_name in local_names:
             # Adapters are exported alone, or `read` folds them into the weights.
             if not (tied and local_name == "output_layer.weight") and ".lora." not in local_name:
-                yield LiveTensor(tensor, local_name, names[local_name])
+                path, _, attribute = local_name.rpartition(".")
+                found.append(LiveTensor(chunk.get_submodule(path), attribute, local_name, names[local_name]))
+    return found
 
 
 def expert_names(model: Model, live: LiveTensor) -> tuple[str, ...]:
@@ -89,9 +97,9 @@ def export_tasks(model: Model) -> list[ExportTask]:
         hf_names = model.bridge._weight_name_mapping_mcore_to_hf(mcore_names[0])
         tasks.append(
             ExportTask(
-                tensor=live.tensor,
+                live=live,
                 mcore_names=mcore_names,
-                shard_axis=live.tensor.partition_dim if live.is_sharded else None,  # type: ignore[union-attr]
+                shard_axis=live.tensor.partition_dim if live.is_sharded else None,  # type: ignore[attr-defined]
                 is_expert=live.is_expert,
                 is_gated="linear_fc1" in live.local_name and len(hf_names) == 2,
             )
@@ -101,7 +109,7 @@ def export_tasks(model: Model) -> list[ExportTask]:
 
 def whole_shape(task: ExportTask) -> list[int]:
     """Shape of the tensor before it was sharded."""
-    shape = list(task.tensor.shape)
+    shape = list(task.live.tensor.shape)
     if task.shard_axis is not None:
         shape[task.shard_axis] *= shard_group(is_expert=task.is_expert).size()
     return shape
@@ -120,16 +128,20 @@ def export_specs(model: Model, dtype: torch.dtype) -> list[TensorSpec]:
 
 
 def export(
-    model: Model, dtype: torch.dtype, read: Read = lambda tensor: tensor.detach()
+    model: Model,
+    dtype: torch.dtype,
+    read: Read = lambda tensor: tensor.detach(),
+    tasks: Sequence[ExportTask] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor) of this stage's weights, on every rank of the stage.
 
     A collective over the stage's tensor and expert groups: all their ranks must drain it. Tensors may be views of
-    live parameters: copy them before the next optimizer step. `read` returns what is exported of a parameter (its
-    gradient in tests).
+    live parameters: copy them before the next optimizer step.
+    Args: read: returns what is exported of a parameter (its gradient in tests); tasks: those of the model, for exports
+        that are repeated.
     """
-    for task in export_tasks(model):
-        part = read(task.tensor)
+    for task in tasks or export_tasks(model):
+        part = read(task.live.tensor)
         whole = part
         if task.shard_axis is not None:
             parts = gather_parts(part, shard_group(is_expert=task.is_expert))

@@ -25,7 +25,6 @@ from skyrl_train.hf import adapter as peft
 from skyrl_train.megatron.lora.adapters import Adapter, Lora
 from skyrl_train.megatron.model.model import Model
 from skyrl_train.megatron.weights.export import (
-    LiveTensor,
     Read,
     dtype_of_name,
     expert_names,
@@ -64,10 +63,10 @@ class LiveSums:
     """Checks the exports of one model's weights."""
 
     def __init__(self, model: Model) -> None:
-        self._model = model
+        self.tasks = export_tasks(model)
         self._entries: dict[str, _Entry] = {}
         self._of_hf: dict[str, _Entry] = {}
-        for task in export_tasks(model):
+        for task in self.tasks:
             shape = whole_shape(task)
             for name in task.mcore_names:
                 hf_names, tensors = model.bridge._weight_to_hf_format(name, torch.empty(shape, device="meta"))
@@ -76,10 +75,15 @@ class LiveSums:
                     len(self._entries),
                     tuple(hf_names),
                     tensors[0].shape[0] if padded else None,
-                    task.tensor.shape[-1] if task.tensor.dim() > 1 else None,
+                    task.live.tensor.shape[-1] if task.live.tensor.dim() > 1 else None,
                 )
                 self._entries[name] = entry
                 self._of_hf |= dict.fromkeys(hf_names, entry)
+        ep_rank = parallel_state.get_expert_model_parallel_rank()
+        self._live = [
+            (live, self._entries[expert_names(model, live)[ep_rank if live.is_expert else 0]])
+            for live in live_tensors(model)
+        ]
 
     def checked(
         self,
@@ -92,8 +96,7 @@ class LiveSums:
         Raises: WeightSyncError at the end, on the stage's owner, naming the tensors whose exported values differ from
             the model's.
         """
-        live = list(live_tensors(self._model))
-        storages = {each.tensor.untyped_storage().data_ptr() for each in live}
+        storages = {live.tensor.untyped_storage().data_ptr() for live, _ in self._live}
         is_owner, exported = is_stage_owner(), WordSums(len(self._entries), device(), storages)
         for name, tensor in named_tensors:
             if is_owner:
@@ -102,16 +105,14 @@ class LiveSums:
             yield name, tensor
         names = [entry.hf_names for entry in self._entries.values()]
         counted = WordSums(len(self._entries), device(), storages)
-        self._count(live, counted, dtype, read)
+        self._count(counted, dtype, read)
         _require_equal(counted.total(), exported.total(), names, "weights")
 
-    def _count(self, tensors: Iterable[LiveTensor], sums: WordSums, dtype: torch.dtype, read: Read) -> None:
+    def _count(self, sums: WordSums, dtype: torch.dtype, read: Read) -> None:
         """Add the shards that this rank counts."""
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         etp_rank = parallel_state.get_expert_tensor_parallel_rank()
-        ep_rank = parallel_state.get_expert_model_parallel_rank()
-        for live in tensors:
-            entry = self._entries[expert_names(self._model, live)[ep_rank if live.is_expert else 0]]
+        for live, entry in self._live:
             rank = etp_rank if live.is_expert else tp_rank
             if _is_first_replica(live.is_expert) and (live.is_sharded or rank == 0):
                 part = read(live.tensor).to(dtype_of_name(entry.hf_names[0], dtype))

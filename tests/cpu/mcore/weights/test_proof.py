@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,13 @@ from skyrl_train.megatron.optimizer.optimizer import build_optimizer
 from skyrl_train.megatron.verify.layout_check import OPTIMIZER
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.weights import export as export_module
-from skyrl_train.megatron.weights.export import export
+from skyrl_train.megatron.weights.export import export, export_tasks
 from skyrl_train.megatron.weights.proof import LiveSums
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.families import write_family
 from tests.support.layouts import layout
+from tests.support.planted_faults import held
 
 Named = Iterator[tuple[str, Tensor]]
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -44,9 +44,19 @@ def plain(model: Model, dtype: torch.dtype) -> Named:
 
 def reused_tasks(model: Model, dtype: torch.dtype) -> Named:
     """Tasks that were made before the last step and hold what they read then."""
-    tasks = [replace(task, tensor=_copy(task.tensor)) for task in export_module.export_tasks(model)]
+    tasks = [held(task) for task in export_tasks(model)]
     _train(model)
-    return _export_of(tasks, model, dtype)
+    return export(model, dtype, tasks=tasks)
+
+
+def kept_tasks(model: Model, dtype: torch.dtype) -> Named:
+    """Tasks that were made before the last step, of a model whose parameters lie elsewhere since then."""
+    tasks = export_tasks(model)
+    _train(model)
+    for module in model.modules:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+    return export(model, dtype, tasks=tasks)
 
 
 def one_stale(model: Model, dtype: torch.dtype) -> Named:
@@ -75,20 +85,6 @@ def a_shard_twice(model: Model, dtype: torch.dtype) -> Named:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_module, "gather_parts", own_part)
-        yield from export(model, dtype)
-
-
-def _copy(tensor: Any) -> Tensor:
-    copied = tensor.detach().clone()
-    for name in ("tensor_model_parallel", "partition_dim"):
-        if hasattr(tensor, name):
-            setattr(copied, name, getattr(tensor, name))
-    return copied
-
-
-def _export_of(tasks: Any, model: Model, dtype: torch.dtype) -> Named:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_module, "export_tasks", lambda model: tasks)
         yield from export(model, dtype)
 
 
@@ -137,7 +133,12 @@ def test_an_export_of_the_weights_of_this_moment_passes(case: str, tmp_path: Pat
     assert said(case, plain, tmp_path, dtype) == []
 
 
-def test_tasks_that_are_used_again_are_caught(tmp_path: Path):
+def test_tasks_are_kept_while_the_weights_change_and_move(tmp_path: Path):
+    for case in ("biases, TP2 PP2", "experts EP2 PP2"):
+        assert said(case, kept_tasks, tmp_path) == []
+
+
+def test_tasks_that_hold_earlier_values_are_caught(tmp_path: Path):
     for case in ("biases, TP2 PP2", "experts EP2 PP2"):
         found = said(case, reused_tasks, tmp_path)
         assert len(found) == 2, "one owner per stage"
