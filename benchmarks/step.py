@@ -170,6 +170,7 @@ def measure_steps(folder: Path, args: argparse.Namespace, scratch: Path) -> dict
         f"trainer.max_prompt_length={args.prompt_tokens}",
         "trainer.log_samples_interval=-1",
         "trainer.ckpt_interval=-1",
+        "trainer.hf_save_interval=0",
         "trainer.logger=[console,jsonl]",
         f"trainer.algorithm.use_kl_loss={str(args.kl).lower()}",
         *overrides_of(args),

@@ -53,8 +53,8 @@ def measure(rows: Sequence[Row], gpus: list[str], folder: Path, console: Console
     free, running = list(gpus), list[Running]()
     try:
         while waiting or running:
-            done = {row.name for row in rows} - {row.name for row in waiting} - {each.row.name for each in running}
-            for row in [each for each in waiting if each.after is None or each.after in done]:
+            to_come = {row.name for row in waiting} | {each.row.name for each in running}
+            for row in [each for each in waiting if each.after not in to_come]:
                 must_wait = bool(running) and (row.alone or running[0].row.alone)
                 if row.gpus <= len(free) and not must_wait:
                     waiting.remove(row)

@@ -19,6 +19,8 @@ from pathlib import Path
 from benchmarks.lib.main_job import environment
 
 ROUNDS = 2
+FOUND = "tokens/s: "
+"""Begins the line of the result: vLLM prints others, also after it."""
 
 
 def tokens_per_s(model: Path, prompts: Path, args: argparse.Namespace) -> dict[str, float]:
@@ -29,7 +31,8 @@ def tokens_per_s(model: Path, prompts: Path, args: argparse.Namespace) -> dict[s
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"vLLM ended with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
-    return {"vllm_alone_tokens_per_s": float(done.stdout.split()[-1])}
+    last = [line.removeprefix(FOUND) for line in done.stdout.splitlines() if line.startswith(FOUND)][-1]
+    return {"vllm_alone_tokens_per_s": float(last)}
 
 
 def main() -> None:
@@ -55,7 +58,7 @@ def main() -> None:
         done = llm.generate(texts[first : first + args.prompts], ask, use_tqdm=False)
         tokens = sum(len(sample.token_ids) for request in done for sample in request.outputs)
         best = max(best, tokens / (time.perf_counter() - started))
-    print(best)
+    print(f"\n{FOUND}{best}", flush=True)
 
 
 if __name__ == "__main__":
