@@ -90,8 +90,9 @@ def _memory(worker: _Worker, capacity: float, left: float, readings: Readings) -
     weights = weight_bytes(model, width, generator.quantization) // tp
     sequence = -(-worker.longest // BLOCK) * BLOCK * cache_bytes_per_token(model, tp, width)
     steps = _step_bytes(worker)
-    if generator.gpu_memory_utilization is not None:
-        taken = generator.gpu_memory_utilization * capacity
+    fraction, cache_gb = generator.gpu_memory_utilization, generator.kv_cache_memory_gb
+    if fraction is not None:
+        taken = fraction * capacity
     else:
         use = DeviceUse("0", int(capacity - left), int(capacity))
         try:
@@ -99,21 +100,23 @@ def _memory(worker: _Worker, capacity: float, left: float, readings: Readings) -
         except MemoryError:
             taken = 0.0
     cache = taken - weights - steps
-    if generator.kv_cache_memory_gb is not None:
-        cache = generator.kv_cache_memory_gb * GIB
-    elif worker.cached_sequences is not None:
+    if cache_gb is not None:
+        cache = cache_gb * GIB
+    elif fraction is None and worker.cached_sequences is not None:
         wanted = (worker.cached_sequences + 1) * sequence
         cache = wanted if wanted <= (taken - weights) * MAX_CACHE_FRACTION else cache
     cache = max(cache, sequence)
-    least = cache if generator.kv_cache_memory_gb is not None else sequence
+    least: float | None = sequence if cache_gb is None else cache
     context = Part("CUDA context, graphs and NCCL", readings.engine_context_gib * GIB, GUESSED)
-    unused = 0.0
-    if generator.gpu_memory_utilization is not None:  # vLLM refuses to start if a sequence does not fit into its share
+    error_of_weights, error_of_steps, unused = EXACT, GUESSED, 0.0
+    if fraction is not None and cache_gb is None and weights * (1 + EXACT) + steps * (1 + GUESSED) + sequence <= taken:
+        error_of_weights, error_of_steps, least = 0.0, 0.0, None  # vLLM takes exactly its share
+    elif fraction is not None:  # vLLM refuses to start if a sequence does not fit into its share
         unused = max(0.0, capacity - left - taken - context.likely - worker.beside.likely)
     parts = (
-        Part("weights", weights, EXACT),
+        Part("weights", weights, error_of_weights),
         Part("KV cache", cache, 0.0, least=least),
-        Part("engine steps", steps, GUESSED),
+        Part("engine steps", steps, error_of_steps),
         context,
         worker.beside,
         *((Part("beyond gpu_memory_utilization", unused, EXACT),) if unused else ()),

@@ -54,11 +54,12 @@ def plan(config: PlanConfig, console: Console) -> int:
     console.print(report.memory_table(made))
     console.print(report.time_table(made))
     console.print(report.limits(made), highlight=False, soft_wrap=True)
+    of_engines = [phase for phase in made.phases if phase.device == ENGINE or phase.phase == "generation"]
     found = proposals(given) if config.plan.propose else []
     if found:
         console.print(report.proposal_table(found))
         console.print(f"fastest: {' '.join(found[0].overrides) or 'as given'}", highlight=False, soft_wrap=True)
-    elif config.plan.propose and any(phase.device == ENGINE and phase.high > made.capacity for phase in made.phases):
+    elif config.plan.propose and any(phase.high > made.capacity for phase in of_engines):
         text = f"An engine may not fit. {report.OF_ENGINES}"
         console.print(text, highlight=False, soft_wrap=True)
     elif config.plan.propose:

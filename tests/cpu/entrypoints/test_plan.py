@@ -128,9 +128,10 @@ def test_an_evaluation_chooses_the_keys_of_its_engines_and_refuses_nothing():
     assert len(said) == 1 and "max_num_seqs=408, because an engine may get 408 samples at once" in said[0]
 
 
-def test_only_an_engine_that_is_too_small_is_said_to_be(capsys: pytest.CaptureFixture[str]):
-    too_small = ["plan.shape=qwen3-8b", "plan.device=h100", "generator.gpu_memory_utilization=0.1"]
-    assert main(too_small) == 1
+@pytest.mark.parametrize("override", ["utilization=0.02", "utilization=1.0 trainer.placement.colocate_all=true"])
+def test_only_an_engine_that_does_not_fit_is_said_to_be(override: str, capsys: pytest.CaptureFixture[str]):
+    overrides = f"plan.shape=qwen3-0.6b plan.device=h100 generator.gpu_memory_{override}".split()
+    assert main(overrides) == 1
     assert "An engine may not fit. The trainers' layout does not change that." in capsys.readouterr().out
 
 

@@ -15,7 +15,7 @@ from skyrl_train.device.kinds import device_kind
 from skyrl_train.entrypoints.plan.plan import plan
 from skyrl_train.forecast.choices import chosen
 from skyrl_train.forecast.fit import fitted, fitted_for_evaluation
-from skyrl_train.forecast.forecast import Forecast, Inputs, forecast, workload_of
+from skyrl_train.forecast.forecast import OF_STEPS, Forecast, Inputs, forecast, workload_of
 from skyrl_train.forecast.parts import GIB
 from skyrl_train.forecast.proposals import proposals
 from skyrl_train.forecast.report import proposal_table, refusal
@@ -200,12 +200,22 @@ def test_what_idle_trainers_leave_on_shared_devices_depends_on_their_release():
 
 
 def test_an_engine_fits_into_the_share_of_the_device_that_it_is_given():
-    share = "generator.gpu_memory_utilization"
-    for fraction, fits in ((0.1, False), (0.15, False), (0.5, True), (0.9, True)):
-        made = forecast(inputs("qwen3-8b", "h100", f"{share}={fraction}"))
-        generation = next(phase for phase in made.phases if phase.phase == "generation")
-        assert (generation not in made.impossible) is fits
-        assert not fits or generation.high <= made.capacity  # it takes what is left of its share alone
+    share, shared = "generator.gpu_memory_utilization", "trainer.placement.colocate_all=true"
+    for fraction, least, surely in (
+        (0.1, False, False),
+        (0.15, False, False),
+        (0.5, True, True),
+        (0.9, True, True),
+        (0.96, True, False),  # what is beside the share may not fit
+        (1.0, False, False),
+    ):
+        for overrides in ([f"{share}={fraction}"], [f"{share}={fraction}", shared]):
+            made = forecast(inputs("qwen3-8b", "h100", *overrides))
+            generation = next(phase for phase in made.phases if phase.phase == "generation")
+            assert (generation.low <= made.capacity, generation.high <= made.capacity) == (least, surely)
+            if fraction >= 0.5:
+                taken = sum(part.likely for part in generation.parts if part.name in OF_STEPS or part.name == "weights")
+                assert taken == pytest.approx(fraction * made.capacity)
 
 
 def test_fp8_engines_are_forecast_with_their_weights_and_refused_where_they_cannot_compute():
