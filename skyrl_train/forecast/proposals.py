@@ -92,8 +92,10 @@ def _fitting(inputs: Inputs, overrides: tuple[str, ...], *, moments_on_host: boo
 
 
 def _layouts(inputs: Inputs, moments_on_host: bool) -> Iterator[MegatronConfig]:
-    """Layouts for the number of policy ranks; not all are valid."""
+    """The given layout and others for the number of policy ranks; not all are valid."""
     given = inputs.config.trainer.policy.megatron_config
+    given = replace(given, optimizer_cpu_offload=given.optimizer_cpu_offload or moments_on_host)
+    yield given
     ranks = inputs.config.trainer.placement.num_policy_ranks
     expert_sizes = SIZES if num_experts(inputs.model) else (1,)
     is_whole = isinstance(inputs.config, Config) and _needs_whole_samples(inputs.config)
@@ -106,7 +108,7 @@ def _layouts(inputs: Inputs, moments_on_host: bool) -> Iterator[MegatronConfig]:
             continue
         is_same = (tp, pp) == (given.tensor_model_parallel_size, given.pipeline_model_parallel_size)
         own = recompute is None and given.recompute == "selective"
-        yield replace(
+        other = replace(
             given,
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
@@ -114,10 +116,11 @@ def _layouts(inputs: Inputs, moments_on_host: bool) -> Iterator[MegatronConfig]:
             context_parallel_size=cp,
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=given.expert_tensor_parallel_size if is_same else None,
-            sequence_parallel=True,
+            sequence_parallel=given.sequence_parallel or tp > 1,
             recompute_granularity="selective" if own else recompute,
-            optimizer_cpu_offload=given.optimizer_cpu_offload or moments_on_host,
         )
+        if other != given:
+            yield other
 
 
 def _needs_whole_samples(config: Config) -> bool:

@@ -128,10 +128,10 @@ def summary(made: Forecast) -> str:
 
 
 def proposal_table(found: Sequence[Proposal]) -> Table:
-    """The fastest proposals."""
+    """The fastest proposals, and the given layout if it is one."""
     overrides = Column("overrides", overflow="fold")  # complete, to be copied
     table = Table("layouts that fit", overrides, "GiB needed at most", "estimated s")
-    for each in found[:SHOWN]:
+    for each in (*found[:SHOWN], *(each for each in found[SHOWN:] if not each.overrides)):
         made = each.forecast
         changes = " ".join(each.overrides) or "(as given)"
         table.add_row(str(made.layout), changes, gib(made.fullest.high), f"{made.seconds:.2f}")

@@ -270,3 +270,23 @@ def test_layouts_are_compared_by_what_they_need():
     console.print(proposal_table(proposals(given)))
     printed = console.export_text()
     assert "…" not in printed and len({line.split("│")[3] for line in printed.splitlines() if "│" in line}) > 2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{LAYOUT}.pipeline_model_parallel_size=3", "trainer.placement.policy_num_gpus_per_node=3"],
+        [f"{LAYOUT}.tensor_model_parallel_size=2", f"{LAYOUT}.sequence_parallel=false"],
+        [f"{LAYOUT}.sequence_parallel=false"],
+        [f"{LAYOUT}.tensor_model_parallel_size=8", "trainer.placement.policy_num_gpus_per_node=8"],
+    ],
+    ids=["three stages", "no sequence parallelism", "nothing that changes", "slow"],
+)
+def test_the_given_layout_is_compared_and_marked(overrides: list[str]):
+    given = inputs("qwen3-0.6b", "h200", "trainer.placement.policy_num_gpus_per_node=2", *overrides)
+    found = proposals(given)
+    assert [each.overrides for each in found].count(()) == 1
+    assert len({each.overrides for each in found}) == len(found)
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(proposal_table(found))
+    assert console.export_text().count("(as given)") == 1
