@@ -14,7 +14,7 @@ from skyrl_train.checks.rl import number_problems
 from skyrl_train.checks.training import POLICY, POLICY_RANKS, layout_problems
 from skyrl_train.config import Config
 from skyrl_train.config.policy import OWN_STAGES, MegatronConfig
-from skyrl_train.config.training import RunConfig
+from skyrl_train.config.training import PolicyPlacementConfig, RunConfig
 from skyrl_train.forecast.choices import chosen
 from skyrl_train.forecast.forecast import ENGINE, Forecast, Inputs, forecast, with_layout, workload_of
 from skyrl_train.hf.matrices import num_experts
@@ -23,6 +23,7 @@ SIZES = (1, 2, 4, 8)
 FRACTIONS = (1, 2, 4)
 """Divisors of the given trainer.max_tokens_per_microbatch that are tried."""
 GPUS_PER_NODE = 8
+"""Unless the configuration says more, or fewer for each of several nodes."""
 MOST_GPUS = 64
 
 
@@ -96,13 +97,14 @@ def _layouts(inputs: Inputs, moments_on_host: bool) -> Iterator[MegatronConfig]:
     given = inputs.config.trainer.policy.megatron_config
     given = replace(given, optimizer_cpu_offload=given.optimizer_cpu_offload or moments_on_host)
     yield given
-    ranks = inputs.config.trainer.placement.num_policy_ranks
+    placement = inputs.config.trainer.placement
+    ranks, gpus_of_node = placement.num_policy_ranks, gpus_per_node(placement)
     expert_sizes = SIZES if num_experts(inputs.model) else (1,)
     is_whole = isinstance(inputs.config, Config) and _needs_whole_samples(inputs.config)
     has_own_stages = any(given.transformer_config_kwargs.get(name) for name in OWN_STAGES)
     levels = ("auto",) if given.recompute_granularity == "auto" else (None, "full")
     for tp, pp, cp, ep, recompute in product(SIZES, SIZES, SIZES, expert_sizes, levels):
-        if tp * pp * cp > ranks or tp * cp > GPUS_PER_NODE:
+        if tp * pp * cp > ranks or tp * cp > gpus_of_node:
             continue
         if (cp > 1 and is_whole) or (has_own_stages and pp != given.pipeline_model_parallel_size):
             continue
@@ -145,8 +147,9 @@ def override_text(value: object) -> str:
 
 def _with_ranks(config: RunConfig, ranks: int) -> tuple[RunConfig, tuple[str, ...]]:
     """The configuration with more policy ranks, and those that share devices with them."""
-    per_node = min(ranks, GPUS_PER_NODE)
-    nodes, given = ranks // per_node, config.trainer.placement
+    given = config.trainer.placement
+    per_node = min(ranks, gpus_per_node(given))
+    nodes = ranks // per_node
     sizes: dict[str, Any] = {}
     overrides = []
     for name in _growing(config):
@@ -162,6 +165,12 @@ def _with_ranks(config: RunConfig, ranks: int) -> tuple[RunConfig, tuple[str, ..
         config = replace(config, generator=replace(config.generator, num_inference_engines=engines))
         overrides.append(f"generator.num_inference_engines={engines}")
     return config, tuple(overrides)
+
+
+def gpus_per_node(placement: PolicyPlacementConfig) -> int:
+    """GPUs of a node that models may use: those of the policy if it has several nodes."""
+    given = placement.policy_num_gpus_per_node
+    return given if placement.policy_num_nodes > 1 else max(given, GPUS_PER_NODE)
 
 
 def _growing(config: RunConfig) -> list[str]:

@@ -15,7 +15,7 @@ from skyrl_train.device.nvml import gib
 from skyrl_train.forecast.choices import Choices
 from skyrl_train.forecast.forecast import ENGINE, Forecast, Inputs
 from skyrl_train.forecast.parts import GIB, PhaseMemory
-from skyrl_train.forecast.proposals import Proposal, override_text
+from skyrl_train.forecast.proposals import GPUS_PER_NODE, Proposal, gpus_per_node, override_text
 from skyrl_train.hf.matrices import num_parameters
 
 SHOWN = 5
@@ -44,8 +44,11 @@ def gpus_line(config: RunConfig) -> str:
     texts = [f"{each.count} {each.name}" + f" with {each.gpus_each} each" * (each.gpus_each > 1) for each in asked]
     if reserved := config.generator.eval_num_engines * config.generator.run_engines_locally:
         texts[-1] += f", {reserved} of them for evaluation"
+    placement, widest = config.trainer.placement, max(demand.gpus_each for demand in asked)
+    if widest > (gpus_per_node(placement) if placement.colocate_all else GPUS_PER_NODE):
+        texts[-1] += f"; a node needs {widest}, because an engine does not span nodes"
     total = sum(demand.count * demand.gpus_each for demand in asked)
-    if config.trainer.placement.colocate_all:
+    if placement.colocate_all:
         return f"{asked[0].count} in all, shared by {', '.join(texts)}"
     return f"{total} in all: {', '.join(texts)}"
 

@@ -290,3 +290,12 @@ def test_the_given_layout_is_compared_and_marked(overrides: list[str]):
     console = Console(width=100, record=True, file=StringIO())
     console.print(proposal_table(found))
     assert console.export_text().count("(as given)") == 1
+
+
+def test_layouts_are_of_the_nodes_that_the_configuration_names():
+    nodes = ["trainer.placement.policy_num_nodes=2", "trainer.placement.policy_num_gpus_per_node=4"]
+    larger, many = inputs("qwen3-30b-a3b", "h100", *nodes[:1]), inputs("qwen3-30b-a3b", "h200", *nodes)
+    grown = [override for each in proposals(larger) for override in each.overrides if "placement" in override]
+    assert set(grown) == {"trainer.placement.policy_num_nodes=16"}
+    layouts = [each.forecast.layout for each in proposals(many)]
+    assert max(layout.tp * layout.cp for layout in layouts) == 4 and {8} == {layout.num_ranks for layout in layouts}

@@ -31,6 +31,8 @@ POLICY, TEACHER = "qwen3-0.6b", "qwen3-30b-a3b"
 SERVED = ["trainer.teacher.backend=engine", f"trainer.teacher.model.path={TEACHER}"]
 EVALUATED = ["trainer.source=streaming", "trainer.eval_interval=1", "data.val_data=[a.jsonl]"]
 ENGINES, WIDE = "generator.num_inference_engines", "generator.inference_engine_tensor_parallel_size=2"
+WHY = "because an engine does not span nodes"
+SHARED = ["trainer.placement.colocate_all=true", WIDE]
 RESERVED = [f"{ENGINES}=3", WIDE, "generator.eval_num_engines=1"]
 WIDTH = "trainer.teacher.inference_engine_tensor_parallel_size"
 
@@ -146,8 +148,19 @@ def reserved(config: Config, monkeypatch: pytest.MonkeyPatch) -> int:
         ),
         ([*EVALUATED, *RESERVED], 8, "3 engines with 2 each, 1 of them for evaluation"),
         (["generator.run_engines_locally=false", "generator.remote_inference_engine_urls=[http://a:1]"], 2, "ranks"),
+        (["generator.inference_engine_tensor_parallel_size=16"], 18, f"16 each; a node needs 16, {WHY}"),
+        (["trainer.placement.policy_num_nodes=2", *SHARED], 2, f"2 each; a node needs 2, {WHY}"),
     ],
-    ids=["default", "engines of a teacher", "server of a teacher", "shared", "evaluation", "servers"],
+    ids=[
+        "default",
+        "engines of a teacher",
+        "server of a teacher",
+        "shared",
+        "evaluation",
+        "servers",
+        "wide",
+        "shared nodes",
+    ],
 )
 def test_the_report_shows_the_gpus_that_placement_reserves(
     overrides: list[str], total: int, text: str, monkeypatch: pytest.MonkeyPatch
