@@ -33,7 +33,7 @@ def fitted(config: C, model: PretrainedConfig, kind: DeviceKind, say: Callable[[
     """
     if isinstance(config, Config):
         require_fp8(config, kind)
-    models = {config.trainer.policy.model.path: model} | other_models(config, local_folder)
+    models = {config.trainer.policy.model.path: model} | other_models(config, lambda key, path: local_folder(path))
     given = Inputs(config, models, kind, workload_of(config))
     choices = chosen(given)
     made = forecast(replace(given, config=choices.config))
@@ -65,11 +65,11 @@ def require_fp8(config: Config, kind: DeviceKind) -> None:
         )
 
 
-def other_models(config: RunConfig, find: Callable[[str], str]) -> dict[str, PretrainedConfig]:
+def other_models(config: RunConfig, find: Callable[[str, str], str]) -> dict[str, PretrainedConfig]:
     """Configurations of the models beside the policy, by their paths. A teacher on engines may be of any family that
     vLLM knows; it is left out if its sizes are not known here.
 
-    Args: find: path of a model -> folder or name of its config.json.
+    Args: find: key and path of a model -> folder of its config.json.
     """
     if not isinstance(config, Config):
         return {}
@@ -77,7 +77,7 @@ def other_models(config: RunConfig, find: Callable[[str], str]) -> dict[str, Pre
     for model in (*trainer.scoring_models, *trainer.engine_teachers):
         if (path := model.model_path) in {trainer.policy.model.path, *found}:
             continue
-        folder = find(path)
+        folder = find(model.path_key, path)
         kind = PretrainedConfig.get_config_dict(folder)[0].get("model_type")
         if model not in trainer.engine_teachers or kind in LEDGERS:
             found[path] = AutoConfig.from_pretrained(folder, trust_remote_code=False)

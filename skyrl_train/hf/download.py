@@ -52,11 +52,33 @@ def download(key: str, path: str, timeout_s: float) -> None:
         if process.returncode != 0:
             error = Path(scratch, "error")
             reason = error.read_text() if error.exists() else f"exit code {process.returncode}"
-            raise ValueError(
-                f"{key} is {path}: it is neither a folder nor can it be downloaded from the hub ({reason}). Name the "
-                "folder of a Hugging Face checkpoint, or check the hub name, the network and, for a private or gated "
-                "model, HF_TOKEN"
-            )
+            raise _error(key, path, reason)
+
+
+def config_folder(key: str, path: str) -> str:
+    """The folder with a model's config.json, the only file of a hub model that is downloaded. Args and errors are those
+    of `download`.
+    """
+    from huggingface_hub import hf_hub_download
+
+    if (folder := Path(path).expanduser()).is_dir():
+        return str(folder)
+    name, revision = name_and_revision(path)
+    try:
+        return str(Path(hf_hub_download(name, "config.json", revision=revision)).parent)
+    except Exception as error:  # every error of the library becomes one message
+        raise _error(key, path, _reason(error)) from error
+
+
+def _error(key: str, path: str, reason: str) -> ValueError:
+    return ValueError(
+        f"{key} is {path}: it is neither a folder nor can it be downloaded from the hub ({reason}). Name the folder of "
+        "a Hugging Face checkpoint, or check the hub name, the network and, for a private or gated model, HF_TOKEN"
+    )
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _wait(process: subprocess.Popen[bytes], progress: _Progress, key: str, timeout_s: float) -> None:
@@ -147,7 +169,7 @@ def main(name: str, revision: str, folder: str) -> int:
     try:
         snapshot_download(name, revision=revision or None, allow_patterns=PATTERNS, ignore_patterns=TWICE)
     except Exception as error:  # every error of the library becomes one message
-        Path(folder, "error").write_text(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        Path(folder, "error").write_text(_reason(error))
         return 1
     return 0
 

@@ -29,6 +29,7 @@ from skyrl_train.forecast.fit import other_models, require_fp8
 from skyrl_train.forecast.forecast import ENGINE, Inputs, forecast, workload_of
 from skyrl_train.forecast.proposals import problems, proposals
 from skyrl_train.forecast.shapes import model_config, shapes
+from skyrl_train.hf.download import config_folder
 from skyrl_train.tracking.writable import require_file
 
 
@@ -72,13 +73,20 @@ def plan(config: PlanConfig, console: Console) -> int:
 def _models(config: PlanConfig) -> dict[str, PretrainedConfig]:
     """Configurations of all models, by their paths; a shape replaces the policy's."""
     policy, shape = config.trainer.policy.model.path, config.plan.shape
+    if shape is None and config.plan.num_layers is not None:
+        raise ConfigError(
+            [
+                f"plan.num_layers is {config.plan.num_layers} and plan.shape is null: it is the number of layers of a "
+                "shape. Set plan.shape, or remove plan.num_layers"
+            ]
+        )
     if shape is None:
-        own = known_config(policy, MODEL)
+        own = known_config(config_folder(MODEL, policy), MODEL)
     elif shape in shapes():
         own = model_config(shape, config.plan.num_layers)
     else:
         raise ConfigError([f"plan.shape is {shape}: there is no such shape. Choose one of {', '.join(shapes())}"])
-    return {policy: own} | other_models(config, str)
+    return {policy: own} | other_models(config, config_folder)
 
 
 def _device(config: PlanConfig) -> DeviceKind:

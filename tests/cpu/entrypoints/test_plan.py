@@ -20,6 +20,7 @@ from skyrl_train.entrypoints.experiment import Experiment
 from skyrl_train.entrypoints.plan import main
 from skyrl_train.forecast.fit import fitted, fitted_for_evaluation
 from skyrl_train.forecast.shapes import model_config
+from tests.support.local_hub import COMMIT
 
 
 def test_the_command_prints_memory_times_and_proposals(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -46,6 +47,7 @@ def test_the_command_prints_memory_times_and_proposals(tmp_path: Path, capsys: p
     [
         ("plan.device=h300", "plan.device is h300: an unknown kind of GPU"),
         ("plan.shape=qwen9", "plan.shape is qwen9: there is no such shape"),
+        ("plan.shape=null plan.num_layers=4", "plan.num_layers is 4 and plan.shape is null"),
         ("trainer.policy.megatron_config.tensor_model_parallel_size=2", "not a multiple of"),
         ("trainer.policy.megatron_config.expert_model_parallel_size=2", "the model has no experts"),
         ("trainer.train_batch_size=100", "not a multiple of trainer.policy_mini_batch_size"),
@@ -55,7 +57,7 @@ def test_the_command_prints_memory_times_and_proposals(tmp_path: Path, capsys: p
     ],
 )
 def test_what_cannot_be_forecast_is_an_error(override: str, expected: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["plan.device=h200", "plan.shape=qwen3-0.6b", override]) == 2
+    assert main(["plan.device=h200", "plan.shape=qwen3-0.6b", *override.split()]) == 2
     assert expected in capsys.readouterr().err.replace("\n", " ")
 
 
@@ -141,3 +143,19 @@ def test_a_model_that_a_run_would_refuse_is_refused(tmp_path: Path, capsys: pyte
         getattr(transformers, f"{kind}Config")(**sizes).save_pretrained(tmp_path / kind)
         assert main([f"trainer.policy.model.path={tmp_path / kind}", "plan.device=h100"]) == 2
         assert "trainer.policy.model.path is" in capsys.readouterr().err
+
+
+def test_a_hub_model_needs_its_config_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name in ("policy", "reference"):
+        cached = tmp_path / f"models--tests--{name}"
+        model_config("qwen3-0.6b").save_pretrained(cached / "snapshots" / COMMIT)
+        (cached / "refs").mkdir()
+        (cached / "refs/main").write_text(COMMIT)
+    models = [f"trainer.policy.model.path=tests/policy@{COMMIT}", "trainer.ref.model.path=tests/reference"]
+    assert main([*models, "plan.device=h200", "plan.propose=false"]) == 0
+    for path in ("tests/policy@other", "tests/none"):
+        assert main([f"trainer.policy.model.path={path}", "plan.device=h200"]) == 2
+        assert f"trainer.policy.model.path is {path}: it is neither a folder nor can" in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_a_teacher_of_an_unknown_family_is_reported_and_not_counted(tmp_path: Pa
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind}))
     unknown = ["trainer.teacher.backend=engine", f"trainer.teacher.model.path={tmp_path}/teacher"]
     given = inputs("h200", *unknown, f"trainer.ref.model.path={tmp_path}/reference")
-    models = other_models(given.config, str)
+    models = other_models(given.config, lambda key, path: path)
     assert list(models) == [f"{tmp_path}/reference"]
     found = forecast(replace(given, models={**given.models, **models}))
     assert found.uncounted == ("teacher",) and not parts(found, "teacher")
