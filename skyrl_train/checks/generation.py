@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from skyrl_train.checks.custom import reward_problems, rollout_problems
 from skyrl_train.checks.engines import endpoint_problems, engine_problems, length_problems
 from skyrl_train.checks.model import served_model_problems
-from skyrl_train.checks.training import LORA, data_problems, source_problems, training_problems
+from skyrl_train.checks.training import LORA, data_problems, package_problems, source_problems, training_problems
 from skyrl_train.config import Config, ConfigError
 
 
 def check_generation(config: Config, files: bool = True) -> None:
     """Raise ConfigError with everything that cannot work. Args: files: like `checks.rl.check`."""
     problems = [
+        *package_problems(config.trainer, {}),
         *training_problems(config.trainer, {}),
         *rollout_problems(config),
         *reward_problems(config),

@@ -25,15 +25,17 @@ from skyrl_train.checks.staleness import (
     kv_cache_problems,
     staleness_problems,
 )
-from skyrl_train.checks.step import step_problems
+from skyrl_train.checks.step import critic_problems, step_problems
 from skyrl_train.checks.training import (
     LORA,
     POLICY,
     POLICY_RANKS,
+    adapter_problems,
     data_file_problems,
     data_problems,
     layout_problems,
     lora_problems,
+    package_problems,
     profiled,
     training_problems,
 )
@@ -50,39 +52,38 @@ def check(config: Config, num_train_prompts: int | None, files: bool = True) -> 
     """Raise ConfigError with everything that cannot work. Args: num_train_prompts: rows left in the training data, None
     if unknown; files: also check the model folders and data files; False before `trainer.prepare` has created them.
     """
-    problems = [
-        *training_problems(config.trainer, _megatron_configs(config)),
-        *custom_problems(config),
-        *data_problems(config.data),
-        *number_problems(config, num_train_prompts),
-        *_terms(config.trainer.algorithm),
-        *correction_problems(config.trainer),
-        *_rewards(config),
-        *_objective(config),
-        *staleness_problems(config),
-        *kv_cache_problems(config),
-        *training_sampling_problems(config.generator.sampling_params),
-        *transport_problems(config),
-        *engine_problems(config),
-        *endpoint_problems(config),
-        *_lora(config),
-    ]
+    problems = [*package_problems(config.trainer, _megatron_configs(config)), *key_problems(config, num_train_prompts)]
     if files:
         problems += data_file_problems(config.data)
         problems += model_problems(config)
-        problems += lora_problems(config.trainer.policy.model.lora)
+        problems += adapter_problems(config.trainer.policy.model.lora)
     if problems:
         raise ConfigError(problems)
 
 
-def number_problems(config: Config, num_train_prompts: int | None = None) -> Iterator[str]:
-    """Numbers that contradict each other, whatever is installed on this machine."""
+def key_problems(config: Config, num_train_prompts: int | None = None) -> Iterator[str]:
+    """What cannot work on any machine, whatever the sizes of the models."""
+    yield from training_problems(config.trainer, _megatron_configs(config))
+    yield from custom_problems(config)
+    yield from data_problems(config.data)
     yield from step_problems(config, num_train_prompts)
     yield from eval_engine_problems(config)
-    yield from _critic(config)
+    yield from critic_problems(config)
     yield from _limits(config)
     yield from _colocation(config)
     yield from _layouts(config)
+    yield from _terms(config.trainer.algorithm)
+    yield from correction_problems(config.trainer)
+    yield from _rewards(config)
+    yield from _objective(config)
+    yield from staleness_problems(config)
+    yield from kv_cache_problems(config)
+    yield from training_sampling_problems(config.generator.sampling_params)
+    yield from transport_problems(config)
+    yield from engine_problems(config)
+    yield from endpoint_problems(config)
+    yield from lora_problems(config.trainer.policy.model.lora)
+    yield from _lora(config)
 
 
 def _megatron_configs(config: Config) -> dict[str, MegatronConfig]:
@@ -194,30 +195,6 @@ def _objective(config: Config) -> Iterator[str]:
         yield (
             f"generator.n_samples_per_prompt is {samples}: {algorithm.advantage_estimator} compares the samples of a "
             "prompt with each other. Set it to at least 2"
-        )
-
-
-def _critic(config: Config) -> Iterator[str]:
-    """A critic that would not be used, and mini-batches that do not fit."""
-    trainer = config.trainer
-    estimator, path = trainer.algorithm.advantage_estimator, trainer.critic.model.path
-    batch, mini = trainer.train_batch_size, trainer.critic_mini_batch_size
-    if not trainer.algorithm.needs_critic:
-        if path != trainer.policy.model.path:
-            yield (
-                f"trainer.critic.model.path is {path} and trainer.algorithm.advantage_estimator is {estimator}, which "
-                "uses no critic. Set advantage_estimator=gae, or remove the path"
-            )
-        return
-    if trainer.placement.release == "exit" and trainer.algorithm.use_kl_in_reward:
-        yield (
-            "trainer.placement.release is exit and trainer.algorithm.use_kl_in_reward is true: with a critic, logprobs "
-            "and values wait for each other in processes that would end. Set release=offload, or use_kl_loss"
-        )
-    if batch % mini:
-        yield (
-            f"trainer.train_batch_size is {batch}: not a multiple of trainer.critic_mini_batch_size {mini}. Set "
-            "critic_mini_batch_size to a divisor"
         )
 
 

@@ -1,4 +1,4 @@
-"""Checks of how many prompts a step samples and trains."""
+"""Checks of how many prompts a step samples and trains, and of its critic."""
 
 from __future__ import annotations
 
@@ -45,4 +45,28 @@ def step_problems(config: Config, num_train_prompts: int | None) -> Iterator[str
         yield (
             f"{given}: more than the {num_train_prompts} prompts of data.train_data, so prompts would be sampled twice "
             f"at a time. Set it to at most {num_train_prompts}"
+        )
+
+
+def critic_problems(config: Config) -> Iterator[str]:
+    """A critic that would not be used, and mini-batches that do not fit."""
+    trainer = config.trainer
+    estimator, path = trainer.algorithm.advantage_estimator, trainer.critic.model.path
+    batch, mini = trainer.train_batch_size, trainer.critic_mini_batch_size
+    if not trainer.algorithm.needs_critic:
+        if path != trainer.policy.model.path:
+            yield (
+                f"trainer.critic.model.path is {path} and trainer.algorithm.advantage_estimator is {estimator}, which "
+                "uses no critic. Set advantage_estimator=gae, or remove the path"
+            )
+        return
+    if trainer.placement.release == "exit" and trainer.algorithm.use_kl_in_reward:
+        yield (
+            "trainer.placement.release is exit and trainer.algorithm.use_kl_in_reward is true: with a critic, logprobs "
+            "and values wait for each other in processes that would end. Set release=offload, or use_kl_loss"
+        )
+    if batch % mini:
+        yield (
+            f"trainer.train_batch_size is {batch}: not a multiple of trainer.critic_mini_batch_size {mini}. Set "
+            "critic_mini_batch_size to a divisor"
         )

@@ -19,15 +19,20 @@ POLICY_RANKS = "trainer.placement.policy_num_nodes * policy_num_gpus_per_node"
 LORA = "trainer.policy.model.lora"
 
 
-def training_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, MegatronConfig]) -> Iterator[str]:
-    """Missing packages, a malformed `trainer.prepare`, a checkpoint that is not named or would not be read."""
+def package_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, MegatronConfig]) -> Iterator[str]:
+    """Packages that are missing on this machine."""
     if "wandb" in trainer.logger and importlib.util.find_spec("wandb") is None:
         yield "trainer.logger contains wandb, which is not installed. Run pip install wandb, or remove it from the list"
+    has_engine = importlib.util.find_spec("transformer_engine") is not None
     for path, megatron in megatron_configs.items():
-        is_te = megatron.transformer_impl == "transformer_engine"
-        if is_te and importlib.util.find_spec("transformer_engine") is None:
+        if megatron.transformer_impl == "transformer_engine" and not has_engine:
             yield f"{path}.transformer_impl is transformer_engine, which is not installed. Use auto or torch"
-        elif is_te and not trainer.bf16:
+
+
+def training_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, MegatronConfig]) -> Iterator[str]:
+    """A malformed `trainer.prepare`, rounded float32, a checkpoint that is not named or would not be read."""
+    for path, megatron in megatron_configs.items():
+        if megatron.transformer_impl == "transformer_engine" and not trainer.bf16:
             yield (
                 f"{path}.transformer_impl is transformer_engine, which rounds float32 to TensorFloat-32. Use auto or "
                 "torch, or set trainer.bf16=true"
@@ -90,7 +95,7 @@ def profiled(megatron: MegatronConfig) -> list[str]:
 
 
 def lora_problems(lora: LoraConfig) -> Iterator[str]:
-    """An initial adapter that does not exist or would not be read."""
+    """Keys of adapters without effect, and adapters that would train nothing."""
     if lora.rank > 0 and not lora.target_modules:
         yield f"{LORA}.target_modules is empty: nothing would be trained. Name modules, or all-linear"
     adapted = {"target_modules": list(lora.target_modules), "sync": getattr(lora, "sync", "merged")}
@@ -100,14 +105,16 @@ def lora_problems(lora: LoraConfig) -> Iterator[str]:
                 f"{LORA}.{name} is {value} and {LORA}.rank is 0: there are no adapters, and all weights would be "
                 f"trained. Set rank, or remove {name}"
             )
-    if lora.path is None:
-        return
-    if lora.rank == 0:
+    if lora.path is not None and lora.rank == 0:
         yield (
             f"{LORA}.path is {lora.path} and {LORA}.rank is 0: the adapter would not be read. Set rank to the "
             "adapter's rank, or path=null"
         )
-    elif not Path(lora.path).expanduser().is_dir():
+
+
+def adapter_problems(lora: LoraConfig) -> Iterator[str]:
+    """An initial adapter that does not exist."""
+    if lora.path is not None and lora.rank > 0 and not Path(lora.path).expanduser().is_dir():
         yield f"{LORA}.path is {lora.path}: there is no such folder in {Path.cwd()}. Name the folder of an adapter"
 
 

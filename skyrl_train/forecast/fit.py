@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 
 from transformers import AutoConfig, PretrainedConfig
 
+from skyrl_train.checks.equivalence import known_config
 from skyrl_train.config import Config
 from skyrl_train.config.training import RunConfig
 from skyrl_train.device.kinds import DeviceKind
@@ -78,7 +79,8 @@ def other_models(config: RunConfig, find: Callable[[str, str], str]) -> dict[str
         if (path := model.model_path) in {trainer.policy.model.path, *found}:
             continue
         folder = find(model.path_key, path)
-        kind = PretrainedConfig.get_config_dict(folder)[0].get("model_type")
-        if model not in trainer.engine_teachers or kind in LEDGERS:
+        if model not in trainer.engine_teachers:
+            found[path] = known_config(folder, model.path_key)
+        elif PretrainedConfig.get_config_dict(folder)[0].get("model_type") in LEDGERS:
             found[path] = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return found

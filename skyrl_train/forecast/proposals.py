@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from skyrl_train.algorithms.tables import needs_whole_samples
-from skyrl_train.checks.engines import quantised_model_problems, quantization_key_problems
 from skyrl_train.checks.model import engine_size_problems, size_problems
-from skyrl_train.checks.rl import number_problems
+from skyrl_train.checks.rl import key_problems
 from skyrl_train.checks.training import POLICY, POLICY_RANKS, layout_problems
 from skyrl_train.config import Config
 from skyrl_train.config.policy import OWN_STAGES, MegatronConfig
@@ -37,7 +35,7 @@ class Proposal:
 
 
 def problems(inputs: Inputs) -> list[str]:
-    """Sizes of a configuration that contradict each other or its models."""
+    """Keys of a configuration that contradict each other, or sizes that contradict its models."""
     config, policy = inputs.config, inputs.config.trainer.policy
     shape = inputs.model.to_dict()
     found = list(size_problems(shape, policy.megatron_config, POLICY))
@@ -48,8 +46,7 @@ def problems(inputs: Inputs) -> list[str]:
         if (model.model_path, model.megatron_config) != (policy.model.path, policy.megatron_config):
             own = inputs.models[model.model_path].to_dict()
             found += size_problems(own, model.megatron_config, f"{model.key}.megatron_config")
-    found += [*quantization_key_problems(config.generator), *quantised_model_problems(config, inputs.model, "cuda")]
-    return [*number_problems(config), *found, *engine_size_problems(shape, config)]
+    return [*key_problems(config), *found, *engine_size_problems(shape, config)]
 
 
 def proposals(inputs: Inputs) -> list[Proposal]:
@@ -100,13 +97,12 @@ def _layouts(inputs: Inputs, moments_on_host: bool) -> Iterator[MegatronConfig]:
     placement = inputs.config.trainer.placement
     ranks, gpus_of_node = placement.num_policy_ranks, gpus_per_node(placement)
     expert_sizes = SIZES if num_experts(inputs.model) else (1,)
-    is_whole = isinstance(inputs.config, Config) and _needs_whole_samples(inputs.config)
     has_own_stages = any(given.transformer_config_kwargs.get(name) for name in OWN_STAGES)
     levels = ("auto",) if given.recompute_granularity == "auto" else (None, "full")
     for tp, pp, cp, ep, recompute in product(SIZES, SIZES, SIZES, expert_sizes, levels):
         if tp * pp * cp > ranks or tp * cp > gpus_of_node:
             continue
-        if (cp > 1 and is_whole) or (has_own_stages and pp != given.pipeline_model_parallel_size):
+        if has_own_stages and pp != given.pipeline_model_parallel_size:
             continue
         is_same = (tp, pp) == (given.tensor_model_parallel_size, given.pipeline_model_parallel_size)
         own = recompute is None and given.recompute == "selective"
@@ -123,13 +119,6 @@ def _layouts(inputs: Inputs, moments_on_host: bool) -> Iterator[MegatronConfig]:
         )
         if other != given:
             yield other
-
-
-def _needs_whole_samples(config: Config) -> bool:
-    try:
-        return needs_whole_samples(config.trainer.algorithm.policy_loss_type)
-    except ValueError:  # a check reports a loss that cannot be imported
-        return False
 
 
 def _differences(given: MegatronConfig, other: MegatronConfig) -> list[str]:

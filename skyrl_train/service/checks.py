@@ -11,7 +11,7 @@ from skyrl_train.checks.model import model_problems
 from skyrl_train.checks.model_folder import check_scoring_models, checked_folder
 from skyrl_train.checks.rl import check
 from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
-from skyrl_train.checks.training import lora_problems
+from skyrl_train.checks.training import adapter_problems
 from skyrl_train.cluster.session import known_device_type
 from skyrl_train.config import Config, ConfigError
 from skyrl_train.hf import adapter_file
@@ -25,7 +25,7 @@ def check_service(config: Config, files: bool = True) -> None:
     check(config, None, files=False)
     problems = [*_problems(config)]
     if files:
-        problems += [*model_problems(config), *lora_problems(config.trainer.policy.model.lora)]
+        problems += [*model_problems(config), *adapter_problems(config.trainer.policy.model.lora)]
     if problems:
         raise ConfigError(problems)
 

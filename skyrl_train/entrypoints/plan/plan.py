@@ -17,7 +17,9 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PretrainedConfig
 
+from skyrl_train.checks.engines import check_vllm
 from skyrl_train.checks.equivalence import known_config
+from skyrl_train.checks.model import model_problems
 from skyrl_train.checks.training import MODEL
 from skyrl_train.config import ConfigError
 from skyrl_train.config.rl import PLAN, PlanConfig
@@ -31,6 +33,7 @@ from skyrl_train.forecast.proposals import problems, proposals
 from skyrl_train.forecast.shapes import model_config, shapes
 from skyrl_train.hf.download import config_folder
 from skyrl_train.tracking.writable import require_file
+from skyrl_train.trainer.build import teacher_max_model_len
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,6 +49,8 @@ def plan(config: PlanConfig, console: Console) -> int:
     given = Inputs(config, _models(config), _device(config), workload)
     if found_problems := problems(given):
         raise ConfigError(found_problems)
+    check_vllm(config, given.model, "cuda")
+    teacher_max_model_len(config, given.model)
     require_fp8(config, given.device)
     choices = chosen(given)
     inputs = replace(given, config=choices.config)
@@ -81,6 +86,8 @@ def _models(config: PlanConfig) -> dict[str, PretrainedConfig]:
             ]
         )
     if shape is None:
+        if found_problems := list(model_problems(config)):
+            raise ConfigError(found_problems)
         own = known_config(config_folder(MODEL, policy), MODEL)
     elif shape in shapes():
         own = model_config(shape, config.plan.num_layers)

@@ -13,14 +13,18 @@ import pytest
 import transformers
 from rich.console import Console
 
+from skyrl_train.checks.rl import check
 from skyrl_train.cluster.session import Cluster
-from skyrl_train.config import load_config
+from skyrl_train.config import ConfigError, load_config
 from skyrl_train.device.kinds import DeviceKind, device_kind
 from skyrl_train.entrypoints.experiment import Experiment
 from skyrl_train.entrypoints.plan import main
 from skyrl_train.forecast.fit import fitted, fitted_for_evaluation
 from skyrl_train.forecast.shapes import model_config
 from tests.support.local_hub import COMMIT
+
+TEACHER = "trainer.policy.model.path=a trainer.teacher.model.path=a trainer.teacher.backend=engine"
+SERVED = f"{TEACHER} trainer.algorithm.distillation.distillation_type=advantage"
 
 
 def test_the_command_prints_memory_times_and_proposals(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -54,11 +58,43 @@ def test_the_command_prints_memory_times_and_proposals(tmp_path: Path, capsys: p
         ("trainer.ref.megatron_config.tensor_model_parallel_size=2", "not a multiple of trainer.ref.megatron_config"),
         ("generator.inference_engine_tensor_parallel_size=3", "must divide the model's 16 attention heads"),
         ("generator.sampling_params.max_generate_length=200000", "more than the model's 40960 positions"),
+        (
+            f"{SERVED} generator.sampling_params.max_generate_length=40448",
+            "samples of fewer than the model's 40960",
+        ),
     ],
 )
 def test_what_cannot_be_forecast_is_an_error(override: str, expected: str, capsys: pytest.CaptureFixture[str]):
     assert main(["plan.device=h200", "plan.shape=qwen3-0.6b", *override.split()]) == 2
     assert expected in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.algorithm.use_kl_loss=true", "trainer.algorithm.use_kl_in_reward=true"],
+        ["generator.sampling_params.top_p=0.9"],
+        ["trainer.policy.model.lora.target_modules=[q_proj]"],
+        ["environment.reward_fn=[nowhere:reward]"],
+        ["trainer.resume_mode=from_path"],
+        ["generator.weight_sync_backend=cuda_ipc", "trainer.train_batch_size=100"],
+    ],
+)
+def test_a_configuration_that_a_run_would_refuse_is_refused_with_its_message(
+    overrides: list[str], capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(ConfigError) as refused:
+        check(load_config(overrides), None, files=False)
+    assert main(["plan.device=h200", "plan.shape=qwen3-0.6b", *overrides]) == 2
+    assert str(refused.value) in capsys.readouterr().err
+
+
+def test_packages_that_this_machine_lacks_do_not_prevent_a_forecast(monkeypatch: pytest.MonkeyPatch):
+    layers = "trainer.policy.megatron_config.transformer_impl=transformer_engine"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="transformer_engine, which is not installed"):
+        check(load_config([layers]), None, files=False)
+    assert main(["plan.device=h200", "plan.shape=qwen3-0.6b", "plan.propose=false", layers]) == 0
 
 
 def kind_of(name: str) -> DeviceKind:
@@ -143,6 +179,11 @@ def test_a_model_that_a_run_would_refuse_is_refused(tmp_path: Path, capsys: pyte
         getattr(transformers, f"{kind}Config")(**sizes).save_pretrained(tmp_path / kind)
         assert main([f"trainer.policy.model.path={tmp_path / kind}", "plan.device=h100"]) == 2
         assert "trainer.policy.model.path is" in capsys.readouterr().err
+        reference = ["plan.shape=qwen3-0.6b", f"trainer.ref.model.path={tmp_path / kind}"]
+        assert main([*reference, "plan.device=h100"]) == 2
+        assert "trainer.ref.model.path is" in capsys.readouterr().err
+    assert main(["trainer.policy.model.path=./none", "plan.device=h100"]) == 2
+    assert "trainer.policy.model.path is ./none: there is no such folder" in capsys.readouterr().err
 
 
 def test_a_hub_model_needs_its_config_alone(
@@ -150,12 +191,12 @@ def test_a_hub_model_needs_its_config_alone(
 ):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     for name in ("policy", "reference"):
-        cached = tmp_path / f"models--tests--{name}"
+        cached = tmp_path / f"models--org--{name}"
         model_config("qwen3-0.6b").save_pretrained(cached / "snapshots" / COMMIT)
         (cached / "refs").mkdir()
         (cached / "refs/main").write_text(COMMIT)
-    models = [f"trainer.policy.model.path=tests/policy@{COMMIT}", "trainer.ref.model.path=tests/reference"]
+    models = [f"trainer.policy.model.path=org/policy@{COMMIT}", "trainer.ref.model.path=org/reference"]
     assert main([*models, "plan.device=h200", "plan.propose=false"]) == 0
-    for path in ("tests/policy@other", "tests/none"):
+    for path in ("org/policy@other", "org/none"):
         assert main([f"trainer.policy.model.path={path}", "plan.device=h200"]) == 2
         assert f"trainer.policy.model.path is {path}: it is neither a folder nor can" in capsys.readouterr().err
