@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -18,7 +19,7 @@ class JsonLinesWriter:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._file = path, path.open("ab", buffering=0)
-        self._unwritten = b""
+        self._unwritten = b"" if _ends_a_line(path) else b"\n"
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append `row`; NaN and infinities become null. A deleted file is created again, with a warning.
@@ -38,6 +39,15 @@ class JsonLinesWriter:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _ends_a_line(path: Path) -> bool:
+    """False after an earlier process wrote part of its last line."""
+    with path.open("rb") as file:
+        if not file.seek(0, io.SEEK_END):
+            return True
+        file.seek(-1, io.SEEK_END)
+        return file.read() == b"\n"
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:

@@ -23,6 +23,7 @@ from skyrl_train.tracking.console import ConsoleSink
 from skyrl_train.tracking.jsonl import JsonLinesWriter
 
 log = logging.getLogger(__name__)
+STEP = "trainer/global_step"
 MAX_TABLE_ROWS = 1000
 """Largest number of samples in a table at Weights & Biases."""
 WANDB_ID = "wandb_run_id"
@@ -48,7 +49,7 @@ class JsonLinesSink:
         self._writer = JsonLinesWriter(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._writer.write({"trainer/global_step": step, "trainer/unix_time_s": time.time(), **metrics})
+        self._writer.write({STEP: step, "trainer/unix_time_s": time.time(), **metrics})
 
     def close(self) -> None:
         self._writer.close()
@@ -80,7 +81,9 @@ class TensorBoardSink:
 class WandbSink:
     """Weights & Biases; offline without an API key (environment or netrc) and WANDB_MODE.
 
-    A resumed run continues the same wandb run, which ignores steps that it already has.
+    A resumed run continues the same wandb run. Rows have no step of wandb's: it would hold back the last row until the
+    next step, and drop rows of steps that it has, such as an evaluation that was done only after resuming.
+
     Raises: RuntimeError if it cannot start.
     """
 
@@ -111,17 +114,18 @@ class WandbSink:
                 f"wandb could not start: {error}. Set WANDB_MODE=offline, or remove wandb from trainer.logger"
             ) from error
 
+        self._run.define_metric("*", step_metric=STEP)
         id_file.write_text(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._run.log({STEP: step, **metrics})
 
     def log_samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """A table of the first MAX_TABLE_ROWS samples; what is not a number is text."""
         shown = rows[:MAX_TABLE_ROWS]
         data = [[cell if isinstance(cell, int | float) else _as_text(cell) for cell in row.values()] for row in shown]
         table = self._wandb.Table(columns=list(rows[0]), data=data)
-        self._run.log({name: table}, step=step)
+        self._run.log({STEP: step, name: table})
 
     def close(self) -> None:
         self._run.finish()

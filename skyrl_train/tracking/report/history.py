@@ -41,7 +41,7 @@ class History:
 
 
 def load_history(path: Path) -> History:
-    """The metrics of a metrics.jsonl; lines of one step are merged, the later value of a name counts.
+    """The metrics of a metrics.jsonl. Of a step that was trained twice the later time counts.
 
     Raises: ValueError if the file is missing or holds no step.
     """
@@ -50,6 +50,8 @@ def load_history(path: Path) -> History:
     rows: dict[int, dict[str, float]] = {}
     for row in without_passed_steps([row for row in read_json_lines(path) if STEP in row], STEP):
         merged = rows.setdefault(int(row[STEP]), {})
+        if "timing/step" in row:  # else the row is of an evaluation that was done after resuming
+            merged.clear()
         merged |= {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
     _move_evaluations(rows)
     if not rows:

@@ -129,6 +129,17 @@ def test_steps_behind_which_a_run_went_back_are_not_counted(tmp_path: Path):
     assert series == {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0, 5: 1.25, 6: 7.0, 7: 7.0}
 
 
+def test_a_step_that_was_trained_twice_shows_the_later_time_and_an_evaluation_after_resuming_is_added(tmp_path: Path):
+    rows = [
+        {"trainer/global_step": 1, "timing/step": 1.0, "policy/grad_norm": 7.0},
+        {"trainer/global_step": 1, "timing/step": 2.0, "reward/avg_raw_reward": 0.5},
+        {"trainer/global_step": 1, "timing/eval": 3.0, "eval/all/avg_score": 0.25},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    row = dict(load_history(tmp_path / "metrics.jsonl").rows[1])
+    assert row.keys() == {*rows[1], *rows[2]} and row["timing/step"] == 2.0
+
+
 def test_samples_behind_which_a_run_went_back_are_not_shown(tmp_path: Path):
     rows = [{"step": step, "reward": reward} for step, reward in ((1, 0), (4, 0), (7, 0), (5, 1))]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

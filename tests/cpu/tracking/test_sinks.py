@@ -136,6 +136,15 @@ def test_json_lines_hold_the_step_and_are_readable_before_close(tmp_path: Path):
     assert row == {"trainer/global_step": 3, "a": 1.5, "b": None, "c": None}
 
 
+def test_a_line_that_a_killed_process_left_half_written_costs_no_later_one(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"step": 1}\n{"step": 2, "rew')
+    for step in (3, 4):
+        writer = JsonLinesWriter(tmp_path / "rows.jsonl")
+        writer.write({"step": step})
+        writer.close()
+    assert [row["step"] for row in read_json_lines(tmp_path / "rows.jsonl")] == [1, 3, 4]
+
+
 def test_full_disk_delays_json_lines_and_loses_none(tmp_path: Path):
     writer = JsonLinesWriter(tmp_path / "rows.jsonl")
     disk = FullDisk(room=12)
@@ -214,6 +223,17 @@ def test_wandb_without_a_key_writes_an_offline_run(tmp_path: Path, monkeypatch: 
     tracker.log(1, {"reward/avg_raw_reward": 0.5})
     tracker.close()
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_wandb_keeps_what_an_earlier_step_still_owed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracker = tracker_of(["wandb"], tmp_path)
+    tracker.log(3, {"policy/loss": 0.625})
+    tracker.log(2, {"eval/all/avg_score": 0.375})
+    tracker.close()
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"0.625" in file.read_bytes() and b"0.375" in file.read_bytes()  # protobuf with numbers as text
 
 
 def test_samples_are_a_table_at_wandb_and_nothing_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
