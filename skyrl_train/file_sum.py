@@ -67,6 +67,15 @@ def sum_of(file: Path, *, durable: bool = False) -> FileSum:
         return FileSum(stream.tell(), digest)
 
 
+def sync_folder(folder: Path) -> None:
+    """Make names in a folder durable, such as that of a renamed file. Raises: OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def size_problems(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
     """A sentence for each file that is missing or has another size, without reading contents."""
     problems = []

@@ -53,6 +53,7 @@ class Loop(ABC):
         """Identifier in the run folder's run.json, stored in checkpoints."""
         self._pending = False
         """Whether an export or evaluation of the last step was skipped."""
+        self._resumed: RunState | None = None
         self._export_failed = False
         """Whether the export of the last step could not be written."""
         self._saved_step = 0
@@ -109,7 +110,7 @@ class Loop(ABC):
         else:
             self._source.resume(state.source)
         self.global_step = self._saved_step = state.global_step
-        self._pending = state.pending
+        self._pending, self._resumed = state.pending, state
 
     def stop(self) -> None:
         """End the run after the current step."""
@@ -117,7 +118,6 @@ class Loop(ABC):
 
     async def train(self) -> None:
         """Run all steps. Step 0 of the metrics is the model before training.
-
         Raises: RunIncomplete at the end of a run that was not stopped, if some of its work failed.
         """
         config = self._trainer_config
@@ -127,6 +127,8 @@ class Loop(ABC):
             self._timers.reset()
             metrics = await self._export_and_evaluate()
             self._tracker.log(self.global_step, metrics | self._timers.metrics())
+            if not (self._pending or self.is_evaluating):
+                self._checkpoints.settle(self._resumed)
         while self.global_step < self._num_steps and not self._ends_early:
             self._timers.reset()
             with self._timers("step"):
@@ -134,7 +136,7 @@ class Loop(ABC):
             self.global_step += 1
             self._skipped.count(metrics)
             self._anomalies.note(self.global_step, metrics)
-            metrics |= await self._work_after_step()
+            metrics |= await self._work_after_step(metrics)
             if config.ckpt_interval > 0 and self._is_due(config.ckpt_interval, also_last=True):
                 await self._save_checkpoint()
             metrics |= self._timers.metrics() | {"perf/driver_share": self._timers.driver_share()}
@@ -159,12 +161,13 @@ class Loop(ABC):
             await self._save_if_possible(before)
             raise
 
-    async def _work_after_step(self) -> Metrics:
-        """Exports and evaluations that are due. If one fails, the step is saved; a resumed run repeats them."""
+    async def _work_after_step(self, metrics: Metrics) -> Metrics:
+        """Exports and evaluations that are due. If one fails, the step is logged and saved; a resumed run does it."""
         try:
             return await self._export_and_evaluate()
         except Exception:
             self._pending = True
+            self._tracker.log(self.global_step, metrics | self._timers.metrics())
             await self._save_if_possible()
             raise
 
@@ -216,7 +219,6 @@ class Loop(ABC):
     async def _timed_export(self) -> Metrics:
         """Write a Hugging Face checkpoint. A failed one is due again at the next interval, or when a checkpoint of this
         step is resumed; without the last one the run is incomplete.
-
         Raises: RemoteFailed if a rank is dead, or the weights cannot be loaded.
         """
         folder = Path(self._trainer_config.export_path).expanduser().resolve() / f"global_step_{self.global_step}"
@@ -238,7 +240,6 @@ class Loop(ABC):
 
     async def _save_checkpoint(self, source: dict[str, Any] | None = None) -> None:
         """A failed write (such as a full disk) is logged as an error, and the run continues.
-
         Args: source: state of the source, by default its present one; not for one that holds groups.
         Raises: RemoteFailed if a rank is dead, or the policy cannot be loaded.
         """

@@ -2,24 +2,23 @@
 
 `CKPT_PATH/global_step_N` holds a file of each policy rank (residency/state.py), those of critic ranks in a folder, the
 finished groups of the source if it holds any, and checkpoint.json, written last, with size and digest of those files
-and its own digest. Until then the record is a draft: a folder with neither is damaged,
-not unfinished. On several nodes CKPT_PATH must be a shared folder. The driver verifies every digest before it starts a
-process.
+and its own digest. Until then the record is a draft: a folder with neither is damaged, not unfinished. On several nodes
+CKPT_PATH must be a shared folder. The driver verifies every digest before it starts a process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.file_sum import FileSum, problems_of, size_problems, sum_of
+from skyrl_train.file_sum import FileSum, problems_of, size_problems, sum_of, sync_folder
 from skyrl_train.ranks import SavedState
 from skyrl_train.tracking.run_dir import HeldFolder
 
@@ -100,11 +99,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
             raise ValueError(f"it has the format {record['format']}, and this version of skyrl_train reads {FORMAT}")
         if record.pop("sha256") != _digest(record):
             raise ValueError("it was changed after it was written (SHA-256 differs)")
-        values = record["state"]
-        for name, old in (("source", "order"), ("pending", "owes")):  # names in older checkpoints
-            if old in values:
-                values[name] = values.pop(old)
-        state = RunState(**values)
+        state = RunState(**record["state"])
         files = {name: FileSum(**file) for name, file in record["files"].items()}
         checkpoint = Checkpoint(folder, record["number"], state, files)
     except FileNotFoundError:
@@ -216,9 +211,7 @@ class Checkpoints:
             raise OSError(f"{folder}: {'; '.join(problems)}. trainer.ckpt_path must be one folder for all nodes")
         others = self.all()
         number = 1 + max((other.number for other in others), default=0)
-        record = {"format": FORMAT, "number": number, "state": asdict(state)}
-        record["files"] = {name: asdict(file) for name, file in files.items()}
-        _write(folder, record | {"sha256": _digest(record)})
+        _write(folder, number, state, files)
         try:
             load_checkpoint(folder)
         except ValueError as error:
@@ -227,6 +220,12 @@ class Checkpoints:
         if self._max_to_keep > 0:
             for other in others[: max(0, len(others) + 1 - self._max_to_keep)]:
                 self.discard(other.folder)
+
+    def settle(self, state: RunState | None) -> None:
+        """Note in the checkpoint with this state, if it is here, that nothing of its step is pending any more."""
+        for found in (checkpoint for checkpoint in self.all() if checkpoint.state == state):
+            with contextlib.suppress(OSError):  # the next start repeats the work
+                _write(found.folder, found.number, replace(found.state, pending=False), found.files)
 
     def discard(self, folder: Path) -> None:
         """Remove a checkpoint or an unfinished one. Symbolic links are the user's and stay."""
@@ -269,17 +268,16 @@ def _is_unfinished(folder: Path) -> bool:
     return (folder / DRAFT).exists() and not (folder / RECORD).exists()
 
 
-def _write(folder: Path, record: Mapping[str, Any]) -> None:
+def _write(folder: Path, number: int, state: RunState, files: Mapping[str, FileSum]) -> None:
     """Write the record atomically and durably (a loss of power cannot corrupt it)."""
+    record: dict[str, Any] = {"format": FORMAT, "number": number, "state": asdict(state)}
+    record["files"] = {name: asdict(file) for name, file in files.items()}
+    record["sha256"] = _digest(record)
     (folder / DRAFT).write_text(json.dumps(record, indent=2) + "\n")
     sum_of(folder / DRAFT, durable=True)
     (folder / DRAFT).replace(folder / RECORD)
     for path in (folder, folder.parent):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_folder(path)
 
 
 def _remove(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -25,7 +24,6 @@ from skyrl_train.entrypoints.resume import (
 )
 from skyrl_train.file_sum import FileSum, sum_of
 from skyrl_train.tracking.run_dir import write_record
-from skyrl_train.trainer import run_state
 from skyrl_train.trainer.from_config import settings_of
 from skyrl_train.trainer.problems import RunIncomplete
 from skyrl_train.trainer.run_state import DRAFT, RECORD, Checkpoints, RunState, load_checkpoint
@@ -94,16 +92,6 @@ def test_finished_groups_are_a_file_of_the_checkpoint_under_its_digests(tmp_path
     file.write_bytes(b"two groups")
     Checkpoints(trainer.ckpt_path, -1).discard(checkpoint.folder)
     assert not checkpoint.folder.exists()
-
-
-def test_a_checkpoint_from_before_there_were_sources_is_read(tmp_path: Path):
-    trainer = trainer_config(tmp_path)
-    file = save(trainer, 4) / "checkpoint.json"
-    record = json.loads(file.read_text())
-    record["state"]["order"] = record["state"].pop("source")
-    del record["sha256"]
-    file.write_text(json.dumps(record | {"sha256": run_state._digest(record)}))
-    assert load_checkpoint(file.parent).state == state_of(trainer, 4)
 
 
 def test_a_run_with_another_source_does_not_resume_and_a_state_of_ones_own_comes_back_as_it_was(tmp_path: Path):
@@ -453,12 +441,30 @@ def test_an_evaluation_that_was_skipped_is_made_when_the_run_resumes(stop_at: in
     resumed.resume(state)
     asyncio.run(resumed.train())
     assert stopped.evaluated + resumed.evaluated == [0, 2, 4, 6, 7]
-    assert not load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(7)).state.pending or stop_at == 7
+    for step in (stop_at, 7):
+        checkpoint = load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(step))
+        checkpoint.verify()
+        assert not checkpoint.state.pending, "the next start would do it again"
+
+
+def test_a_checkpoint_of_another_run_stays_as_it_is(tmp_path: Path):
+    here, there = (trainer_config(tmp_path / name, "trainer.ckpt_interval=3") for name in ("here", "there"))
+    for trainer in (here, there):
+        asyncio.run(Counting(trainer, 7, stop_at=7).train())
+    record = Checkpoints(there.ckpt_path, -1).folder(7) / RECORD
+    resumed, before = Counting(here, 7), record.read_bytes()
+    resumed.run_id = "another"
+    resumed.resume(replace(load_checkpoint(record.parent).state, run_id="another"))
+    asyncio.run(resumed.train())
+    assert record.read_bytes() == before
+    assert load_checkpoint(Checkpoints(here.ckpt_path, -1).folder(7)).state.pending
 
 
 def test_an_evaluation_that_fails_costs_no_step_and_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     trainer = trainer_config(tmp_path, "trainer.ckpt_interval=3", "trainer.eval_interval=5")
     failing, resumed = Counting(trainer, 7), Counting(trainer, 7)
+    logged: list[int] = []
+    monkeypatch.setattr(failing._tracker, "log", lambda step, metrics: logged.append(step))
 
     async def evaluate() -> Metrics:
         if failing.global_step == 0:
@@ -469,6 +475,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_repeated(tmp_path: Path, 
     with pytest.raises(RemoteFailed, match="engine-1 died"):
         asyncio.run(failing.train())
     assert steps(trainer) == [3, 5]
+    assert logged == [0, 1, 2, 3, 4, 5], "no later start trains step 5, so none logs it"
     resumed.resume(load_checkpoint(Checkpoints(trainer.ckpt_path, -1).folder(5)).state)
     asyncio.run(resumed.train())
     assert resumed.evaluated == [5, 7] and len(resumed.batches) == 2
