@@ -34,11 +34,12 @@ class ModelGroup:
         self.num_steps = 0
         """Optimizer steps in the weights."""
         self.has_changed = False
-        """Whether there were updates since the last `save_state`."""
+        """Whether the state is not what the last `save_state` wrote."""
 
     async def start(self, kwargs: dict[str, Any], saved: SavedState | None = None) -> None:
         if saved is not None:
-            self._state_folder, self.num_steps = saved.folder, saved.num_steps
+            # A later checkpoint may remove the folder.
+            self._state_folder, self.num_steps, self.has_changed = saved.folder, saved.num_steps, True
         self._kwargs = kwargs
         await self._build()
 

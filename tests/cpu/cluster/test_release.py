@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from skyrl_train.cluster import process
+from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.cluster.ranks.release import Exit, build_release, states_folder
 from skyrl_train.config import ConfigError, load_config
-from skyrl_train.ranks import OPTIMIZER, WEIGHTS
+from skyrl_train.ranks import OPTIMIZER, WEIGHTS, SavedState
 
 
 class Policy(PolicyGroup):
@@ -59,6 +60,44 @@ def test_the_state_is_written_once_per_update_and_before_anything_is_dropped():
         assert policy.calls == ["save in /s/one", "drop optimizer", "end"]
 
     asyncio.run(body())
+
+
+def test_a_resumed_group_does_not_need_its_checkpoint_a_second_time():
+    async def body() -> None:
+        group = StartedPolicy(Processes())  # type: ignore[arg-type]
+        await group.start({}, SavedState("/checkpoints/global_step_4", 4))
+        exit_ = Exit(load_config(["trainer.placement.state_path=/s", "trainer.run_name=one"]).trainer)
+        await exit_.leave(group)
+        await exit_.enter(group, WEIGHTS)
+        loads = [call for call in group.group.calls if call[0] == "load_state"]  # type: ignore[attr-defined]
+        assert loads == [("load_state", "/checkpoints/global_step_4", 4), ("load_state", "/s/one", 4)]
+
+    asyncio.run(body())
+
+
+class Processes:
+    """Notes what a group asks of its processes."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.actors = [0]
+
+    async def build(self, *arguments: Any) -> list[Any]:
+        return []
+
+    async def all(self, method: str, *arguments: Any) -> list[Any]:
+        self.calls.append((method, *arguments))
+        return []
+
+    def spawn(self) -> None:
+        self.actors = [0]
+
+    async def end(self) -> None:
+        self.actors = []
+
+
+class StartedPolicy(ModelGroup):
+    entry_point = ""
 
 
 def test_a_process_whose_optimizer_was_dropped_is_replaced_before_it_trains():
