@@ -48,6 +48,8 @@ class CreditAssignment:
         """Args: kl [T]: estimated KL divergence from the reference, subtracted from the rewards with the weight
         kl_coef; values [T]: those of the critic.
         """
+        _require_finite("KL divergence from trainer.ref", "logprobs of the policy or the reference", kl)
+        _require_finite("values of trainer.critic", "outputs of the critic", values)
         inputs = credit_inputs(experience, kl, kl_coef, values)
         result, returns = assign_credit(self._estimator.function, inputs, self._estimator.parameters)
         if self._normalizes:
@@ -56,6 +58,11 @@ class CreditAssignment:
         if values is not None and returns is not None:
             metrics["critic/explained_variance"] = explained_variance(values, returns, inputs.loss_mask)
         return Credit(result, returns, metrics)
+
+
+def _require_finite(what: str, cause: str, signal: Tensor | None) -> None:
+    if signal is not None and (count := int((~signal.isfinite()).sum())):
+        raise ValueError(f"{what}: not finite at {count} of {len(signal)} tokens, because {cause} are not")
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

@@ -321,3 +321,12 @@ def test_an_adaptive_term_whose_weight_has_become_zero_is_no_signal():
     assert signal.is_in(metrics_of(group(EQUAL)), objective)
     assert not signal.is_in(metrics_of(group(EQUAL)), without)
     assert signal.is_in(metrics_of(group(DIFFERENT)), without)
+
+
+def test_a_penalty_that_is_not_finite_is_not_blamed_on_the_estimator():
+    algorithm = load_config(["trainer.algorithm.use_kl_in_reward=true"]).trainer.algorithm
+    experience = build_experience([group(DIFFERENT)], policy_version=0)
+    kl = torch.zeros(len(experience.token_ids))
+    kl[1] = torch.nan
+    with pytest.raises(ValueError, match=r"trainer.ref: not finite at 1 of \d+ tokens, because logprobs of the policy"):
+        CreditAssignment(algorithm)(experience, kl, kl_coef=0.1)
