@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--colocate", action="store_true", help="policy and engine share the GPUs")
     parser.add_argument("--backend", default="auto", help="generator.weight_sync_backend")
-    parser.add_argument("--bucket-mb", type=int, default=256)
+    parser.add_argument("--bucket-mb", type=int, help="generator.weight_sync_bucket_mb")
     parser.add_argument("--syncs", type=int, default=6)
     parser.add_argument("--model", type=Path, help="keep the checkpoint in this folder, or take it from there")
     parser.add_argument("--json", type=Path)
@@ -100,7 +100,7 @@ def config_of(args: argparse.Namespace, model: Path) -> Config:
             "generator.gpu_memory_utilization=0.3",
             f"generator.inference_engine_tensor_parallel_size={ranks if args.colocate else 1}",
             f"generator.weight_sync_backend={args.backend}",
-            f"generator.weight_sync_bucket_mb={args.bucket_mb}",
+            *([f"generator.weight_sync_bucket_mb={args.bucket_mb}"] if args.bucket_mb else []),
         ]
     )
 
