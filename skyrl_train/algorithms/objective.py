@@ -184,7 +184,7 @@ def objective_loss(
             for name, metric in own.items()
         }
     metrics |= {f"{objective.name}/final_loss": Metric(loss, Reduce.STEP_MEAN)} | _movement(tokens)
-    if not objective.approximates:  # else the old logprobs are made of the engine's, and are no measurement
+    if not objective.approximates:  # else the old logprobs are made of the engine's, and do not measure anything
         metrics |= _mismatch(tokens)
     return loss, metrics | ({} if objective.buckets is None else by_staleness(metrics, tokens, objective.buckets))
 

@@ -94,7 +94,7 @@ class RowMapping:
 
 
 def _truth(answer: Any, what: str) -> Any:
-    """The answer as environments compare it, with text. Raises: ValueError for one that is no answer."""
+    """The answer as environments compare it, with text. Raises: ValueError if it is not an answer."""
     if answer is None:
         raise ValueError(f"{what}: this row's answer is null. Drop the row with data.row_fn")
     if isinstance(answer, date):  # the json reader of `datasets` makes them of text

@@ -179,7 +179,7 @@ def _given_tokens(row: dict[str, Any]) -> Tokens:
             raise ValueError(
                 f"`input_ids` has {len(ids)} entries and `{other}` {len(values)}: the numbers must be equal"
             )
-    # Padding is no part of the sequence.
+    # Padding is not part of the sequence.
     ids, given = list(compress(ids, attended)), list(compress(given, attended))
     if name == "loss_mask":
         if wrong := [value for value in given if value not in (0, 1)]:

@@ -112,7 +112,7 @@ class AdapterFile:
             raise ValueError(f"adapter {self.path} lacks tensors of {folder}: {some(missing)}")
         if extra := sorted(found.keys() - expected.keys(), key=in_order):
             raise ValueError(
-                f"adapter {self.path} has tensors that are no target of {folder}: {some(extra)}. Add their modules to "
+                f"adapter {self.path} has tensors of modules that are not adapted: {some(extra)}. Add the modules to "
                 "trainer.policy.model.lora.target_modules"
             )
         for name, shape in expected.items():

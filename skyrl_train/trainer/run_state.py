@@ -104,7 +104,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         checkpoint = Checkpoint(folder, record["number"], state, files)
     except FileNotFoundError:
         if not folder.is_dir():
-            raise ValueError(f"{folder} does not exist, so it is no checkpoint. Name the folder of one") from None
+            raise ValueError(f"{folder} does not exist, so it is not a checkpoint. Name the folder of one") from None
         records = (*folder.glob(f"global_step_*/{RECORD}"), *folder.glob(f"checkpoints/global_step_*/{RECORD}"))
         inside = sorted(str(path.parent.relative_to(folder)) for path in records)
         hint = f". Name one of {', '.join(inside)} in it" if inside else ""

@@ -88,7 +88,7 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["trainer.resume_mode=lates"], "trainer.resume_mode is 'lates': did you mean latest?"),
         (
             ["trainer.resume_mode=from_path", "trainer.resume_path=gone"],
-            "gone does not exist, so it is no checkpoint",
+            "gone does not exist, so it is not a checkpoint",
         ),
         (
             ["trainer.policy.megatron_config.pipeline_model_parallel_size=4"],
