@@ -121,14 +121,18 @@ class KeepsLogprobsAsync(KeepsLogprobs, AsyncScheduler):
 
 
 def joined(parts: Sequence[Part]) -> LogprobsLists:
-    """What vLLM's slices of these parts are, one after another."""
+    """What vLLM's slices of these parts are, one after another, with the columns that all of them have: a step has as
+    many as the request of its batch that asks for most, and vLLM's front end reads those that its request asked for.
+    """
     first = parts[0][0].all_requests
     if all(step.columns is not None and num_tokens == 1 for step, _, num_tokens in parts):
         columns = ([step.columns[n][index] for step, index, _ in parts] for n in range(3))  # type: ignore[index]
         arrays = [np.array(values, like.dtype) for values, like in zip(columns, first[:3], strict=True)]
         return LogprobsLists(arrays[0][:, None], arrays[1][:, None], arrays[2])
-    slices = [step.all_requests.slice_request(index, num_tokens) for step, index, num_tokens in parts]
-    return LogprobsLists(*(np.concatenate(arrays) for arrays in zip(*(each[:3] for each in slices), strict=True)))
+    slices = [step.all_requests.slice_request(index, num_tokens)[:3] for step, index, num_tokens in parts]
+    width = min(logprobs.shape[1] for _, logprobs, _ in slices)
+    cut = [(token_ids[:, :width], logprobs[:, :width], ranks) for token_ids, logprobs, ranks in slices]
+    return LogprobsLists(*(np.concatenate(arrays) for arrays in zip(*cut, strict=True)))
 
 
 def scheduler(vllm_config: Any, **arguments: Any) -> KeepsLogprobs:

@@ -39,3 +39,17 @@ def test_parts_of_steps_are_joined_as_vllms_slices(counts: list[int], num_logpro
         for n in range(3):
             wanted = np.concatenate([each[n] for each in expected])
             assert found[n].dtype == wanted.dtype and np.array_equal(found[n], wanted)
+
+
+def test_a_neighbour_that_asks_for_more_logprobs_does_not_change_those_of_a_request():
+    from skyrl_train.engines.vllm.whole_logprobs import StepLogprobs, joined
+
+    rng = np.random.default_rng(0)
+    steps = [step_of(rng, [1, 1], num_logprobs) for num_logprobs in (2, 5, 2, 0, 0)]
+    for first, last, asked in ((0, 3, 2), (2, 5, 0)):
+        own = steps[first:last]
+        parts: list[Any] = [StepLogprobs(step).slice_request(1, 1) for step in own]
+        found = joined(parts)
+        for n in range(2):
+            assert np.array_equal(found[n], np.concatenate([step[n][1:2, : 1 + asked] for step in own]))
+        assert np.array_equal(found[2], np.concatenate([step[2][1:2] for step in own]))
