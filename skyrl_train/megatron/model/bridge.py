@@ -34,6 +34,15 @@ PINNED = {
     "moe_aux_loss_coeff": "set megatron_config.moe_aux_loss_coeff, the loss of the whole mini-batch",
     "moe_router_load_balancing_type": "set megatron_config.moe_aux_loss_coeff, the loss of the whole mini-batch",
     "moe_z_loss_coeff": "Megatron scales it with the tokens of each micro-batch, so it would depend on the split",
+    **dict.fromkeys(
+        ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy"),
+        "tokens would be dropped micro-batch by micro-batch, so the gradient would depend on the split",
+    ),
+    **dict.fromkeys(
+        ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps"),
+        "the engines' models have no such noise, and two passes over the same tokens would differ",
+    ),
+    "window_size": "tokens attend to their whole sample",
     "mtp_num_layers": "multi-token-prediction layers are not trained",
     **dict.fromkeys(
         ("batch_p2p_comm", "overlap_p2p_comm"),

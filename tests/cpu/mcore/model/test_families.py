@@ -26,7 +26,16 @@ def test_a_checkpoint_with_weights_that_nobody_reads_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name", ["calculate_per_token_loss", "moe_z_loss_coeff", "tensor_model_parallel_size", "batch_p2p_comm"]
+    "name",
+    [
+        "calculate_per_token_loss",
+        "moe_z_loss_coeff",
+        "moe_expert_capacity_factor",
+        "attention_dropout",
+        "window_size",
+        "tensor_model_parallel_size",
+        "batch_p2p_comm",
+    ],
 )
 def test_a_field_that_would_break_exactness_cannot_be_passed_to_megatron(name: str, tmp_path: Path):
     write_family("qwen3_moe", tmp_path)
