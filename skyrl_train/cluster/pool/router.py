@@ -75,7 +75,7 @@ class Router:
         """Error of every further request."""
 
     async def generate(self, token_ids: list[int], params: SamplingParams, route_key: str) -> Generation:
-        """Raises: EngineFailedError if the engine fails. Cancelling the last caller of a batch aborts it."""
+        """Raises: EngineFailedError if the engine fails. A batch that nobody waits for any more is aborted."""
         call = _Call(token_ids, params, route_key, asyncio.get_running_loop().create_future())
         self._place(call)
         try:
@@ -170,7 +170,7 @@ class Router:
 
         def caller_left(future: asyncio.Future[Generation]) -> None:
             callers.discard(future)
-            if future.cancelled() and not callers:
+            if not callers and any(call.future.cancelled() for call in calls.values()):
                 task.cancel()
 
         for call in calls.values():

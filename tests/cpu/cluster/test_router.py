@@ -243,6 +243,29 @@ def test_a_batch_is_aborted_when_its_last_caller_leaves():
     asyncio.run(main())
 
 
+def test_a_batch_is_aborted_when_the_others_have_their_answers():
+    async def main() -> None:
+        answers, ended = asyncio.Event(), asyncio.Event()
+
+        async def engine(requests: list[Request]) -> AsyncIterator[list[tuple[int, Generation]]]:
+            try:
+                await answers.wait()
+                yield [(1, answer([1]))]
+                await asyncio.sleep(10)
+            finally:
+                ended.set()
+
+        router = Router([engine])
+        leaving, staying = (asyncio.create_task(router.generate([n], PARAMS, "a")) for n in range(2))
+        await asyncio.sleep(0.01)
+        leaving.cancel()
+        answers.set()
+        assert (await staying).token_ids == [1]
+        await asyncio.wait_for(ended.wait(), 5)
+
+    asyncio.run(main())
+
+
 def test_a_caller_that_left_before_the_call_is_not_sent():
     async def main() -> None:
         engine = Engine()
