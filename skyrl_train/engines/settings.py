@@ -153,7 +153,7 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
 
 
 def batched_tokens(settings: EngineSettings) -> int:
-    """The most tokens of one step: what its requests can have, and not more than was asked.
+    """The most tokens of one step: what was asked, or what its requests can have, but at least `max_model_len`.
 
     vLLM's warm-up divides them among dummy requests and gives the rest of the division to one of them. One longer than
     `max_model_len` reads beyond its block table: an illegal memory access at some starts (0.26, vllm#49751).

@@ -32,6 +32,7 @@ class FakeServer:
     dtype: str = "float32"
     max_model_len: int = 64
     logprobs_mode: str = "processed_logprobs"
+    override_generation_config: dict[str, Any] = field(default_factory=dict)
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     digests: dict[str, int] = field(default_factory=dict)
@@ -94,6 +95,7 @@ class FakeServer:
                     "max_model_len": self.max_model_len,
                     "dtype": f"torch.{self.dtype}",
                     "logprobs_mode": self.logprobs_mode,
+                    "override_generation_config": self.override_generation_config,
                 },
                 "parallel_config": {
                     "tensor_parallel_size": self.tensor_parallel_size,

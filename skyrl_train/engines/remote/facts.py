@@ -30,6 +30,8 @@ class ServerFacts:
     dtype: str
     """"float32", "bfloat16", ..."""
     logprobs_mode: str
+    max_new_tokens: int | None
+    """Limit of every response, if its --override-generation-config sets one."""
     backend: str | None
     """Backend in its --weight-transfer-config, if it has one."""
     has_extension: bool
@@ -73,6 +75,7 @@ async def probe(client: ServerClient, timeout_s: float) -> ServerFacts:
         max_model_len=model["max_model_len"],
         dtype=str(model["dtype"]).removeprefix("torch."),
         logprobs_mode=str(model["logprobs_mode"]),
+        max_new_tokens=(model.get("override_generation_config") or {}).get("max_new_tokens"),
         backend=(info.get("weight_transfer_config") or {}).get("backend"),
         has_extension=parallel.get("worker_extension_cls") == EXTENSION,
         num_workers=parallel["tensor_parallel_size"] * parallel["pipeline_parallel_size"],
@@ -125,6 +128,11 @@ def check_server(facts: ServerFacts, settings: EngineSettings) -> None:
         problems.append(
             f"its logprobs are {facts.logprobs_mode}, not those of the sampling distribution. Start it with "
             "--logprobs-mode processed_logprobs"
+        )
+    if facts.max_new_tokens is not None:
+        problems.append(
+            f"its --override-generation-config has max_new_tokens {facts.max_new_tokens}, which would cut longer "
+            "responses. Start it without"
         )
     if facts.data_parallel_size > 1:
         problems.append(

@@ -70,6 +70,7 @@ async def update(engine: RemoteEngine, version: int = 3, digests: dict[str, int]
         ({"max_model_len": 32}, {}, r"--max-model-len is 32, and prompt and response may have 64"),
         ({"dtype": "bfloat16"}, {}, r"--dtype is bfloat16 and generator\.model_dtype is float32"),
         ({"logprobs_mode": "raw_logprobs"}, {}, r"--logprobs-mode processed_logprobs"),
+        ({"override_generation_config": {"max_new_tokens": 3}}, {}, r"has max_new_tokens 3, which would cut"),
         ({"data_parallel_size": 2}, {}, r"one server per replica"),
         ({"backend": None}, {}, r"backend is None: start it with --weight-transfer-config '{\"backend\": \"skyrl\"}'"),
         ({"extension": ""}, {}, r"--worker-extension-cls skyrl_train\.engines\.vllm\.worker\.transfer\.SyncExtension"),
