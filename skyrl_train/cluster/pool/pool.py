@@ -222,6 +222,8 @@ class EnginePool:
     async def sleep(self, *, keep_weights: bool = False) -> None:
         """Free the devices; weights are restored from host memory if kept, else by the next update."""
         self.router.forget_routes()
+        for replica in self.replicas:
+            replica.freeze()
         await self._each("fall asleep", "sleep", keep_weights=keep_weights)
 
     async def wake_weights(self) -> None:
@@ -229,6 +231,8 @@ class EnginePool:
 
     async def wake_kv_cache(self) -> None:
         await self._each("wake its KV cache", "wake_kv_cache")
+        for replica in self.replicas:
+            replica.wake()
 
     async def memory(self) -> list[dict[str, float]]:
         """Memory of each engine's workers, as `device.memory_in_use`; without engines that do not report it."""

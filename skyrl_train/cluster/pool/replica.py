@@ -55,6 +55,10 @@ class EngineReplica:
     syncs: int = 0
     """Weight syncs of the current engine."""
     replacement: asyncio.Task[None] | None = None
+    is_asleep: bool = False
+    """Another phase has the devices, and running requests are frozen."""
+    _deadlines: set[asyncio.Timeout] = field(default_factory=set)
+    """Those of answers that are waited for."""
 
     def __post_init__(self) -> None:
         self.new_actor()
@@ -96,7 +100,7 @@ class EngineReplica:
         results = actor.stream.options(num_returns="streaming").remote("generate_batch", requests)
         try:
             while True:
-                ref = await asyncio.wait_for(anext(results), timeout_s)
+                ref = await self._next(results)
                 yield await ref
         except StopAsyncIteration:
             return
@@ -120,6 +124,30 @@ class EngineReplica:
         if self.actor is actor and self.is_up:
             mark_dead(self, reason)
         raise EngineLostError(reason) from cause
+
+    async def _next(self, results: Any) -> Any:
+        """The next answer of a stream. Raises: TimeoutError if there is none in time, without that of sleep."""
+        async with asyncio.timeout(None if self.is_asleep else self.calls.timeout_s) as deadline:
+            self._deadlines.add(deadline)
+            try:
+                return await anext(results)
+            finally:
+                self._deadlines.discard(deadline)
+
+    def freeze(self) -> None:
+        """Note that the engine sleeps and its requests wait: their time does not count."""
+        self.is_asleep = True
+        self._reschedule(None)
+
+    def wake(self) -> None:
+        """Note that requests run again, with all of their time."""
+        self.is_asleep = False
+        self._reschedule(asyncio.get_running_loop().time() + self.calls.timeout_s)
+
+    def _reschedule(self, when: float | None) -> None:
+        for deadline in self._deadlines:
+            if not deadline.expired():
+                deadline.reschedule(when)
 
     async def is_alive(self) -> bool:
         """Health check: whether the engine's core answers."""

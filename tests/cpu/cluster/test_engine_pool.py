@@ -20,7 +20,8 @@ from skyrl_train.engines.settings import still_running
 from skyrl_train.engines.vllm.core import Core
 from skyrl_train.engines.vllm.engine import VllmEngine
 from skyrl_train.engines.vllm.weights import Weights
-from tests.support.fake_actors import engine_pool, task_error
+from skyrl_train.types import Generation, SamplingParams
+from tests.support.fake_actors import FakeEngine, engine_pool, task_error
 from tests.support.settings import changed, engine_settings
 
 
@@ -201,5 +202,34 @@ def test_requests_that_do_not_end_are_named(monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(TimeoutError, match=r"chatcmpl-0, .*chatcmpl-3 and 2 more.*=0.25 s.*pause_mode to keep"):
             await engine.pause()
         assert not engine._running.is_set()
+
+    asyncio.run(main())
+
+
+def test_the_time_in_which_an_engine_sleeps_is_not_its_silence(monkeypatch: pytest.MonkeyPatch):
+    class Freezing(FakeEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_awake = asyncio.Event()
+
+        async def _stream(self, method: str, requests: Any) -> AsyncIterator[Awaitable[Any]]:
+            await self.is_awake.wait()
+            for index, token_ids, _ in requests:
+                yield asyncio.sleep(0, [(index, Generation(token_ids, [], "", "stop", policy_version=0))])
+
+    async def main() -> None:
+        engine = Freezing()
+        pool = engine_pool(monkeypatch, engine)
+        assert pool._calls.timeout_s == 0.2
+        request = asyncio.ensure_future(pool.generate([1, 2], SamplingParams(8), "a"))
+        await asyncio.sleep(0.02)
+        await pool.sleep()
+        await asyncio.sleep(0.5)
+        assert not request.done()
+        await pool.wake_weights()
+        await pool.wake_kv_cache()
+        await asyncio.sleep(0.1)
+        engine.is_awake.set()
+        assert (await request).token_ids == [1, 2]
 
     asyncio.run(main())
