@@ -91,6 +91,8 @@ class WeightSync:
         """Second half of `publish`, for which the engines must be able to generate. Raises: like `publish`."""
         while expected is not None:
             assert self.check is not None
+            if not self._engines.up:  # never on shared devices, where engines are not restarted
+                await self._send_to_all()
             before = self._engines.num_changes
             try:
                 await self.check.compare(self._engines, expected)
@@ -104,11 +106,10 @@ class WeightSync:
                 raise
             except RemoteFailed as error:
                 await self._drop_blamed(error, before, "the comparison of logprobs")
-                if not self._engines.actors:  # never on shared devices, where engines are not restarted
-                    await self._send_to_all()
 
     async def restore(self) -> None:
         """Send the weights to a replacement that was started after all engines had died, after an update that runs."""
+        await self._engines.admit_replacements()  # before the locks: other engines' syncs do not wait for its start
         async with self._policy.weights_lock, self._policy.sync_lock:
             if self._engines.router.is_holding:  # else a running sync has provided an engine
                 await self._repeat_until_sent()

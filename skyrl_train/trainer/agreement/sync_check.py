@@ -122,8 +122,10 @@ class FirstCheck:
         self._check, self._policy, self._engines = check, policy, engines
 
     async def scores(self, groups: Sequence[Group]) -> Scores | None:
-        """First half: the engines must be able to generate. None once they were compared."""
-        if self._check.has_compared:
+        """First half: the engines must be able to generate. None once they were compared, and while none is up: a
+        replacement is compared after its first sync.
+        """
+        if self._check.has_compared or not self._engines.up:
             return None
         before = self._engines.num_changes
         try:

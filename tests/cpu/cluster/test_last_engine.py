@@ -1,0 +1,96 @@
+"""What happens while no engine is up and a replacement of the last one is starting."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+import torch
+
+from skyrl_train.cluster.eval_engines import EvalEngines
+from skyrl_train.cluster.pool.engine_process import StartedEngine
+from skyrl_train.cluster.pool.pool import EnginePool
+from skyrl_train.cluster.ranks.policy_group import PolicyGroup
+from skyrl_train.cluster.weight_sync import WeightSync
+from skyrl_train.engines.protocol import EngineFacts
+from skyrl_train.trainer.agreement.sync_check import FirstCheck, SyncCheck
+from skyrl_train.types import Generation, SamplingParams, TrainBatch
+from tests.cpu.trainer.test_sync_check import LIMITS, group
+from tests.support.fake_actors import SYNC, FakeEngine, FakeRank, engine_pool, policy_group
+
+
+class World:
+    """One engine, which dies in its next request, and a replacement that is up once `start` is called."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._started: Future[StartedEngine] = Future()
+        self._engine, replacement = FakeEngine(), FakeEngine()
+        replacement.answers["start"] = self._started
+        self.pool: EnginePool = engine_pool(patch, self._engine, replacement, num_engines=1, max_restarts=3)
+        self.pool._calls = self.pool.replicas[0].calls = replace(self.pool._calls, timeout_s=60.0)
+
+    async def die(self) -> asyncio.Task[Generation]:
+        """Returns: a request that the replacement will answer."""
+        self._engine.dies_after_answers = 0
+        request = asyncio.ensure_future(self.pool.generate([1, 2], SamplingParams(8), "a"))
+        while self.pool.up:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)
+        return request
+
+    def start(self) -> None:
+        self._started.set_result(StartedEngine(EngineFacts(1), "node", ()))
+
+
+def check() -> SyncCheck:
+    return SyncCheck(1, "float32", LIMITS, tensor_float=False, max_tokens=12)
+
+
+def test_the_first_comparison_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        world, policy = World(monkeypatch), await policy_group(monkeypatch, FakeRank())
+        sync = WeightSync(policy, world.pool, SYNC)
+        await sync.senders.connect()
+        request = await world.die()
+        assert await FirstCheck(check(), policy, world.pool).scores([group(0, 5)]) is None
+        world.start()
+        assert (await request).token_ids == [2, 1]
+
+    asyncio.run(main())
+
+
+def test_a_comparison_waits_for_the_replacement(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        world, policy = World(monkeypatch), await policy_group(monkeypatch, FakeRank())
+        sync = WeightSync(policy, world.pool, SYNC)
+        sync.check = check()
+        requests = []
+
+        async def logprobs(batch: TrainBatch) -> torch.Tensor:
+            requests.append(await world.die())
+            asyncio.get_running_loop().call_later(0.1, world.start)
+            return torch.zeros(len(batch.token_ids))
+
+        policy.prompt_logprobs = logprobs  # type: ignore[method-assign]
+        await sync.publish([group(0, 5)])
+        assert sync.check.has_compared and (await requests[0]).token_ids == [2, 1]  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+
+
+def test_engines_that_are_alive_do_not_wait_for_one_of_evaluations(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        training = engine_pool(monkeypatch, FakeEngine())
+        policy: PolicyGroup = await policy_group(monkeypatch, FakeRank())
+        world = World(monkeypatch)
+        sync, evaluation = WeightSync(policy, training, SYNC), EvalEngines(world.pool, policy, SYNC)
+        await sync.publish(())
+        await evaluation.load()
+        request = await world.die()
+        await asyncio.wait_for(sync.publish(()), 10)
+        world.start()
+        assert (await request).token_ids == [2, 1]
+
+    asyncio.run(main())
