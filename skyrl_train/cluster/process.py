@@ -57,7 +57,8 @@ class Host:
         try:
             return getattr(self._object, method)(*args, **kwargs)
         except Exception as error:
-            if type(error).__name__ == "OutOfMemoryError":  # torch's; not every process has imported torch
+            kind = type(error)  # torch's, which not every process has imported; Ray has one of the host
+            if kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch"):
                 raise explained(error, memory_in_use(), _devices()) from error
             raise
 

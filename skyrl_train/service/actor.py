@@ -197,11 +197,12 @@ class ServiceActor:
 
     async def _stop_run(self) -> None:
         self._health_checks.cancel()
+        status = "finished" if self._queue.broken is None else "failed"
         await self._queue.close()
         self._tracker.close()
         await self._processes.stop()
         await remove_states(self._config.trainer)
-        self._run_dir.finish("finished")
+        self._run_dir.finish(status)
 
     async def _run_and_log(self, job: Job) -> Metrics:
         metrics = await self._runner.run(job)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.session import attach, connect, joined, worker_environment
@@ -215,7 +215,7 @@ class TrainingService:
     async def _call(self, ref: Any) -> Any:
         try:
             return await asyncio.wrap_future(ref.future())
-        except (RayTaskError, RayActorError) as error:
+        except RayError as error:
             raise _plain(error) from None
 
 
@@ -233,7 +233,7 @@ def _answer(ref: Any, timeout_s: float | None = None) -> Any:
         return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError:
         raise TimeoutError(f"the service's process did not respond within {timeout_s:g} s") from None
-    except (RayTaskError, RayActorError) as error:
+    except RayError as error:
         raise _plain(error) from None
 
 

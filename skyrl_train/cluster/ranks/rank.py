@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from skyrl_train.algorithms.tables import import_modules
 from skyrl_train.cluster.process import host
@@ -156,10 +156,10 @@ class PostedCalls:
         for call in done:
             try:
                 ray.get(call)
-            except RayActorError as error:
-                raise WeightSyncError(f"{self._names[call]} died when asked to {self._what}") from error
             except RayTaskError as error:
                 raise WeightSyncError(
                     f"{self._names[call]} could not {self._what}: {type(error.cause).__name__}: {error.cause}"
                 ) from error
+            except RayError as error:  # its process has ended, or Ray killed it because the host's memory ran out
+                raise WeightSyncError(f"{self._names[call]} died when asked to {self._what}") from error
         return [self._names[call] for call in running]

@@ -163,3 +163,24 @@ def test_one_that_can_no_longer_train_says_why_to_every_caller(monkeypatch: pyte
             await service.metrics_after(1, 1)
 
     run(body, monkeypatch)
+
+
+def test_a_service_that_can_no_longer_train_has_failed(monkeypatch: pytest.MonkeyPatch):
+    class Stopping(Actor):
+        _stop_run = ServiceActor._stop_run
+
+    async def nothing(*arguments: Any) -> None:
+        pass
+
+    async def body() -> None:
+        service, statuses = Stopping(), list[str]()
+        with pytest.raises(ServiceBroken, match="no state"):
+            await service.train_sft(-1)
+        service._health_checks = asyncio.create_task(asyncio.sleep(60))
+        service._tracker = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+        service._processes.stop, service._run_dir.finish = nothing, statuses.append
+        await service.close()
+        assert statuses == ["failed"]
+
+    monkeypatch.setattr(actor, "remove_states", nothing)
+    run(body, monkeypatch)
