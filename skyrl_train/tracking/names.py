@@ -25,6 +25,7 @@ class Phase:
         return self.name.removeprefix("timing/")
 
 
+STEP = "trainer/global_step"
 STEP_TIME = "timing/step"
 PHASES = (
     Phase("timing/generate", "generate"),

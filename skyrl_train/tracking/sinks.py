@@ -21,9 +21,9 @@ from skyrl_train.config.program import to_yaml
 from skyrl_train.config.training import RunConfig
 from skyrl_train.tracking.console import ConsoleSink
 from skyrl_train.tracking.jsonl import JsonLinesWriter
+from skyrl_train.tracking.names import STEP
 
 log = logging.getLogger(__name__)
-STEP = "trainer/global_step"
 MAX_TABLE_ROWS = 1000
 """Largest number of samples in a table at Weights & Biases."""
 WANDB_ID = "wandb_run_id"

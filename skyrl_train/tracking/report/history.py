@@ -9,9 +9,9 @@ from typing import Any
 
 from skyrl_train.tracking.format import duration, number
 from skyrl_train.tracking.jsonl import read_json_lines
+from skyrl_train.tracking.names import STEP, STEP_TIME
 from skyrl_train.tracking.run_dir import read_record
 
-STEP = "trainer/global_step"
 LAG = "eval/lag_steps"
 SCORES = {
     "eval/all/avg_score": "held-out score",
@@ -50,7 +50,7 @@ def load_history(path: Path) -> History:
     rows: dict[int, dict[str, float]] = {}
     for row in without_passed_steps([row for row in read_json_lines(path) if STEP in row], STEP):
         merged = rows.setdefault(int(row[STEP]), {})
-        if "timing/step" in row:  # else the row is of an evaluation that was done after resuming
+        if STEP_TIME in row:  # else the row is of an evaluation that was done after resuming
             merged.clear()
         merged |= {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
     _move_evaluations(rows)

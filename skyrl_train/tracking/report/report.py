@@ -16,8 +16,8 @@ from jinja2 import Environment, FileSystemLoader
 
 from skyrl_train.tracking.format import compact, number, percent, seconds
 from skyrl_train.tracking.jsonl import read_json_lines
-from skyrl_train.tracking.names import STEP_TIME, metric_units
-from skyrl_train.tracking.report.history import STEP, History, Summary, load_history, summarize, without_passed_steps
+from skyrl_train.tracking.names import STEP, STEP_TIME, metric_units
+from skyrl_train.tracking.report.history import History, Summary, load_history, summarize, without_passed_steps
 from skyrl_train.tracking.transcripts import shortened
 
 NUM_SAMPLES = 6
