@@ -80,7 +80,7 @@ def _length_of_prefix(prefix: str, text: str, encoded: EncodedText, which: str) 
     """Number of tokens of `prefix`, which must be a prefix of the text, also in tokens."""
     if not text.startswith(prefix):
         raise ValueError(
-            f"the chat template renders {which} differently once more turns follow, so turns cannot be separated. "
+            f"the chat template renders {which} differently when more turns follow, so turns cannot be separated. "
             f"{REMEDY}"
         )
     length = encoded.num_tokens(len(prefix))

@@ -80,7 +80,7 @@ class Run(ABC, Generic[C, P]):
 
     @abstractmethod
     def build_loop(self, processes: P, run_dir: RunDir, tracker: Tracker, at_end: ExitStack) -> Loop:
-        """The loop with its parts; those that must be closed go on `at_end`."""
+        """The loop with its parts; those that must be closed are added to `at_end`."""
 
     @abstractmethod
     def introduction(self, layout: str) -> dict[str, str]:

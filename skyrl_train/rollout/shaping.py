@@ -1,4 +1,4 @@
-"""What a finished group is worth: rewards and loss masks of samples that were cut off, and groups without signal."""
+"""What a finished group is worth: rewards and loss masks of truncated samples, and groups without signal."""
 
 from __future__ import annotations
 

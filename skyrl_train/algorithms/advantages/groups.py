@@ -81,7 +81,7 @@ def opo(inputs: CreditInputs) -> Tensor:
 def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """r - mean within each group, times samples / samples whose reward is not 0. Use it with the loss `reinforce`.
 
-    The factor makes up for groups without signal. Source: GPG, arXiv:2504.02546, equation 7, as in verl.
+    The factor compensates for groups without signal. Source: GPG, arXiv:2504.02546, equation 7, as in verl.
     """
     r, group, size = grouped(rewards, group_ids)
     scale = len(r) / (r != 0).sum().clamp(min=1)

@@ -34,7 +34,7 @@ class ExpertRows:
         return [0, *accumulate(counts.tolist() if isinstance(counts, Tensor) else counts)]
 
     def check(self, x: Tensor) -> None:
-        """Raises: AssertionError if x [T, ...] has another number of rows; counts of a device are not looked at."""
+        """Raises: AssertionError if x [T, ...] has another number of rows; counts on a device are not checked."""
         if not isinstance(self._counts, Tensor):
             assert self._starts[-1] == len(x), f"{self._starts[-1]} tokens of experts, {len(x)} rows"
 

@@ -33,7 +33,7 @@ class Span:
     begin: int
     """First of the parameter's elements."""
     offset: int
-    """Where it lies in the piece."""
+    """Position of the first element in the piece."""
     count: int
 
 

@@ -1,6 +1,6 @@
 """What Megatron (0.16, 0.19) does once per parameter in every optimizer step, done for all of them at once.
 
-Each weight is copied from float32 into the model by a kernel of its own, and views of buffers are made anew, though
+Each weight is copied from float32 into the model by a kernel of its own, and views of buffers are made again, though
 they stay valid when a buffer leaves the device. Without Transformer Engine and Apex, the norm of the gradients waits
 for the device at each of them. Of an update of Qwen3-30B-A3B's shape with 6 layers, which has 1,600 parameters, all
 of that took a tenth on a host with slow cores.

@@ -36,7 +36,7 @@ class StreamMetrics:
         tokens = [
             (step - self.steps[version], count)
             for sample in samples
-            if sample.loss_mask.any()  # else it is masked, such as one that was cut off
+            if sample.loss_mask.any()  # else it is masked, such as one that was truncated
             for version, count in sample.known_spans
             if version in self.steps and count
         ]

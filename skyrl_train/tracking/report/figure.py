@@ -25,14 +25,14 @@ def save_png(path: Path, history: History, summary: Summary) -> None:
     """All charts in a grid under the run's name and result."""
     with matplotlib.rc_context(fname=STYLE):
         charts = charts_for(history)
-        places = grid_places(charts)
-        rows = max(row for row, _, _ in places) + 1
+        positions = grid_positions(charts)
+        rows = max(row for row, _, _ in positions) + 1
         width, height = COLUMNS * CHART_SIZE[0], rows * CHART_SIZE[1] + HEADER_HEIGHT
         left = 0.3 / width
         layout = ConstrainedLayoutEngine(rect=(left, 0, 1 - 2 * left, 1 - HEADER_HEIGHT / height), h_pad=0.08)
         figure = Figure((width, height), dpi=DPI, facecolor="white", layout=layout)
         grid = figure.add_gridspec(rows, COLUMNS)
-        for chart, (row, column, span) in zip(charts, places, strict=True):
+        for chart, (row, column, span) in zip(charts, positions, strict=True):
             draw(chart, figure.add_subplot(grid[row, column : column + span]), history)
         muted, ink = matplotlib.rcParams["axes.labelcolor"], matplotlib.rcParams["axes.titlecolor"]
         versions = textwrap.fill(
@@ -44,26 +44,26 @@ def save_png(path: Path, history: History, summary: Summary) -> None:
         figure.savefig(path, format="png")
 
 
-def grid_places(charts: list[Chart]) -> list[tuple[int, int, int]]:
+def grid_positions(charts: list[Chart]) -> list[tuple[int, int, int]]:
     """(row, first column, columns) of each chart, row by row; the last of a row takes the remaining columns."""
-    places: list[tuple[int, int, int]] = []
+    positions: list[tuple[int, int, int]] = []
     row = column = 0
     for chart in charts:
         span = 2 if chart.wide else 1
         if column + span > COLUMNS:
-            places[-1] = (row, places[-1][1], COLUMNS - places[-1][1])
+            positions[-1] = (row, positions[-1][1], COLUMNS - positions[-1][1])
             row, column = row + 1, 0
-        places.append((row, column, span))
+        positions.append((row, column, span))
         column += span
-    last_column = places[-1][1]
-    return [*places[:-1], (row, last_column, COLUMNS - last_column)]
+    last_column = positions[-1][1]
+    return [*positions[:-1], (row, last_column, COLUMNS - last_column)]
 
 
 def chart_svgs(history: History) -> list[tuple[str, int]]:
     """Each chart as an `<svg>` element that scales with its container and needs no fonts or files, and its columns."""
     charts = charts_for(history)
     svgs = []
-    for chart, (_, _, span) in zip(charts, grid_places(charts), strict=True):
+    for chart, (_, _, span) in zip(charts, grid_positions(charts), strict=True):
         with matplotlib.rc_context(fname=STYLE):
             size = CHART_SIZE[0] * (1.07 * span - 0.07), CHART_SIZE[1]
             figure = Figure(size, facecolor="none", layout="constrained")

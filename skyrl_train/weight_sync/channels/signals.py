@@ -96,12 +96,12 @@ class LocalSendChannel:
         Raises: PeerLostError if one died or is late; what `check` raises.
         """
         deadline = time.monotonic() + self._timeout_s
-        while any(taken < count for taken in self._taken):
+        while any(number < count for number in self._taken):
             for connection in wait(self._receivers, timeout=CHECK_EVERY_S):
                 number = self._receivers.index(connection)  # type: ignore[arg-type]
                 with _worker_alive():
                     self._taken[number] = 1 + self._receivers[number].recv()
-            if any(taken < count for taken in self._taken):
+            if any(number < count for number in self._taken):
                 check()
                 if time.monotonic() > deadline:
                     raise PeerLostError(f"a bucket of weights was not loaded within {self._timeout_s:g} s")

@@ -104,7 +104,7 @@ def test_training_sees_the_tokens_that_the_model_will_be_asked_with():
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_cure_and_the_last_turn_still_works():
     tokenizer = with_template(chatml_tokenizer(), FORGETFUL)
     with pytest.raises(
-        ValueError, match="renders the conversation up to message 2 differently once.*assistant_turns=last"
+        ValueError, match="renders the conversation up to message 2 differently when.*assistant_turns=last"
     ):
         trained(tokenizer, TURNS)
     assert trained(tokenizer, TURNS, "last") == ["(thought)9<|im_end|>"]
@@ -135,7 +135,7 @@ def test_variables_of_the_template_reach_it():
 def test_a_template_that_asks_otherwise_than_it_writes_is_refused():
     tokenizer = with_template(chatml_tokenizer(), CHATML.replace("assistant", "model"))
     with pytest.raises(
-        ValueError, match="renders the prompt that asks for message 2 differently once more turns follow"
+        ValueError, match="renders the prompt that asks for message 2 differently when more turns follow"
     ):
         trained(tokenizer, TURNS)
 

@@ -16,7 +16,7 @@ import torch
 
 from skyrl_train.tracking.names import TABLE, metric_units
 from skyrl_train.tracking.report.charts import charts_for, moving_mean
-from skyrl_train.tracking.report.figure import COLUMNS, grid_places
+from skyrl_train.tracking.report.figure import COLUMNS, grid_positions
 from skyrl_train.tracking.report.history import History, load_history, summarize
 from skyrl_train.tracking.report.report import NUM_SAMPLES, chosen_samples, main, write_report
 from skyrl_train.tracking.report.timeline import TRAINER, bars, shown_steps
@@ -273,9 +273,9 @@ def test_charts_fill_every_row_of_the_grid(tmp_path: Path):
     for missing in ([], ["policy/policy_kl"], ["policy/policy_kl", "policy/grad_norm"]):
         rows = [{key: value for key, value in row.items() if key not in missing} for row in history_rows]
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        places = grid_places(charts_for(load_history(tmp_path / "metrics.jsonl")))
-        cells = [(row, column + i) for row, column, span in places for i in range(span)]
-        assert sorted(cells) == [(row, column) for row in range(places[-1][0] + 1) for column in range(COLUMNS)]
+        positions = grid_positions(charts_for(load_history(tmp_path / "metrics.jsonl")))
+        cells = [(row, column + i) for row, column, span in positions for i in range(span)]
+        assert sorted(cells) == [(row, column) for row in range(positions[-1][0] + 1) for column in range(COLUMNS)]
 
 
 def test_moving_mean_keeps_the_ends_of_a_curve():
