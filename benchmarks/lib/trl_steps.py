@@ -19,7 +19,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
@@ -65,8 +65,12 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(settings["threads"])
     samples = settings["prompts_per_step"] * settings["samples_per_prompt"]
     clock = StepClock()
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"])
+    if tokenizer.eos_token is None:  # TRL needs one; its id is past the model's vocabulary, so no response ends early
+        tokenizer.add_special_tokens({"eos_token": "<end>", "pad_token": "<end>"})
     trainer = TimedTrainer(
         model=settings["model"],
+        processing_class=tokenizer,
         reward_funcs=digit_share,
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in settings["prompts"]]),
         callbacks=[clock],
