@@ -6,6 +6,6 @@ and `sft`.
 
 from skyrl_train.config.errors import ConfigError
 from skyrl_train.config.program import config_dir, to_yaml
-from skyrl_train.config.rl import Config, from_hydra, load_config, main_config
+from skyrl_train.config.rl import Config, load_config, main_config
 
-__all__ = ["Config", "ConfigError", "config_dir", "from_hydra", "load_config", "main_config", "to_yaml"]
+__all__ = ["Config", "ConfigError", "config_dir", "load_config", "main_config", "to_yaml"]

@@ -15,7 +15,6 @@ from typing import Any, cast
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
@@ -145,16 +144,6 @@ def resolved(config: DictConfig) -> dict[str, Any]:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{error.full_key} cannot be resolved: {reason}") from None
     return cast(dict[str, Any], plain)
-
-
-def of_hydra(schema: type, config: DictConfig) -> Composed:
-    """Like `compose`, for what a running `@hydra.main` composed."""
-    if not HydraConfig.initialized():
-        return Composed(resolved(config), lambda path: "")
-    hydra = HydraConfig.get()
-    lines = list(hydra.overrides.task)
-    files = chosen_files(cast(DictConfig, hydra), hydra.job.config_name, [*hydra.overrides.hydra, *lines])
-    return _finished(schema, config.copy(), [parse(line) for line in lines], files, Translation())
 
 
 def _finished(

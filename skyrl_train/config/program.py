@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 import yaml
-from omegaconf import DictConfig
 
 from skyrl_train.algorithms.tables import import_modules
 from skyrl_train.config import compose
@@ -117,13 +116,6 @@ class Program(Generic[T]):
         parser.add_argument("--config-file", help="start from this complete file, such as the config.yaml of a run")
         parser.add_argument("--cfg", "-c", choices=["job"], help="print the configuration and exit")
         return parser
-
-    def from_hydra(self, cfg: DictConfig) -> T:
-        """Typed configuration in a `@hydra.main(config_path=config_dir, config_name=BASE_NAME, version_base=None)`.
-
-        Raises: ConfigError.
-        """
-        return self._built(compose.of_hydra(self.schema, cfg))
 
     def base_yaml(self) -> str:
         """Every key of the schema with its value in the base, `${...}` as written."""

@@ -1,7 +1,7 @@
 """The configuration of reinforcement learning: frozen dataclasses with the keys of configs/ppo_base_config.yaml.
 
 The YAML owns every value and comment, so no field has a default. `main_config` reads a command line, `load_config` a
-list of overrides, `from_hydra` the configuration of `@hydra.main`; all raise ConfigError.
+list of overrides; both raise ConfigError.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ RL = Program(
     base_name="ppo_base_config",
     complete=with_max_seq_len,
 )
-load_config, main_config, from_hydra = RL.load, RL.read, RL.from_hydra
+load_config, main_config = RL.load, RL.read
 
 
 @dataclass(frozen=True, kw_only=True)

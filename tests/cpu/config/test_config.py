@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 from skyrl_train.algorithms.tables import LOSSES
-from skyrl_train.config import Config, ConfigError, config_dir, from_hydra, load_config, main_config, to_yaml
+from skyrl_train.config import Config, ConfigError, config_dir, load_config, main_config, to_yaml
 from skyrl_train.config.rl import VERIFY, VerifyLayoutConfig
 from skyrl_train.config.schema import key_types
 from skyrl_train.config.sft import SFT, SftConfig, load_sft_config
@@ -97,19 +96,6 @@ def test_an_int_is_a_float_and_one_value_a_list_of_one():
     config = load_config(["trainer.timeout_s=3", "trainer.logger=wandb"])
     assert config.trainer.timeout_s == 3.0 and type(config.trainer.timeout_s) is float
     assert config.trainer.logger == ("wandb",)
-
-
-def test_a_configuration_from_elsewhere_is_as_strict():
-    values = yaml.safe_load(to_yaml(load_config()))
-    assert from_hydra(OmegaConf.create(values)) == load_config()
-    del values["trainer"]["seed"]
-    values["trainer"]["sed"] = 1
-    with pytest.raises(ConfigError) as caught:
-        from_hydra(OmegaConf.create(values))
-    assert caught.value.problems == (
-        "unknown key trainer.sed: did you mean trainer.seed?",
-        "trainer.seed is missing",
-    )
 
 
 def test_free_form_mappings_take_new_keys_with_or_without_a_plus():
@@ -350,28 +336,6 @@ def test_cfg_job_prints_the_resolved_yaml_and_help_names_the_base(capsys: pytest
         main_config(["--help"])
     assert done.value.code == 0
     assert "ppo_base_config.yaml" in capsys.readouterr().out
-
-
-def test_a_users_own_hydra_main_gets_the_same_config_and_the_same_errors(project: Path):
-    experiment(project / "mine", "bad", "trainer: {sed: 3}")
-    (project / "own.py").write_text(
-        "import hydra\n"
-        "from skyrl_train.config import ConfigError, config_dir, from_hydra\n"
-        "@hydra.main(config_path=config_dir, config_name='ppo_base_config', version_base=None)\n"
-        "def main(cfg):\n"
-        "    try:\n"
-        "        print(from_hydra(cfg).trainer.seed)\n"
-        "    except ConfigError as error:\n"
-        "        print(error)\n"
-        "main()\n"
-    )
-
-    def run(*argv: str) -> str:
-        return in_new_process("own.py", *argv)
-
-    assert run("trainer.seed=5") == "5"
-    text = run("--config-dir", "mine", "+experiment=bad", "trainer.epochs=x")
-    assert text.endswith("unknown key trainer.sed: did you mean trainer.seed? (in mine/experiment/bad.yaml)")
 
 
 def test_reading_the_configuration_imports_nothing_heavy():
