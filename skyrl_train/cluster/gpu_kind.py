@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 
 import ray
@@ -47,4 +48,6 @@ async def cluster_gpu_kind(ask: Callable[[], DeviceKind | None] = this_device) -
 
 
 def _answer(ask: Callable[[], DeviceKind | None]) -> DeviceKind | None:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # Ray hides a node's GPUs from tasks that reserve none
+        del os.environ["CUDA_VISIBLE_DEVICES"]
     return ask()

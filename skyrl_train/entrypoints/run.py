@@ -61,8 +61,9 @@ class Run(ABC, Generic[C, P]):
         self.tokenizer = self.get_tokenizer()
         check_tokenizer(self.tokenizer, self.model_config.vocab_size, config.trainer.policy.model.path)
         self.check_models()
-        if (kind := local_gpu_kind()) is not None:
-            self.fit_to_device(kind)
+        self._local_kind = local_gpu_kind()
+        if self._local_kind is not None:
+            self.fit_to_device(self._local_kind)
         self.checkpoint: Checkpoint | None = None
         self._checkpoint_lock: TextIO | None = None
         """Held for the lifetime of this object."""
@@ -104,7 +105,7 @@ class Run(ABC, Generic[C, P]):
 
     async def fit_to_cluster(self, cluster: Cluster) -> None:
         """Like `fit_to_device`, for GPUs of a cluster that the run has joined."""
-        if cluster.has_gpus and local_gpu_kind() is None and (kind := await cluster_gpu_kind()) is not None:
+        if cluster.has_gpus and self._local_kind is None and (kind := await cluster_gpu_kind()) is not None:
             self.fit_to_device(kind)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:

@@ -33,7 +33,7 @@ from skyrl_train.cluster.process import Host
 from skyrl_train.cluster.ranks.worker_group import RANK, WorkerGroup
 from skyrl_train.cluster.session import CPU_ENVIRONMENT, Cluster, connect, cpu_environment, worker_environment
 from skyrl_train.config import load_config
-from skyrl_train.device.kinds import device_kind
+from skyrl_train.device.kinds import DeviceKind, device_kind
 from skyrl_train.trainer.from_config import objective
 from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.settings import engine_settings
@@ -128,6 +128,16 @@ def test_a_node_reports_the_kind_of_its_gpus(cluster: Cluster, caplog: pytest.Lo
     assert asyncio.run(cluster_gpu_kind()) is None and not caplog.records, "the node has no driver"
     assert asyncio.run(cluster_gpu_kind(partial(int, "no number"))) is None  # type: ignore[arg-type]
     assert "the nodes did not report their GPUs" in caplog.text and "invalid literal for int()" in caplog.text
+
+
+def test_a_node_that_is_asked_for_its_gpus_sees_them(cluster: Cluster):
+    def seen() -> DeviceKind:
+        kind = device_kind("NVIDIA H200")
+        assert kind is not None
+        return replace(kind, name=os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+
+    found = asyncio.run(cluster_gpu_kind(seen))
+    assert found is not None and found.name == "all"
 
 
 def test_an_impossible_placement_fails_at_once_and_says_what_was_asked_and_what_there_is(cluster: Cluster):

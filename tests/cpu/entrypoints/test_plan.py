@@ -146,7 +146,10 @@ def test_a_driver_without_a_gpu_fits_the_run_to_the_gpus_of_the_cluster(
     monkeypatch.setattr("skyrl_train.entrypoints.run.cluster_gpu_kind", kind)
     run = Experiment.__new__(Experiment)
     run.config, run.model_config = load_config(["trainer.policy.model.path=qwen3"]), model_config("qwen3-0.6b")
-    run._console = Console()
+    run._console, run._local_kind = Console(), kind_of("NVIDIA H200")
+    asyncio.run(run.fit_to_cluster(Cluster("127.0.0.1:6379", is_local=True, has_gpus=True)))
+    assert not capsys.readouterr().out, "it was fitted before Ray started"
+    run._local_kind = None
     asyncio.run(run.fit_to_cluster(Cluster("head:6379", is_local=False, has_gpus=False)))
     assert run.config.trainer.max_tokens_per_microbatch is None and not capsys.readouterr().out
     asyncio.run(run.fit_to_cluster(Cluster("head:6379", is_local=False, has_gpus=True)))
