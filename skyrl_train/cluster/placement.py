@@ -144,10 +144,20 @@ def _amount(resources: Mapping[str, float]) -> str:
 
 
 def _check_size(wanted: str, total: dict[str, float], bundles: list[dict[str, float]]) -> None:
-    cluster = ray.cluster_resources()
-    largest = {kind: max(node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]) for kind in KINDS}
-    short = any(total[kind] > cluster.get(kind, 0) + 1e-6 for kind in KINDS)
-    wide = any(bundle.get(kind, 0) > largest[kind] + 1e-6 for kind in KINDS for bundle in bundles)
-    if short or wide:
-        has = f"{_amount(cluster)} in all" if short else f"{_amount(largest)} on its largest node"
-        raise PlacementError(f"the run cannot be placed: it asks for {wanted}, and the cluster has {has}. {ADVICE}")
+    cluster, nodes = ray.cluster_resources(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if any(total[kind] > cluster.get(kind, 0) + 1e-6 for kind in KINDS):
+        raise PlacementError(
+            f"the run cannot be placed: it asks for {wanted}, and the cluster has {_amount(cluster)} in all. {ADVICE}"
+        )
+    for each in {tuple(bundle.items()): bundle for bundle in bundles}.values():
+        room, count = sum(_room(node, each) for node in nodes), bundles.count(each)
+        if room < count:
+            raise PlacementError(
+                f"the run cannot be placed: it asks for {wanted}, and the cluster's nodes, one by one, have room for "
+                f"{room} of the {count} processes of {_amount(each)}. {ADVICE}"
+            )
+
+
+def _room(node: Mapping[str, float], bundle: Mapping[str, float]) -> int:
+    """How often the bundle fits into the empty node."""
+    return min((int((node.get(kind, 0) + 1e-6) / amount) for kind, amount in bundle.items() if amount), default=10**9)

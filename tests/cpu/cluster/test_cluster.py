@@ -159,11 +159,31 @@ def test_a_run_without_room_starts_no_process(cluster: Cluster, tmp_path: Path):
     assert groups_held() == 0 and not list(tmp_path.iterdir())
 
 
-def test_a_process_wider_than_every_node_cannot_be_placed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
-    nodes = [{"Alive": True, "Resources": {"CPU": 1.0}}, {"Alive": True, "Resources": {"CPU": 1.0}}]
-    monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    with pytest.raises(PlacementError, match="1 CPUs and 0 GPUs on its largest node"):
-        reserve(0, cpus_each=1.5)
+@pytest.mark.parametrize(
+    ("nodes", "count", "gpus_each", "cpus_each", "expected"),
+    [
+        ([{"CPU": 1.0}, {"CPU": 1.0}], 1, 0, 1.5, "room for 0 of the 1 processes of 1.5 CPUs and 0 GPUs"),
+        ([{"CPU": 8.0}, {"CPU": 1.0, "GPU": 4.0}], 3, 1, 0.5, "room for 2 of the 3 processes of 0.5 CPUs and 1 GPUs"),
+        ([{"CPU": 8.0, "GPU": 1.0}] * 4, 1, 2, 1, "room for 0 of the 1 processes of 1 CPUs and 2 GPUs"),
+    ],
+    ids=["a wide process", "CPUs and GPUs on different nodes", "GPUs of an engine on different nodes"],
+)
+def test_processes_that_no_node_can_hold_are_refused_at_once(
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: list[dict[str, float]],
+    count: int,
+    gpus_each: int,
+    cpus_each: float,
+    expected: str,
+):
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": node} for node in nodes])
+    total = {kind: sum(node.get(kind, 0) for node in nodes) for kind in ("CPU", "GPU")}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: total)
+    config = load_config([f"trainer.placement.cpus_per_worker={cpus_each}", "trainer.placement.timeout_s=2"])
+    demands = [Demand("policy ranks", count, gpus_each)]
+    with pytest.raises(PlacementError, match=expected):
+        asyncio.run(Placement.reserve(demands, config.trainer.placement, use_gpus=gpus_each > 0))
 
 
 def test_a_busy_cluster_is_waited_for_until_the_deadline_and_the_place_is_given_back(cluster: Cluster):
