@@ -30,7 +30,7 @@ from skyrl_train.config.files import (
     leave_out_foreign,
     shown_path,
 )
-from skyrl_train.config.overrides import hydra_line, is_searchpath, literal, parse, problem, strings
+from skyrl_train.config.overrides import hydra_line, is_searchpath, literal, parse, problem, selected_twice, strings
 from skyrl_train.config.skyrl_04.translate import Translation, translate
 from skyrl_train.spelling import nearest
 
@@ -77,7 +77,7 @@ def compose(
     extra = list(dict.fromkeys(f.resolve() for f in folders if f.resolve() != base.parent))
     parsed, translation = translate([parse(text, schema) for text in overrides], schema)
     problems = [p for override in parsed if (p := problem(override, schema, [base.parent, *extra])) is not None]
-    problems += translation.problems
+    problems += [*translation.problems, *selected_twice(parsed)]
     if problems:
         raise ConfigError(problems)
     lines = [f"{key}={literal(expression)}" for key, expression in derived.items()]
@@ -117,11 +117,11 @@ def derived_keys(schema: type, base: Path, file: Path) -> dict[str, str]:
     for key, expression in _expressions(whole):
         trial = copy.deepcopy(given)
         try:
-            value = OmegaConf.select(trial, key)
+            value = OmegaConf.select(trial, key, default=...)
             OmegaConf.update(trial, key, expression)
-            if OmegaConf.select(trial, key) == value:
+            if value is not ... and OmegaConf.select(trial, key) == value:
                 found[key] = expression
-        except OmegaConfBaseException:  # an older file without one of the keys
+        except OmegaConfBaseException:  # a file without a key that the expression names
             continue
     return found
 

@@ -121,16 +121,19 @@ def check_files(schema: type, files: Sequence[ConfigFile]) -> None:
 
 
 def _other_program(file: ConfigFile, schema: type) -> str | None:
-    """The error for an experiment of another program: it has keys that this schema lacks and the other one has."""
+    """The error for a file of another program: it has keys that this schema lacks and the other one has."""
     from skyrl_train.config.rl import RL  # both import this module
     from skyrl_train.config.sft import SFT
 
     foreign = _foreign(file, schema)
     for program in (RL, SFT):
         if foreign and not issubclass(schema, program.schema) and not _foreign(file, program.schema):
+            kind, given = "an experiment", f"+experiment={Path(file.shown).stem}"
+            if not file.is_experiment:
+                kind, given = "a configuration", f"--config-file {file.shown}"
             return (
-                f"{file.shown} is an experiment of another program: this one has no {', '.join(foreign[:3])}. Run "
-                f"python -m {program.module} +experiment={Path(file.shown).stem}"
+                f"{file.shown} is {kind} of another program: this one has no {', '.join(foreign[:3])}. Run "
+                f"python -m {program.module} {given}"
             )
     return None
 

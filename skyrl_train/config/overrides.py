@@ -118,6 +118,20 @@ def problem(override: Override, schema: type, folders: Sequence[Path]) -> str | 
     return unknown_key(unknown[0], schema) + " (on the command line)" if unknown else None
 
 
+def selected_twice(overrides: Sequence[Override]) -> list[str]:
+    """A problem for each group of which several files are selected one by one."""
+    chosen: dict[str, list[str]] = {}
+    for override in overrides:
+        if override.is_add() and "." not in override.key_or_group and isinstance(override.value(), str):
+            chosen.setdefault(override.key_or_group, []).append(str(override.value()))
+    return [
+        f"+{group} is given {len(names)} times. Choose one, or combine them, the last one wins: "
+        f"'+{group}=[{','.join(names)}]'"
+        for group, names in chosen.items()
+        if len(names) > 1
+    ]
+
+
 def hydra_line(override: Override, schema: type) -> str:
     """The override for Hydra: known keys with or without `+`, keys of a free-form mapping whether they exist or not."""
     line, kinds = str(override.input_line), key_types(schema)

@@ -139,6 +139,20 @@ def test_a_misspelt_key_on_the_command_line_is_one_sentence_with_the_nearest_key
     assert "\n" not in text and "struct" not in text
 
 
+def test_two_experiments_are_combined_in_one_list():
+    text = message(["+experiment=quickstart", "+experiment=ppo"])
+    assert text.startswith("+experiment is given 2 times.") and text.endswith("'+experiment=[quickstart,ppo]'")
+    config = load_config(["+experiment=[quickstart,ppo]"])
+    assert config.trainer.algorithm.advantage_estimator == "gae"
+
+
+def test_a_configuration_of_another_program_is_named_with_its_command(project: Path):
+    (project / "fine_tuning.yaml").write_text(to_yaml(load_sft_config()))
+    text = message(["--config-file", "fine_tuning.yaml"])
+    assert text.startswith("fine_tuning.yaml is a configuration of another program: this one has no data.max_length")
+    assert text.endswith("main_sft --config-file fine_tuning.yaml")
+
+
 def test_a_misspelt_key_in_an_experiment_file_names_the_key_and_the_file(project: Path):
     experiment(project / "mine", "bad", "trainer:\n  train_batch_sizes: 3\n  polcy:\n    model: {path: x}")
     text = message(["--config-dir", "mine", "+experiment=bad"])
