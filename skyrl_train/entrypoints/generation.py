@@ -25,7 +25,6 @@ from skyrl_train.forecast.fit import fitted_for_evaluation
 from skyrl_train.hf.checkpoint import INDEX
 from skyrl_train.hf.download import download, python_path
 from skyrl_train.hf.hub import local_folder
-from skyrl_train.rollout.metrics import evaluation_metrics
 from skyrl_train.rollout.seeds import seed
 from skyrl_train.tracking.progress import ConsoleProgress
 from skyrl_train.tracking.run_dir import RunDir
@@ -122,7 +121,7 @@ class Generation(Experiment):
             evaluation = self.get_evaluation(self.get_collector(processes.engines.generate, rollout), samples)
             progress = ConsoleProgress(self._console, "evaluate")
             groups = await evaluation.groups(seed("eval", config.trainer.seed, step), progress)
-            metrics = evaluation_metrics(groups, config.environment.pass_threshold)
+            metrics = evaluation.metrics(groups)
             tracker.log(step, metrics)
             files = samples.evaluation(step, groups, parquet=True)
         self._console.print(result_table(groups, metrics))
@@ -198,5 +197,7 @@ def result_table(groups: list[Group], metrics: Metrics) -> Table:
             cells.append("" if value is None else f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
         table.add_row(name, *cells)
     num_samples = sum(len(group.rewards) for group in groups)
-    table.caption = f"{num_samples} samples of {len(groups)} prompts; ± one standard error over the prompts"
+    failed = int(metrics.get("eval/all/num_failed_rollouts", 0))
+    without = f" ({failed} more failed)" if failed else ""
+    table.caption = f"{num_samples} samples of {len(groups)} prompts{without}; ± one standard error over the prompts"
     return table

@@ -41,7 +41,15 @@ class Evaluation:
         with which they are logged, by default the same.
         """
         self.keep(step, groups, step if logged_at is None else logged_at)
-        return evaluation_metrics(groups, self.pass_threshold)
+        return self.metrics(groups)
+
+    def metrics(self, groups: Sequence[Group]) -> Metrics:
+        """`eval/*` of the groups."""
+        metrics = evaluation_metrics(groups, self.pass_threshold)
+        if self.max_failed_share:
+            num_scored = sum(len(group.rewards) for group in groups)
+            metrics["eval/all/num_failed_rollouts"] = float(len(self.prompts) * self.n_samples - num_scored)
+        return metrics
 
     async def groups(self, seed: int, progress: Progress) -> list[Group]:
         """Groups of all held-out prompts, without failed ones. Args: seed: like `run`; progress: shows them."""

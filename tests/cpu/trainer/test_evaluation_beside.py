@@ -354,3 +354,18 @@ def test_an_evaluation_of_unknown_versions_has_no_share_of_its_own():
 
     metrics = asyncio.run(main())
     assert metrics["eval/lag_steps"] == 1 and "eval/share_of_version" not in metrics
+
+
+def test_an_evaluation_counts_the_rollouts_that_failed():
+    async def all_but_b(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+        if prompt.uid == "b":
+            raise KeyError("no sandbox")
+        return sample(1.0)
+
+    collector, params = Collector(all_but_b, engines_of(None)), SamplingParams(max_generate_length=4)
+    prompts = [prompt(uid) for uid in "abc"]
+    evaluation = Evaluation(prompts, collector, Quiet(), 2, params, 3, max_failed_share=0.5, pass_threshold=0.0)
+    metrics = asyncio.run(evaluation.run(seed=1, step=1))
+    assert metrics["eval/all/num_failed_rollouts"] == 2 and metrics["eval/all/avg_score"] == 1
+    strict = replace(evaluation, prompts=prompts[:1], max_failed_share=0.0)
+    assert "eval/all/num_failed_rollouts" not in asyncio.run(strict.run(seed=1, step=1))
