@@ -35,6 +35,7 @@ from skyrl_train.config.skyrl_04.translate import Translation, translate
 from skyrl_train.spelling import nearest
 
 OmegaConf.register_new_resolver("dtype_name", lambda bf16: "bfloat16" if bf16 else "float32", replace=True)
+DEFAULT_ENV_CLASS = "gsm8k"
 RELATIVE_TO_ENGINE = ("dppo", "rollout_is")
 """Losses whose ratio is to the engine's policy."""
 
@@ -47,7 +48,11 @@ def _corrections(source: str, max_staleness: int | None, loss: str, quantization
     return ["token_tis"] if (is_stale or quantization) and loss not in RELATIVE_TO_ENGINE else []
 
 
-OmegaConf.register_new_resolver("env_class", lambda reward_fn: "reward_fn" if reward_fn else "gsm8k", replace=True)
+def _env_class(reward_fn: str | None) -> str:
+    return "reward_fn" if reward_fn else DEFAULT_ENV_CLASS
+
+
+OmegaConf.register_new_resolver("env_class", _env_class, replace=True)
 OmegaConf.register_new_resolver("corrections", _corrections, replace=True)
 
 

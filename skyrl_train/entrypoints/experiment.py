@@ -24,13 +24,12 @@ from skyrl_train.data.hints import KEY, Hints, check_template, hint_of_template
 from skyrl_train.data.prompts import configured_prompts
 from skyrl_train.entrypoints.run import Run
 from skyrl_train.entrypoints.verify_template.before_run import check_conversations
-from skyrl_train.envs.registry import env_creator, row_problem
 from skyrl_train.imports import imported
 from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.contract import Engines, Rollout
 from skyrl_train.rollout.dialogue import dialogue_class
 from skyrl_train.rollout.env_pool import EnvPool
-from skyrl_train.rollout.sample import Sampler, env_config
+from skyrl_train.rollout.sample import Sampler, check_environments
 from skyrl_train.rollout.source import SOURCES, GroupSource, SourceParts
 from skyrl_train.rollout.streaming.watchdog import deadline_s
 from skyrl_train.tracking.progress import ConsoleProgress
@@ -71,36 +70,18 @@ class Experiment(Run[Config, Processes]):
         self._check_environments()
         self._check_conversations()
 
+    @property
+    def _has_default_rollout(self) -> bool:
+        return self.config.generator.rollout is None and type(self).get_rollout is Experiment.get_rollout
+
     def _check_environments(self) -> None:
-        """Raises: ValueError for an unknown environment, or one that cannot be created for its first row."""
-        environment, generator = self.config.environment, self.config.generator
-        prompts = {prompt.env_class: prompt for prompt in reversed([*self.train_prompts, *self.val_prompts])}
-        if environment.reward_fn and "reward_fn" not in prompts:
-            raise ValueError(
-                f"environment.reward_fn is {', '.join(environment.reward_fn)}: no row uses it, since each has an "
-                f"env_class ({', '.join(prompts)}). Set data.columns.env_class=null to ignore that column"
-            )
-        for env_class, prompt in prompts.items():
-            asked = "" if env_class == environment.env_class else " (a row asks for it, in its column env_class)"
-            try:
-                env_creator(env_class)
-            except ValueError as error:
-                raise ValueError(f"{error}{asked}") from error
-            if generator.rollout is None and type(self).get_rollout is Experiment.get_rollout:
-                kwargs = environment.env_kwargs.get(env_class, {})
-                extras = {**prompt.extras, "max_turns": generator.max_turns}
-                if problem := row_problem(env_class, env_config(kwargs, self.config.extra), extras):
-                    raise ValueError(
-                        f"the environment {env_class}{asked} cannot be created for prompt {prompt.uid}, whose row has "
-                        f"the columns {', '.join(prompt.extras) or 'prompt alone'}: {problem}. Add what is missing to "
-                        f"the rows, or to environment.skyrl_gym.env_kwargs.{env_class}"
-                    )
+        """Raises: ValueError for an environment that is unknown, not used, or cannot be created."""
+        check_environments(self.config, self.train_prompts, self.val_prompts, are_created=self._has_default_rollout)
 
     def _check_conversations(self) -> None:
         """Raises: ValueError if the chat template does not fit the form of conversations of several turns."""
         generator = self.config.generator
-        is_default = generator.rollout is None and type(self).get_rollout is Experiment.get_rollout
-        if generator.max_turns > 1 and is_default:
+        if generator.max_turns > 1 and self._has_default_rollout:
             chat = ChatTemplate(self.tokenizer, generator.chat_template_kwargs)
             prompts = self.train_prompts or self.val_prompts
             check_conversations(self.config, chat, self.model_folder, prompts[0].messages)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
+from skyrl_train.config import Config
+from skyrl_train.config.compose import DEFAULT_ENV_CLASS
 from skyrl_train.data.chat import ChatTemplate
+from skyrl_train.envs.registry import env_creator, row_problem
 from skyrl_train.rollout.contract import Engines
 from skyrl_train.rollout.dialogue import ChatDialogue
 from skyrl_train.rollout.env_pool import CallTimeout, EnvPool
@@ -97,3 +100,49 @@ def env_config(kwargs: Mapping[str, Any], extra: Mapping[str, Any] | None = None
     config = OmegaConf.create({"extra": dict(extra or {}), **kwargs})
     OmegaConf.set_readonly(config, True)
     return config
+
+
+def check_environments(config: Config, train: Sequence[Prompt], val: Sequence[Prompt], *, are_created: bool) -> None:
+    """Check the environments that rows ask for, and that the configured one is among them.
+
+    Args: train, val: prompts; are_created: whether the rollout creates one for each sample.
+    Raises: ValueError for an environment that is unknown, not used, or cannot be created for its first row.
+    """
+    prompts = {prompt.env_class: prompt for prompt in reversed([*train, *val])}
+    for env_class in prompts:
+        try:
+            env_creator(env_class)
+        except ValueError as error:
+            raise ValueError(f"{error}{_asked(config, env_class)}") from error
+    if train or config.environment.reward_fn:
+        _check_is_used(config, list(prompts))
+    for prompt in prompts.values() if are_created else ():
+        _check_is_created(config, prompt)
+
+
+def _asked(config: Config, env_class: str) -> str:
+    return "" if env_class == config.environment.env_class else " (a row asks for it, in its column env_class)"
+
+
+def _check_is_used(config: Config, used: Sequence[str]) -> None:
+    given, functions = config.environment.env_class, config.environment.reward_fn
+    if ("reward_fn" if functions else given) in used or (given == DEFAULT_ENV_CLASS and not functions):
+        return
+    key, value = ("reward_fn", ", ".join(functions)) if functions else ("env_class", given)
+    remedy = "Set data.columns.env_class=null to ignore that column"
+    raise ValueError(
+        f"environment.{key} is {value}: no row uses it, since each has an env_class ({', '.join(used)}). {remedy}"
+        + ("" if functions else f", or environment.env_class={used[0]}")
+    )
+
+
+def _check_is_created(config: Config, prompt: Prompt) -> None:
+    name = prompt.env_class
+    kwargs = config.environment.env_kwargs.get(name, {})
+    extras = {**prompt.extras, "max_turns": config.generator.max_turns}
+    if problem := row_problem(name, env_config(kwargs, config.extra), extras):
+        raise ValueError(
+            f"the environment {name}{_asked(config, name)} cannot be created for prompt {prompt.uid}, whose row has "
+            f"the columns {', '.join(prompt.extras) or 'prompt alone'}: {problem}. Add what is missing to the "
+            f"rows, or to environment.skyrl_gym.env_kwargs.{name}"
+        )

@@ -29,7 +29,11 @@ from tests.support.tiny import tiny_tokenizer
 
 EXAMPLES = ROOT / "examples/skyrl_04"
 IN_PROCESS = {
-    "multiply": ["data.train_data=[WORLD/products.jsonl]", "+environment.skyrl_gym.multiply.format_reward=0.5"],
+    "multiply": [
+        "data.train_data=[WORLD/products.jsonl]",
+        "environment.env_class=multiply",
+        "+environment.skyrl_gym.multiply.format_reward=0.5",
+    ],
     "custom_advantage": ["trainer.algorithm.advantage_estimator=median"],
     "turn_level_rewards": [
         *("environment.env_class=second_try", "generator.max_turns=2", "generator.max_input_length=64"),

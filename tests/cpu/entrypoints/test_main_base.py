@@ -67,6 +67,16 @@ def test_an_experiment_of_another_program_is_named_with_its_command(world: Path,
     assert "Run python -m skyrl_train.entrypoints.main_sft +experiment=sft_quickstart" in message
 
 
+@pytest.mark.parametrize("name", ["own_environment:Digits", "adition"])
+def test_an_environment_that_no_row_uses_is_refused(world: Path, capsys: pytest.CaptureFixture[str], name: str):
+    rows = [{"prompt": [{"role": "user", "content": "1+1="}], "env_class": "addition", "answer": "2"}] * 32
+    (world / "asking.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["data.train_data=[asking.jsonl]", "data.val_data=[]", f"environment.env_class={name}"]
+    message = error(capsys, *given)
+    assert f"environment.env_class is {name}: no row uses it, since each has an env_class (addition)" in message
+    assert "Set data.columns.env_class=null" in message
+
+
 def test_an_unknown_environment_says_who_asks_for_it_and_how_to_register_it(
     world: Path, capsys: pytest.CaptureFixture[str]
 ):
