@@ -139,10 +139,10 @@ class LearningSignal:
         too; needs_tokens: False if there is one, or an update is wanted, also where no token is trained.
         """
         self._objective, self._has_other_terms = objective, has_other_terms
-        self._needs_tokens, self._was_missing = needs_tokens, False
+        self._needs_tokens, self._num_missing = needs_tokens, 0
 
     def is_in(self, metrics: Metrics, objective: Objective | None = None, *, has_tokens: bool = True) -> bool:
-        """Whether to update. Logs the first of several steps in a row without signal.
+        """Whether to update. Logs the first step without signal, the second, the fourth, and so on.
 
         Args: metrics: those of `Credit`; objective: that of the step, whose adaptive weights may have become 0, by
             default the configured one; has_tokens: whether any token is trained.
@@ -150,14 +150,15 @@ class LearningSignal:
         has_none = self._needs_tokens and not has_tokens
         has_equal = not self._has_other_terms and metrics["loss/avg_raw_advantages_abs"] == 0
         is_missing = has_none or (has_equal and needs_advantages(objective or self._objective))
-        if is_missing and not self._was_missing:
+        self._num_missing += is_missing
+        if is_missing and self._num_missing.bit_count() == 1:
             log.warning(
                 "the step has no signal: %s (%.0f %% of the groups have equal "
                 "rewards), so it makes no update, no policy version and no weight sync. If this happens often, check "
-                "the rewards and the difficulty of the prompts. Following steps without signal are not logged: their "
-                "policy/num_optimizer_steps is 0",
+                "the rewards and the difficulty of the prompts. Steps without signal so far: %d. Their "
+                "policy/num_optimizer_steps is 0; this is logged again when there are twice as many",
                 "all its samples are masked" if has_none else "the advantages of all trained tokens are 0",
                 100 * metrics["reward/zero_variance_share"],
+                self._num_missing,
             )
-        self._was_missing = is_missing
         return not is_missing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -156,11 +157,12 @@ def test_the_first_update_after_steps_without_signal_is_checked_like_any_first_u
     asyncio.run(main())
 
 
-def test_steps_without_signal_are_logged_once_in_a_row(caplog: pytest.LogCaptureFixture):
+def test_steps_without_signal_are_logged_less_and_less(caplog: pytest.LogCaptureFixture):
     signal = LearningSignal(objective_of(), has_other_terms=False)
-    metrics = [metrics_of(group(rewards)) for rewards in (EQUAL, EQUAL, DIFFERENT, EQUAL)]
-    assert [signal.is_in(each) for each in metrics] == [False, False, True, False]
-    assert caplog.text.count("has no signal") == 2 and "100 % of the groups have equal rewards" in caplog.text
+    metrics = [metrics_of(group(rewards)) for rewards in (EQUAL, DIFFERENT) * 9]
+    assert [signal.is_in(each) for each in metrics] == [False, True] * 9
+    assert re.findall(r"so far: (\d+)", caplog.text) == ["1", "2", "4", "8"]
+    assert "100 % of the groups have equal rewards" in caplog.text
 
 
 def test_advantages_of_tokens_that_are_not_trained_are_no_signal():
