@@ -68,8 +68,10 @@ class RowMapping:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def check_some_left(self, num_left: int, num_rows: int, sources: Sequence[str]) -> None:
-        """Raises: ValueError if `row_fn` has dropped every row."""
-        if num_rows and not num_left:
+        """Raises: ValueError if the sources have no row, or `row_fn` has dropped every one."""
+        if not num_rows:
+            raise ValueError(f"data source {', '.join(sources)} has no rows. Give one with at least one row")
+        if not num_left:
             raise ValueError(
                 f"{self._function} returned None for each of the {num_rows} rows of {', '.join(sources)}. Return a row"
             )

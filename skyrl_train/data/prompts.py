@@ -61,10 +61,9 @@ def load_prompts(
     lengths = _lengths(prompts, places, ChatTemplate(tokenizer, chat_template_kwargs), limit)
     kept = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= max_prompt_length]
     if not kept:
-        shortest = f"the shortest prompt has {min(lengths)}" if lengths else "there are no rows"
         raise ValueError(
             f"trainer.max_prompt_length is {max_prompt_length}: no prompt of {', '.join(sources)} is that short "
-            f"({shortest}). Raise it"
+            f"(the shortest prompt has {min(lengths)}). Raise it"
         )
     return LoadedPrompts(prompts=kept, num_dropped=len(prompts) - len(kept))
 

@@ -193,7 +193,9 @@ def _load(
                 return _load(name, source, split=split, config=MAIN, **options)
             written = ", ".join(f"{source.rpartition(':')[0]}:{each}:{split}" for each in names)
             raise ValueError(f"data source {source} cannot be read: {several}. Write one of {written}") from error
-        raise ValueError(f"data source {source} cannot be read: {type(cause).__name__}: {cause}") from error
+        is_hub = not options and isinstance(error, ConnectionError | FileNotFoundError)
+        remedy = ". Check the name, the network and, for a private or gated data set, HF_TOKEN" if is_hub else ""
+        raise ValueError(f"data source {source} cannot be read: {type(cause).__name__}: {cause}{remedy}") from error
     finally:
         if not was_quiet:
             datasets.enable_progress_bars()

@@ -84,9 +84,7 @@ def load_examples(
     if not examples:
         mapping.check_some_left(len(lengths), num_rows, sources)
         why = f"data.max_length is {max_length}: no row has a trained token among its first tokens. Raise it"
-        if not lengths:
-            why = "there are no rows"
-        elif not truncate:
+        if not truncate:
             why = (
                 f"data.max_length is {max_length}: the shortest row has {min(lengths)} tokens. Raise it, or set "
                 "data.too_long=truncate"

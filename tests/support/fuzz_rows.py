@@ -43,7 +43,7 @@ WHOLE_FILE = (
     "invalid JSON",
     "unusable JSON",
     "no prompt of ",
-    "there are no rows",
+    "has no rows",
     "no row has ",
     "the shortest row has ",
 )

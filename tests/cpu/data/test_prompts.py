@@ -230,6 +230,7 @@ def test_unreadable_json_line_is_named(tmp_path):
     [
         ("missing.parquet", "data file .*missing.parquet does not exist"),
         ("empty.jsonl", "data file .*empty.jsonl is empty"),
+        ("none.json", "data source .*none.json has no rows"),
         ("torn.parquet", "data source .*torn.parquet cannot be read: .*Parquet"),
         ("hub:test", "data source .*hub:test cannot be read: .*train"),
         ("rows.csv", "neither a file .* nor `hub_name:split`"),
@@ -237,11 +238,21 @@ def test_unreadable_json_line_is_named(tmp_path):
 )
 def test_source_that_cannot_be_read_is_an_error_that_names_it(tmp_path, source, problem):
     (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "none.json").write_text("[]")
     (tmp_path / "torn.parquet").write_text("PAR1 not really")
     (tmp_path / "hub").mkdir()
     datasets.Dataset.from_list([row()]).to_parquet(tmp_path / "hub" / "train.parquet")
     with pytest.raises(ValueError, match=problem):
         load(str(tmp_path / source))
+
+
+def test_a_hub_that_does_not_answer_is_an_error_with_what_to_check(monkeypatch: pytest.MonkeyPatch):
+    def unreachable(*args: object, **options: object) -> None:
+        raise ConnectionError("Couldn't reach 'nobody/nothing' on the Hub (LocalEntryNotFoundError)")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(ValueError, match="nobody/nothing:test cannot be read: .*Check the name, the network and"):
+        load("nobody/nothing:test")
 
 
 def test_tokenizer_without_chat_template_is_refused(tmp_path):
