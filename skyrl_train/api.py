@@ -19,6 +19,7 @@ from skyrl_train.config.rl import RL
 from skyrl_train.entrypoints import command
 from skyrl_train.entrypoints.experiment import Experiment
 from skyrl_train.entrypoints.main_base import COMMAND
+from skyrl_train.spelling import nearest
 
 EXAMPLES = {"overrides": '["trainer.seed=2"]', "folders": '["configs"]'}
 
@@ -79,7 +80,19 @@ async def run_async(config: Config, *, experiment: type[Experiment] = Experiment
     return training.result()
 
 
+def _check(config: object, experiment: object) -> None:
+    if not isinstance(config, Config):
+        raise ConfigError(f"run({config!r}): it must be a configuration, as load_config(experiment='quickstart')")
+    if not (isinstance(experiment, type) and hasattr(experiment, "run")):
+        raise ConfigError(f"run(experiment={experiment!r}): it must be a subclass of skyrl_train.Experiment")
+    for name in vars(experiment):
+        known = [each for each in dir(Experiment) if each.startswith("get_")]
+        if name.startswith("get_") and name not in known and (meant := nearest(name, known)):
+            raise ConfigError(f"{experiment.__name__}.{name} overrides nothing: did you mean {meant}?")
+
+
 def _train(config: Config, experiment: type[Experiment], interrupts: command.Interrupts) -> Path:
+    _check(config, experiment)
     training = dataclasses.replace(COMMAND, run=experiment)
     command.prepare(training, config)
     training.check(config, None, True)

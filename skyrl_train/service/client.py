@@ -124,6 +124,8 @@ class TrainingService:
 
         Args: folder: on the trainer's nodes.
         """
+        if not folder:
+            raise ValueError("save(''): it must be a folder")
         await self._call(self._actor.save.remote(os.path.abspath(os.path.expanduser(folder))))
 
     async def metrics(self, after: int = 0) -> AsyncIterator[Metrics]:

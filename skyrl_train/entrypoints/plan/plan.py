@@ -98,13 +98,13 @@ def _models(config: PlanConfig) -> dict[str, PretrainedConfig]:
 
 def _device(config: PlanConfig) -> DeviceKind:
     """The kind of `plan.device`, or of this machine's first GPU with the memory that it has."""
+    known = ", ".join(name.lower() for name in device_kinds())
     if config.plan.device is not None:
         kind = device_kind(config.plan.device)
         if kind is None:
-            known = ", ".join(name.lower() for name in device_kinds())
             raise ConfigError([f"plan.device is {config.plan.device}: an unknown kind of GPU. Choose one of {known}"])
         return kind
     kind = this_device()
     if kind is None:
-        raise ConfigError(["plan.device is null: this machine has no GPU of a known kind. Set it, for example to h200"])
+        raise ConfigError([f"plan.device is null: this machine has no GPU of a known kind. Set it to one of {known}"])
     return kind

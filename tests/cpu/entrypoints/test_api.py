@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import skyrl_train
+from skyrl_train import Experiment
 from skyrl_train.config import ConfigError, main_config
 from tests.support.jobs import write_world
 
@@ -201,3 +202,21 @@ def test_importing_the_package_is_quick_and_its_names_are_imported_when_used():
 def test_arguments_that_are_no_lists_are_named(arguments: dict[str, Any], expected: str):
     with pytest.raises(ConfigError, match=expected):
         skyrl_train.load_config(**arguments)
+
+
+class Misspelt(Experiment):
+    def get_rollut(self) -> None:
+        """Never called."""
+
+
+@pytest.mark.parametrize(
+    ("config", "experiment", "expected"),
+    [
+        ("quickstart", Experiment, r"run\('quickstart'\): it must be a configuration"),
+        (None, dict, r"run\(experiment=<class 'dict'>\): it must be a subclass"),
+        (None, Misspelt, "Misspelt.get_rollut overrides nothing: did you mean get_rollout?"),
+    ],
+)
+def test_what_cannot_be_run_is_named(config: Any, experiment: Any, expected: str):
+    with pytest.raises(ConfigError, match=expected):
+        skyrl_train.run(config or skyrl_train.load_config(), experiment=experiment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -87,3 +88,10 @@ def test_a_service_that_does_not_answer_is_waited_for_so_long_and_can_be_ended(m
     with pytest.raises(ServiceBroken, match="did not respond within 60 s, and was killed"):
         service.stop()
     assert service._handle.called[-1] == "kill"
+
+
+def test_a_model_is_not_saved_in_the_folder_of_the_program_by_mistake(monkeypatch: pytest.MonkeyPatch):
+    service = handle(monkeypatch)
+    with pytest.raises(ValueError, match=r"save\(''\): it must be a folder"):
+        asyncio.run(service.save(""))
+    assert not service._handle.called
