@@ -28,6 +28,8 @@ from skyrl_train.config.redaction import BY_NAME, Secrets, hidden_in_logs, secre
 from skyrl_train.config.training import RunConfig
 from skyrl_train.entrypoints.ending import last_lines, print_report, resume_command
 from skyrl_train.imports import imported, quick_imports, require_working_torchvision
+from skyrl_train.tracking import loop_watch
+from skyrl_train.tracking.loop_watch import LoopWatch, Terminated
 from skyrl_train.tracking.run_dir import RunDir, run_dir_for
 
 if TYPE_CHECKING:
@@ -79,10 +81,6 @@ class Interrupts:
         self._send = send
         for _ in range(self._num_pending):
             send()
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM without a running event loop."""
 
 
 def execute(command: Command[T], argv: Sequence[str]) -> int:
@@ -187,7 +185,7 @@ def _run(
             return Ended(0)
         with _config_errors():
             run_dir = run_dir_for(config, command.program.base_yaml(), resumes=resumes)
-        ended_by = asyncio.run(_until_signal(training, run_dir, console, secrets, interrupts))
+        ended_by = loop_watch.run(_until_signal(training, run_dir, console, secrets, interrupts))
         status, code = ("finished", 0) if ended_by is None else ("interrupted", 128 + ended_by)
     except ConfigError as error:
         print_error(str(error), console, secrets)
@@ -243,13 +241,12 @@ async def _until_signal(
         elif task is not None:
             task.cancel()
 
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, on_signal, number)
-    else:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main:
         interrupts.connect(partial(loop.call_soon_threadsafe, on_signal, signal.SIGINT))
     try:
-        await training.run(run_dir)
+        with LoopWatch(training.config.trainer.timeout_s, on_signal if is_main else None):
+            await training.run(run_dir)
     except asyncio.CancelledError:
         if not received:
             raise
