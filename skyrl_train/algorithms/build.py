@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from skyrl_train.algorithms.credit import CreditInputs, advantages, reads_values
+from skyrl_train.algorithms.credit import reads_values
 from skyrl_train.algorithms.distillation import kl_to_teacher, teacher_advantages, topk_forward, topk_reverse
-from skyrl_train.algorithms.inputs import PerSample, TokenInputs
 from skyrl_train.algorithms.losses.value import clipped_value_loss
 from skyrl_train.algorithms.objective import Bound, Objective, Term, kl_to_reference, negative_entropy, objective_loss
-from skyrl_train.algorithms.selection import MiniBatch, selected, selection_of
+from skyrl_train.algorithms.selection import selection_of
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
+from skyrl_train.algorithms.trial.calls import failures
+from skyrl_train.algorithms.trial.sample import sample_of_three
 from skyrl_train.spelling import nearest
 
 
@@ -94,7 +94,7 @@ def algorithm_problems(
     *,
     has_teacher: bool = False,
 ) -> Iterator[str]:
-    """Problems found by calling every function on a sample of three tokens.
+    """Problems of the keys, and those found by calling every function on a few tokens (`trial/`).
 
     Args: values: as in `build_objective`; parameters: those of the user's own functions, also in values; places: leaf
         name -> key of `trainer.algorithm`; has_teacher: whether a teacher scores the samples.
@@ -129,8 +129,14 @@ def algorithm_problems(
     if unknown := [name for name in estimator.needs if name != "values"]:
         yield f"{_place(estimator.function)} needs {', '.join(unknown)}: estimators can only declare values. Remove it"
         return
+    found = list(failures(objective, estimator, values))
+    yield from found
     yield from _distillation_problems(values, objective, has_teacher=has_teacher)
-    yield from _failures(objective, estimator)
+    if not found and values["advantage_estimator"] == "zero" and needs_advantages(objective):
+        yield (
+            "trainer.algorithm.advantage_estimator is zero: without distillation or another term there is no gradient. "
+            "Set trainer.algorithm.distillation.distillation_type=advantage, or choose another estimator"
+        )
 
 
 def _hidden(functions: Iterable[Bound], parameters: Mapping[str, Any], places: Mapping[str, str]) -> Iterator[str]:
@@ -170,11 +176,6 @@ def _distillation_problems(values: Mapping[str, Any], objective: Objective, *, h
         )
     if kind is not None and values["distillation_coef"] == 0:
         yield f"{key}.distillation_coef is 0: the teacher would change nothing. Set distillation_type=null"
-    if values["advantage_estimator"] == "zero" and needs_advantages(objective):
-        yield (
-            "trainer.algorithm.advantage_estimator is zero: without distillation or another term there is no gradient. "
-            f"Set {key}.distillation_type=advantage, or choose another estimator"
-        )
 
 
 def needs_advantages(objective: Objective) -> bool:
@@ -182,7 +183,7 @@ def needs_advantages(objective: Objective) -> bool:
     for term in objective.terms:
         if term.coef == 0:
             continue
-        tokens = objective.shaped(_sample_of_three(objective.needs, objective.selections, has_advantages=False))
+        tokens = objective.shaped(sample_of_three(objective.needs, objective.selections, has_advantages=False))
         terms = term.loss(tokens).terms
         (gradient,) = torch.autograd.grad(terms.sum(), tokens.logprobs, allow_unused=True)
         if gradient is not None and bool(gradient.any()):
@@ -195,7 +196,7 @@ def uses_rollout_logprobs(objective: Objective) -> bool:
     gradients = []
     weights = {reduction: torch.full((3,), 1 / 3) for reduction in objective.reductions}
     for log_ratio in (0.0, 12.0):
-        tokens = _sample_of_three(objective.needs, objective.selections)
+        tokens = sample_of_three(objective.needs, objective.selections)
         rollout = tokens.old_logprobs + torch.tensor([log_ratio, 0.0, log_ratio])
         tokens = replace(tokens, signals={**tokens.signals, "rollout_logprobs": rollout})
         loss, _ = objective_loss(objective, tokens, weights)
@@ -206,64 +207,6 @@ def uses_rollout_logprobs(objective: Objective) -> bool:
 def needs_logprobs(values: Mapping[str, Any]) -> bool:
     """Whether an update depends on how likely the engines found the tokens. Args: values: as in `build_objective`."""
     return values["prox_logp_method"] == "loglinear" or uses_rollout_logprobs(build_objective(values, 1.0))
-
-
-def _failures(objective: Objective, estimator: Bound) -> Iterator[str]:
-    weights = {reduction: torch.full((3,), 1 / 3) for reduction in objective.reductions}
-    try:
-        tokens = _sample_of_three(objective.needs, objective.selections)
-        loss, _ = objective_loss(objective, tokens, weights)
-        (gradient,) = torch.autograd.grad(loss, tokens.logprobs)
-        if not bool(torch.isfinite(gradient).all()):
-            yield f"the objective's gradient is {gradient.tolist()} on a sample of three tokens: it must be finite"
-    except Exception as error:
-        yield f"the objective fails on a sample of three tokens: {type(error).__name__}: {error}"
-    inputs = CreditInputs(
-        rewards=torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64),
-        loss_mask=torch.tensor([False, True, False, True]),
-        cu_seqlens=torch.tensor([0, 2, 4], dtype=torch.int32),
-        group_ids=torch.tensor([0, 0]),
-        signals={"values": torch.tensor([0.5, 0.25, 0.0, 0.5])},
-        named_rewards={
-            name: torch.tensor([1.0, 0.0], dtype=torch.float64)
-            for name in ("reward", *estimator.parameters.get("gdpo_reward_weights", ()))
-        },
-        baselines=torch.zeros(2, dtype=torch.float64),
-    )
-    try:
-        advantages(estimator.function, inputs, estimator.parameters)
-    except Exception as error:
-        yield f"the advantage estimator fails on two samples of two tokens: {type(error).__name__}: {error}"
-
-
-def _sample_of_three(
-    needs: tuple[str, ...], selections: tuple[Bound, ...], *, has_advantages: bool = True
-) -> TokenInputs:
-    logprobs = torch.tensor([-0.5, -1.0, -1.5], requires_grad=True)
-    mask = torch.ones(3, dtype=torch.bool)
-    always = {
-        "old_logprobs": torch.tensor([-0.6, -1.0, -1.4]),
-        "rollout_logprobs": torch.tensor([-0.5, -1.1, -1.5]),
-        "advantages": torch.tensor([1.0, 1.0, -1.0]) if has_advantages else torch.zeros(3),
-        "staleness": torch.zeros(3, dtype=torch.int32),
-    }
-    others = torch.tensor([-0.7, -1.0, -1.3])
-    declared = {
-        "ref_logprobs": {"ref_logprobs": others},
-        "entropy": {"entropy": logprobs.exp()},
-        "teacher_logprobs": {"teacher_logprobs": others},
-        "topk_logprobs": {
-            "topk_logprobs": torch.stack([logprobs, logprobs - 1], 1),
-            "teacher_topk_logprobs": torch.stack([others, others - 1], 1),
-        },
-    }
-    signals: dict[str, Tensor] = dict(always)
-    for name in needs:
-        signals |= declared.get(name, {})
-    old = {"old_logprobs": always["old_logprobs"], "old_entropy": logprobs.detach().exp()}
-    batch = MiniBatch(torch.arange(3), torch.tensor([0, 3], dtype=torch.int32), mask, always["advantages"], old)
-    signals |= selected(selections, batch)
-    return TokenInputs(logprobs, mask, PerSample(torch.zeros(3, dtype=torch.int64), 1, mask), signals)
 
 
 def takes_all(function: Callable[..., Any]) -> bool:

@@ -131,7 +131,7 @@ def _checked(result: Tensor, size: int, estimator: Estimator) -> Tensor:
     name = _name(estimator)
     if not isinstance(result, Tensor) or result.shape != (size,):
         given = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        raise ValueError(f"the advantage estimator {name} returned {given}: it must return {size} numbers")
+        raise ValueError(f"the advantage estimator {name} returned {given}: it must return a tensor of shape ({size},)")
     if not bool(torch.isfinite(result).all()):
         raise ValueError(
             f"the advantage estimator {name} returned a number that is not finite: it must return finite numbers"

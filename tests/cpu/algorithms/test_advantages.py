@@ -165,8 +165,8 @@ def test_an_estimator_of_tokens_sees_where_each_reward_was_earned():
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (torch.zeros(3), r"wrong returned \(3,\): it must return 2 numbers"),
-        (1.0, "wrong returned float: it must return 2 numbers"),
+        (torch.zeros(3), r"wrong returned \(3,\): it must return a tensor of shape \(2,\)"),
+        (1.0, r"wrong returned float: it must return a tensor of shape \(2,\)"),
         (torch.tensor([0.0, math.nan]), "wrong returned a number that is not finite"),
     ],
 )
