@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skyrl_train.rollout.contract import RolloutFailure
 from skyrl_train.types import Group, Metrics, Prompt, Sample
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,8 @@ class Failure:
     error: Exception
 
     def __str__(self) -> str:
+        if isinstance(self.error, RolloutFailure):
+            return str(self.error)
         return f"prompt {self.uid}: {type(self.error).__name__}: {self.error}"
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+from skyrl_train.faults import described, name_of
 from skyrl_train.rollout.admission import Admission, Failure
-from skyrl_train.rollout.contract import Engines, Requests, Rollout
+from skyrl_train.rollout.contract import Engines, Requests, Rollout, RolloutFailure
 from skyrl_train.rollout.seeds import seeded
 from skyrl_train.rollout.streaming.watchdog import SHOWN, no_progress, stacks
 from skyrl_train.types import Group, Prompt, Sample, SamplingParams
@@ -119,11 +120,11 @@ class Collector:
         for attempt in range(1, admission.num_attempts + 1):
             engines = self.engines.for_a_rollout()
             try:
-                samples = _samples(await self._rollout(prompt, sampling_params, engines))
+                samples = self._samples(prompt, await self._rollout(prompt, sampling_params, engines))
             except Exception as error:
                 if engines.error is not None:
                     raise engines.error from engines.error.__cause__
-                failure = Failure(prompt.uid, error)
+                failure = Failure(prompt.uid, self._named(prompt, error))
                 if attempt < admission.num_attempts:
                     admission.retry(failure)
                     continue
@@ -131,6 +132,27 @@ class Collector:
             progress.advance(samples)
             return [samples]
         raise AssertionError("num_attempts is at least 1")
+
+    def _samples(self, prompt: Prompt, made: object) -> list[Sample]:
+        """What the rollout returned, as a list. Raises: RolloutFailure for anything else."""
+        samples = [made] if isinstance(made, Sample) else made
+        if not isinstance(samples, list) or not samples or not all(isinstance(sample, Sample) for sample in samples):
+            raise self._failure(prompt, f"it returned {made!r:.200}. Return a Sample or a list of at least one")
+        if not samples[-1].ends_conversation:
+            problem = "its last sample has ends_conversation=False: the next rollout would continue it"
+            raise self._failure(prompt, problem)
+        return samples
+
+    def _named(self, prompt: Prompt, error: Exception) -> RolloutFailure:
+        """The error with the names of rollout and prompt, unless it has them."""
+        if isinstance(error, RolloutFailure):
+            return error
+        failure = self._failure(prompt, described(error, __file__))
+        failure.__cause__ = error
+        return failure
+
+    def _failure(self, prompt: Prompt, problem: str) -> RolloutFailure:
+        return RolloutFailure(f"the rollout {name_of(self._rollout)} failed (prompt {prompt.uid}): {problem}")
 
     async def _timed(self, rollouts: Coroutine[Any, Any, list[Result]], ends: list[float]) -> list[Result]:
         try:
@@ -149,18 +171,6 @@ class Collector:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         waits = f"{len(running)} rollouts run, of {', '.join(names[:SHOWN])}{more}"
         raise no_progress(self.deadline_s, self.requests, num_running=len(running), waits=waits, failures=())
-
-
-def _samples(made: object) -> list[Sample]:
-    """Raises: TypeError for anything but a sample or a list of at least one; ValueError if the last one does not end a
-    conversation.
-    """
-    samples = [made] if isinstance(made, Sample) else made
-    if not isinstance(samples, list) or not samples or not all(isinstance(sample, Sample) for sample in samples):
-        raise TypeError(f"the rollout returned {made!r:.200}. Return a Sample or a list of at least one")
-    if not samples[-1].ends_conversation:
-        raise ValueError("the rollout's last sample has ends_conversation=False: the next rollout would continue it")
-    return samples
 
 
 def task_name(prompt: Prompt) -> str:

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from skyrl_train.data.chat import ChatTemplate
 
 
-class GenerationAborted(RuntimeError):
+class RolloutFailure(RuntimeError):
+    """A rollout failed; the message names it and its prompt. `__cause__` is the original error, if there is one."""
+
+
+class GenerationAborted(RolloutFailure):
     """An engine aborted a generation again and again without generating a token."""
 
 

@@ -6,7 +6,6 @@ import copy
 import logging
 import math
 import threading
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +15,14 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 from skyrl_train.data.chat import check_messages
 from skyrl_train.envs.registry import make_env
+from skyrl_train.faults import described
+from skyrl_train.rollout.contract import RolloutFailure
 from skyrl_train.types import Message, Prompt
 
 _log = logging.getLogger(__name__)
 
 
-class EnvironmentFailure(RuntimeError):
+class EnvironmentFailure(RolloutFailure):
     """An environment raised, returned an invalid value, or timed out. `__cause__` is the original error."""
 
     def __init__(self, *, env_class: str, uid: str, turn: int, call: str, problem: str) -> None:
@@ -121,7 +122,7 @@ class Episode:
         try:
             yield
         except (Exception, SystemExit) as error:  # sys.exit in an environment must not end training
-            raise self.failure(f"{type(error).__name__}: {error}{_where(error)}") from error
+            raise self.failure(described(error, __file__)) from error
 
 
 def _checked_turn(output: Any) -> Turn:
@@ -137,9 +138,3 @@ def _checked_turn(output: Any) -> Turn:
     if not all(map(math.isfinite, named.values())):
         raise ValueError(f"step returned rewards {named}; rewards must be finite")
     return Turn(check_messages(output["observations"]), reward, bool(output["done"]), named)
-
-
-def _where(error: BaseException) -> str:
-    """Innermost line of the environment's own code."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

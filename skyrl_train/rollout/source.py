@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from skyrl_train.config import Config
 from skyrl_train.data.order import Order
+from skyrl_train.faults import described, is_of_package, name_of, passes
+from skyrl_train.rollout import contract
 from skyrl_train.rollout.admission import Admission
 from skyrl_train.rollout.collect import Collector, Progress
 from skyrl_train.rollout.seeds import seed
@@ -41,6 +43,31 @@ class GroupSource(Resumable, Protocol):
 
     def metrics(self) -> Metrics:
         """Metrics of the last step that its groups alone do not determine."""
+
+
+class SourceFailure(RuntimeError):
+    """A user's own source raised, or returned no groups; the message names it. `__cause__` is the original error."""
+
+
+async def groups_of(source: GroupSource) -> list[Group]:
+    """The groups of the next step.
+
+    Raises: SourceFailure for an error of a user's own source, or for anything else than groups; errors of engines,
+        rollouts and built-in sources as they are.
+    """
+    try:
+        groups = await source.next()
+    except Exception as error:
+        is_own = not is_of_package(source.next) and not is_of_package(type(error))
+        if not is_own or passes(error, contract.__file__):  # an error of the engines, whatever its type
+            raise
+        raise SourceFailure(f"the source {name_of(type(source))} failed: {described(error, __file__)}") from error
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, Group) for group in groups):
+        raise SourceFailure(
+            f"the source {name_of(type(source))} returned {groups!r:.100}: next() must return a list of groups "
+            "(skyrl_train.types.Group)"
+        )
+    return list(groups)
 
 
 @runtime_checkable

@@ -20,7 +20,7 @@ from skyrl_train.cluster.ranks.shards import Shards
 from skyrl_train.config import Config
 from skyrl_train.data.hints import Hints
 from skyrl_train.ranks import LogprobLimit
-from skyrl_train.rollout.source import GroupSource
+from skyrl_train.rollout.source import GroupSource, groups_of
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.trainer.agreement.logprob_bound import LogprobBound, compared_share, is_compared
 from skyrl_train.trainer.agreement.sync_check import FirstCheck
@@ -68,7 +68,7 @@ class TrainingStep:
             policy), SyncCheckFailed (first check) and errors of the source; after it RemoteFailed, and SyncCheckFailed
             for the published weights.
         """
-        groups = self.groups = await self.source.next()
+        groups = self.groups = await groups_of(self.source)
         with self.timers("convert_to_training_input"):
             batch = build_experience(groups, self.policy.policy_version)
             shards = Shards(self._split(batch, self._num_mini_batches(groups)))

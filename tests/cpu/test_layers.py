@@ -14,6 +14,7 @@ ROOT = REPOSITORY / "skyrl_train"
 MAY_IMPORT = {
     # nouns and the machine
     "types": "",
+    "faults": "",
     "spelling": "",
     "imports": "spelling",
     "algorithms": "imports spelling",
@@ -32,7 +33,7 @@ MAY_IMPORT = {
     "checks": "config imports algorithms hf weight_sync engines spelling",
     "data": "types config imports",
     "batching": "types algorithms",
-    "rollout": "types config tracking data envs",
+    "rollout": "types faults config tracking data envs",
     # the heaviest package; it knows no engine, and no engine knows it
     "megatron": "types config device file_sum ranks stores algorithms kernels hf batching weight_sync",
     # processes: ranks are named to them as text (module:class), so cluster imports no Megatron

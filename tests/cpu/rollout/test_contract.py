@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from functools import partial
 from typing import Any
 
 import pytest
 
 from skyrl_train.rollout.admission import Admission, TooManyFailures
 from skyrl_train.rollout.collect import Collector
-from skyrl_train.rollout.contract import Engines, GenerationAborted, Rollout
+from skyrl_train.rollout.contract import Engines, GenerationAborted, Rollout, RolloutFailure
 from skyrl_train.rollout.streaming.watchdog import NoProgress
 from skyrl_train.rollout.trace import Trace
 from skyrl_train.types import Generation, Group, Prompt, Sample, SamplingParams
@@ -117,23 +119,85 @@ def test_a_failed_rollout_is_left_out_of_its_group_and_a_group_of_fewer_than_two
 
 
 def test_where_none_may_fail_the_first_failure_ends_the_collection_with_its_own_error():
-    with pytest.raises(KeyError, match="no sandbox"):
+    with pytest.raises(RolloutFailure, match=r"the rollout .*failed \(prompt b\): KeyError: 'no sandbox'") as raised:
         collect(fails_for(("b", 1)), "abc")
+    assert isinstance(raised.value.__cause__, KeyError)
 
 
 def test_more_failures_than_allowed_end_the_collection_with_their_reasons():
-    with pytest.raises(TooManyFailures, match="max_failed_share is 0.2: 2 of 6 rollouts .*prompt b: KeyError: 'no sa"):
+    with pytest.raises(TooManyFailures, match=r"share is 0.2: 2 of 6 rollouts .*prompt b\): KeyError: 'no sa"):
         collect(fails_for(("a", 1), ("b", 0)), "abc", share=0.2)
     assert len(collect(fails_for(("a", 1)), "abc", share=0.2)[0]) == 2
 
 
-@pytest.mark.parametrize("made", [None, [], [1], ()])
-def test_a_rollout_that_returns_something_else_has_failed(made: Any):
-    async def rollout(prompt: Prompt, params: SamplingParams, engines: Engines) -> Any:
+def returns(made: Any) -> Rollout:
+    async def returning(prompt: Prompt, params: SamplingParams, engines: Engines) -> Any:
         return made
 
-    with pytest.raises(TypeError, match="the rollout returned .* Return a Sample or a list of at least one"):
+    return returning
+
+
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        (None, "it returned None. Return a Sample or a list of at least one"),
+        ([], "it returned []. Return a Sample or a list of at least one"),
+        ((), "it returned (). Return a Sample or a list of at least one"),
+        ([1], "it returned [1]. Return a Sample or a list of at least one"),
+    ],
+)
+def test_a_rollout_that_returns_something_else_has_failed(made: Any, problem: str):
+    with pytest.raises(RolloutFailure) as raised:
+        collect(returns(made), "a")
+    assert str(raised.value).startswith("the rollout tests.cpu.rollout.test_contract:returns.<locals>.returning failed")
+    assert str(raised.value).endswith(f"(prompt a): {problem}")
+
+
+async def misspells(prompt: Prompt, params: SamplingParams, engines: Any) -> Sample:
+    return await engines.generat([1])  # type: ignore[no-any-return]
+
+
+async def asks_for_too_much(prompt: Prompt, params: SamplingParams, engines: Engines) -> Any:
+    return await engines.generate([1] * 9, params, prompt.uid)
+
+
+async def reads_no_json(prompt: Prompt, params: SamplingParams, engines: Engines) -> Any:
+    return json.loads("{")
+
+
+def returns_at_once(prompt: Prompt, params: SamplingParams, engines: Engines) -> Any:
+    return []
+
+
+class Object:
+    async def __call__(self, prompt: Prompt, params: SamplingParams, engines: Engines) -> Any:
+        raise ValueError("mine")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "name", "problem", "line"),
+    [
+        (misspells, "misspells", "AttributeError: 'Engines' object has no attribute 'generat'", misspells),
+        (asks_for_too_much, "asks_for_too_much", "ValueError: a request has 9 tokens, more than", asks_for_too_much),
+        (partial(reads_no_json), "reads_no_json", "JSONDecodeError: Expecting property name", reads_no_json),
+        (returns_at_once, "returns_at_once", "TypeError: object list can't be used in 'await' expression", None),
+        (Object(), "Object", "ValueError: mine", Object.__call__),
+    ],
+)
+def test_an_error_of_a_rollout_names_it_its_prompt_and_its_line(rollout: Any, name: str, problem: str, line: Any):
+    with pytest.raises(RolloutFailure) as raised:
         collect(rollout, "a")
+    message = str(raised.value)
+    assert message.startswith(f"the rollout tests.cpu.rollout.test_contract:{name} failed (prompt a): {problem}")
+    assert message.endswith(f"({__file__}:{line.__code__.co_firstlineno + 1})" if line else "'await' expression")
+
+
+def test_a_rollout_that_is_cancelled_is_cancelled():
+    async def cancels(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        collect(cancels, "a", share=0.5)
 
 
 def test_an_error_of_the_engines_is_no_failure_of_the_rollout_whatever_that_makes_of_it():
@@ -161,7 +225,7 @@ def test_a_request_that_is_too_long_is_the_rollouts_own_failure():
 
     groups, _ = collect(rollout, "abc", share=0.5)
     assert [group.prompt.uid for group in groups] == ["b", "c"]
-    with pytest.raises(ValueError, match="9 tokens, more than generator.max_input_length 8"):
+    with pytest.raises(RolloutFailure, match="9 tokens, more than generator.max_input_length 8"):
         collect(rollout, "a")
 
 

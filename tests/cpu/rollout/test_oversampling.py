@@ -14,7 +14,7 @@ import pytest
 from skyrl_train.config import load_config
 from skyrl_train.rollout.admission import Ledger
 from skyrl_train.rollout.collect import Collector
-from skyrl_train.rollout.contract import Engines
+from skyrl_train.rollout.contract import Engines, RolloutFailure
 from skyrl_train.rollout.oversampling import MAX_CANCELLED, OverSamplingSource, on_policy_source
 from skyrl_train.rollout.source import OnPolicySource, SourceParts
 from skyrl_train.tracking.timers import Timers
@@ -157,7 +157,7 @@ def test_filtering_without_an_end_stops_at_the_limit():
 
 def test_an_error_of_one_group_ends_the_others_and_the_step():
     async def main(world: World) -> int:
-        with pytest.raises(KeyError, match="no sandbox"):
+        with pytest.raises(RolloutFailure, match="KeyError: 'no sandbox'"):
             await world.source.next()
         return world.running
 

@@ -13,10 +13,10 @@ import pytest
 from skyrl_train.config import load_config
 from skyrl_train.rollout.admission import Admission, Failure, Ledger
 from skyrl_train.rollout.collect import Collector
-from skyrl_train.rollout.contract import Engines
-from skyrl_train.rollout.source import OnPolicySource, SourceParts
+from skyrl_train.rollout.contract import Engines, RolloutFailure
+from skyrl_train.rollout.source import OnPolicySource, SourceFailure, SourceParts, SourceState, groups_of
 from skyrl_train.tracking.timers import Timers
-from skyrl_train.types import Prompt, Sample, SamplingParams
+from skyrl_train.types import Group, Metrics, Prompt, Sample, SamplingParams
 from tests.support.rollouts import Quiet, engines_of, prompt, sample
 
 CONFIG = ["trainer.train_batch_size=4", "trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=2"]
@@ -144,8 +144,78 @@ def test_a_rollout_whose_last_sample_does_not_end_its_conversation_is_refused():
         collector = Collector(rollout, engines_of(None))
         await collector.collect([prompt("0")], 2, SamplingParams(max_generate_length=4), Quiet(), Admission(0.0))
 
-    with pytest.raises(ValueError, match="last sample has ends_conversation=False"):
+    with pytest.raises(RolloutFailure, match="last sample has ends_conversation=False"):
         asyncio.run(main())
+
+
+class Own:
+    """A user's source."""
+
+    def __init__(self, parts: SourceParts, next_: Callable[[SourceParts], Any]) -> None:
+        self.parts, self._next = parts, next_
+
+    async def next(self) -> Any:
+        made = self._next(self.parts)
+        return await made if asyncio.iscoroutine(made) else made
+
+    def metrics(self) -> Metrics:
+        return {}
+
+    state: SourceState = {}  # noqa: RUF012
+
+    def resume(self, state: SourceState) -> None:
+        pass
+
+
+def misspells(parts: Any) -> Any:
+    return parts.prompts.samples
+
+
+async def collects(parts: SourceParts) -> list[Group]:
+    admission = Admission(0.0)
+    return await parts.collect(parts.prompts[:2], parts.sampling_params, admission)
+
+
+@pytest.mark.parametrize(
+    ("next_", "problem"),
+    [
+        (misspells, r"failed: AttributeError: 'list' object has no attribute 'samples' \(.*test_source.py:\d+\)$"),
+        (lambda parts: {}["x"], r"failed: KeyError: 'x' \(.*test_source.py:\d+\)$"),
+        (lambda parts: None, r"returned None: next\(\) must return a list of groups \(skyrl_train.types.Group\)$"),
+        (lambda parts: ["x", "y"], r"returned \['x', 'y'\]: next\(\) must return a list of groups"),
+    ],
+)
+def test_an_error_of_a_users_source_names_it_and_its_line(next_: Callable[[SourceParts], Any], problem: str):
+    with pytest.raises(SourceFailure, match=rf"^the source tests.cpu.rollout.test_source:Own {problem}"):
+        asyncio.run(groups_of(Own(World().parts, next_)))
+
+
+def test_errors_of_rollouts_engines_and_cancellation_pass_a_users_source_as_they_are():
+    with pytest.raises(RolloutFailure, match="^the rollout .* failed"):
+        asyncio.run(groups_of(Own(World(fails=lambda uid: True).parts, collects)))
+
+    async def broken(*args: Any) -> Any:
+        raise ConnectionError("engine 0 is gone")
+
+    async def asks(prompt: Prompt, params: SamplingParams, engines: Engines) -> Any:
+        return await engines.generate([1], params, prompt.uid)
+
+    parts = replace(World().parts, collector=Collector(asks, engines_of(broken)))
+    with pytest.raises(ConnectionError, match="^engine 0 is gone"):
+        asyncio.run(groups_of(Own(parts, collects)))
+
+    def is_cancelled(parts: SourceParts) -> Any:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(groups_of(Own(parts, is_cancelled)))
+
+
+def test_errors_of_a_built_in_source_are_as_they_are():
+    world = World()
+    world.source._order = None  # type: ignore[assignment]
+    with pytest.raises(AttributeError, match="^'NoneType' object"):
+        asyncio.run(groups_of(world.source))
 
 
 def test_an_evaluation_scores_a_prompt_by_any_sample_that_is_left():

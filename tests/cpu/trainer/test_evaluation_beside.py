@@ -20,7 +20,7 @@ from skyrl_train.entrypoints import experiment
 from skyrl_train.entrypoints.experiment import Experiment
 from skyrl_train.file_sum import FileSum, sum_of
 from skyrl_train.rollout.collect import Collector
-from skyrl_train.rollout.contract import Engines
+from skyrl_train.rollout.contract import Engines, RolloutFailure
 from skyrl_train.rollout.source import OnPolicySource, SourceParts
 from skyrl_train.rollout.streaming.streaming import StreamingSource
 from skyrl_train.rollout.streaming.watchdog import NoProgress
@@ -232,7 +232,7 @@ def test_training_waits_where_a_score_is_to_be_of_one_version(overrides: list[st
 
 def test_an_evaluation_that_fails_ends_the_run_with_its_error(tmp_path: Path):
     world = World(tmp_path, NEVER, fails=lambda world, uid: uid == "held 3")
-    with pytest.raises(KeyError, match="no sandbox"):
+    with pytest.raises(RolloutFailure, match="KeyError: 'no sandbox'"):
         world.run()
     assert 3 <= max(world.rows) <= 6
 
@@ -253,7 +253,7 @@ def test_an_evaluation_that_ends_with_the_last_step_is_not_dropped_in_silence(
     world.update = waits
     with caplog.at_level(logging.INFO):
         if fails:
-            with pytest.raises(KeyError, match="no sandbox"):
+            with pytest.raises(RolloutFailure, match="KeyError: 'no sandbox'"):
                 world.run()
         else:
             world.run()
@@ -278,7 +278,7 @@ def test_an_evaluation_that_the_checkpoint_overtakes_is_made_again_on_resume(tmp
 def test_a_run_that_gets_no_groups_ends_with_a_checkpoint_from_which_it_continues(source: str, tmp_path: Path):
     own = [f"trainer.source={source}", "trainer.eval_interval=-1", "trainer.ckpt_interval=100"]
     world = World(tmp_path, *own, fails=lambda world, uid: world.version == 3)
-    with pytest.raises(KeyError, match="no sandbox"):
+    with pytest.raises(RolloutFailure, match="KeyError: 'no sandbox'"):
         world.run()
     checkpoint = load_checkpoint(tmp_path / "checkpoints/global_step_3")
     resumed = World(tmp_path / "resumed", *own)
