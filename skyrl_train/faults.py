@@ -1,15 +1,44 @@
-"""Faults of users' own code: its name, and where it raised."""
+"""Faults of users' own code: its name, where it raised, and what is wrong with the samples that it made."""
 
 from __future__ import annotations
 
+import math
 import sysconfig
 import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl_train.types import Sample
+
+SHOWN = 3
 PACKAGE = str(Path(__file__).parent)
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+TENSORS: Mapping[str, tuple[Callable[[torch.dtype], bool], str]] = {
+    "token_ids": (lambda kind: kind == torch.int64, "int64"),
+    "loss_mask": (lambda kind: kind == torch.bool, "bool"),
+    "rollout_logprobs": (lambda kind: kind.is_floating_point, "float32"),
+    "rewards": (lambda kind: not kind.is_complex, "float64"),
+}
+"""Field of a sample -> its dtypes, and the one to propose."""
+KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
+    "prompt_length": (Integral, "a whole number"),
+    "turns": (Integral, "a whole number"),
+    "policy_version": (Integral, "a whole number"),
+    "stop_reason": (str, "stop or length"),
+    "ends_conversation": ((bool, np.bool_), "True or False"),
+    "transcript": ((list, tuple), "a list of messages"),
+    "version_spans": ((list, tuple), "a tuple of (version, number of tokens)"),
+    "env_metrics": (Mapping, "a dict"),
+    "named_rewards": (Mapping, "a dict of numbers by name"),
+}
+"""Other field -> its types, and these in words."""
 
 
 def name_of(made: Any) -> str:
@@ -43,3 +72,66 @@ def where(error: BaseException, caller: str) -> str:
 def passes(error: BaseException, file: str) -> bool:
     """Whether the error comes out of a function of the file."""
     return any(frame.filename == file for frame in traceback.extract_tb(error.__traceback__))
+
+
+def listed(faults: Sequence[str]) -> str:
+    """The first faults, and how many more there are."""
+    more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+    return "; ".join(faults[:SHOWN]) + more
+
+
+def faults_of(sample: Sample) -> list[str]:
+    """What keeps a sample from being trained, each as `has ...`; empty if it can be. Takes microseconds."""
+    if not isinstance(sample, Sample):
+        return [f"is {_short(sample)}: it must be a skyrl_train.types.Sample"]
+    return list(_wrong_types(sample)) or list(_wrong_values(sample))
+
+
+def _wrong_types(sample: Sample) -> Iterator[str]:
+    for name, (is_allowed, dtype) in TENSORS.items():
+        value: Any = getattr(sample, name)
+        if not (isinstance(value, Tensor) and is_allowed(value.dtype) and value.dim() == 1 and value.is_cpu):
+            yield f"has {_short(value)} as {name}: it must be a tensor of one {dtype} per token, on the CPU"
+    for name, (kinds, words) in KINDS.items():
+        if not isinstance(value := getattr(sample, name), kinds):
+            yield f"has {_short(value)} as {name}: it must be {words}"
+
+
+def _wrong_values(sample: Sample) -> Iterator[str]:
+    lengths = [len(getattr(sample, name)) for name in TENSORS]
+    if len(set(lengths)) > 1:
+        yield "has {} token_ids, {} loss_mask, {} rollout_logprobs and {} rewards: the numbers must be equal".format(
+            *lengths
+        )
+    if lengths[0] == 0:
+        yield "has no tokens: it needs those of its prompt"
+    elif (lowest := int(sample.token_ids.min())) < 0:
+        yield f"has token id {lowest}: ids are those of the policy's tokenizer, from 0"
+    if not 0 <= sample.prompt_length <= lengths[0]:
+        yield f"has prompt_length {sample.prompt_length} of {lengths[0]} tokens: it must be the prompt's number of them"
+    if not (are_finite := torch.isfinite(sample.rewards)).all():
+        token = int(are_finite.long().argmin())
+        reward = float(sample.rewards[token])
+        yield f"has reward {reward} at token {token}: the rollout or environment must return finite rewards"
+    for name, named in sample.named_rewards.items():
+        if not _is_finite(named):
+            yield f"has named reward {name} {_short(named)}: the rollout or environment must return finite numbers"
+    if not all(map(_is_span, sample.version_spans)):
+        yield f"has {_short(sample.version_spans)} as version_spans: each must be (version, number of tokens)"
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_span(span: Any) -> bool:
+    return isinstance(span, list | tuple) and len(span) == 2 and all(isinstance(part, Integral) for part in span)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of dtype {str(value.dtype).removeprefix('torch.')} and shape {list(value.shape)}"
+    return f"{type(value).__name__} {value!r:.60}"

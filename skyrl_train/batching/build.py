@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.credit import CreditInputs
+from skyrl_train.faults import faults_of, listed
 from skyrl_train.types import UNKNOWN_VERSION, Example, ExperienceBatch, Group, Metrics, Sample, TokenBatch
 
 
@@ -15,11 +16,13 @@ def build_experience(groups: Sequence[Group], policy_version: int) -> Experience
     """Concatenate the samples of all groups in order; group_ids are indices into `groups`.
 
     Args: policy_version: version of the policy that will be trained on them.
-    Raises: ValueError if there is no group, a group has no sample, a reward is not finite, the tensors of a sample
-        differ in length, or a group ends within a conversation.
+    Raises: ValueError if there is no group, a group has no sample or ends within a conversation, or a sample cannot be
+        trained. Those of rollouts were checked before; sources of a user, and hooks on groups, may give others.
     """
     if not groups:
         raise ValueError("there are no groups to train on: every prompt of the step was dropped")
+    if faults := _faults(groups):
+        raise ValueError(f"these samples cannot be trained: {listed(faults)}")
     samples = [sample for group in groups for sample in group.samples]
     token_ids = torch.cat([sample.token_ids for sample in samples])
     loss_mask = torch.cat([sample.loss_mask for sample in samples])
@@ -27,13 +30,6 @@ def build_experience(groups: Sequence[Group], policy_version: int) -> Experience
     rewards = torch.cat([sample.rewards for sample in samples])
     bounds = torch.tensor([0] + [len(sample.token_ids) for sample in samples]).cumsum(0)
     sizes = torch.tensor([len(group.samples) for group in groups])
-    if not (
-        all(len({len(s.token_ids), len(s.loss_mask), len(s.rollout_logprobs), len(s.rewards)}) == 1 for s in samples)
-        and bool(sizes.all())
-        and bool(torch.isfinite(rewards).all())
-        and all(group.samples[-1].ends_conversation for group in groups)
-    ):
-        raise ValueError("; ".join(_faults(groups)))
     return ExperienceBatch(
         token_ids=token_ids,
         cu_seqlens=bounds.to(torch.int32),
@@ -158,22 +154,11 @@ def _faults(groups: Sequence[Group]) -> list[str]:
         f"sample {number} of prompt {group.prompt.uid} {fault}"
         for group in groups
         for number, sample in enumerate(group.samples)
-        for fault in _sample_faults(sample)
+        for fault in faults_of(sample)
     ]
     cut = [
         f"the last sample of prompt {group.prompt.uid} has ends_conversation=False: the last of a conversation ends it"
         for group in groups
-        if group.samples and not group.samples[-1].ends_conversation
+        if not samples and group.samples and not group.samples[-1].ends_conversation
     ]
     return empty + samples + cut
-
-
-def _sample_faults(sample: Sample) -> list[str]:
-    lengths = len(sample.token_ids), len(sample.loss_mask), len(sample.rollout_logprobs), len(sample.rewards)
-    faults = []
-    if len(set(lengths)) > 1:
-        text = "has {} token_ids, {} loss_mask, {} rollout_logprobs and {} rewards: the numbers must be equal"
-        faults.append(text.format(*lengths))
-    if not torch.isfinite(sample.rewards).all():
-        faults.append(f"has reward {sample.reward}: the environment must return finite rewards")
-    return faults

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from skyrl_train.faults import described, name_of
+from skyrl_train.faults import described, faults_of, listed, name_of
 from skyrl_train.rollout.admission import Admission, Failure
 from skyrl_train.rollout.contract import Engines, Requests, Rollout, RolloutFailure
 from skyrl_train.rollout.seeds import seeded
@@ -134,10 +134,14 @@ class Collector:
         raise AssertionError("num_attempts is at least 1")
 
     def _samples(self, prompt: Prompt, made: object) -> list[Sample]:
-        """What the rollout returned, as a list. Raises: RolloutFailure for anything else."""
+        """What the rollout returned, as a list. Raises: RolloutFailure for anything that cannot be trained."""
         samples = [made] if isinstance(made, Sample) else made
-        if not isinstance(samples, list) or not samples or not all(isinstance(sample, Sample) for sample in samples):
+        if not isinstance(samples, list) or not samples:
             raise self._failure(prompt, f"it returned {made!r:.200}. Return a Sample or a list of at least one")
+        for number, sample in enumerate(samples):
+            if faults := faults_of(sample):
+                which = "the sample" if len(samples) == 1 else f"sample {number} of the {len(samples)}"
+                raise self._failure(prompt, f"{which} that it returned {listed(faults)}")
         if not samples[-1].ends_conversation:
             problem = "its last sample has ends_conversation=False: the next rollout would continue it"
             raise self._failure(prompt, problem)

@@ -14,7 +14,7 @@ ROOT = REPOSITORY / "skyrl_train"
 MAY_IMPORT = {
     # nouns and the machine
     "types": "",
-    "faults": "",
+    "faults": "types",
     "spelling": "",
     "imports": "spelling",
     "algorithms": "imports spelling",
@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "engines": "types config device imports ranks hf weight_sync",
     "checks": "config imports algorithms hf weight_sync engines spelling",
     "data": "types config imports",
-    "batching": "types algorithms",
+    "batching": "types faults algorithms",
     "rollout": "types faults config tracking data envs",
     # the heaviest package; it knows no engine, and no engine knows it
     "megatron": "types config device file_sum ranks stores algorithms kernels hf batching weight_sync",
@@ -52,7 +52,7 @@ MAY_IMPORT = {
     ),
     "api": "config entrypoints",
     # names of skyrl_train 0.4, over all of it
-    "compat": "types algorithms config envs hf checks data rollout cluster trainer entrypoints",
+    "compat": "types faults algorithms config envs hf checks data rollout cluster trainer entrypoints",
 }
 HOW_TO_MEND = (
     "Move what both need into a room that both may import, or hand it in as an argument. If the arrow should exist, "

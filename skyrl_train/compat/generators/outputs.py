@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.compat.generators.types import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID
+from skyrl_train.faults import faults_of, listed
 from skyrl_train.types import UNKNOWN_VERSION, Group, Prompt, Sample, SamplingParams, VersionSpans
 
 NEEDED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
@@ -44,8 +45,8 @@ def conversations_of(
 ) -> list[list[Sample]]:
     """The samples of one group by trajectory, without placeholders (a response of one token that is not trained).
 
-    Raises: ValueError for lists of different lengths, more trajectories than `n_samples`, or steps of one that are not
-        neighbours.
+    Raises: ValueError for lists of different lengths, more trajectories than `n_samples`, steps of one that are not
+        neighbours, or samples that cannot be trained.
     """
     given: Mapping[str, Any] = output if isinstance(output, Mapping) else {}
     if missing := [name for name in NEEDED if given.get(name) is None]:
@@ -77,6 +78,8 @@ def conversations_of(
             sample = _sample({name: each[number] for name, each in columns.items()}, prompt, policy_version, tokenizer)
         except ValueError as error:
             raise ValueError(f"sample {number} of the generator has {error}") from error
+        if faults := faults_of(sample):
+            raise ValueError(f"sample {number} of the generator {listed(faults)}")
         conversations[-1].append(sample)
         if ends[number]:
             conversations.append([])

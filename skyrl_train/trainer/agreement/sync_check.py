@@ -164,6 +164,7 @@ def _scored(sample: Sample) -> Sample:
         token_ids=sample.token_ids[:length],
         loss_mask=sample.loss_mask[:length],
         rollout_logprobs=sample.rollout_logprobs[:length],
+        prompt_length=min(sample.prompt_length, length),
         rewards=sample.rewards[:length],
         ends_conversation=True,
     )

@@ -104,6 +104,19 @@ def test_each_fault_is_named_with_its_prompt():
     assert "sample 1 of prompt c has 3 token_ids, 2 loss_mask" in str(error.value)
 
 
+def test_three_faults_are_named_and_the_others_counted():
+    groups = [group(uid, sample(2, math.nan)) for uid in "abcdefg"]
+    with pytest.raises(ValueError, match="^these samples cannot be trained: .*; and 4 more$") as error:
+        build_experience(groups, policy_version=0)
+    assert str(error.value).count("the rollout or environment must return finite rewards") == 3
+
+
+def test_a_field_that_is_no_tensor_is_named():
+    wrong = replace(sample(2, 1.0), loss_mask=[0, 1])
+    with pytest.raises(ValueError, match=r"sample 0 of prompt a has list \[0, 1\] as loss_mask: it must be a tensor"):
+        build_experience([group("a", wrong)], policy_version=0)
+
+
 def test_a_penalty_in_the_rewards_does_not_hide_groups_of_equal_rewards():
     experience = build_experience([group("a", sample(3, 1.0), sample(2, 1.0))], policy_version=0)
     penalised = credit_inputs(experience, torch.linspace(0, 1, len(experience.token_ids)), 0.1)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from skyrl_train.faults import TENSORS
 from skyrl_train.rollout.admission import Admission, TooManyFailures
 from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.contract import Engines, GenerationAborted, Rollout, RolloutFailure
@@ -132,7 +136,7 @@ def test_more_failures_than_allowed_end_the_collection_with_their_reasons():
 
 def returns(made: Any) -> Rollout:
     async def returning(prompt: Prompt, params: SamplingParams, engines: Engines) -> Any:
-        return made
+        return made if prompt.uid == "a" else sample(1.0)
 
     return returning
 
@@ -143,7 +147,7 @@ def returns(made: Any) -> Rollout:
         (None, "it returned None. Return a Sample or a list of at least one"),
         ([], "it returned []. Return a Sample or a list of at least one"),
         ((), "it returned (). Return a Sample or a list of at least one"),
-        ([1], "it returned [1]. Return a Sample or a list of at least one"),
+        ([1], "the sample that it returned is int 1: it must be a skyrl_train.types.Sample"),
     ],
 )
 def test_a_rollout_that_returns_something_else_has_failed(made: Any, problem: str):
@@ -151,6 +155,63 @@ def test_a_rollout_that_returns_something_else_has_failed(made: Any, problem: st
         collect(returns(made), "a")
     assert str(raised.value).startswith("the rollout tests.cpu.rollout.test_contract:returns.<locals>.returning failed")
     assert str(raised.value).endswith(f"(prompt a): {problem}")
+
+
+NO_TENSORS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"loss_mask": [False, True, True]},
+        r"has list \[False, True, True\] as loss_mask: it must be a tensor of",
+    ),
+    ({"loss_mask": torch.ones(3)}, r"has a tensor of dtype float32 and shape \[3\] as loss_mask: it must be .* bool"),
+    ({"token_ids": torch.ones(1, 3).long()}, r"dtype int64 and shape \[1, 3\] as token_ids: .* one int64 per token"),
+    (
+        {"token_ids": torch.ones(3, dtype=torch.int32)},
+        "dtype int32 .* as token_ids: .* int64 per token, on the CPU",
+    ),
+    ({"rollout_logprobs": None}, "has NoneType None as rollout_logprobs: it must be a tensor of one float32"),
+    ({"rewards": 1.0}, "has float 1.0 as rewards: it must be a tensor of one float64 per token"),
+]
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"policy_version": None}, "has NoneType None as policy_version: it must be a whole number"),
+    ({"turns": "1"}, "has str '1' as turns: it must be a whole number"),
+    ({"env_metrics": [1]}, r"has list \[1\] as env_metrics: it must be a dict"),
+    ({"version_spans": ((0, 1, 2),)}, "as version_spans: each must be"),
+    ({"rewards": torch.zeros(2)}, "has 3 token_ids, 3 loss_mask, 3 rollout_logprobs and 2 rewards: .* must be equal"),
+    ({"rewards": torch.tensor([0.0, float("nan"), 1.0])}, "has reward nan at token 1: the rollout or environment must"),
+    ({"rewards": torch.tensor([0.0, 0.0, -float("inf")])}, "has reward -inf at token 2"),
+    ({"named_rewards": {"a": 1.0, "b": float("nan")}}, "has named reward b float nan"),
+    ({"named_rewards": {"a": "1"}}, "has named reward a str '1'"),
+    ({"token_ids": torch.tensor([1, -100, 2])}, "has token id -100"),
+    ({"prompt_length": 4}, "has prompt_length 4 of 3 tokens"),
+    ({name: torch.tensor([], dtype=getattr(sample(0.0), name).dtype) for name in TENSORS}, "has no tokens"),
+]
+
+
+@pytest.mark.parametrize(("changes", "problem"), [*NO_TENSORS, *WRONG])
+def test_a_sample_that_cannot_be_trained_is_a_failure_of_its_rollout_which_is_left_out(
+    changes: dict[str, Any], problem: str
+):
+    made = replace(sample(1.0), **changes)
+    with pytest.raises(RolloutFailure, match=problem):
+        collect(returns(made), "ab")
+    groups, admission = collect(returns(made), "abc", share=0.5)
+    assert [group.prompt.uid for group in groups] == ["b", "c"]
+    assert admission.metrics() == {"generate/num_failed_rollouts": 2, "generate/num_failed_groups": 1}
+
+
+def test_the_first_faults_of_the_first_wrong_sample_are_named():
+    wrong = replace(sample(1.0), turns=None, env_metrics=None, transcript=None, policy_version=None)  # type: ignore[arg-type]
+    with pytest.raises(RolloutFailure) as raised:
+        collect(returns([replace(sample(1.0), ends_conversation=False), wrong]), "a")
+    assert "sample 1 of the 2 that it returned has NoneType None as turns" in str(raised.value)
+    assert str(raised.value).count("NoneType") == 3 and str(raised.value).endswith("; and 1 more")
+
+
+def test_samples_of_other_usual_dtypes_are_trained():
+    made = sample(1.0)
+    made = replace(made, rewards=made.rewards.int(), rollout_logprobs=made.rollout_logprobs.double())
+    made = replace(made, named_rewards={"a": np.float32(1), "b": torch.tensor(1.0)}, turns=np.int64(1))
+    assert collect(returns(made), "a")[0]
 
 
 async def misspells(prompt: Prompt, params: SamplingParams, engines: Any) -> Sample:

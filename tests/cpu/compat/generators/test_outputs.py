@@ -126,6 +126,7 @@ def test_a_response_without_a_token_keeps_its_reward():
         ({"loss_masks": [[1, 1], [1, 0]]}, "sample 1 of the generator has 3 response_ids, 2 loss_masks and 3 rollout"),
         ({"rollout_logprobs": [[-1.0], [-1.0, 0.0, -2.0]]}, "sample 0 .* 2 loss_masks and 1 rollout_logprobs. Return"),
         ({"rewards": [[0.0, 1.0], [1.0]]}, "sample 1 of the generator has 1 rewards for 3 response_ids. Return a num"),
+        ({"rewards": [1.0, float("nan")]}, "sample 1 of the generator has reward nan at token 3"),
         ({"rewards": [1.0]}, "returned 2 response_ids and 1 rewards. Return as many"),
         ({"stop_reasons": ["stop"] * 3}, "returned 2 response_ids and 3 stop_reasons"),
         ({"rollout_logprobs": [[-1.0, -1.0]]}, "returned 2 response_ids and 1 rollout_logprobs"),
