@@ -55,7 +55,7 @@ class Ledger:
             raise RuntimeError(f"groups were lost or counted twice: {self}. This is a bug in their source")
 
     def train(self, num_groups: int) -> None:
-        """Count waiting groups as trained. Raises: like `check`."""
+        """Count waiting groups as trained; a negative number takes that back. Raises: like `check`."""
         self.waiting -= num_groups
         self.trained += num_groups
         self.check()

@@ -83,6 +83,16 @@ class HoldsGroups(Protocol):
         """Continue after a snapshot. Raises: ValueError for one that does not fit."""
 
 
+@runtime_checkable
+class TakesBack(Protocol):
+    """A source that can undo its last `next`."""
+
+    def take_back(self) -> None:
+        """The groups last returned by `next` were not trained and are finished ones again, for a `snapshot` at the end
+        of the run.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceParts:
     """Argument of a source's constructor."""

@@ -85,9 +85,8 @@ class Loop(ABC):
         """Metrics of an evaluation beside training that has ended. Raises: its error."""
         return {}
 
-    @property
-    def is_between_steps(self) -> bool:
-        """Whether a failed step had not begun to train, so that weights and source are those of the last step."""
+    async def undone(self, error: Exception) -> bool:
+        """Whether weights and source are again those before the failed step. Args: error: of the step."""
         return False
 
     @property
@@ -150,14 +149,14 @@ class Loop(ABC):
             self._problems.require_none()
 
     async def _step_or_checkpoint(self) -> Metrics:
-        """A step. If it fails before it has its groups, the state after the last step is saved."""
+        """A step. If it fails before its first optimizer step, the state after the last step is saved."""
         before = dict(self._source.state)
         try:
             return await self.step()
         except Exception as error:
-            if not self.is_between_steps:
+            if not await self.undone(error):
                 raise
-            log.error("step %d got no groups, so the run ends: %s", self.global_step + 1, error)
+            log.error("step %d ended before its first optimizer step: %s", self.global_step + 1, error)
             await self._save_if_possible(before)
             raise
 

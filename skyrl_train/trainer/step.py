@@ -53,6 +53,8 @@ class TrainingStep:
     hints: Hints | None = None
     groups: Sequence[Group] = ()
     """Groups of the last step."""
+    has_begun: bool = False
+    """Whether an optimizer step of the last step has begun, so that the weights may have changed."""
     # Identifies the old logprobs that ranks keep; it is not the global step.
     _step_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -68,6 +70,7 @@ class TrainingStep:
             policy), SyncCheckFailed (first check) and errors of the source; after it RemoteFailed, and SyncCheckFailed
             for the published weights.
         """
+        self.has_begun = False
         groups = self.groups = await groups_of(self.source)
         with self.timers("convert_to_training_input"):
             batch = build_experience(groups, self.policy.policy_version)
@@ -123,6 +126,7 @@ class TrainingStep:
     async def _update_critic(self, batch: ExperienceBatch, credit: Credit) -> Metrics:
         if self.critic is None or credit.returns is None:
             return {}
+        self.has_begun = True
         with self.timers("critic_train"):
             return await self.critic.update(batch, credit.returns)
 
@@ -164,9 +168,11 @@ class TrainingStep:
                 of_kept=signals.has_old_logprobs,
             )
             objective = self.coefficients.objective(self.objective)
+            had_begun, self.has_begun = self.has_begun, True
             try:
                 metrics, reports = await self.policy.update(shards, values, epochs, objective, limit)
             except UpdateRefused as refused:
+                self.has_begun = had_begun
                 raise self.logprob_bound.error(refused.difference, version) from None
         self.logprob_bound.report(reports.logprob_difference)
         return (

@@ -6,9 +6,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.config import Config
 from skyrl_train.rollout.metrics import rollout_metrics
 from skyrl_train.rollout.seeds import seed
+from skyrl_train.rollout.source import HoldsGroups, TakesBack
 from skyrl_train.tracking.samples import SampleLog
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.trainer.evaluation import Evaluation, EvaluationBeside
@@ -43,6 +45,8 @@ class Trainer(Loop):
         self._residency, self._critic = step.residency, step.critic
         self._models += [] if step.critic is None else [step.critic.group]
         self._beside = parts.beside
+        self._coefficients = self.coefficients
+        """Those before the last step."""
 
     @property
     def can_evaluate(self) -> bool:
@@ -56,9 +60,34 @@ class Trainer(Loop):
             if (close := getattr(self._parts.step.source, "close", None)) is not None:
                 await close()
 
-    @property
-    def is_between_steps(self) -> bool:
-        return not self._parts.step.groups
+    async def undone(self, error: Exception) -> bool:
+        step = self._parts.step
+        if step.has_begun or not await self._can_save(error):
+            return False
+        if step.groups and isinstance(step.source, HoldsGroups) and not self._takes_back(step.source):
+            return False
+        step.coefficients.resume(self._coefficients)
+        return True
+
+    def _takes_back(self, source: HoldsGroups) -> bool:
+        """Give the source the groups of the failed step again; False if it cannot have them."""
+        if not isinstance(source, TakesBack):
+            return False
+        try:
+            source.take_back()
+        except Exception:  # the error of the step is the one to end with
+            log.exception("the groups of step %d could not be given back to their source", self.global_step + 1)
+            return False
+        return True
+
+    async def _can_save(self, error: Exception) -> bool:
+        """Whether the models can be saved, although a process may have failed after the step got its groups: not on
+        shared devices, where it may have failed while memory moved.
+        """
+        if not self._parts.step.groups or not isinstance(error, RemoteFailed):
+            return True
+        models = [model for model in self._models if model.is_running]
+        return not self._config.trainer.placement.colocate_all and all([await model.is_idle() for model in models])
 
     async def evaluate(self) -> Metrics:
         """Scores of greedy or sampled responses to the held-out prompts."""
@@ -100,8 +129,9 @@ class Trainer(Loop):
         self._parts.step.coefficients.resume(state.coefficients)
 
     async def step(self) -> Metrics:
-        self._parts.step.groups = ()
-        metrics, groups = await self._parts.step.step(), self._parts.step.groups
+        step = self._parts.step
+        step.groups, self._coefficients = (), dict(step.coefficients.state)
+        metrics, groups = await step.step(), step.groups
         self._log_samples(groups)
         rollouts = rollout_metrics(groups, self._config.environment.pass_threshold)
         return metrics | rollouts | rollout_performance(groups, self._timers)

@@ -102,6 +102,12 @@ class Buffer(Generic[Item]):
         self.num_in_training = self.size
         return chosen
 
+    def take_back(self, batch: Sequence[Finished[Item]]) -> None:
+        """Undo the last `take`, which returned the batch: its groups are ready again."""
+        assert self.num_in_training == len(batch), "the step of this batch has ended"
+        self.ready |= {finished.ticket.number: finished for finished in batch}
+        self.num_in_training = 0
+
     def end_step(self) -> None:
         """The groups in training were trained, and the engines serve the new weights."""
         if self.num_in_training:

@@ -60,6 +60,8 @@ class StreamingSource:
         """Ticket number -> an untrained group."""
         self._changed = asyncio.Event()
         """A rollout or a group has ended since it was cleared."""
+        self._batch: list[tuple[Finished[Group], _Running]] = []
+        """The groups that `next` returned last."""
         self._error: BaseException | None = None
         self._trainer_has_devices = False
         """Whether the trainer uses the engines' devices, where rollouts are frozen."""
@@ -75,6 +77,7 @@ class StreamingSource:
         """
         self._raise_error()
         self._buffer.end_step()
+        self._batch = []
         self._metrics.steps[self._parts.policy_version()] = self._buffer.step
         with self._parts.timers("sync_weights"):
             await self._parts.wake_engines()
@@ -82,15 +85,23 @@ class StreamingSource:
         started_s = self._metrics.clock()
         with self._parts.timers("wait_for_groups"):
             self._fill()
-            batch = await self._batch()
+            batch = await self._finished_batch()
         self._trainer_has_devices = self._parts.config.trainer.placement.colocate_all
         self._note_running()
         self._metrics.take(batch, self._buffer, self._metrics.clock() - started_s)
-        epoch = max(self._groups.pop(finished.ticket.number).epoch for finished in batch)
+        self._batch = [(finished, self._groups.pop(finished.ticket.number)) for finished in batch]
+        epoch = max(group.epoch for _, group in self._batch)
         self._admission.ledger.train(len(batch))
         self._metrics.values |= {"trainer/epoch": float(epoch)} | self._admission.metrics()
         self._admission.begin(self._size * self._n_samples)
         return [finished.item for finished in batch]
+
+    def take_back(self) -> None:
+        """The groups last returned by `next` were not trained: they are finished ones again, for a `snapshot`."""
+        self._buffer.take_back([finished for finished, _ in self._batch])
+        self._groups |= {finished.ticket.number: group for finished, group in self._batch}
+        self._admission.ledger.train(-len(self._batch))
+        self._batch = []
 
     def metrics(self) -> Metrics:
         return self._metrics.values
@@ -215,7 +226,7 @@ class StreamingSource:
         self._fill()
         self._changed.set()
 
-    async def _batch(self) -> list[Finished[Group]]:
+    async def _finished_batch(self) -> list[Finished[Group]]:
         """Raises: like `next`."""
         missing = self._size - len(self._buffer.ready)
         self._parts.progress.start(max(0, missing) * self._n_samples)

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from skyrl_train.checks.rl import check
+from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.config import ConfigError, load_config
 from skyrl_train.entrypoints import experiment
 from skyrl_train.entrypoints.experiment import Experiment
@@ -49,6 +50,16 @@ NUM_HELD_OUT = 6
 
 async def nothing(*args: Any) -> None:
     """A phase of the devices."""
+
+
+class Weights:
+    """An adaptive weight of the objective."""
+
+    def __init__(self) -> None:
+        self.state = {"kl": 0.1}
+
+    def resume(self, state: dict[str, float]) -> None:
+        self.state = dict(state)
 
 
 class World:
@@ -111,6 +122,9 @@ class World:
             pass_threshold=0.0,
         )
         self.evaluation, self.groups = evaluation, list[Group]()
+        self.trained = list[list[str]]()
+        """Uids of each step's groups."""
+        self.coefficients, self.is_running, self.answers = Weights(), True, True
         step: Any = SimpleNamespace(
             source=self.source,
             policy=self,
@@ -118,18 +132,25 @@ class World:
             timers=timers,
             critic=None,
             groups=(),
-            coefficients=SimpleNamespace(state={}, resume=lambda state: None),
+            has_begun=False,
+            coefficients=self.coefficients,
             residency=SimpleNamespace(for_rollout=nothing, for_training=nothing, for_saving=nothing),
         )
 
         async def train() -> Metrics:
+            step.has_begun = False
             step.groups = await self.source.next()
+            self.trained.append([group.prompt.uid for group in step.groups])
+            await self.before_update()
+            step.has_begun = True
             await self.update()
             self.version += 1
             self.num_steps += 1
             return self.source.metrics()
 
         self.update: Callable[[], Awaitable[None]] = nothing
+        self.before_update: Callable[[], Awaitable[None]] = nothing
+        """Credit and scores of a step that has its groups."""
         step.step = train
         load = {"load_weights": self.load} if config.generator.eval_num_engines else {}
         beside = EvaluationBeside(evaluation, lambda: self.version, **load)
@@ -141,6 +162,9 @@ class World:
 
     async def load(self) -> None:
         self.loads.append(self.version)
+
+    async def is_idle(self) -> bool:
+        return self.answers
 
     async def copy_state(self, folder: str) -> list[FileSum]:
         Path(folder, "rank_0.pt").write_text("state")
@@ -288,6 +312,81 @@ def test_a_run_that_gets_no_groups_ends_with_a_checkpoint_from_which_it_continue
     assert sorted(resumed.rows) == [4, 5, 6]
     order = (resumed.source.state if source == "on_policy" else resumed.source.state["order"])["position"]
     assert order == 12, "no row was skipped"
+
+
+@pytest.mark.parametrize("share", ["true", "false"], ids=["shared devices", "own devices"])
+@pytest.mark.parametrize("source", ["streaming", "on_policy"])
+def test_a_step_that_fails_before_its_update_loses_no_step_and_no_group(source: str, share: str, tmp_path: Path):
+    """Such as an estimator that raises: the resumed run has the groups of the failed step first."""
+    own = [f"trainer.source={source}", "trainer.eval_interval=-1", "trainer.ckpt_interval=100"]
+    own += [f"trainer.placement.colocate_all={share}"]
+    world = World(tmp_path, *own)
+
+    async def credit() -> None:
+        world.coefficients.state["kl"] = 0.1 + world.version  # as a penalty does before the update
+        if world.version == 3:
+            raise ValueError("mine")
+
+    world.before_update = credit
+    with pytest.raises(ValueError, match="mine"):
+        world.run()
+    assert world.source._admission.ledger.trained == (8 if source == "on_policy" else 6)
+    checkpoint = load_checkpoint(tmp_path / "checkpoints/global_step_3")
+    assert checkpoint.state.coefficients == {"kl": 2.1}, "those before the step"
+    resumed = World(tmp_path / "resumed", *own)
+    resumed.version = resumed.num_steps = 3
+    resumed.trainer.resume(checkpoint.state, checkpoint.groups)
+    resumed.run()
+    assert sorted(resumed.rows) == [4, 5, 6]
+    assert resumed.trained[0] == world.trained[3], "the failed step again"
+    uids = [uid for step in world.trained[:3] + resumed.trained for uid in step]
+    assert len(uids) == len(set(uids)) == 12, "no row was lost or trained twice"
+
+
+@pytest.mark.parametrize(
+    ("answers", "share", "is_saved"), [(True, "false", True), (False, "false", False), (True, "true", False)]
+)
+def test_a_process_that_fails_before_the_update_allows_a_checkpoint_where_the_policy_answers(
+    answers: bool, share: str, is_saved: bool, tmp_path: Path
+):
+    own = ["trainer.eval_interval=-1", "trainer.ckpt_interval=100", f"trainer.placement.colocate_all={share}"]
+    world = World(tmp_path, *own)
+
+    async def score() -> None:
+        if world.version == 3:
+            world.answers = answers
+            raise RemoteFailed("reference-0: out of memory")
+
+    world.before_update = score
+    with pytest.raises(RemoteFailed, match="out of memory"):
+        world.run()
+    assert (tmp_path / "checkpoints/global_step_3/checkpoint.json").exists() == is_saved
+
+
+class KeepsNothing(StreamingSource):
+    take_back = None  # type: ignore[assignment]
+
+
+class KeepsHalf(StreamingSource):
+    def take_back(self) -> None:
+        raise KeyError("half of them")
+
+
+@pytest.mark.parametrize("kind", [KeepsNothing, KeepsHalf])
+def test_a_source_that_holds_groups_and_cannot_take_them_back_is_not_saved_without_them(
+    kind: type[StreamingSource], tmp_path: Path
+):
+    world = World(tmp_path, "trainer.eval_interval=-1", "trainer.ckpt_interval=100")
+
+    async def credit() -> None:
+        if world.version == 3:
+            raise ValueError("mine")
+
+    world.before_update = credit
+    world.source.__class__ = kind
+    with pytest.raises(ValueError, match="mine"):
+        world.run()
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_run_that_fails_during_the_update_writes_no_checkpoint_of_half_an_update(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +15,7 @@ import torch
 from skyrl_train.algorithms.objective import Objective
 from skyrl_train.algorithms.tables import LOSSES
 from skyrl_train.batching.build import build_experience
-from skyrl_train.cluster.ranks.policy_group import UpdateReports
+from skyrl_train.cluster.ranks.policy_group import UpdateRefused, UpdateReports
 from skyrl_train.config import load_config
 from skyrl_train.ranks import UpdateReport
 from skyrl_train.tracking.timers import Timers
@@ -99,6 +100,7 @@ class World:
         async def groups() -> list[Group]:
             return self.groups
 
+        bound = SimpleNamespace(fail=1.0, report=lambda difference: None, error=lambda *args: ValueError("differ"))
         sync = noting("sync", SimpleNamespace(num_bytes=1, seconds=1.0, begin_s=0.1, finish_s=0.1))
         residency: Any = SimpleNamespace(
             for_training=noting("for_training"), sync_weights=sync, metrics=lambda: {"timing/moves": 0.0}
@@ -113,7 +115,7 @@ class World:
             scorers=Scorers(config.trainer, policy, (), residency),
             publisher=Publisher(residency, timers),
             first_check=SimpleNamespace(scores=noting("scores"), judge=noting("judge")),  # type: ignore[arg-type]
-            logprob_bound=SimpleNamespace(fail=1.0, report=lambda difference: None),  # type: ignore[arg-type]
+            logprob_bound=bound,  # type: ignore[arg-type]
             learning_signal=LearningSignal(objective_of(), has_other_terms=always_updates),
             objective=objective_of(),
             limits=SimpleNamespace(),  # type: ignore[arg-type]
@@ -153,6 +155,50 @@ def test_the_first_update_after_steps_without_signal_is_checked_like_any_first_u
         await world.learn(EQUAL, DIFFERENT)
         assert world.policy.calls == ["scores", "for_training", "old logprobs", "judge", "update", "sync"]
         assert world.policy.policy_version == 1
+
+    asyncio.run(main())
+
+
+async def fails(*args: Any, **kwargs: Any) -> Any:
+    raise ValueError("mine")
+
+
+async def is_refused(*args: Any, **kwargs: Any) -> Any:
+    raise UpdateRefused(9.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "has_begun"),
+    [
+        (lambda world: setattr(world.step, "_credit", lambda *args, **kwargs: 1 / 0), False),
+        (lambda world: setattr(world.step.first_check, "judge", fails), False),
+        (lambda world: setattr(world.policy, "update", is_refused), False),
+        (lambda world: setattr(world.policy, "update", fails), True),
+        (lambda world: setattr(world.step.residency, "sync_weights", fails), True),
+    ],
+)
+def test_a_failed_step_says_whether_the_weights_may_have_changed(
+    change: Callable[[World], None], has_begun: bool, monkeypatch: pytest.MonkeyPatch
+):
+    async def main() -> None:
+        world = World(monkeypatch)
+        await world.learn(DIFFERENT)
+        assert world.step.has_begun
+        change(world)
+        with pytest.raises((ValueError, ZeroDivisionError)):
+            await world.learn(DIFFERENT)
+        assert world.step.has_begun == has_begun
+
+    asyncio.run(main())
+
+
+def test_a_critic_that_has_learned_counts_even_where_the_policys_update_is_refused(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        world = World(monkeypatch, GAE)
+        world.policy.update = is_refused  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match="differ"):
+            await world.learn(DIFFERENT)
+        assert world.step.has_begun
 
     asyncio.run(main())
 
