@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "entrypoints": (
         "types config device imports ranks hf tracking checks data rollout megatron cluster forecast trainer service"
     ),
-    "api": "config entrypoints",
+    "api": "config spelling entrypoints",
     # names of skyrl_train 0.4, over all of it
     "compat": "types faults algorithms config envs hf checks data rollout cluster trainer entrypoints",
 }

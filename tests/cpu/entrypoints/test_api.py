@@ -42,7 +42,7 @@ class NoTraining:
     ended: threading.Event
 
     def __init__(self, config: Any, console: Any) -> None:
-        type(self).made = self
+        type(self).made, self.config = self, config
 
     def find_checkpoint(self) -> bool:
         return False
