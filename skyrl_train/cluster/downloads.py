@@ -1,12 +1,15 @@
-"""Models of the hub on every node that loads them, before its ranks and engines start."""
+"""What nodes must have before a run trains on them: models of the hub, and folders that they share with the driver."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -66,6 +69,35 @@ async def _download(node: str, key: str, path: str, timeout_s: float) -> None:
         raise ValueError(f"node {_address(node)}: {error.cause}") from error
     except RayError as error:
         raise ValueError(f"node {_address(node)} failed while it downloaded {path}: {error}") from error
+
+
+async def require_shared(trainer: TrainingConfig, ranks: Sequence[Slot]) -> None:
+    """Raises: ValueError if ranks on other nodes would write checkpoints or exports that this node does not see."""
+    nodes = list({slot.node for slot in ranks} - {ray.get_runtime_context().get_node_id()})
+    written = {"trainer.ckpt_path": trainer.ckpt_path} if trainer.ckpt_interval > 0 else {}
+    written |= {"trainer.export_path": trainer.export_path} if trainer.hf_save_interval != 0 else {}
+    if not nodes or not written:
+        return
+    with ExitStack() as stack:
+        probes = {key: stack.enter_context(_probe(path)).name for key, path in written.items()}
+        answers = await asyncio.gather(*(on_node(node, _missing, probes) for node in nodes))
+    for node, missing in zip(nodes, answers, strict=True):
+        if missing:
+            raise ValueError(
+                f"{missing[0]} is {written[missing[0]]}: ranks on node {_address(node)} would write there, and do not "
+                "see this node's folder. Set trainer.run_dir to a folder that all nodes share, or write neither "
+                "checkpoints nor exports (trainer.ckpt_interval=-1 trainer.hf_save_interval=0)"
+            )
+
+
+def _probe(path: str) -> tempfile._TemporaryFileWrapper[bytes]:
+    """A file in the nearest folder that exists."""
+    folder = Path(path).expanduser().resolve()
+    return tempfile.NamedTemporaryFile(dir=next(each for each in (folder, *folder.parents) if each.is_dir()))
+
+
+def _missing(probes: Mapping[str, str]) -> list[str]:
+    return [key for key, probe in probes.items() if not Path(probe).exists()]
 
 
 def _address(node: str) -> str:

@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 
 # Spinning OpenMP threads of several processes on the same cores cost more than they gain; compiling small functions on
 # the CPU costs seconds and gains nothing.
-CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+# A cluster without GPUs may run on machines that have some (`ray start --num-gpus=0`).
+CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
 WORKER_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAY_DEDUP_LOGS": "0"}
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
 STARTED = "SKYRL_TRAIN_RAY"

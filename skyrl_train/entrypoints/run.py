@@ -16,6 +16,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from skyrl_train.checks.model_folder import checked_folder
 from skyrl_train.checks.tokenizer import check_tokenizer, load_tokenizer
 from skyrl_train.checks.training import MODEL
+from skyrl_train.cluster.demands import POLICY
+from skyrl_train.cluster.downloads import require_shared
 from skyrl_train.cluster.gpu_kind import cluster_gpu_kind, local_gpu_kind
 from skyrl_train.cluster.launch import PolicyProcesses, Processes
 from skyrl_train.cluster.session import Cluster, connect
@@ -153,10 +155,12 @@ class Run(ABC, Generic[C, P]):
         """Start the processes, train, and always stop them."""
         self._introduce(run_dir)
         with connect() as cluster:
-            self._say("local Ray is up" if cluster.is_local else f"joined the Ray cluster {cluster.address}")
+            devices = "" if cluster.has_gpus else ", which has no GPUs now"
+            self._say("local Ray is up" if cluster.is_local else f"joined the Ray cluster {cluster.address}{devices}")
             await self.fit_to_cluster(cluster)
             processes = await self.launch(cluster, str(run_dir.logs))
             try:
+                await require_shared(self.config.trainer, processes.placement.slots[POLICY])
                 self._say(self.started_line)
                 await self._train(run_dir, processes)
             finally:

@@ -16,6 +16,7 @@ from skyrl_train.algorithms.tables import import_modules
 from skyrl_train.cluster.process import host, on_node
 from skyrl_train.engines.protocol import EngineFacts, engine_kind
 from skyrl_train.engines.settings import EngineSettings
+from skyrl_train.hf.download import download
 from skyrl_train.hf.hub import local_folder
 
 GONE_S = 10.0
@@ -78,7 +79,15 @@ class EngineProcess:
 
 
 def _on_this_node(settings: EngineSettings) -> EngineSettings:
-    return replace(settings, model_path=local_folder(settings.model_path), advertised_host=host())
+    try:
+        folder = local_folder(settings.model_path)
+    except ValueError:
+        if settings.model_path.startswith("/"):
+            raise
+        # An engine whose node died is started again on one that may not have the model of the hub.
+        download("trainer.policy.model.path", settings.model_path, settings.rpc_timeout_s)
+        folder = local_folder(settings.model_path)
+    return replace(settings, model_path=folder, advertised_host=host())
 
 
 def kill_processes(pids: tuple[tuple[int, float], ...], folder: str | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from skyrl_train.cluster import downloads
-from skyrl_train.cluster.downloads import Load, download_to_nodes
+from skyrl_train.cluster.downloads import Load, download_to_nodes, require_shared
 from skyrl_train.cluster.placement import Slot
+from skyrl_train.cluster.pool import engine_process
+from skyrl_train.config import load_config
 from skyrl_train.hf.download import download
+from tests.support.settings import engine_settings
 
 HERE, KEY = "driver's", "trainer.policy.model.path"
 
@@ -74,3 +78,41 @@ def test_a_node_that_does_not_answer_is_not_waited_for(calls: list[tuple[Any, ..
     with pytest.raises(ValueError, match=r"trainer\.download_timeout_s is 0\.1: node 10\.0\.0\.2 did not answer"):
         asyncio.run(download_to_nodes([load("org/policy", "b")], 0.1))
     assert time.monotonic() - started < 100
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_checkpoints_and_exports_of_other_nodes_need_a_shared_folder(
+    is_shared: bool, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    async def on_node(node: str, function: Any, probes: dict[str, str]) -> Any:
+        assert node == "b" and all(Path(file).is_relative_to(tmp_path) for file in probes.values())
+        return function(probes if is_shared else {key: f"{file}.elsewhere" for key, file in probes.items()})
+
+    monkeypatch.setattr(downloads, "on_node", on_node)
+    slots = [Slot(None, 1, 0, node=node) for node in (HERE, "b")]  # type: ignore[arg-type]
+    trainer = load_config([f"trainer.run_dir={tmp_path}/runs/a"]).trainer
+    if is_shared:
+        asyncio.run(require_shared(trainer, slots))
+    else:
+        asyncio.run(require_shared(trainer, slots[:1]))
+        with pytest.raises(ValueError, match=r"trainer.ckpt_path is .*: ranks on node 10.0.0.2 would write there"):
+            asyncio.run(require_shared(trainer, slots))
+        nothing = load_config(["trainer.ckpt_interval=-1", "trainer.hf_save_interval=0"]).trainer
+        asyncio.run(require_shared(nothing, slots))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_on_a_new_node_downloads_its_model(monkeypatch: pytest.MonkeyPatch):
+    downloaded = list[str]()
+
+    def local_folder(path: str) -> str:
+        if path not in downloaded:
+            raise ValueError(f"model {path!r} is neither a folder nor complete in this node's cache")
+        return f"/cache/{path}"
+
+    monkeypatch.setattr(engine_process, "local_folder", local_folder)
+    monkeypatch.setattr(engine_process, "download", lambda key, path, timeout_s: downloaded.append(path))
+    settings = engine_settings("org/policy", "name", "float32", max_model_len=64)
+    assert engine_process._on_this_node(settings).model_path == "/cache/org/policy" and downloaded == ["org/policy"]
+    with pytest.raises(ValueError, match="'/models/a' is neither a folder"):
+        engine_process._on_this_node(replace(settings, model_path="/models/a"))
