@@ -51,7 +51,7 @@ def _serve(argv: Sequence[str], console: Console) -> int:
     from skyrl_train.service.client import TrainingService  # takes seconds
 
     try:
-        service = TrainingService.start(config, config.trainer.run_name)
+        service = TrainingService.start(config, config.trainer.run_name, outlives=False)
     except Exception as error:
         report_failure(error, None, console, secrets_in(config))
         return 2 if isinstance(error, ValueError) else 1

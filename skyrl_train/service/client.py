@@ -46,14 +46,16 @@ class TrainingService:
         """Address of its Ray cluster, for `connect`."""
 
     @classmethod
-    def start(cls, config: Config, name: str = "trainer", *, keep_state: bool = True) -> TrainingService:
+    def start(
+        cls, config: Config, name: str = "trainer", *, keep_state: bool = True, outlives: bool = True
+    ) -> TrainingService:
         """Start a service and wait until it is ready.
 
         It runs in the Ray cluster that this program has joined, or that RAY_ADDRESS names, and outlives this program.
         Without either a local Ray is started, which ends with this program.
 
         Args: keep_state: write the trainer's state (weights and optimizer) to trainer.placement.state_path after each
-            job, so that a failed job can be rolled back.
+            job, so that a failed job can be rolled back; outlives: False to end it with this program, even if killed.
         Raises: ValueError for an invalid configuration or a name in use; RemoteFailed if a process cannot start.
         """
         check_service(config)
@@ -72,7 +74,9 @@ class TrainingService:
                 )
             key = config.generator.remote_api_key_env  # the service may run on another node
             environment = {} if key is None else {key: os.environ[key]}
-            actor = _place(name).remote(os.getcwd(), config, cluster, keep_state, environment)
+            if "wandb" in config.trainer.logger:
+                environment |= {each: value for each, value in os.environ.items() if each.startswith("WANDB_")}
+            actor = _place(name, outlives).remote(os.getcwd(), config, cluster, keep_state, environment)
             try:
                 state = _answer(actor.state.remote())
             except BaseException:
@@ -253,12 +257,12 @@ def _find(name: str) -> Any | None:
         return None
 
 
-def _place(name: str) -> Any:
+def _place(name: str, outlives: bool) -> Any:
     here = ray.get_runtime_context().get_node_id()
     return ray.remote(ServiceActor).options(  # type: ignore[attr-defined]
         name=name,
         namespace=NAMESPACE,
-        lifetime="detached",
+        lifetime="detached" if outlives else None,
         num_cpus=0,
         max_concurrency=MAX_CONCURRENCY,
         runtime_env={"env_vars": worker_environment()},

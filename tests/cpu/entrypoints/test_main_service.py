@@ -44,7 +44,11 @@ def run(*overrides: str) -> int:
 
 
 def starting(monkeypatch: pytest.MonkeyPatch, start: Callable[..., object]) -> None:
-    monkeypatch.setattr(TrainingService, "start", staticmethod(start))
+    def started(config: object, name: str, *, outlives: bool) -> object:
+        assert not outlives, "devices of a killed one would be held for ever"
+        return start(config, name)
+
+    monkeypatch.setattr(TrainingService, "start", staticmethod(started))
 
 
 def test_a_configuration_that_cannot_work_is_refused_before_anything_is_prepared(capsys: pytest.CaptureFixture[str]):
