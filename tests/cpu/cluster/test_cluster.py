@@ -330,7 +330,7 @@ def test_what_the_job_sets_is_left_to_it(monkeypatch: pytest.MonkeyPatch):
     assert worker_environment() == {"TOKENIZERS_PARALLELISM": "false"}
     context = SimpleNamespace(runtime_env={"env_vars": env_vars})
     monkeypatch.setattr("ray.get_runtime_context", lambda: context)
-    assert cpu_environment() == {"TORCHDYNAMO_DISABLE": "1"}
+    assert cpu_environment() == {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_the_handlers_of_signals_are_those_from_before(cluster: Cluster):
