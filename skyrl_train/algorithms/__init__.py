@@ -2,5 +2,5 @@
 
 `tables.py` maps the names of the configuration to functions, `inputs.py` has the inputs of losses and corrections,
 `credit.py` those of estimators, `objective.py` composes them. `module:attribute` names a user's function, which
-`trial/` calls before a run.
+`preflight/` calls before a run.
 """

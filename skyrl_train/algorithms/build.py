@@ -13,10 +13,10 @@ from skyrl_train.algorithms.credit import reads_values
 from skyrl_train.algorithms.distillation import kl_to_teacher, teacher_advantages, topk_forward, topk_reverse
 from skyrl_train.algorithms.losses.value import clipped_value_loss
 from skyrl_train.algorithms.objective import Bound, Objective, Term, kl_to_reference, negative_entropy, objective_loss
+from skyrl_train.algorithms.preflight.calls import failures
+from skyrl_train.algorithms.preflight.sample import sample_of_three
 from skyrl_train.algorithms.selection import selection_of
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
-from skyrl_train.algorithms.trial.calls import failures
-from skyrl_train.algorithms.trial.sample import sample_of_three
 from skyrl_train.spelling import nearest
 
 
@@ -94,7 +94,7 @@ def algorithm_problems(
     *,
     has_teacher: bool = False,
 ) -> Iterator[str]:
-    """Problems of the keys, and those found by calling every function on a few tokens (`trial/`).
+    """Problems of the keys, and those found by calling every function on a few tokens (`preflight/`).
 
     Args: values: as in `build_objective`; parameters: those of the user's own functions, also in values; places: leaf
         name -> key of `trainer.algorithm`; has_teacher: whether a teacher scores the samples.

@@ -21,8 +21,8 @@ from skyrl_train.algorithms.credit import assign_credit, reads_values
 from skyrl_train.algorithms.inputs import Correction, LossTerms, TokenInputs
 from skyrl_train.algorithms.metrics import Metric, Reduce
 from skyrl_train.algorithms.objective import Bound, Objective
+from skyrl_train.algorithms.preflight.sample import sample_of_three, two_samples_of_two
 from skyrl_train.algorithms.reductions import weighted_sum
-from skyrl_train.algorithms.trial.sample import sample_of_three, two_samples_of_two
 
 MASK = torch.tensor([True, True, False])
 
