@@ -84,10 +84,10 @@ class HoldsGroups(Protocol):
 
 
 @runtime_checkable
-class TakesBack(Protocol):
+class RollsBack(Protocol):
     """A source that can undo its last `next`."""
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """The groups last returned by `next` were not trained and are finished ones again, for a `snapshot` at the end
         of the run.
         """

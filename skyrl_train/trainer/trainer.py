@@ -10,7 +10,7 @@ from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.config import Config
 from skyrl_train.rollout.metrics import rollout_metrics
 from skyrl_train.rollout.seeds import seed
-from skyrl_train.rollout.source import HoldsGroups, TakesBack
+from skyrl_train.rollout.source import HoldsGroups, RollsBack
 from skyrl_train.tracking.samples import SampleLog
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.trainer.evaluation import Evaluation, EvaluationBeside
@@ -64,19 +64,19 @@ class Trainer(Loop):
         step = self._parts.step
         if step.has_begun or not await self._can_save(error):
             return False
-        if step.groups and isinstance(step.source, HoldsGroups) and not self._takes_back(step.source):
+        if step.groups and isinstance(step.source, HoldsGroups) and not self._rolls_back(step.source):
             return False
         step.coefficients.resume(self._coefficients)
         return True
 
-    def _takes_back(self, source: HoldsGroups) -> bool:
-        """Give the source the groups of the failed step again; False if it cannot have them."""
-        if not isinstance(source, TakesBack):
+    def _rolls_back(self, source: HoldsGroups) -> bool:
+        """Return the groups of the failed step to their source; False if it cannot take them."""
+        if not isinstance(source, RollsBack):
             return False
         try:
-            source.take_back()
+            source.roll_back()
         except Exception:  # the error of the step is the one to end with
-            log.exception("the groups of step %d could not be given back to their source", self.global_step + 1)
+            log.exception("the groups of step %d could not be returned to their source", self.global_step + 1)
             return False
         return True
 

@@ -102,7 +102,7 @@ class Buffer(Generic[Item]):
         self.num_in_training = self.size
         return chosen
 
-    def take_back(self, batch: Sequence[Finished[Item]]) -> None:
+    def roll_back(self, batch: Sequence[Finished[Item]]) -> None:
         """Undo the last `take`, which returned the batch: its groups are ready again."""
         assert self.num_in_training == len(batch), "the step of this batch has ended"
         self.ready |= {finished.ticket.number: finished for finished in batch}

@@ -96,9 +96,9 @@ class StreamingSource:
         self._admission.begin(self._size * self._n_samples)
         return [finished.item for finished in batch]
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """The groups last returned by `next` were not trained: they are finished ones again, for a `snapshot`."""
-        self._buffer.take_back([finished for finished, _ in self._batch])
+        self._buffer.roll_back([finished for finished, _ in self._batch])
         self._groups |= {finished.ticket.number: group for finished, group in self._batch}
         self._admission.ledger.train(-len(self._batch))
         self._batch = []

@@ -364,11 +364,11 @@ def test_a_process_that_fails_before_the_update_allows_a_checkpoint_where_the_po
 
 
 class KeepsNothing(StreamingSource):
-    take_back = None  # type: ignore[assignment]
+    roll_back = None  # type: ignore[assignment]
 
 
 class KeepsHalf(StreamingSource):
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         raise KeyError("half of them")
 
 
