@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -90,7 +91,7 @@ async def require_shared(trainer: TrainingConfig, ranks: Sequence[Slot]) -> None
             )
 
 
-def _probe(path: str) -> tempfile._TemporaryFileWrapper[bytes]:
+def _probe(path: str) -> IO[bytes]:
     """A file in the nearest folder that exists."""
     folder = Path(path).expanduser().resolve()
     return tempfile.NamedTemporaryFile(dir=next(each for each in (folder, *folder.parents) if each.is_dir()))
