@@ -92,7 +92,8 @@ def _on_this_node(settings: EngineSettings) -> EngineSettings:
 
 def kill_processes(pids: tuple[tuple[int, float], ...], folder: str | None = None) -> None:
     """Kill the processes that are left (a stopped process ignores Ray's request), and remove their temporary folder.
-    Multiprocessing's resource tracker ends after the others, and removes what they leave in /dev/shm.
+    Multiprocessing's resource tracker ends after the others, and removes what they leave in /dev/shm. A process that
+    is just starting has no command line for a moment: it may be a tracker, and is given the same time to end.
     """
     trackers: list[psutil.Process] = []
     others: list[psutil.Process] = []
@@ -100,7 +101,8 @@ def kill_processes(pids: tuple[tuple[int, float], ...], folder: str | None = Non
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             if process.create_time() == created:
-                (trackers if "resource_tracker" in " ".join(process.cmdline()) else others).append(process)
+                command = " ".join(process.cmdline())
+                (trackers if not command or "resource_tracker" in command else others).append(process)
     _kill(others)
     _, stuck = psutil.wait_procs(trackers, TRACKER_S)
     _kill(stuck)

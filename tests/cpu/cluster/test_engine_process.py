@@ -20,7 +20,8 @@ time.sleep(60)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="where POSIX semaphores are files")
-def test_named_semaphores_are_removed_with_the_processes_that_held_them():
+@pytest.mark.parametrize("starting", [False, True], ids=["the tracker runs", "the tracker has no command line yet"])
+def test_named_semaphores_are_removed_with_the_processes_that_held_them(monkeypatch, starting):
     """multiprocessing's resource tracker does it, if it is not killed with the others."""
     with subprocess.Popen([sys.executable, "-c", HOLD_A_SEMAPHORE], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -28,6 +29,9 @@ def test_named_semaphores_are_removed_with_the_processes_that_held_them():
         assert file.exists()
         held = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
         assert len(held) == 2, "the process and its tracker"
+        if starting:
+            read = psutil.Process.cmdline
+            monkeypatch.setattr(psutil.Process, "cmdline", lambda one: [] if one == held[1] else read(one))
         kill_processes(tuple((one.pid, one.create_time()) for one in held))
         assert not file.exists()
     assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in held)
