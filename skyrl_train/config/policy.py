@@ -244,12 +244,6 @@ class RefConfig:
     megatron_config: MegatronConfig
 
 
-def scoring_model(name: str, signal: str, section: str, own: RefConfig | CriticConfig, ranks: int) -> ScoringModel:
-    """The reference or the critic."""
-    path_key = f"trainer.{section}.model.path"
-    return ScoringModel(name, signal, section, path_key, own.model.path, own.megatron_config, ranks)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TeacherModelConfig:
     """One model, or one for each data source."""

@@ -19,7 +19,6 @@ from skyrl_train.config.policy import (
     ScoringModel,
     SyncedPolicyConfig,
     TeacherConfig,
-    scoring_model,
 )
 from skyrl_train.config.program import Program
 from skyrl_train.config.training import PolicyPlacementConfig, RunConfig, TrainingConfig
@@ -124,7 +123,7 @@ class TrainerConfig(TrainingConfig):
         """
         has_reference = self.algorithm.needs_reference and self.policy.model.lora.rank == 0
         num_ranks = self.placement.num_ref_ranks
-        reference = [scoring_model("reference", "ref_logprobs", "ref", self.ref, num_ranks)] if has_reference else []
+        reference = [_scoring_model("reference", "ref_logprobs", "ref", self.ref, num_ranks)] if has_reference else []
         elsewhere = (*self.served_teachers, *self.base_teachers)
         return (*reference, *(model for model in self._teachers if model not in elsewhere))
 
@@ -154,8 +153,14 @@ class TrainerConfig(TrainingConfig):
         """Models with their own processes, besides the policy: frozen ones, and the critic as the last."""
         if not self.algorithm.needs_critic:
             return self.frozen_models
-        critic = scoring_model("critic", "values", "critic", self.critic, self.placement.num_critic_ranks)
+        critic = _scoring_model("critic", "values", "critic", self.critic, self.placement.num_critic_ranks)
         return (*self.frozen_models, critic)
+
+
+def _scoring_model(name: str, signal: str, section: str, own: RefConfig | CriticConfig, ranks: int) -> ScoringModel:
+    """The reference or the critic."""
+    path_key = f"trainer.{section}.model.path"
+    return ScoringModel(name, signal, section, path_key, own.model.path, own.megatron_config, ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
