@@ -60,6 +60,8 @@ class EngineSettings:
     """Index of the engine; selects its port, or its server."""
     model_path: str
     """Folder with checkpoint, config and tokenizer."""
+    model_key: str = "trainer.policy.model.path"
+    """Key of model_path, for errors."""
     served_model_name: str
     max_model_len: int
     """Maximum number of tokens of prompt and response together."""

@@ -61,6 +61,7 @@ def teacher_engine_settings(
             generator=generator,
             index=index,
             model_path=seen_from_anywhere(model.model_path),
+            model_key=model.path_key,
             served_model_name=model.name,
             max_model_len=max_model_len,
             seed=trainer.seed + index,

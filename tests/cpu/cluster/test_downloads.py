@@ -15,6 +15,7 @@ from skyrl_train.cluster import downloads
 from skyrl_train.cluster.downloads import Load, download_to_nodes, require_shared
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.pool import engine_process
+from skyrl_train.cluster.pool.settings import teacher_engine_settings
 from skyrl_train.config import load_config
 from skyrl_train.hf.download import download
 from tests.support.settings import engine_settings
@@ -111,8 +112,12 @@ def test_an_engine_on_a_new_node_downloads_its_model(monkeypatch: pytest.MonkeyP
         return f"/cache/{path}"
 
     monkeypatch.setattr(engine_process, "local_folder", local_folder)
-    monkeypatch.setattr(engine_process, "download", lambda key, path, timeout_s: downloaded.append(path))
+    monkeypatch.setattr(engine_process, "download", lambda key, path, timeout_s: downloaded.extend((path, key)))
     settings = engine_settings("org/policy", "name", "float32", max_model_len=64)
-    assert engine_process._on_this_node(settings).model_path == "/cache/org/policy" and downloaded == ["org/policy"]
+    assert engine_process._on_this_node(settings).model_path == "/cache/org/policy"
+    config = load_config(["trainer.teacher.backend=engine", "trainer.teacher.model.path=org/teacher"])
+    teacher = teacher_engine_settings(config, config.trainer.engine_teachers[0], 64, "shm")[0]
+    engine_process._on_this_node(teacher)
+    assert downloaded == ["org/policy", KEY, "org/teacher", "trainer.teacher.model.path"]
     with pytest.raises(ValueError, match="'/models/a' is neither a folder"):
         engine_process._on_this_node(replace(settings, model_path="/models/a"))
