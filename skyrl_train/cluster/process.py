@@ -43,6 +43,8 @@ class Host:
     def __init__(self, entry_point: str, log_path: str, visible_devices: str | None, *args: Any) -> None:
         """Args: entry_point: `module:Class`, called with args; visible_devices: None for Ray's choice."""
         self._name = Path(log_path).stem
+        if visible_devices is None and (own := ray.get_runtime_context().get_accelerator_ids().get("GPU")):
+            visible_devices = ",".join(own)  # Ray did it, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set
         if visible_devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
         log_to(log_path)

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from skyrl_train.cluster import placement as placements
-from skyrl_train.cluster.placement import Demand, Placement, PlacementError
+from skyrl_train.cluster.placement import Demand, Placement, PlacementError, Slot
 from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.cluster.ranks.worker_group import WorkerGroup
 from skyrl_train.cluster.session import connect
@@ -68,6 +68,24 @@ def test_each_rank_shares_its_device_and_keeps_it_when_its_process_is_replaced(c
         placement.remove()
 
     asyncio.run(main())
+
+
+def test_a_process_sees_its_own_device_where_ray_is_told_to_set_none(
+    cluster: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    options, unset = Slot.options, {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+    monkeypatch.setattr(Slot, "options", lambda slot: options(slot) | {"runtime_env": unset})
+
+    async def main() -> list[str]:
+        placement = await reserve()
+        policy = WorkerGroup("policy", placement.slots["policy ranks"], str(tmp_path), 60)
+        try:
+            return await policy.visible_devices()
+        finally:
+            await policy.shutdown()
+            placement.remove()
+
+    assert sorted(asyncio.run(main())) == ["0", "1"]
 
 
 def test_an_engine_is_not_cut_in_two_by_nodes(cluster: None, monkeypatch: pytest.MonkeyPatch):
