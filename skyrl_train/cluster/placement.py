@@ -11,7 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from skyrl_train.cluster.session import cpu_environment
+from skyrl_train.cluster.session import cpu_environment, hub_environment
 from skyrl_train.config.training import PolicyPlacementConfig
 
 KINDS = ("CPU", "GPU")
@@ -55,7 +55,7 @@ class Slot:
             "num_cpus": self.num_cpus,
             "num_gpus": self.num_gpus,
             "scheduling_strategy": self.strategy,
-            "runtime_env": {"env_vars": {} if self.uses_gpus else cpu_environment()},
+            "runtime_env": {"env_vars": hub_environment(self.node) | ({} if self.uses_gpus else cpu_environment())},
         }
 
 

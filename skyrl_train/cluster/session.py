@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import AuthenticationError
 
 from skyrl_train.device import device_type
+from skyrl_train.hf.hub import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +184,13 @@ def cpu_environment() -> dict[str, str]:
     """
     taken = ray.get_runtime_context().runtime_env.get("env_vars") or {}
     return {name: value for name, value in CPU_ENVIRONMENT.items() if name not in taken}
+
+
+def hub_environment(node: str) -> dict[str, str]:
+    """Environment variables of a rank or engine on this node. On the driver's they name the cache in which the driver
+    has checked the hub's models: the shell that called `ray start` may have another HF_HOME.
+    """
+    return {"HF_HUB_CACHE": cache_folder()} if node == ray.get_runtime_context().get_node_id() else {}
 
 
 def _silence_raylet() -> None:

@@ -17,7 +17,7 @@ import time
 from fnmatch import fnmatch
 from pathlib import Path
 
-from skyrl_train.hf.hub import PATTERNS, TWICE, name_and_revision
+from skyrl_train.hf.hub import PATTERNS, TWICE, cache_folder, name_and_revision
 
 log = logging.getLogger(__name__)
 MODULE = "skyrl_train.hf.download"
@@ -139,9 +139,7 @@ def python_path() -> str:
 
 
 def _cached(name: str) -> Path:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "blobs"
+    return Path(cache_folder()) / f"models--{name.replace('/', '--')}" / "blobs"
 
 
 def _write_total(name: str, revision: str | None, file: Path) -> None:

@@ -6,6 +6,7 @@ here uses the network.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
@@ -37,6 +38,13 @@ def name_and_revision(path: str) -> tuple[str, str | None]:
     """Both parts of a hub model. None means the default branch."""
     name, _, revision = path.partition("@")
     return name, revision or None
+
+
+def cache_folder() -> str:
+    """Absolute folder of this process's cache of the hub."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return os.path.abspath(HF_HUB_CACHE)
 
 
 def _snapshot(path: str) -> str:

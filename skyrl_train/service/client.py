@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyrl_train.cluster.session import attach, connect, joined, worker_environment
+from skyrl_train.cluster.session import attach, connect, hub_environment, joined, worker_environment
 from skyrl_train.config import Config
 from skyrl_train.service.actor import ServiceActor, State
 from skyrl_train.service.checks import check_service, checked_model
@@ -265,6 +265,6 @@ def _place(name: str, outlives: bool) -> Any:
         lifetime="detached" if outlives else None,
         num_cpus=0,
         max_concurrency=MAX_CONCURRENCY,
-        runtime_env={"env_vars": worker_environment()},
+        runtime_env={"env_vars": worker_environment() | hub_environment(here)},
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
     )

@@ -34,8 +34,10 @@ from skyrl_train.cluster.ranks.worker_group import RANK, WorkerGroup
 from skyrl_train.cluster.session import CPU_ENVIRONMENT, Cluster, connect, cpu_environment, worker_environment
 from skyrl_train.config import load_config
 from skyrl_train.device.kinds import DeviceKind, device_kind
+from skyrl_train.hf.hub import local_folder
 from skyrl_train.trainer.from_config import objective
 from skyrl_train.weight_sync.control import WeightSyncError
+from tests.support.local_hub import COMMIT
 from tests.support.settings import engine_settings
 
 pytestmark = pytest.mark.slow
@@ -300,6 +302,28 @@ def test_processes_with_gpus_get_none_of_the_cpus_environment_from_a_driver_with
     assert without.items() >= CPU_ENVIRONMENT.items()
     for environment in others:
         assert "TORCHDYNAMO_DISABLE" not in environment and environment["RAY_DEDUP_LOGS"] == "0"
+
+
+def test_a_rank_on_the_drivers_node_finds_the_model_that_the_driver_has_downloaded(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`ray start` was called without the driver's HF_HOME."""
+    model = tmp_path / "hub/models--org--policy/snapshots" / COMMIT
+    model.mkdir(parents=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    async def body() -> str:
+        place = await placed(1, 0.5)
+        slot = place.slots["policy ranks"][0]
+        assert "HF_HUB_CACHE" not in replace(slot, node="another").options()["runtime_env"]["env_vars"]
+        group = WorkerGroup("policy", [slot], str(tmp_path), timeout_s=60)
+        try:
+            return await group.actors[0].__ray_call__.remote(lambda _: local_folder(f"org/policy@{COMMIT}"))
+        finally:
+            await group.shutdown()
+            place.remove()
+
+    assert asyncio.run(body()) == str(model)
 
 
 def test_a_rank_that_cannot_import_a_custom_module_names_it_before_anything_is_built(cluster: Cluster, tmp_path: Path):
