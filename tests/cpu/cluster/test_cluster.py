@@ -29,7 +29,7 @@ from skyrl_train.cluster.gpu_kind import KIND, cluster_gpu_kind
 from skyrl_train.cluster.launch import launch
 from skyrl_train.cluster.placement import Demand, Placement, PlacementError
 from skyrl_train.cluster.pool.replica import EngineReplica
-from skyrl_train.cluster.process import Host
+from skyrl_train.cluster.process import Host, host
 from skyrl_train.cluster.ranks.worker_group import RANK, WorkerGroup
 from skyrl_train.cluster.session import CPU_ENVIRONMENT, Cluster, connect, cpu_environment, worker_environment
 from skyrl_train.config import load_config
@@ -53,6 +53,10 @@ class Member:
 
     def fail(self, text: str) -> None:
         raise ArithmeticError(text)
+
+    def lose_a_peer(self, file: Path) -> None:
+        file.touch()
+        raise RuntimeError("Connection reset by peer")
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -257,6 +261,36 @@ def test_a_member_that_does_not_answer_is_named_at_the_deadline(members: list[An
         asyncio.run(calls.gather("update", [answered, never]))
     (tmp_path / "ended").touch()
     ray.get(never)
+
+
+def test_a_dead_process_is_named_and_not_the_one_that_notices_first(
+    members: list[Any], calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("skyrl_train.cluster.calls.DEATH_S", 60)
+    noticed, victim = tmp_path / "noticed", ray.remote(Member).options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    pid = ray.get(victim.process.remote())
+
+    async def main() -> None:
+        refs = [members[0].lose_a_peer.remote(noticed), members[1].wait_for.remote(tmp_path / "ended")]
+        waiting = asyncio.ensure_future(calls.gather("update", [*refs, victim.sleep.remote(600)]))
+        while not noticed.exists():
+            await asyncio.sleep(0.02)
+        await asyncio.wait([waiting], timeout=0.5)
+        os.kill(pid, signal.SIGKILL)
+        await waiting
+
+    with pytest.raises(RemoteFailed, match="^policy-2 died when asked to update: its process crashed") as caught:
+        asyncio.run(main())
+    (tmp_path / "ended").touch()
+    death = caught.value.__cause__
+    assert death is not None
+    address = host()
+    monkeypatch.setattr("skyrl_train.cluster.calls.host", lambda: "another node's")
+    message = calls.describe("policy-2", "update", death)
+    assert f"update: node {address} failed, or the process there crashed or was killed (log" in message
+    monkeypatch.setattr("skyrl_train.cluster.calls.DEATH_S", 0.1)
+    with pytest.raises(RemoteFailed, match="^policy-0 failed to update: RuntimeError: Connection reset by peer"):
+        asyncio.run(calls.gather("update", [members[0].lose_a_peer.remote(noticed), members[1].sleep.remote(3)]))
 
 
 def test_a_killed_member_is_noticed_within_seconds(members: list[Any], calls: Calls, tmp_path: Path):
