@@ -1,13 +1,16 @@
-"""Requirements of a configuration on the cluster's devices: a transport for weights, kernels, memory snapshots."""
+"""Requirements of a configuration on the cluster: a transport for weights, kernels, memory snapshots, endpoints."""
 
 from __future__ import annotations
 
 from skyrl_train.cluster.placement import PlacementError
+from skyrl_train.cluster.process import alive_nodes
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.cluster.sharing import build_sharing
 from skyrl_train.config import Config
+from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.training import TrainingConfig
+from skyrl_train.config.values import is_loopback
 from skyrl_train.weight_sync.channels.table import transport
 
 
@@ -59,3 +62,14 @@ def sync_backend(config: Config, cluster: Cluster) -> str:
             "once, but policy and engines share them. Use auto"
         )
     return asked
+
+
+def endpoint_warning(generator: GeneratorConfig) -> str | None:
+    """Warning if nodes of the cluster cannot reach each other's HTTP endpoints; None if they can, or have none."""
+    host, num_nodes = generator.http_endpoint_host, len(alive_nodes())
+    if not generator.enable_http_endpoint or not is_loopback(host) or num_nodes == 1:
+        return None
+    return (
+        f"generator.http_endpoint_host is {host}: each of the cluster's {num_nodes} nodes can reach only the engines "
+        "on itself. For clients on other nodes set http_endpoint_host=0.0.0.0 and generator.http_api_key"
+    )

@@ -13,6 +13,7 @@ from rich.console import Console
 from skyrl_train.checks.engines import check_vllm
 from skyrl_train.checks.model_folder import check_scoring_models
 from skyrl_train.checks.staleness import quantization_warning, treatment_of_quantization
+from skyrl_train.cluster.devices import endpoint_warning
 from skyrl_train.cluster.launch import Processes
 from skyrl_train.cluster.pool.settings import served_model_name
 from skyrl_train.cluster.session import Cluster, known_device_type
@@ -126,6 +127,8 @@ class Experiment(Run[Config, Processes]):
         for index, url in enumerate(processes.engines.urls):
             served = f"{served_model_name(self.config)}@{processes.policy.policy_version}"
             self._say(f"engine {index} serves {served} at {url}/v1")
+        if (warning := endpoint_warning(self.config.generator)) is not None:
+            log.warning(warning)
         return processes
 
     def get_rollout(self, env_pool: EnvPool) -> Rollout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import logging
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from skyrl_train.cluster.devices import endpoint_warning
 from skyrl_train.cluster.session import attach, connect, hub_environment, joined, worker_environment
 from skyrl_train.config import Config
 from skyrl_train.service.actor import ServiceActor, State
@@ -23,6 +25,7 @@ from skyrl_train.service.job import ChatSample, TokenSample
 from skyrl_train.service.queue import ServiceBroken
 from skyrl_train.types import Metrics
 
+log = logging.getLogger(__name__)
 NAMESPACE = "skyrl_train"
 POLL_S = 20.0
 ANSWER_S = 30.0
@@ -89,6 +92,8 @@ class TrainingService:
         except BaseException:
             at_end.close()
             raise
+        if (warning := endpoint_warning(config.generator)) is not None:
+            log.warning(warning)
         # A local Ray must end while Python still has its modules.
         atexit.register(at_end.close)
         return cls(actor, name, cluster.address, state, at_end)

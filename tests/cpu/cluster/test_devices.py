@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.cluster.devices import require_gpus_for_snapshots, require_kernels_for_adapters, sync_backend
+from skyrl_train.cluster import devices
+from skyrl_train.cluster.devices import (
+    endpoint_warning,
+    require_gpus_for_snapshots,
+    require_kernels_for_adapters,
+    sync_backend,
+)
 from skyrl_train.cluster.placement import PlacementError
 from skyrl_train.cluster.session import Cluster
 from skyrl_train.config import load_config
@@ -89,3 +95,22 @@ def test_float32_adapters_are_refused_on_gpus_where_vllm_has_no_kernels_for_them
 def test_mfu_is_measured_against_the_peak_of_this_very_device(name: str, tflops: float | None):
     kind = device_kind(name)
     assert (kind and kind.tflops) == tflops
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "overrides", "warns"),
+    [
+        (2, [], True),
+        (1, [], False),
+        (2, ["generator.enable_http_endpoint=false"], False),
+        (2, ["generator.http_endpoint_host=0.0.0.0", "generator.http_api_key=k"], False),
+    ],
+)
+def test_endpoints_that_other_nodes_cannot_reach_cause_a_warning(
+    num_nodes: int, overrides: list[str], warns: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(devices, "alive_nodes", lambda: [f"node{index}" for index in range(num_nodes)])
+    warning = endpoint_warning(load_config(["generator.enable_http_endpoint=true", *overrides]).generator)
+    assert (warning is not None) is warns
+    if warning is not None:
+        assert warning.startswith("generator.http_endpoint_host is 127.0.0.1: each of the cluster's 2 nodes can reach")
