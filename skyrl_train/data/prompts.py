@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,19 +40,20 @@ def load_prompts(
     allowed_env_classes: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any],
     mapping: RowMapping = RowMapping(),  # noqa: B008 (frozen)
+    timeout_s: float = math.inf,
 ) -> LoadedPrompts:
     """The rows of all sources in order, without those whose prompt is too long.
 
     A row's uid is its index over all sources, dropped rows included. A prompt given as text becomes a user message, and
     stays in `extras["prompt"]`.
 
-    Args: sources: as in `read_rows`. allowed_env_classes: `module:Class` names that rows may have besides the default;
-        a data set must not decide which code is imported.
+    Args: sources, timeout_s: as in `read_rows`. allowed_env_classes: `module:Class` names that rows may have besides
+        the default; a data set must not decide which code is imported.
     Raises: ValueError naming source and row if a source cannot be read, a row is malformed, or no row is left.
     """
     places, prompts = [], []
     index = -1
-    for index, (where, given) in enumerate(read_rows(sources)):
+    for index, (where, given) in enumerate(read_rows(sources, timeout_s)):
         if (row := mapping.row(given, where)) is None:
             continue
         places.append(where)
@@ -79,6 +81,7 @@ def configured_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, sourc
         allowed_env_classes=config.environment.allowed_env_classes,
         chat_template_kwargs=config.generator.chat_template_kwargs,
         mapping=RowMapping.of(config.data),
+        timeout_s=config.trainer.download_timeout_s,
     )
     if loaded.num_dropped:
         log.warning(

@@ -5,8 +5,13 @@ from __future__ import annotations
 import glob
 import json
 import logging
+import math
 import re
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +26,23 @@ _CONFIGS = re.compile(r"Config name is missing.*?available configs: (\[.*?\])", 
 """datasets' error for a data set without a default configuration."""
 MAIN = "main"
 """Configuration that is read if a data set has several, none is named and none is the default, as of openai/gsm8k."""
+REPORT_S = 15.0
+"""Seconds between lines about a data set that is not loaded yet."""
+TIMEOUT = "trainer.download_timeout_s"
 LocatedRow = tuple[str, dict[str, Any]]
 """Location of a row (for errors) and its columns."""
 
 
-def read_rows(sources: Sequence[str]) -> Iterator[LocatedRow]:
+def read_rows(sources: Sequence[str], timeout_s: float = math.inf) -> Iterator[LocatedRow]:
     """The rows of all sources in order.
 
     Args: sources: files (parquet, json, jsonl; also compressed, with `~`, or an address like s3://...) or
-        `hub_name:split` or `hub_name:config:split`.
+        `hub_name:split` or `hub_name:config:split`. timeout_s: of each hub data set.
     Raises: ValueError naming the source and the row (from 0) or line (from 1) if a source cannot be read or a row is
         not an object.
     """
     for source in sources:
-        for where, row in _source_rows(source):
+        for where, row in _source_rows(source, timeout_s):
             if not isinstance(row, dict):
                 raise ValueError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
             yield where, row
@@ -74,7 +82,7 @@ def columns(row: dict[str, Any]) -> str:
     return shortened(list(map(str, row)))[1:-1].replace("'", "") or "none"
 
 
-def _source_rows(source: str) -> Iterator[tuple[str, Any]]:
+def _source_rows(source: str, timeout_s: float) -> Iterator[tuple[str, Any]]:
     if file := DATA_FILE.search(source):
         path = _existing(source)
         if file["format"] == "parquet":
@@ -82,7 +90,8 @@ def _source_rows(source: str) -> Iterator[tuple[str, Any]]:
         return _json_lines(source, path) if file["format"] == "jsonl" else _json_file(source, path)
     if hub := HUB_SPLIT.match(source):
         name = str(Path(hub["name"]).expanduser())
-        return _located(source, _load(name, source, split=hub["split"], config=hub["config"]))
+        load = partial(_load, name, source, split=hub["split"], config=hub["config"])
+        return _located(source, _within(timeout_s, source, load))
     raise ValueError(
         f"data source {source!r} is neither a file (.parquet, .json, .jsonl) nor `hub_name:split`. Write it as in "
         "`org/name:train`, or `org/name:config:train`"
@@ -173,6 +182,30 @@ def _load_text(source: str, path: str, unit: str) -> list[dict[str, Any]]:
         lines = _load("text", source, data_files=path, encoding_errors="replace")
         number = next(number for number, line in enumerate(lines, start=1) if "\ufffd" in line["text"])
         raise ValueError(f"{source}, line {number}: not UTF-8. Save the file as UTF-8") from error
+
+
+def _within(timeout_s: float, source: str, load: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows that `load` returns, in a thread: the library retries a silent hub for minutes, and cannot be stopped.
+    Raises: ValueError after timeout_s.
+    """
+    future: Future[list[dict[str, Any]]] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(load())
+        except BaseException as error:  # raised by the waiting thread
+            future.set_exception(error)
+
+    started = time.monotonic()
+    threading.Thread(target=work, name=f"load {source}", daemon=True).start()
+    while (left := started + timeout_s - time.monotonic()) > 0:
+        if wait([future], min(REPORT_S, left)).done:
+            return future.result()
+        log.info("data source %s is not loaded after %.0f s", source, time.monotonic() - started)
+    raise ValueError(
+        f"{TIMEOUT} is {timeout_s:g}: data source {source} was not loaded within this many seconds. Raise it, or check "
+        "the network; files that are complete are not downloaded again"
+    )
 
 
 def _load(

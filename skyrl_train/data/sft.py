@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -45,13 +46,14 @@ def load_examples(
     assistant_turns: str,
     chat_template_kwargs: Mapping[str, Any],
     mapping: RowMapping = RowMapping(),  # noqa: B008 (frozen)
+    timeout_s: float = math.inf,
 ) -> LoadedExamples:
     """The rows of all sources in order; those of more than `max_length` tokens are dropped or truncated.
 
     A row without a trained token after truncation counts as dropped, and so does one that is too long to be tokenised
     (data/text.py).
 
-    Args: sources: as in `read_rows`; vocab_size: the model's; assistant_turns: "all" or "last".
+    Args: sources, timeout_s: as in `read_rows`; vocab_size: the model's; assistant_turns: "all" or "last".
     Raises: ValueError naming source and row if a source cannot be read, or a row is malformed or trains nothing;
         ValueError if no row is left.
     """
@@ -59,7 +61,7 @@ def load_examples(
     examples: list[Example] = []
     lengths: list[int] = []
     num_truncated = num_ended = num_rows = 0
-    for where, given in read_rows(sources):
+    for where, given in read_rows(sources, timeout_s):
         num_rows += 1
         if (row := mapping.row(given, where)) is None:
             continue

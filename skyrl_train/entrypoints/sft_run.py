@@ -58,6 +58,7 @@ class SftRun(Run[SftConfig, PolicyProcesses]):
             assistant_turns=data.assistant_turns,
             chat_template_kwargs=data.chat_template_kwargs,
             mapping=RowMapping.of(data),
+            timeout_s=self.config.trainer.download_timeout_s,
         )
         num_rows = len(loaded.examples) + loaded.num_dropped
         for num, verb in ((loaded.num_dropped, "dropped"), (loaded.num_truncated, "truncated")):

@@ -1,5 +1,9 @@
 import gzip
 import json
+import os
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 
 import datasets
@@ -253,6 +257,27 @@ def test_a_hub_that_does_not_answer_is_an_error_with_what_to_check(monkeypatch: 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(ValueError, match="nobody/nothing:test cannot be read: .*Check the name, the network and"):
         load("nobody/nothing:test")
+
+
+READ = """
+from skyrl_train.config.rl import RL
+from skyrl_train.data.prompts import configured_prompts
+from tests.support.tiny import tiny_tokenizer
+config = RL.read(["trainer.download_timeout_s=2", "trainer.policy.model.path=m", "data.train_data=[unused.jsonl]"])
+configured_prompts(config, tiny_tokenizer(), ["nobody/nothing:train"])
+"""
+
+
+def test_a_silent_hub_ends_at_the_deadline_of_downloads_and_the_process_can_exit(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and answers none
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        hub = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-c", READ]
+        ended = subprocess.run(command, env=os.environ | hub, timeout=300, capture_output=True, text=True)
+    assert ended.stderr.splitlines()[-1] == (
+        "ValueError: trainer.download_timeout_s is 2: data source nobody/nothing:train was not loaded within this many "
+        "seconds. Raise it, or check the network; files that are complete are not downloaded again"
+    )
 
 
 def test_tokenizer_without_chat_template_is_refused(tmp_path):
