@@ -52,7 +52,9 @@ class JobReader:
         read: list[Group] = []
         sampled_by: dict[int, str] = {}
         has_logprobs = True
-        for number, group in enumerate(_filled(groups, "groups", "group")):
+        groups = _filled(groups, "groups", "group")
+        mini_batches_of(len(groups), self._mini_batch_size)
+        for number, group in enumerate(groups):
             where = f"group {number}"
             group = _filled(group, where, "sample")
             if len(group) == 1 and compares_samples(self._estimator):
@@ -72,7 +74,6 @@ class JobReader:
                 has_logprobs &= isinstance(typed, TokenSample) and typed.logprobs is not None
             prompt = Prompt(uid=str(number), messages=[], env_class="", extras={}, data_source="service")
             read.append(Group(prompt, tuple(samples)))
-        mini_batches_of(len(read), self._mini_batch_size)
         return TrainJob(tuple(read), has_logprobs, sampled_by)
 
     def sft(self, rows: object) -> SftJob:

@@ -135,6 +135,7 @@ def test_groups_are_split_into_the_configured_mini_batches():
         ([[]], "group 0 must be a list of at least one sample"),
         ([GROUP, [tokens()]], "group 1 has one sample, to which trainer.algorithm.advantage_estimator=grpo gives no"),
         ([GROUP] * 3, "policy_mini_batch_size is 2: 3 groups cannot be split into mini-batches"),
+        ([[5]] * 3, "policy_mini_batch_size is 2: 3 groups cannot be split into mini-batches"),  # before any is read
         (5, "groups must be a list of at least one group, got int 5"),
         ([5], "group 0 must be a list of at least one sample, got int 5"),
         (tokens(), "groups must be a list of at least one group, got dict {'loss_mask': [0, 1, 1]"),
