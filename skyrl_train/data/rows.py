@@ -211,9 +211,10 @@ def _within(timeout_s: float, source: str, load: Callable[[], list[dict[str, Any
 def _load(
     name: str, source: str, *, split: str = "train", config: str | None = None, **options: Any
 ) -> list[dict[str, Any]]:
-    was_quiet = datasets.are_progress_bars_disabled()
-    if options:  # a local file
+    was_quiet, verbosity = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    if options:  # a local file, whose error is raised here
         datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(logging.CRITICAL)
     try:
         return datasets.load_dataset(name, config, split=split, **options).to_list()
     except Exception as error:  # errors of the file system, the hub or the format
@@ -230,5 +231,6 @@ def _load(
         remedy = ". Check the name, the network and, for a private or gated data set, HF_TOKEN" if is_hub else ""
         raise ValueError(f"data source {source} cannot be read: {type(cause).__name__}: {cause}{remedy}") from error
     finally:
+        datasets.logging.set_verbosity(verbosity)
         if not was_quiet:
             datasets.enable_progress_bars()
