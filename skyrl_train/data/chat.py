@@ -19,26 +19,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MESSAGES = "a list of chat messages"
+PROMPT = f"text or {MESSAGES}"
+"""Values of a prompt, for errors."""
 _CACHED_RENDERINGS = 4096
 
 
-def check_messages(messages: object) -> list[Message]:
+def check_messages(messages: object, allowed: str = MESSAGES) -> list[Message]:
     """Return `messages` if it is a list of chat messages.
 
     A message has text in all fields but `tool_calls`, with which `content` may be absent.
 
+    Args: allowed: everything that the caller accepts, for the error.
     Raises: ValueError for another type, a message without role or content, an unknown role, text that cannot be
         encoded, or tool calls that are not a list of `{"function": {"name": ..., "arguments": ...}}`.
     """
     if not isinstance(messages, list):
-        raise ValueError(f"expected a list of chat messages, got {type(messages).__name__} {shortened(messages)}")
+        raise ValueError(f"expected {allowed}, got {type(messages).__name__} {shortened(messages)}")
     for index, message in enumerate(messages):
-        calls = isinstance(message, dict) and bool(message.get("tool_calls"))
-        if not isinstance(message, dict) or not ({"role"} if calls else {"role", "content"}) <= message.keys():
+        if not isinstance(message, dict):
             raise ValueError(f"message {index} must be a dict with `role` and `content`, got {shortened(message)}")
-        if message["role"] not in ROLES:
+        if (role := message.get("role")) not in ROLES:
+            raise ValueError(f"message {index} has role {shortened(role)}: it must be one of {', '.join(ROLES)}")
+        calls = bool(message.get("tool_calls"))
+        if message.get("content") is None and not calls:
             raise ValueError(
-                f"message {index} has role {shortened(message['role'])}: it must be one of {', '.join(ROLES)}"
+                f"message {index} has `content` null or absent, which only a message with `tool_calls` may have, got "
+                f"{shortened(message)}. Write text; it may be empty"
             )
         for key, value in message.items():
             check_text(key, f"a field's name in message {index}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config import Config
-from skyrl_train.data.chat import ChatTemplate, check_messages
+from skyrl_train.data.chat import PROMPT, ChatTemplate, check_messages
 from skyrl_train.data.mapping import RowMapping
 from skyrl_train.data.rows import columns, read_rows, without_empty_fields
 from skyrl_train.data.text import MIN_CHARACTERS, TextLimit, TooLong, shortened
@@ -133,7 +133,7 @@ def _prompt(
             "data.columns.prompt=question"
         )
     try:
-        messages = check_messages(mapping.messages(without_empty_fields(given)))
+        messages = check_messages(mapping.messages(without_empty_fields(given)), PROMPT)
     except ValueError as error:
         raise ValueError(f"{where}: invalid `prompt`: {error}") from error
     if not messages:

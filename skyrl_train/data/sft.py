@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from skyrl_train.data.chat import ChatTemplate, check_messages
+from skyrl_train.data.chat import MESSAGES, PROMPT, ChatTemplate, check_messages
 from skyrl_train.data.conversation import Conversations
 from skyrl_train.data.mapping import RowMapping
 from skyrl_train.data.rows import columns, read_rows, without_empty_fields
@@ -124,7 +124,8 @@ class ExampleReader:
 
     def _conversation(self, value: Any, column: str, turns: str) -> Tokens:
         try:
-            messages: list[Message] = check_messages(self._mapping.with_system_prompt(without_empty_fields(value)))
+            given = self._mapping.with_system_prompt(without_empty_fields(value))
+            messages: list[Message] = check_messages(given, PROMPT if column == "prompt" else MESSAGES)
         except ValueError as error:
             raise ValueError(f"invalid `{column}`: {error}") from error
         if turns not in self._conversations:

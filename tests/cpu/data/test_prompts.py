@@ -122,10 +122,15 @@ def test_fields_that_parquet_adds_to_messages_are_left_out(tmp_path):
     ("bad", "problem"),
     [
         ({"question": "1+2="}, "`prompt` is missing. The columns are question"),
-        ({"prompt": 3}, "expected a list of chat messages, got int 3"),
+        ({"prompt": 3}, "invalid `prompt`: expected text or a list of chat messages, got int 3"),
         ({"prompt": []}, "`prompt` has no messages"),
         ({"prompt": ["hi"]}, "message 0 must be a dict with `role` and `content`"),
-        ({"prompt": [{"role": "user"}]}, "message 0 must be a dict with `role` and `content`"),
+        (
+            {"prompt": [{"role": "user"}]},
+            "message 0 has `content` null or absent, which only a message with `tool_calls`",
+        ),
+        (row(None), "message 0 has `content` null or absent, which only a message with `tool_calls` may have, got"),
+        ({"prompt": [{"content": "x"}]}, "message 0 has role None: it must be one of system"),
         ({"prompt": [{"role": "robot", "content": "x"}]}, "message 0 has role 'robot': it must be one of system"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
@@ -184,7 +189,7 @@ def test_a_prompt_that_may_have_few_enough_tokens_is_tokenised_however_long(tmp_
         ('{"prompt": [{"role": "user", "content": "1", "content": "2"}]}', "key 'content' is repeated"),
         ('{"prompt": ' + "[" * 100_000, "unusable JSON: maximum recursion depth"),
         ('{"prompt": ' + "9" * 5_000 + "}", "unusable JSON: Exceeds the limit"),
-        ('{"prompt": NaN}', "expected a list of chat messages, got float nan"),
+        ('{"prompt": NaN}', "expected text or a list of chat messages, got float nan"),
         ('{"prompt": ' + "[" * 500 + "]" * 500 + "}", "message 0 must be a dict .*, got \\["),
         (json.dumps(row(reward_spec="x" * 10_000)), "must be a dict, got str 'x{10,60}"),
     ],
@@ -240,7 +245,7 @@ def test_unreadable_json_line_is_named(tmp_path):
         ("rows.csv", "neither a file .* nor `hub_name:split`"),
     ],
 )
-def test_source_that_cannot_be_read_is_an_error_that_names_it(tmp_path, source, problem):
+def test_source_that_cannot_be_read_is_an_error_that_names_it(tmp_path, source, problem, caplog):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "none.json").write_text("[]")
     (tmp_path / "torn.parquet").write_text("PAR1 not really")
@@ -248,6 +253,7 @@ def test_source_that_cannot_be_read_is_an_error_that_names_it(tmp_path, source, 
     datasets.Dataset.from_list([row()]).to_parquet(tmp_path / "hub" / "train.parquet")
     with pytest.raises(ValueError, match=problem):
         load(str(tmp_path / source))
+    assert not caplog.records, "the library's own lines would repeat the error"
 
 
 def test_a_hub_that_does_not_answer_is_an_error_with_what_to_check(monkeypatch: pytest.MonkeyPatch):

@@ -199,7 +199,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ({"text": "x"}, r"the columns are text: a row needs `messages`, or `prompt` and `response`, or "),
     ({"prompt": "x"}, "the columns are prompt: a row needs"),
     ({"prompt": "x", "response": 3}, "`response` must be text, got int"),
-    ({"prompt": 3, "response": "x"}, "invalid `prompt`: expected a list of chat messages"),
+    ({"prompt": 3, "response": "x"}, "invalid `prompt`: expected text or a list of chat messages"),
     ({"input_ids": [1, 2]}, "needs either `labels` or `loss_mask`"),
     ({"input_ids": [1, 2], "loss_mask": [1]}, "`input_ids` has 2 entries and `loss_mask` 1"),
     ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "`loss_mask` contains 2: it must be 1 for trained tokens"),
