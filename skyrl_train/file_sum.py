@@ -67,6 +67,12 @@ def sum_of(file: Path, *, durable: bool = False) -> FileSum:
         return FileSum(stream.tell(), digest)
 
 
+def write_durably(file: Path, data: bytes) -> FileSum:
+    """Write a file and fsync it. Raises: OSError."""
+    file.write_bytes(data)
+    return sum_of(file, durable=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Make names in a folder durable, such as that of a renamed file. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -52,7 +52,8 @@ def _export(argv: Sequence[str], console: Console) -> int:
         checkpoint = find_checkpoint(arguments["checkpoint"])
         target = _target(arguments.get("export_path"), checkpoint)
         saved = saved_policy(checkpoint)
-        checkpoint.verify()
+        if checkpoint.folder == Path(arguments["checkpoint"]).expanduser().resolve():  # else it was found intact
+            _verify(checkpoint)
         download(f"the model of {checkpoint.folder}", saved.model_path, DOWNLOAD_S)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
@@ -65,7 +66,7 @@ def _export(argv: Sequence[str], console: Console) -> int:
     try:
         export_saved(saved, str(target))
     except RuntimeError as error:
-        print_error(f"{checkpoint.folder} could not be exported to {target}: {error}", console)
+        print_error(_deletion(checkpoint) or f"{checkpoint.folder} could not be exported to {target}: {error}", console)
         return 1
     console.print(f"model   {target}", soft_wrap=True, highlight=False)
     return 0
@@ -94,6 +95,23 @@ def find_checkpoint(path: str, key: str = "checkpoint") -> Checkpoint:
             return newest
     what = "contains no checkpoint (global_step_N)" if folder.is_dir() else "does not exist"
     raise ValueError(f"{key} is {folder}: it {what}. Name the folder of a checkpoint, or of a run that has one")
+
+
+def _verify(checkpoint: Checkpoint) -> None:
+    try:
+        checkpoint.verify()
+    except ValueError as error:
+        raise ValueError(_deletion(checkpoint) or str(error)) from error
+
+
+def _deletion(checkpoint: Checkpoint) -> str:
+    """Sentence if the checkpoint was deleted since it was found; else empty."""
+    if (checkpoint.folder / RECORD).exists():
+        return ""
+    return (
+        f"{checkpoint.folder} was deleted while it was read: a run deletes all but its newest checkpoints "
+        "(trainer.max_ckpts_to_keep). Name a newer one"
+    )
 
 
 def _target(path: str | None, checkpoint: Checkpoint) -> Path:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.file_sum import FileSum, problems_of, size_problems, sum_of, sync_folder
+from skyrl_train.file_sum import FileSum, problems_of, size_problems, sync_folder, write_durably
 from skyrl_train.ranks import SavedState
 from skyrl_train.tracking.run_dir import HeldFolder
 
@@ -158,6 +158,8 @@ class Checkpoints:
             try:
                 checkpoint.verify()
             except ValueError as error:
+                if checkpoint.folder not in self._finished():  # the run has written a newer one and removed it
+                    return self.newest_intact()
                 log.error("%s. This checkpoint is not used", error)
                 damage.append(str(error))
                 continue
@@ -243,6 +245,8 @@ class Checkpoints:
             try:
                 found.append(load_checkpoint(folder))
             except ValueError as error:
+                if folder not in self._finished():
+                    return self._sorted()
                 damage.append(str(error))
         return sorted(found, key=lambda checkpoint: checkpoint.number), damage
 
@@ -257,10 +261,7 @@ class Checkpoints:
 
 def write_groups(folder: Path, data: bytes) -> FileSum | None:
     """Write the finished groups of a checkpoint, if there are any. Raises: OSError."""
-    if not data:
-        return None
-    (folder / GROUPS).write_bytes(data)
-    return sum_of(folder / GROUPS, durable=True)
+    return write_durably(folder / GROUPS, data) if data else None
 
 
 def _is_unfinished(folder: Path) -> bool:
@@ -273,8 +274,7 @@ def _write(folder: Path, number: int, state: RunState, files: Mapping[str, FileS
     record: dict[str, Any] = {"format": FORMAT, "number": number, "state": asdict(state)}
     record["files"] = {name: asdict(file) for name, file in files.items()}
     record["sha256"] = _digest(record)
-    (folder / DRAFT).write_text(json.dumps(record, indent=2) + "\n")
-    sum_of(folder / DRAFT, durable=True)
+    write_durably(folder / DRAFT, f"{json.dumps(record, indent=2)}\n".encode())
     (folder / DRAFT).replace(folder / RECORD)
     for path in (folder, folder.parent):
         sync_folder(path)

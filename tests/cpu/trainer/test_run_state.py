@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from skyrl_train.entrypoints.resume import (
 )
 from skyrl_train.file_sum import FileSum, sum_of
 from skyrl_train.tracking.run_dir import write_record
+from skyrl_train.trainer import run_state as module
 from skyrl_train.trainer.from_config import settings_of
 from skyrl_train.trainer.problems import RunIncomplete
 from skyrl_train.trainer.run_state import DRAFT, RECORD, Checkpoints, RunState, load_checkpoint
@@ -150,6 +151,23 @@ def test_without_its_record_or_a_rank_a_folder_is_no_checkpoint(tmp_path: Path):
     assert steps(trainer) == []
     with pytest.raises(ValueError, match="is not a complete checkpoint: it has no checkpoint.json$"):
         load_checkpoint(folder)
+
+
+def test_a_checkpoint_that_its_run_replaces_while_it_is_verified_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    trainer = trainer_config(tmp_path, "trainer.max_ckpts_to_keep=1")
+    older, verify = save(trainer, 4), module.problems_of
+
+    def rotated(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
+        if folder == older:
+            save(trainer, 5)
+        return verify(folder, files)
+
+    monkeypatch.setattr(module, "problems_of", rotated)
+    newest = Checkpoints(trainer.ckpt_path, -1).newest_intact()
+    assert newest is not None and newest.state.global_step == 5 and not older.exists()
+    assert not [record for record in caplog.records if record.levelname != "INFO"]
 
 
 def flip(file: Path, position: int) -> None:
