@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from skyrl_train.spelling import nearest
@@ -33,6 +36,27 @@ def imported(key: str, name: str) -> Any:
         meant = f": did you mean {close}?" if close else ""
         raise ValueError(f"{key} is {name!r}, and {module} ({found.__file__}) has no {wanted}{meant}")
     return getattr(found, wanted)
+
+
+@cache
+def declared_fields(*names: str) -> frozenset[str]:
+    """Fields of dataclasses, `module:Class` each, read from the source: importing vLLM or Megatron takes seconds.
+
+    Args: names: all classes of one hierarchy. Returns: nothing if that is not so in the installed version, or the
+        package is not installed here.
+    """
+    fields: set[str] = set()
+    classes = [name.partition(":")[2] for name in names]
+    for name, kind in zip(names, classes, strict=True):
+        package, *path = name.partition(":")[0].split(".")
+        spec = importlib.util.find_spec(package)
+        files = [Path(folder, *path).with_suffix(".py") for folder in (spec and spec.submodule_search_locations) or ()]
+        nodes = [node for file in files if file.is_file() for node in ast.parse(file.read_text()).body]
+        found = next((node for node in nodes if isinstance(node, ast.ClassDef) and node.name == kind), None)
+        if found is None or any(ast.unparse(base) not in classes for base in found.bases):
+            return frozenset()
+        fields |= {ast.unparse(each.target) for each in found.body if isinstance(each, ast.AnnAssign)}
+    return frozenset(fields)
 
 
 def require_working_torchvision() -> None:

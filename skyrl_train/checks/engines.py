@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from skyrl_train.checks.training import argument_problems
 from skyrl_train.config import Config, ConfigError
 from skyrl_train.config.generator import GeneratorConfig, SamplingConfig
 from skyrl_train.config.values import is_loopback
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 SERVER_URL = re.compile(r"^https?://[^/\s]+/?$")
 LAST_PORT = 65535
+ENGINE_ARGUMENTS = ("vllm.engine.arg_utils:EngineArgs", "vllm.engine.arg_utils:AsyncEngineArgs")
 OWN_KEYS = {
     "model": "trainer.policy.model.path",
     "served_model_name": "generator.served_model_name",
@@ -141,6 +143,8 @@ def local_engine_problems(config: Config) -> Iterator[str]:
             f"generator.remote_inference_engine_urls names {len(urls)} servers and generator.run_engines_locally is "
             "true: they would not be used. Set run_engines_locally=false, or remove the servers"
         )
+    arguments = config.generator.engine_init_kwargs
+    yield from argument_problems("generator.engine_init_kwargs", arguments, *ENGINE_ARGUMENTS)
     yield from engine_argument_problems(config.generator)
 
 

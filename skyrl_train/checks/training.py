@@ -5,18 +5,25 @@ from __future__ import annotations
 import glob
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from string import Formatter
 
 from skyrl_train.checks.custom import imported_problems, takes
 from skyrl_train.config.policy import Layout, LoraConfig, MegatronConfig
 from skyrl_train.config.training import DATA_FILE, HUB_SPLIT, DataConfig, TrainingConfig
+from skyrl_train.imports import declared_fields
+from skyrl_train.spelling import nearest
 
 MODEL = "trainer.policy.model.path"
 POLICY = "trainer.policy.megatron_config"
 POLICY_RANKS = "trainer.placement.policy_num_nodes * policy_num_gpus_per_node"
 LORA = "trainer.policy.model.lora"
+TRANSFORMER_CONFIG = (
+    "megatron.core.model_parallel_config:ModelParallelConfig",
+    "megatron.core.transformer.transformer_config:MLATransformerConfig",
+    "megatron.core.transformer.transformer_config:TransformerConfig",
+)
 
 
 def package_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, MegatronConfig]) -> Iterator[str]:
@@ -30,8 +37,12 @@ def package_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, Meg
 
 
 def training_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, MegatronConfig]) -> Iterator[str]:
-    """A malformed `trainer.prepare`, rounded float32, a checkpoint that is not named or would not be read."""
+    """A malformed `trainer.prepare`, unknown arguments of Megatron, rounded float32, a checkpoint that is not named or
+    would not be read.
+    """
     for path, megatron in megatron_configs.items():
+        kwargs = megatron.transformer_config_kwargs
+        yield from argument_problems(f"{path}.transformer_config_kwargs", kwargs, *TRANSFORMER_CONFIG)
         if megatron.transformer_impl == "transformer_engine" and not trainer.bf16:
             yield (
                 f"{path}.transformer_impl is transformer_engine, which rounds float32 to TensorFloat-32. Use auto or "
@@ -50,6 +61,15 @@ def training_problems(trainer: TrainingConfig, megatron_configs: Mapping[str, Me
             f"trainer.resume_path is {checkpoint} and trainer.resume_mode is {mode or 'null'}: the path would not be "
             "read. Set resume_mode=from_path, or resume_path=null"
         )
+
+
+def argument_problems(key: str, given: Iterable[str], *classes: str) -> Iterator[str]:
+    """Names that a dataclass of a library does not have. Args: classes: of its hierarchy, `module:Class`, it last."""
+    if given and (names := declared_fields(*classes)):
+        for name in sorted(set(given) - names):
+            near = nearest(name, names)
+            hint = f"; did you mean {near}?" if near else ". Remove it"
+            yield f"{key}.{name} is set: {classes[-1].rpartition(':')[2]} has no such field{hint}"
 
 
 def layout_problems(megatron: MegatronConfig, path: str, world_size: int, world_name: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.imports import quick_imports, require_working_torchvision
+from skyrl_train.checks.engines import ENGINE_ARGUMENTS
+from skyrl_train.checks.training import TRANSFORMER_CONFIG
+from skyrl_train.imports import declared_fields, quick_imports, require_working_torchvision
 
 
 @pytest.fixture
@@ -102,3 +105,19 @@ def test_a_torchvision_for_another_torch_is_one_error_with_its_remedy(tmp_path: 
 def test_a_machine_without_torchvision_is_accepted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)
     require_working_torchvision()
+
+
+@pytest.mark.parametrize(
+    ("names", "complete"),
+    [(ENGINE_ARGUMENTS, ENGINE_ARGUMENTS[1]), (TRANSFORMER_CONFIG, TRANSFORMER_CONFIG[1])],
+    ids=["vllm", "megatron"],
+)
+def test_fields_read_from_a_source_are_those_of_the_class(names: tuple[str, ...], complete: str):
+    module, _, name = complete.partition(":")
+    fields = dataclasses.fields(getattr(importlib.import_module(module), name))
+    assert declared_fields(*names) == {field.name for field in fields}
+
+
+def test_fields_are_unknown_without_the_package_or_a_class_of_the_hierarchy():
+    assert declared_fields("no_such_package.module:Class") == frozenset()
+    assert declared_fields(TRANSFORMER_CONFIG[1]) == frozenset(), "its base class is not named"

@@ -319,6 +319,16 @@ def test_the_base_and_the_quickstart_pass():
             ["generator.engine_init_kwargs.logprobs_mode=raw_logprobs"],
             "logprobs_mode is 'raw_logprobs': this argument is managed by skyrl_train. Remove it",
         ),
+        (
+            ["generator.engine_init_kwargs.enable_chuncked_prefill=true"],
+            "chuncked_prefill is set: AsyncEngineArgs has no such field; did you mean enable_chunked_prefill\\?$",
+        ),
+        (
+            [f"{MEGATRON}.transformer_config_kwargs={{num_layers_in_last_pipline_stage: 3}}"],
+            f"^{MEGATRON}.transformer_config_kwargs.num_layers_in_last_pipline_stage is set: TransformerConfig has no "
+            "such field; did you mean num_layers_in_last_pipeline_stage\\?$",
+        ),
+        ([f"{MEGATRON}.transformer_config_kwargs={{foo: 3}}"], "foo is set: .* has no such field. Remove it$"),
         (["generator.engine_init_kwargs.max_model_len=8k"], r"max_model_len is '8k': write a number of tokens"),
         (["generator.engine_init_kwargs.max_model_len=1000"], r"is 1536 tokens: more than .*max_model_len 1000"),
         ([f"{MEGATRON}.tensor_model_parallel_size=2"], "is 1 ranks: not a multiple of .* = 2. Add ranks or lower"),
