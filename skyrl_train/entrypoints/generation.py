@@ -24,7 +24,7 @@ from skyrl_train.entrypoints.run import connect
 from skyrl_train.forecast.fit import fitted_for_evaluation
 from skyrl_train.hf.checkpoint import INDEX
 from skyrl_train.hf.download import download, python_path
-from skyrl_train.hf.hub import local_folder
+from skyrl_train.hf.hub import local_folder, name_and_revision, seen_from_anywhere
 from skyrl_train.rollout.seeds import seed
 from skyrl_train.tracking.progress import ConsoleProgress
 from skyrl_train.tracking.run_dir import RunDir
@@ -47,8 +47,12 @@ class Generation(Experiment):
         self.evaluated = chosen_checkpoint(config)
         path = config.trainer.policy.model.path
         if self.evaluated is not None:  # the model that its run began with has the same shape and tokenizer
+            self.check_named_model(path, self.evaluated)
             path = self.evaluated.state.model["path"]
         super().__init__(with_model(config, path), console)
+
+    def check_named_model(self, path: str, evaluated: Checkpoint) -> None:
+        """None: an experiment names a model even where a run began with another."""
 
     def load_model(self) -> tuple[str, PretrainedConfig]:
         """No check against Megatron: any model that the engines can serve."""
@@ -161,6 +165,20 @@ class Generation(Experiment):
             printed = (output + errors).decode(errors="replace").strip()
             raise RuntimeError(f"the checkpoint {folder} could not be exported: {printed}")
         return str(target)
+
+
+class NamedGeneration(Generation):
+    """For a command line that names the model."""
+
+    def check_named_model(self, path: str, evaluated: Checkpoint) -> None:
+        """Raises: ValueError if the checkpoint is of another model."""
+        own, named = evaluated.state.model["path"], seen_from_anywhere(path)
+        if own not in (named, path) and name_and_revision(own)[0] != path:
+            raise ValueError(
+                f"{MODEL} is {path} and trainer.resume_mode is set: the run of "
+                f"{evaluated.folder} began with {own}, and the checkpoint would be evaluated. Set resume_mode=null to "
+                f"evaluate {path}, or remove {MODEL}"
+            )
 
 
 def chosen_checkpoint(config: Config) -> Checkpoint | None:

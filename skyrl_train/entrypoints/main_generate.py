@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from functools import partial
+from collections.abc import Sequence
 
 from skyrl_train.checks.generation import check_generation
+from skyrl_train.checks.training import MODEL
 from skyrl_train.config.rl import RL
 from skyrl_train.entrypoints.command import Command, execute
 
@@ -28,7 +29,13 @@ COMMAND = Command(
     run="skyrl_train.entrypoints.generation:Generation",
     has_report=False,
 )
-main = partial(execute, COMMAND)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Evaluate what the command line asks for and return the exit code."""
+    names_model = any(text.lstrip("+").startswith(f"{MODEL}=") for text in argv)
+    run = "skyrl_train.entrypoints.generation:NamedGeneration" if names_model else COMMAND.run
+    return execute(dataclasses.replace(COMMAND, run=run), argv)
 
 
 if __name__ == "__main__":

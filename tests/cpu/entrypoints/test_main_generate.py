@@ -113,6 +113,20 @@ def test_a_checkpoint_is_evaluated_by_the_export_of_its_run(made_world: Path, se
     assert (made_world / "runs/trained/checkpoints/global_step_2").exists(), "the run's folder stays where it is"
 
 
+def test_a_model_named_beside_a_checkpoint_of_another_one_is_refused(
+    made_world: Path, served: list[str], capsys: pytest.CaptureFixture[str]
+):
+    write_checkpoint(made_world, is_exported=True)
+    arguments = [*ARGUMENTS, "trainer.run_name=trained", "trainer.resume_mode=latest"]
+    (made_world / "other").mkdir()
+    assert main_generate.main([*arguments, "trainer.policy.model.path=other"]) == 2
+    expected = (
+        f"trainer.policy.model.path is other and trainer.resume_mode is set: the run of {made_world}/runs/trained"
+    )
+    assert expected in capsys.readouterr().out and not served
+    assert main_generate.main([*arguments, "trainer.policy.model.path=model"]) == 0, "the same folder, relative"
+
+
 def test_a_checkpoint_that_was_not_exported_is_exported_for_the_evaluation(
     made_world: Path, served: list[str], monkeypatch: pytest.MonkeyPatch
 ):
