@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from skyrl_train.service import StaleSamples, TrainingService
+from skyrl_train.service import ServiceBroken, StaleSamples, TrainingService
 
 REWARDS = {"maybe": 1.0, "no": 0.75, "yes": 0.5}
 PROMPTS = ["yes, no or maybe?", "maybe, no or yes?", "no, yes or maybe?", "say one of the three:"]
@@ -90,4 +90,9 @@ async def main(name: str, address: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    if len(sys.argv) != 3:
+        sys.exit("usage: python agent.py NAME ADDRESS, which the service prints when it starts")
+    try:
+        asyncio.run(main(*sys.argv[1:]))
+    except (ValueError, ServiceBroken) as error:  # no such service, or it cannot train any more
+        sys.exit(f"error: {error}")

@@ -122,12 +122,12 @@ def attach(address: str) -> None:
     Raises: ValueError if it does not answer.
     """
     _silence_raylet()
-    _check_answers(address)
+    unanswered = f"no Ray cluster answers at {address!r}. Use the address that the service printed when it started"
+    _check_answers(address, unanswered)
     try:
         with _signal_handlers_kept():
             ray.init(address=address, **QUIET)
     except (ConnectionError, AuthenticationError) as error:
-        unanswered = f"no Ray cluster answers at {address!r}"
         raise ValueError(_refused_token(address) if is_refused_token(error) else unanswered) from error
 
 
@@ -147,8 +147,10 @@ def _refused_token(address: str) -> str:
     )
 
 
-def _check_answers(address: str) -> None:
-    """Raises: ValueError; Ray (2.60) itself retries for more than five minutes where nothing listens."""
+def _check_answers(address: str, unanswered: str = "") -> None:
+    """Raises: ValueError, by default about RAY_ADDRESS; Ray (2.60) itself retries for more than five minutes where
+    nothing listens.
+    """
     host, separator, port = address.rpartition(":")
     if "://" in address:
         raise ValueError(
@@ -159,7 +161,7 @@ def _check_answers(address: str) -> None:
         try:
             socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
         except OSError as error:
-            raise ValueError(_no_cluster(address)) from error
+            raise ValueError(unanswered or _no_cluster(address)) from error
 
 
 def _no_cluster(address: str) -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import subprocess
+import sys
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +19,7 @@ from skyrl_train.service.actor import State
 from skyrl_train.service.client import TrainingService
 from skyrl_train.service.queue import ServiceBroken
 
+AGENT = Path(__file__).parents[3] / "examples/service/agent.py"
 STATE = State("m", (), has_endpoint=True, policy_version=3, run_dir="/tmp")
 
 
@@ -95,3 +99,21 @@ def test_a_model_is_not_saved_in_the_folder_of_the_program_by_mistake(monkeypatc
     with pytest.raises(ValueError, match=r"save\(''\): it must be a folder"):
         asyncio.run(service.save(""))
     assert not service._handle.called
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "usage: python agent.py NAME ADDRESS, which the service prints when it starts"),
+        (
+            ["agents", "127.0.0.1:9"],
+            "error: no Ray cluster answers at '127.0.0.1:9'. Use the address that the service printed when it started",
+        ),
+    ],
+    ids=["no arguments", "no cluster"],
+)
+def test_an_agent_without_a_service_ends_with_one_line(arguments: list[str], expected: str):
+    command = [sys.executable, str(AGENT), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert (ended.returncode, ended.stderr.strip().splitlines()[-1:]) == (1, [expected])
+    assert "Traceback" not in ended.stderr
