@@ -177,7 +177,7 @@ def _objective(config: Config) -> Iterator[str]:
     problems = list(algorithm_problems(algorithm.values, algorithm.parameters, PLACES, has_teacher=has_teacher))
     yield from teacher_problems(config)
     yield from problems
-    is_stale = config.trainer.source == "streaming" and config.trainer.staleness > 0
+    is_stale = config.trainer.source != "on_policy" and config.trainer.staleness > 0
     if is_stale and not problems and not uses_rollout_logprobs(build_objective(algorithm.values, 1.0)):
         yield (
             f"trainer.algorithm.corrections is {list(algorithm.corrections)}: with trainer.max_staleness "

@@ -44,7 +44,7 @@ def _corrections(source: str, max_staleness: int | None, loss: str, quantization
     """Truncated importance sampling where the samples are of older or quantised weights and the loss does not account
     for it.
     """
-    is_stale = source == "streaming" and max_staleness != 0
+    is_stale = source == "streaming" if max_staleness is None else max_staleness > 0
     return ["token_tis"] if (is_stale or quantization) and loss not in RELATIVE_TO_ENGINE else []
 
 

@@ -1,4 +1,6 @@
-"""Bound on the difference between engines' and trainer's logprobs of a step, beyond which it is not trained."""
+"""Bound on the difference between engines' and trainer's logprobs of a step, beyond which it is not trained; and a
+warning about samples of older weights, to which it does not apply.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from skyrl_train.algorithms.build import uses_rollout_logprobs
+from skyrl_train.algorithms.objective import Objective
 from skyrl_train.config.rl import LogprobDifferenceConfig
 from skyrl_train.trainer.agreement.sync_check import rounding_bound
 from skyrl_train.types import Group
@@ -64,6 +68,31 @@ class LogprobBound:
             difference,
             self.fail,
             CAUSES,
+        )
+
+
+class StaleSamples:
+    """Warns once in a run if the objective trains samples of older weights as if the current policy had sampled them.
+
+    Checks refuse this where the configuration declares stale samples; a source of the user may return some all the
+    same.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective, self._has_warned = objective, False
+
+    def note(self, staleness: Tensor) -> None:
+        """Args: staleness [T]: that of a step's tokens (`ExperienceBatch`)."""
+        if self._has_warned or not bool((staleness > 0).any()) or uses_rollout_logprobs(self._objective):
+            return
+        self._has_warned = True
+        log.warning(
+            "%.3g %% of the trained tokens of this step were sampled by older weights, up to %d policy versions, which "
+            "neither trainer.algorithm.policy_loss_type nor a correction accounts for: gradients are biased. Set "
+            "trainer.max_staleness to the number of steps that samples of trainer.source may be behind (the default "
+            "of trainer.algorithm.corrections is then [token_tis]). Later steps do not warn again",
+            100 * float((staleness > 0).sum() / (staleness >= 0).sum()),
+            int(staleness.max()),
         )
 
 

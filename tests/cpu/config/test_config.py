@@ -237,6 +237,8 @@ def test_a_value_out_of_range_or_an_unknown_name_says_what_is_allowed(override: 
         (["generator.quantization=fp8"], ("token_tis",)),
         (["trainer.source=streaming"], ("token_tis",)),
         (["trainer.source=streaming", "trainer.max_staleness=0"], ()),
+        (["trainer.source=own:Source"], ()),
+        (["trainer.source=own:Source", "trainer.max_staleness=2"], ("token_tis",)),
         (["generator.quantization=fp8", "trainer.source=streaming", "trainer.max_staleness=0"], ("token_tis",)),
         (["generator.quantization=fp8", "trainer.algorithm.policy_loss_type=dppo"], ()),
         (["generator.quantization=fp8", "trainer.algorithm.corrections=[icepop]"], ("icepop",)),

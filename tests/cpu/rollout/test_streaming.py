@@ -642,6 +642,9 @@ def test_a_state_that_is_not_its_own_is_refused(state: dict[str, Any]):
         World().source.resume(state)
 
 
+OWN_SOURCE = ["trainer.source=skyrl_train.rollout.source:OnPolicySource"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
@@ -649,6 +652,10 @@ def test_a_state_that_is_not_its_own_is_refused(state: dict[str, Any]):
         (["trainer.source=on_policy", "trainer.max_staleness=2"], "with trainer.source=on_policy no sample is stale"),
         (["trainer.algorithm.dynamic_sampling.type=replace"], "no group needs a copy"),
         (["trainer.algorithm.corrections=[]"], "older weights, which neither regular nor a correction accounts for"),
+        (
+            [*OWN_SOURCE, "trainer.max_staleness=1", "trainer.algorithm.corrections=[]"],
+            "older weights, which neither regular nor a correction accounts for",
+        ),
         (["trainer.algorithm.corrections=[opsm]"], "accounts for"),
         (["trainer.max_staleness=0", LOGLINEAR], "loglinear and no sample is stale: .* Set it to recompute"),
         (["trainer.source=on_policy", LOGLINEAR], "loglinear and no sample is stale"),

@@ -86,7 +86,13 @@ class Critic:
 class World:
     """A step whose devices and first comparison only record that they were used."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *overrides: str, always_updates: bool = False) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *overrides: str,
+        always_updates: bool = False,
+        objective: Objective | None = None,
+    ) -> None:
         self.policy = Policy()
         calls, config, policy = self.policy.calls, load_config([WITHOUT_KL, *overrides]), cast("Any", self.policy)
 
@@ -117,7 +123,7 @@ class World:
             first_check=SimpleNamespace(scores=noting("scores"), judge=noting("judge")),  # type: ignore[arg-type]
             logprob_bound=bound,  # type: ignore[arg-type]
             learning_signal=LearningSignal(objective_of(), has_other_terms=always_updates),
-            objective=objective_of(),
+            objective=objective or objective_of(),
             limits=SimpleNamespace(),  # type: ignore[arg-type]
             timers=timers,
             critic=Critic(calls) if config.trainer.algorithm.needs_critic else None,  # type: ignore[arg-type]
@@ -157,6 +163,24 @@ def test_the_first_update_after_steps_without_signal_is_checked_like_any_first_u
         assert world.policy.policy_version == 1
 
     asyncio.run(main())
+
+
+def test_the_first_samples_of_older_weights_that_nothing_accounts_for_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    async def warnings_of(*corrections: str) -> list[str]:
+        caplog.clear()
+        world = World(monkeypatch, objective=objective_of(*corrections))
+        await world.learn(DIFFERENT)
+        assert "older weights" not in caplog.text  # the samples are of version 0, like the policy
+        await world.learn(DIFFERENT)
+        await world.learn(DIFFERENT)
+        return [record.getMessage() for record in caplog.records if "older weights" in record.getMessage()]
+
+    (warning,) = asyncio.run(warnings_of())
+    assert warning.startswith("100 % of the trained tokens of this step were sampled by older weights, up to 1 policy")
+    assert "trainer.max_staleness" in warning
+    assert asyncio.run(warnings_of("trainer.algorithm.corrections=[token_tis]")) == []
 
 
 async def fails(*args: Any, **kwargs: Any) -> Any:
