@@ -182,5 +182,5 @@ class TrainingStep:
             | metrics
             | self.coefficients.after_update(metrics)
             | {"policy/rollout_train_logprobs_compared": compared_share(groups, version)}
-            | training_performance(len(batch.token_ids), reports, self.timers)
+            | training_performance(epochs * len(batch.token_ids), reports, self.timers)
         )

@@ -165,6 +165,16 @@ def test_the_first_update_after_steps_without_signal_is_checked_like_any_first_u
     asyncio.run(main())
 
 
+def test_tokens_count_in_every_epoch_of_an_update(monkeypatch: pytest.MonkeyPatch):
+    async def trained(*overrides: str) -> float:
+        world = World(monkeypatch, *overrides)
+        metrics = await world.learn(DIFFERENT, EQUAL)  # eight tokens
+        return metrics["perf/train_tokens_per_s"] * world.step.timers.metrics()["timing/policy_train"]
+
+    assert asyncio.run(trained()) == pytest.approx(8)
+    assert asyncio.run(trained("trainer.update_epochs_per_batch=3")) == pytest.approx(24)
+
+
 def test_the_first_samples_of_older_weights_that_nothing_accounts_for_are_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
