@@ -13,7 +13,7 @@ from skyrl_train.algorithms.credit import reads_values
 from skyrl_train.algorithms.distillation import kl_to_teacher, teacher_advantages, topk_forward, topk_reverse
 from skyrl_train.algorithms.losses.value import clipped_value_loss
 from skyrl_train.algorithms.objective import Bound, Objective, Term, kl_to_reference, negative_entropy, objective_loss
-from skyrl_train.algorithms.preflight.calls import failures
+from skyrl_train.algorithms.preflight.calls import REDUCTION_KEYS, failures
 from skyrl_train.algorithms.preflight.sample import sample_of_three
 from skyrl_train.algorithms.selection import selection_of
 from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
@@ -103,11 +103,9 @@ def algorithm_problems(
         objective, estimator = build_objective(values, 1.0), build_estimator(values)
         if reads_values(estimator.function):
             build_critic_objective(values)
-        for name in {term + "loss_reduction" for term in ("", "kl_", "entropy_", "value_")} | {
-            "distillation_reduction"
-        }:
-            if values[name] is not None:
-                REDUCTIONS.resolve(values[name])
+        for key in REDUCTION_KEYS:
+            if (name := values[key.rpartition(".")[2]]) is not None:
+                REDUCTIONS.resolve(name)
     except ValueError as error:
         yield str(error)
         return

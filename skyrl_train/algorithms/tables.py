@@ -194,4 +194,4 @@ REDUCTIONS = Table(
     },
 )
 """f(num_tokens [B] int64, trained tokens of each sample of one mini-batch; group_ids [B]; MaxLengths) -> [B]
-int64, the divisor of each sample's tokens (any value where it has none)"""
+int64, the divisor of each sample's tokens, at least 1 (any value where it has none)"""

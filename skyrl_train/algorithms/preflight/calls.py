@@ -22,8 +22,13 @@ from skyrl_train.algorithms.inputs import Correction, LossTerms, TokenInputs
 from skyrl_train.algorithms.metrics import Metric, Reduce
 from skyrl_train.algorithms.objective import Bound, Objective
 from skyrl_train.algorithms.preflight.sample import sample_of_three, two_samples_of_two
-from skyrl_train.algorithms.reductions import weighted_sum
+from skyrl_train.algorithms.reductions import MaxLengths, weighted_sum
+from skyrl_train.algorithms.tables import REDUCTIONS
 
+REDUCTION_KEYS = (
+    *("loss_reduction", "kl_loss_reduction", "entropy_loss_reduction", "value_loss_reduction"),
+    "distillation.distillation_reduction",
+)
 MASK = torch.tensor([True, True, False])
 
 
@@ -47,13 +52,14 @@ class Contract:
 LOSS = Contract("TokenInputs", "LossTerms(terms of shape [P], metrics)")
 CORRECTION = Contract("TokenInputs", "Correction(factor of shape [P], metrics)")
 KL = Contract("logprobs of shape [P], ref_logprobs of shape [P]", "a tensor of shape [P]")
+REDUCTION = Contract("num_tokens of shape [B], group_ids of shape [B], MaxLengths", "divisors of shape [B]")
 OF_TOKENS = Contract("CreditInputs", "advantages of shape [T]")
 OF_SAMPLES = Contract("rewards of shape [B], group_ids of shape [B]", "advantages of shape [B]")
 WITH_VALUES = Contract("CreditInputs", "AdvantagesAndReturns, both of shape [T]")
 
 
 def failures(objective: Objective, estimator: Bound, values: Mapping[str, Any]) -> Iterator[str]:
-    """Problems of the policy's objective and the estimator. Args: values: as in `build_objective`."""
+    """Problems of the objective's functions and the estimator. Args: values: as in `build_objective`."""
     terms = {term.name: term.loss for term in objective.terms}
     of_loss, of_correction = partial(_call_loss, objective), partial(_call_correction, objective)
     yield from _failures(f"policy_loss_type is {values['policy_loss_type']}", terms["policy"], LOSS, of_loss)
@@ -69,6 +75,9 @@ def failures(objective: Objective, estimator: Bound, values: Mapping[str, Any]) 
     contract = WITH_VALUES if reads_values(estimator.function) else OF_SAMPLES if is_per_sample else OF_TOKENS
     named = f"advantage_estimator is {values['advantage_estimator']}"
     yield from _failures(named, estimator, contract, _call_estimator)
+    for key in REDUCTION_KEYS:
+        if (name := values[key.rpartition(".")[2]]) is not None:
+            yield from _failures(f"{key} is {name}", Bound(REDUCTIONS.resolve(name)), REDUCTION, _call_reduction)
 
 
 def _failures(named: str, bound: Bound, contract: Contract, call: Callable[[Bound], object]) -> Iterator[str]:
@@ -134,6 +143,17 @@ def _call_kl(estimator: Bound, *, has_gradient: bool) -> None:
 def _call_estimator(estimator: Bound) -> None:
     inputs = two_samples_of_two(estimator.parameters.get("gdpo_reward_weights", ()))
     assign_credit(estimator.function, inputs, estimator.parameters)
+
+
+def _call_reduction(reduction: Bound) -> None:
+    num_tokens = torch.tensor([3, 0, 2])
+    result = reduction(num_tokens, torch.tensor([0, 0, 1]), MaxLengths(response=4, conversation=8))
+    if not isinstance(result, Tensor) or result.shape != num_tokens.shape:
+        remedy = "Return one divisor per sample, [B]"
+        raise WrongResult(f"divisors {_shape(result)} for {len(num_tokens)} samples", remedy)
+    trained = result[num_tokens > 0]
+    if not bool((torch.isfinite(trained) & (trained >= 1)).all()):
+        raise WrongResult(f"divisors {trained.tolist()} for samples with tokens", "They must be finite, and at least 1")
 
 
 def _tokens(objective: Objective, bound: Bound) -> TokenInputs:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.algorithms.build import algorithm_problems
-from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES
+from skyrl_train.algorithms.tables import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
 from skyrl_train.config import load_config
 from skyrl_train.config.algorithm import PLACES
 
@@ -66,6 +66,11 @@ def plain_factor(tokens): return Correction(tokens.advantages, {"x": 1.0})
 def mean_kl(logprobs, ref): return (logprobs - ref).mean()
 def detached_kl(logprobs, ref): return (logprobs - ref).detach()
 
+def by_position(num_tokens, group_ids, max_lengths): return 1 + num_tokens.cumsum(0)
+def total(num_tokens, group_ids, max_lengths): return num_tokens.sum()
+def half(num_tokens, group_ids, max_lengths): return 0.5 * num_tokens / num_tokens
+def two_arguments(num_tokens, group_ids): return num_tokens
+
 def short(inputs): return inputs.rewards[1:]
 def listed_advantages(inputs): return inputs.rewards.tolist()
 @per_sample
@@ -96,6 +101,7 @@ def line_of(text: str) -> int:
         ("policy_loss_type", [*LOSSES, "own_mistakes:right", "own_mistakes:an_object"]),
         ("advantage_estimator", [*(name for name in ADVANTAGES if name != "zero"), "own_mistakes:per_group"]),
         ("kl_estimator_type", [*KL_ESTIMATORS, "own_mistakes:kl"]),
+        ("loss_reduction", [*REDUCTIONS, "own_mistakes:by_position"]),
         ("corrections", [f"[{name}]" for name in (*CORRECTIONS, "own_mistakes:factor")]),
     ],
 )
@@ -147,6 +153,9 @@ LOSS_TERMS = "must return LossTerms(terms of shape [P], metrics)"
         (CORRECTION + "plain_factor", "def plain_factor(", "the metric x as a float", "Return Metric(values of shape"),
         (KL + "mean_kl", "def mean_kl(", "values of shape () for 3 tokens", "Return one value per token, [P]"),
         (KL + "detached_kl", "def detached_kl(", "without a gradient", "Compute them from the policy's logprobs"),
+        ("loss_reduction=own_mistakes:total", "def total(", "divisors of shape () for 3 samples", "one divisor per"),
+        ("kl_loss_reduction=own_mistakes:half", "def half(", "divisors [0.5, 0.5] for samples with", "at least 1"),
+        ("value_loss_reduction=own_mistakes:two_arguments", "def two_arg", "TypeError: two_arg", "return divisors of"),
         (CREDIT + "short", "def short(", "short returned (3,): it must return a tensor of shape (4,)", "of shape [T]"),
         (CREDIT + "listed_advantages", "def listed_adv", "returned list: it must return a tensor", "of shape [T]"),
         (CREDIT + "of_tokens", "@per_sample\ndef of_tokens", "takes 1 positional", "of_tokens(rewards of shape [B], g"),
