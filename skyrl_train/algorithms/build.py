@@ -189,11 +189,14 @@ def needs_advantages(objective: Objective) -> bool:
     return True
 
 
-def uses_rollout_logprobs(objective: Objective) -> bool:
-    """Whether the policy's gradient depends on how likely the engine found the tokens, tested on a sample of three."""
+def uses_rollout_logprobs(objective: Objective, log_weight: float = 12.0) -> bool:
+    """Whether the policy's gradient depends on how likely the engine found the tokens, tested on a sample of three.
+
+    Args: log_weight: log-ratio of engine and trainer that is compared with 0; masks ignore a small one.
+    """
     gradients = []
     weights = {reduction: torch.full((3,), 1 / 3) for reduction in objective.reductions}
-    for log_ratio in (0.0, 12.0):
+    for log_ratio in (0.0, log_weight):
         tokens = sample_of_three(objective.needs, objective.selections)
         rollout = tokens.old_logprobs + torch.tensor([log_ratio, 0.0, log_ratio])
         tokens = replace(tokens, signals={**tokens.signals, "rollout_logprobs": rollout})

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from skyrl_train.algorithms.build import build_objective, uses_rollout_logprobs
 from skyrl_train.config import Config
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.compose import RELATIVE_TO_ENGINE
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.weight_sync.channels.table import STOCK
 
 IMPORTANCE_WEIGHTS = ("token_tis", "sequence_tis", "icepop")
 """Corrections that multiply by the ratio to the engine's policy; the others are masks."""
+SMALL_LOG_WEIGHT = 0.01
+"""Log-ratio of engine and trainer that changes weights, and lies within the bounds of masks."""
 OUTSIDE_CACHES = {"kv_offloading_size", "kv_transfer_config"}
 """vLLM's arguments that store KV caches in other places."""
 OF_POLICY = ("opsm", "top_entropy")
@@ -47,6 +51,19 @@ def correction_problems(trainer: TrainerConfig) -> Iterator[str]:
             f"{key} has opsm: it masks samples that became less likely in earlier optimizer steps of an update, and "
             "each update makes one step. Lower trainer.policy_mini_batch_size, or use geometric_mask"
         )
+
+
+def double_weight_warning(algorithm: AlgorithmConfig) -> str | None:
+    """Return a warning if a loss of the user multiplies by the ratio to the engine like a correction beside it."""
+    weights = [name for name in algorithm.corrections if name in IMPORTANCE_WEIGHTS]
+    loss_alone = replace(build_objective(algorithm.values, 1.0), corrections=())
+    if not weights or not uses_rollout_logprobs(loss_alone, SMALL_LOG_WEIGHT):
+        return None
+    return (
+        f"trainer.algorithm.corrections has {', '.join(weights)}, and {algorithm.policy_loss_type} reads "
+        "rollout_logprobs: if its ratio is to the engine's policy, the difference counts twice. Set "
+        "trainer.algorithm.corrections=[], unless this is meant"
+    )
 
 
 def treatment_of_quantization(config: Config) -> str | None:

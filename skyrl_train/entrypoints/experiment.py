@@ -12,7 +12,7 @@ from rich.console import Console
 
 from skyrl_train.checks.engines import check_vllm
 from skyrl_train.checks.model_folder import check_scoring_models
-from skyrl_train.checks.staleness import quantization_warning, treatment_of_quantization
+from skyrl_train.checks.staleness import double_weight_warning, quantization_warning, treatment_of_quantization
 from skyrl_train.cluster.devices import endpoint_warning
 from skyrl_train.cluster.launch import Processes
 from skyrl_train.cluster.pool.settings import served_model_name
@@ -240,7 +240,8 @@ class Experiment(Run[Config, Processes]):
 
     def introduction(self, layout: str) -> dict[str, str]:
         trainer, generator = self.config.trainer, self.config.generator
-        for doubt in (doubt_about_loss(trainer.algorithm), quantization_warning(self.config)):
+        doubts = (doubt_about_loss, doubt_about_penalty, double_weight_warning)
+        for doubt in (*(of(trainer.algorithm) for of in doubts), quantization_warning(self.config)):
             if doubt is not None:
                 log.warning("%s", doubt)
         treatment = treatment_of_quantization(self.config)
@@ -274,3 +275,17 @@ def doubt_about_loss(algorithm: AlgorithmConfig) -> str | None:
             "such a bound hardly ever clips. The paper has eps_clip_low 3e-4 and eps_clip_high 4e-4"
         )
     return None
+
+
+def doubt_about_penalty(algorithm: AlgorithmConfig) -> str | None:
+    """What a KL penalty in the reward does to groups of equal rewards, which can be meant; None if nothing unusual."""
+    estimator, key = algorithm.advantage_estimator, "trainer.algorithm"
+    divides = estimator == "maxrl" or (estimator in ("grpo", "pass@k") and algorithm.grpo_norm_by_std)
+    leaves_out = algorithm.zero_variance_filter or algorithm.dynamic_sampling.type is not None
+    if not (divides and algorithm.use_kl_in_reward and algorithm.kl_loss_coef) or leaves_out:
+        return None
+    return (
+        f"{key}.use_kl_in_reward is true: {estimator} divides the rewards of a group by their own size, so where they "
+        "are equal the penalty alone makes advantages of about 1, whatever kl_loss_coef is. Use use_kl_loss instead, "
+        "zero_variance_filter=true, or rloo, unless this is meant"
+    )

@@ -14,7 +14,7 @@ import ray
 from transformers import PretrainedConfig
 
 from skyrl_train.algorithms.tables import import_modules
-from skyrl_train.checks.staleness import quantization_warning, treatment_of_quantization
+from skyrl_train.checks.staleness import double_weight_warning, quantization_warning, treatment_of_quantization
 from skyrl_train.cluster.gpu_kind import cluster_gpu_kind
 from skyrl_train.cluster.pool.settings import served_model_name
 from skyrl_train.cluster.process import log_to
@@ -116,8 +116,9 @@ class ServiceActor:
             model, tokenizer = checked_model(config)
             if (treatment := treatment_of_quantization(config)) is not None:
                 log.info("engines: %s", treatment)
-            if (doubt := quantization_warning(config)) is not None:
-                log.warning("%s", doubt)
+            for doubt in (double_weight_warning(config.trainer.algorithm), quantization_warning(config)):
+                if doubt is not None:
+                    log.warning("%s", doubt)
             if self._cluster.has_gpus and (kind := await cluster_gpu_kind()) is not None:
                 config = self._config = fitted(config, model, kind, log.info)
             self._reader = JobReader(config, tokenizer, model.vocab_size, model.max_position_embeddings)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from skyrl_train.checks.staleness import double_weight_warning
 from skyrl_train.config import load_config
-from skyrl_train.entrypoints.experiment import Experiment, doubt_about_loss
+from skyrl_train.entrypoints.experiment import Experiment, doubt_about_loss, doubt_about_penalty
 
 SERVERS = "generator.remote_inference_engine_urls=[http://a:1,http://b:1]"
 
@@ -86,3 +89,59 @@ def test_a_run_warns_of_quantised_engines_without_a_correction(caplog: pytest.Lo
 def test_a_run_warns_of_a_loss_that_is_not_that_of_its_paper(overrides: list[str], expected: str | None):
     doubt = doubt_about_loss(load_config(overrides).trainer.algorithm)
     assert doubt is None if expected is None else doubt is not None and expected in doubt
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], "grpo divides"),
+        (["advantage_estimator=maxrl"], "maxrl divides"),
+        (["advantage_estimator=pass@k"], "pass@k divides"),
+        (["grpo_norm_by_std=false"], None),
+        (["advantage_estimator=rloo"], None),
+        (["zero_variance_filter=true"], None),
+        (["dynamic_sampling.type=filter"], None),
+        (["kl_loss_coef=0"], None),
+        (["use_kl_in_reward=false"], None),
+    ],
+)
+def test_a_run_warns_of_a_penalty_that_becomes_the_advantage_where_rewards_are_equal(
+    overrides: list[str], expected: str | None
+):
+    keys = ["use_kl_loss=false", "use_kl_in_reward=true", *overrides]
+    algorithm = load_config([f"trainer.algorithm.{key}" for key in keys]).trainer.algorithm
+    doubt = doubt_about_penalty(algorithm)
+    assert doubt is None if expected is None else doubt is not None and expected in doubt
+
+
+OWN_LOSSES = """
+from skyrl_train.algorithms.inputs import LossTerms
+from skyrl_train.algorithms.ratios import ratio, rollout_ratio
+
+def to_engine(tokens): return LossTerms(-rollout_ratio(tokens) * tokens.advantages)
+def to_old(tokens): return LossTerms(-ratio(tokens) * tokens.advantages)
+def masked(tokens):
+    distance = (tokens.old_logprobs - tokens.rollout_logprobs).abs()
+    return LossTerms(-ratio(tokens) * tokens.advantages * (distance < 1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "corrections", "is_double"),
+    [
+        ("own_ratios:to_engine", "[token_tis]", True),
+        ("own_ratios:to_engine", "[sequence_tis,outlier_mask]", True),
+        ("own_ratios:to_engine", "[outlier_mask]", False),
+        ("own_ratios:to_old", "[token_tis]", False),
+        ("own_ratios:masked", "[token_tis]", False),
+        ("regular", "[icepop]", False),
+    ],
+)
+def test_a_run_warns_of_an_own_loss_whose_ratio_to_the_engine_would_count_twice(
+    loss: str, corrections: str, is_double: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "own_ratios.py").write_text(OWN_LOSSES)
+    monkeypatch.syspath_prepend(tmp_path)
+    keys = [f"policy_loss_type={loss}", f"corrections={corrections}"]
+    doubt = double_weight_warning(load_config([f"trainer.algorithm.{key}" for key in keys]).trainer.algorithm)
+    assert doubt is None if not is_double else doubt is not None and f"and {loss} reads rollout_logprobs" in doubt
