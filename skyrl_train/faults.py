@@ -107,6 +107,8 @@ def _wrong_values(sample: Sample) -> Iterator[str]:
         yield "has no tokens: it needs those of its prompt"
     elif (lowest := int(sample.token_ids.min())) < 0:
         yield f"has token id {lowest}: ids are those of the policy's tokenizer, from 0"
+    if lengths[1] and bool(sample.loss_mask[0]):
+        yield "has loss_mask True for its first token, which nothing predicts: begin with the prompt's tokens"
     if not 0 <= sample.prompt_length <= lengths[0]:
         yield f"has prompt_length {sample.prompt_length} of {lengths[0]} tokens: it must be the prompt's number of them"
     if not (are_finite := torch.isfinite(sample.rewards)).all():

@@ -43,7 +43,7 @@ def groups(draw: st.DrawFn, min_groups: int = 1) -> list[Group]:
 def samples_of_tokens(draw: st.DrawFn) -> Sample:
     length = draw(st.integers(1, 5))
     rewards = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, -0.1]), min_size=length, max_size=length))
-    mask = draw(st.lists(st.booleans(), min_size=length, max_size=length))
+    mask = [False, *draw(st.lists(st.booleans(), min_size=length - 1, max_size=length - 1))]
     numbers = draw(st.lists(st.integers(0, 9), min_size=length, max_size=length))
     return Sample(
         token_ids=torch.tensor(numbers),

@@ -111,6 +111,13 @@ def test_three_faults_are_named_and_the_others_counted():
     assert str(error.value).count("the rollout or environment must return finite rewards") == 3
 
 
+def test_a_first_token_is_not_trained_because_nothing_predicts_it():
+    """It would count in the mean over the tokens, with a term of 0."""
+    first = replace(sample(3, 1.0), loss_mask=torch.tensor([True, False, True]))
+    with pytest.raises(ValueError, match="sample 0 of prompt a has loss_mask True for its first token, which nothing"):
+        build_experience([group("a", first)], policy_version=0)
+
+
 def test_a_field_that_is_no_tensor_is_named():
     wrong = replace(sample(2, 1.0), loss_mask=[0, 1])
     with pytest.raises(ValueError, match=r"sample 0 of prompt a has list \[0, 1\] as loss_mask: it must be a tensor"):
