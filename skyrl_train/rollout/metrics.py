@@ -18,8 +18,8 @@ def rollout_metrics(groups: Sequence[Group], pass_threshold: float = 0.0) -> Met
 
     Args: pass_threshold: a sample passes if its reward is above it.
 
-    A conversation that is trained as several samples counts once in all but `batch_num_seq`. Lengths count the tokens
-    that the policy wrote, over all turns.
+    A conversation that is trained as several samples counts once in all but `batch_num_seq` and `environment/*`, which
+    counts every sample that has `env_metrics`. Lengths count the tokens that the policy wrote, over all turns.
     """
     conversations = [conversation for group in groups for conversation in group.conversations]
     rewards = _rewards(groups)
