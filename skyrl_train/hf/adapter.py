@@ -168,9 +168,24 @@ def save(target: str | Path, tensors: Mapping[str, Tensor], folder: str, base_mo
     path.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", FINGERPRINT: fingerprint(folder)}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "tensors.tmp", metadata=metadata)
+    _order_header(path / "tensors.tmp")
     (path / "config.tmp").write_text(json.dumps(peft_config(folder, base_model, lora), indent=2))
     (path / "tensors.tmp").rename(path / TENSORS_FILE)
     (path / "config.tmp").rename(path / CONFIG_FILE)
+
+
+def _order_header(file: Path) -> None:
+    """Sort the metadata of a safetensors file, whose order is random (safetensors 0.8), so that equal adapters have
+    equal digests.
+    """
+    with file.open("r+b") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(ordered) <= size, "compact JSON with other values"
+        stream.seek(8)
+        stream.write(ordered.ljust(size))
 
 
 def in_order(name: str) -> list[int | str]:

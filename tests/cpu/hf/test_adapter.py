@@ -53,6 +53,18 @@ def change_config(lora: LoraConfig, **values: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
+def test_equal_adapters_are_equal_files(dense: Path, tmp_path: Path):
+    """safetensors writes metadata in random order."""
+    tensors = read_adapter(str(write_adapter(tmp_path / "given", dense).path))
+    files = set()
+    for _ in range(12):
+        adapter.save(tmp_path, tensors, str(dense), "base", lora_config())
+        files.add((tmp_path / adapter.TENSORS_FILE).read_bytes())
+    assert len(files) == 1
+    written = read_adapter(str(tmp_path))
+    assert written.keys() == tensors.keys() and all(torch.equal(written[name], tensors[name]) for name in tensors)
+
+
 def test_an_adapter_is_read_as_it_was_written(given: LoraConfig, dense: Path):
     a, b = open_it(given, dense).factors("model.layers.0.self_attn.q_proj")
     tensors = read_adapter(str(given.path))
