@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
 
 from skyrl_train.checks.equivalence import compare_with_hugging_face, known_config
 from skyrl_train.checks.tokenizer import check_same_tokens, check_tokenizer, load_tokenizer
+from skyrl_train.checks.training import MODEL
 from skyrl_train.checks.weights import check_weights
 from skyrl_train.config import ConfigError
 from skyrl_train.config.rl import TrainerConfig
+from skyrl_train.config.training import TrainingConfig
 from skyrl_train.engines.vllm.models import model_problems as vllm_model_problems
 from skyrl_train.hf.download import download
 from skyrl_train.hf.hub import local_folder
@@ -57,6 +60,14 @@ def check_scoring_models(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerB
         given = f"{model.path_key} is {model.model_path}"
         if problems := list(_engine_problems(folder, given, device_type, trust_remote_code=trainer.trust_remote_code)):
             raise ConfigError(problems)
+
+
+def loaded_from(trainer: TrainingConfig) -> dict[Path, str]:
+    """Local folder -> key of the model that the run loads from it, perhaps again when a process is replaced."""
+    others = (*trainer.scoring_models, *trainer.engine_teachers) if isinstance(trainer, TrainerConfig) else ()
+    paths = {model.model_path: model.path_key for model in others} | {trainer.policy.model.path: MODEL}
+    folders = {Path(path).expanduser().resolve(): key for path, key in paths.items()}
+    return {folder: key for folder, key in folders.items() if folder.is_dir()}
 
 
 def _engine_problems(folder: str, given: str, device_type: str | None, *, trust_remote_code: bool) -> Iterator[str]:

@@ -41,6 +41,8 @@ def last_lines(status: str, model: Path | None, checkpoint: Path | None, resume:
         lines += [] if checkpoint is None else [f"resume  {resume}"]
     if model is None and checkpoint is not None:
         target = Path(export_path).expanduser().resolve() / checkpoint.name
+        if target.exists():  # an export of the step before the run was resumed from an earlier one
+            target = target.with_name(f"{target.name}_resumed")
         arguments = shlex.join([f"checkpoint={checkpoint}", f"export_path={target}"])
         lines.append(f"model   not exported. To export it: {EXPORT} {arguments}")
     elif model is None and status == "finished":

@@ -22,7 +22,7 @@ from skyrl_train.entrypoints.experiment import Experiment
 from skyrl_train.entrypoints.export_hf import find_checkpoint
 from skyrl_train.entrypoints.run import connect
 from skyrl_train.forecast.fit import fitted_for_evaluation
-from skyrl_train.hf.checkpoint import INDEX
+from skyrl_train.hf.checkpoint import export_sum
 from skyrl_train.hf.download import download, python_path
 from skyrl_train.hf.hub import local_folder, name_and_revision, seen_from_anywhere
 from skyrl_train.rollout.seeds import seed
@@ -137,7 +137,7 @@ class Generation(Experiment):
             return self.config.trainer.policy.model.path
         folder = self.evaluated.folder
         own = folder.parent.parent / "exports" / folder.name
-        if (own / INDEX).exists():
+        if (written := export_sum(own)) and written == self.evaluated.state.export:
             return str(own)
         target = run_dir.path / "model"
         self._say(f"exporting {folder}")

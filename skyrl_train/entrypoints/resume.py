@@ -6,9 +6,12 @@ import logging
 from pathlib import Path
 from typing import TextIO
 
+from skyrl_train.checks.model_folder import loaded_from
+from skyrl_train.checks.training import MODEL
 from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.data.order import OrderState
+from skyrl_train.hf.identity import change
 from skyrl_train.rollout.source import SOURCES
 from skyrl_train.tracking.run_dir import lock_folder, read_record
 from skyrl_train.tracking.writable import require_writable
@@ -16,6 +19,7 @@ from skyrl_train.trainer.from_config import settings_of
 from skyrl_train.trainer.run_state import Checkpoint, Checkpoints, load_checkpoint
 
 log = logging.getLogger(__name__)
+ANEW = "Use the same values, or start a new run from a Hugging Face export (trainer.hf_save_interval)"
 
 
 def lock_checkpoints(trainer: TrainingConfig) -> TextIO | None:
@@ -37,16 +41,25 @@ def lock_checkpoints(trainer: TrainingConfig) -> TextIO | None:
 
 
 def require_export_folder(trainer: TrainingConfig) -> None:
-    """Raises: ValueError if trainer.export_path cannot be written; the last step would be the first to notice."""
+    """Raises: ValueError if trainer.export_path cannot be written; the last step would be the first to notice. Or if an
+    export would replace a model of the run.
+    """
     path = Path(trainer.export_path).expanduser().resolve()
+    for folder, key in loaded_from(trainer).items():
+        if folder.parent == path and folder.name.startswith("global_step_") and trainer.hf_save_interval != 0:
+            raise ValueError(
+                f"trainer.export_path is {path}: an export could replace {folder}, from which the run loads {key}. "
+                "Choose another folder"
+            )
     if trainer.hf_save_interval != 0 and not path.is_relative_to(_run_dir(trainer)):
         instead = "Choose another folder, or set trainer.hf_save_interval=0"
         require_writable("trainer.export_path", trainer.export_path, path, instead)
 
 
-def chosen_checkpoint(trainer: TrainingConfig, num_rows: int) -> Checkpoint | None:
+def chosen_checkpoint(trainer: TrainingConfig, num_rows: int, model_folder: str | None = None) -> Checkpoint | None:
     """The checkpoint of `trainer.resume_mode`; None if the run starts from the model.
 
+    Args: model_folder: of the policy's model, which must be the one on which the run began; None to skip that check.
     Raises: ValueError if the checkpoint cannot be resumed from, or ckpt_path holds those of another run.
     """
     checkpoints = Checkpoints(trainer.ckpt_path, trainer.max_ckpts_to_keep)
@@ -68,6 +81,11 @@ def chosen_checkpoint(trainer: TrainingConfig, num_rows: int) -> Checkpoint | No
         )
     if chosen is not None:
         _require_settings(chosen, trainer)
+        if model_folder is not None and (difference := change(chosen.state.model, model_folder)):
+            raise ValueError(
+                f"cannot resume from checkpoint {chosen.folder}: its run began with another model. "
+                f"{MODEL} {trainer.policy.model.path} {difference}. {ANEW}"
+            )
         if not isinstance(trainer, TrainerConfig) or trainer.source in SOURCES:
             state = chosen.state.source
             OrderState.read(state.get("order", state)).require(num_rows, trainer.seed)
@@ -88,7 +106,7 @@ def _require_settings(chosen: Checkpoint, trainer: TrainingConfig) -> None:
         raise ValueError(
             f"cannot resume from checkpoint {chosen.folder}: "
             + ", ".join(f"{key} was {written.get(key)}, now {mine.get(key)}" for key in differing)
-            + ". Use the same values, or start a new run from a Hugging Face export (trainer.hf_save_interval)"
+            + f". {ANEW}"
         )
 
 

@@ -32,6 +32,7 @@ from skyrl_train.entrypoints.resume import (
 )
 from skyrl_train.forecast.fit import fitted
 from skyrl_train.hf import adapter_file
+from skyrl_train.hf.identity import identity
 from skyrl_train.ranks import SavedState
 from skyrl_train.tracking.run_dir import RECORD, HeldFolder, RunDir
 from skyrl_train.tracking.sinks import Tracker, build_tracker
@@ -66,6 +67,7 @@ class Run(ABC, Generic[C, P]):
         self._local_kind = local_gpu_kind()
         if self._local_kind is not None:
             self.fit_to_device(self._local_kind)
+        self.base = identity(self.model_folder, has_frozen_weights=config.trainer.policy.model.lora.rank > 0)
         self.checkpoint: Checkpoint | None = None
         self._checkpoint_lock: TextIO | None = None
         """Held for the lifetime of this object."""
@@ -124,7 +126,7 @@ class Run(ABC, Generic[C, P]):
         """
         self._checkpoint_lock = lock_checkpoints(self.config.trainer)
         require_export_folder(self.config.trainer)
-        self.checkpoint = chosen_checkpoint(self.config.trainer, self.num_train_rows)
+        self.checkpoint = chosen_checkpoint(self.config.trainer, self.num_train_rows, self.model_folder)
         return resumes_in_its_folder(self.config.trainer, self.checkpoint)
 
     @property
@@ -174,7 +176,7 @@ class Run(ABC, Generic[C, P]):
             tracker = self.get_tracker(run_dir, self.num_steps)
             at_end.callback(tracker.close)
             self.loop = self.build_loop(processes, run_dir, tracker, at_end)
-            self.loop.run_id = run_dir.run_id
+            self.loop.run_id, self.loop.base = run_dir.run_id, self.base
             self.loop.run_folder = HeldFolder(run_dir.path, "trainer.run_dir", RECORD)
             at_end.callback(self.loop.run_folder.close)
             if self.checkpoint is not None:

@@ -13,6 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SUMS = "SHA256SUMS"
+"""Digests of all other files of an export, for `sha256sum -c SHA256SUMS`."""
 COPY_AGAIN = "Copy or download the checkpoint again"
 NUM_SAMPLED = 16
 """Tensors of which the fingerprint reads the first row."""
@@ -94,6 +96,12 @@ def fingerprint(folder: str) -> str:
                     row = tensors.get_slice(name)[:1].to(torch.bfloat16).contiguous()
                     rows[name] = row.view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(repr([(name, shapes[name], rows.get(name)) for name in names]).encode()).hexdigest()
+
+
+def export_sum(folder: Path) -> str | None:
+    """Digest of an export's files, by which it is recognised; None if the folder holds no complete export."""
+    sums = folder / SUMS
+    return hashlib.sha256(sums.read_bytes()).hexdigest() if sums.is_file() and (folder / INDEX).exists() else None
 
 
 def some(names: Sequence[str], most: int = 4) -> str:

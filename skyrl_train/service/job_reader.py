@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from skyrl_train.algorithms.build import needs_logprobs
 from skyrl_train.algorithms.tables import compares_samples
 from skyrl_train.batching.split import mini_batches_of
+from skyrl_train.checks.model_folder import loaded_from
 from skyrl_train.config import Config
 from skyrl_train.data.chat import check_messages
 from skyrl_train.data.sft import ExampleReader, check_tokens
@@ -45,6 +47,7 @@ class JobReader:
         self._mini_batch_size = config.trainer.policy_mini_batch_size
         self._estimator = config.trainer.algorithm.advantage_estimator
         self._temperature = config.generator.sampling_params.temperature
+        self._models = loaded_from(config.trainer)
         self._needs_logprobs = needs_logprobs(config.trainer.algorithm.values)
 
     def train(self, groups: object) -> TrainJob:
@@ -94,6 +97,8 @@ class JobReader:
     def save(self, folder: object) -> SaveJob:
         if not isinstance(folder, str) or not folder.startswith("/"):
             raise ValueError(f"folder is {_short(folder)}: it must be an absolute path on the service's node")
+        if key := self._models.get(Path(folder).resolve()):
+            raise ValueError(f"folder is {folder}: the service loads {key} from it. Choose another folder")
         return SaveJob(folder)
 
     def _sample(self, given: ChatSample | TokenSample) -> Sample:

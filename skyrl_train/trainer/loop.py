@@ -13,6 +13,7 @@ from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.config.training import TrainingConfig
+from skyrl_train.hf.checkpoint import export_sum
 from skyrl_train.rollout.source import HoldsGroups, Resumable
 from skyrl_train.tracking.run_dir import HeldFolder
 from skyrl_train.tracking.sinks import Tracker
@@ -51,11 +52,15 @@ class Loop(ABC):
         self.global_step = 0
         self.run_id = ""
         """Identifier in the run folder's run.json, stored in checkpoints."""
+        self.base: dict[str, Any] = {}
+        """Identity of the model on which the run began (hf/identity.py), stored in checkpoints."""
         self._pending = False
         """Whether an export or evaluation of the last step was skipped."""
         self._resumed: RunState | None = None
         self._export_failed = False
         """Whether the export of the last step could not be written."""
+        self._export_sum: str | None = None
+        """`export_sum` of the last step's export."""
         self._saved_step = 0
         """Global step of the newest checkpoint, or of the one this run resumed from."""
         self.exported: Path | None = None
@@ -127,7 +132,7 @@ class Loop(ABC):
             metrics = await self._export_and_evaluate()
             self._tracker.log(self.global_step, metrics | self._timers.metrics())
             if not (self._pending or self.is_evaluating):
-                self._checkpoints.settle(self._resumed)
+                self._checkpoints.settle(self._resumed, self._export_sum)
         while self.global_step < self._num_steps and not self._ends_early:
             self._timers.reset()
             with self._timers("step"):
@@ -208,7 +213,7 @@ class Loop(ABC):
         is_due = self._is_due(config.eval_interval, also_last=True) and self.can_evaluate
         if is_due and (self._stop_requested or not await self.evaluate_beside()):
             due.append(self._timed_evaluation)
-        self._pending = self._export_failed = False
+        self._pending, self._export_failed, self._export_sum = False, False, None
         for work in due:
             self._pending = self._stop_requested
             metrics |= {} if self._pending else await work()
@@ -226,7 +231,7 @@ class Loop(ABC):
                 await self._residency.for_saving()
             try:
                 await self._policy.save_hf(str(folder))
-                self.exported = folder
+                self.exported, self._export_sum = folder, export_sum(folder)
             except (OSError, RemoteFailed) as error:
                 await require_idle(self._models, error, self._trainer_config.timeout_s)
                 self._report_unwritten(f"the export of step {self.global_step}", error)
@@ -258,10 +263,11 @@ class Loop(ABC):
                 source=source,
                 num_ranks=config.placement.num_policy_ranks,
                 settings=settings_of(config),
-                model=model_of(config),
+                model=model_of(config) | self.base,
                 run_id=self.run_id,
                 critic_steps=None if self._critic is None else self._critic.group.num_steps,
                 coefficients=self.coefficients,
+                export=self._export_sum,
             )
             folder = self._checkpoints.folder(step)
             try:
@@ -285,13 +291,8 @@ class Loop(ABC):
         return dict(self._source.state) if state is None else state, b""
 
     def _report_unwritten(self, what: str, error: Exception) -> None:
-        """Log the failure; after the last step it makes the run incomplete."""
-        if self._ends_early:
-            log.error("%s could not be written: %s", what, error)
-        elif self.global_step < self._num_steps:
-            log.error("%s could not be written, the run continues: %s", what, error)
-        else:
-            self._problems.note(f"{what}, the last one, could not be written: {error}")
+        is_last = self.global_step >= self._num_steps
+        self._problems.unwritten(what, error, is_last=is_last, ends_early=self._ends_early)
 
     def _is_due(self, interval: int, *, also_last: bool) -> bool:
         step = self.global_step

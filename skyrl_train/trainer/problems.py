@@ -44,6 +44,15 @@ class Problems:
             log.error("%s. The run will end with exit code 1", problem)
             self._noted.append(problem)
 
+    def unwritten(self, what: str, error: Exception, *, is_last: bool, ends_early: bool) -> None:
+        """Log a failed write; that of the last step makes the run incomplete, unless the run ends early."""
+        if ends_early:
+            log.error("%s could not be written: %s", what, error)
+        elif not is_last:
+            log.error("%s could not be written, the run continues: %s", what, error)
+        else:
+            self.note(f"{what}, the last one, could not be written: {error}")
+
     def require_none(self) -> None:
         """Raises: RunIncomplete with all problems."""
         if self._noted:

@@ -51,11 +51,13 @@ class RunState:
     settings: dict[str, Any]
     run_id: str
     model: dict[str, Any]
-    """Settings from which the ranks build the model (from_config.model_of)."""
+    """Settings from which the ranks build the model (from_config.model_of), and its identity (hf/identity.py)."""
     critic_steps: int | None = None
     """Optimizer steps in the weights of the critic; None without one."""
     coefficients: dict[str, float] = field(default_factory=dict)
     """Weights that controllers have changed."""
+    export: str | None = None
+    """`export_sum` of the export of the same weights; None if the step has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +214,7 @@ class Checkpoints:
         if problems := size_problems(folder, files):
             raise OSError(f"{folder}: {'; '.join(problems)}. trainer.ckpt_path must be one folder for all nodes")
         others = self.all()
-        number = 1 + max((other.number for other in others), default=0)
-        _write(folder, number, state, files)
+        _write(folder, 1 + max((other.number for other in others), default=0), state, files)
         try:
             load_checkpoint(folder)
         except ValueError as error:
@@ -223,18 +224,18 @@ class Checkpoints:
             for other in others[: max(0, len(others) + 1 - self._max_to_keep)]:
                 self.discard(other.folder)
 
-    def settle(self, state: RunState | None) -> None:
-        """Note in the checkpoint with this state, if it is here, that nothing of its step is pending any more."""
+    def settle(self, state: RunState | None, export: str | None) -> None:
+        """Note in the checkpoint with this state, if it is here, that pending work is done, with this `export_sum`."""
         for found in (checkpoint for checkpoint in self.all() if checkpoint.state == state):
             with contextlib.suppress(OSError):  # the next start repeats the work
-                _write(found.folder, found.number, replace(found.state, pending=False), found.files)
+                settled = replace(found.state, pending=False, export=export or found.state.export)
+                _write(found.folder, found.number, settled, found.files)
 
     def discard(self, folder: Path) -> None:
         """Remove a checkpoint or an unfinished one. Symbolic links are the user's and stay."""
-        if folder.is_symlink():
-            return
         try:
-            _remove(folder)
+            if not folder.is_symlink():
+                _remove(folder)
         except OSError as error:
             log.warning("the checkpoint %s could not be removed: %s", folder, error)
 

@@ -20,15 +20,12 @@ from transformers import AutoConfig
 
 from skyrl_train.file_sum import FileSum, size_problems, sum_of
 from skyrl_train.hf import adapter
-from skyrl_train.hf.checkpoint import INDEX
+from skyrl_train.hf.checkpoint import INDEX, SUMS
 from skyrl_train.hf.hub import local_folder, name_and_revision
 from skyrl_train.megatron.lora.adapters import Lora
 from skyrl_train.megatron.model.model import Model
 from skyrl_train.megatron.weights.export import Read, export, export_adapter, is_stage_owner, merged
 from skyrl_train.megatron.weights.gather import gather_bytes, gather_json
-
-SUMS = "SHA256SUMS"
-"""Digests of all other files, for `sha256sum -c SHA256SUMS`."""
 
 
 @contextlib.contextmanager

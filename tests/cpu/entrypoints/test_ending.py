@@ -28,6 +28,13 @@ def test_an_interrupted_run_names_its_checkpoint_and_the_commands_that_resume_an
     ]
 
 
+def test_an_export_that_is_there_already_is_not_the_target_of_another(tmp_path: Path):
+    """It is of the step before the run was resumed from an earlier one."""
+    (tmp_path / "global_step_3").mkdir()
+    line = last_lines("finished", None, CHECKPOINT, "again", str(tmp_path))[-1]
+    assert line.endswith(f"export_path={tmp_path}/global_step_3_resumed")
+
+
 def test_a_run_without_a_checkpoint_or_a_model_says_so():
     assert last_lines("failed", None, None, "again", "/elsewhere") == ["ckpt    none: the run cannot be resumed"]
     (line,) = last_lines("finished", None, None, "again", "/elsewhere")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer
 
 from skyrl_train.config import load_config
 from skyrl_train.entrypoints import command, generation, main_generate
+from skyrl_train.hf.checkpoint import INDEX, SUMS, export_sum
 from skyrl_train.tracking.jsonl import read_json_lines
 from skyrl_train.trainer.from_config import model_of
 from skyrl_train.trainer.run_state import Checkpoints, RunState
@@ -97,11 +99,12 @@ def write_checkpoint(world: Path, *, is_exported: bool) -> Path:
     checkpoints = Checkpoints("runs/trained/checkpoints", 1)
     checkpoints.begin(folder := checkpoints.folder(2))
     model = model_of(load_config([f"trainer.policy.model.path={world}/model"]).trainer)
-    checkpoints.finish(folder, RunState(2, 4, False, {}, 0, {}, "", model=model), [])
+    exported = world / "runs/trained/exports/global_step_2"
     if is_exported:
-        exported = world / "runs/trained/exports/global_step_2"
         shutil.copytree(world / "model", exported)
-        (exported / "model.safetensors.index.json").write_text("{}")
+        (exported / INDEX).write_text("{}")
+        (exported / SUMS).write_text("digests of all files")
+    checkpoints.finish(folder, RunState(2, 4, False, {}, 0, {}, "", model, export=export_sum(exported)), [])
     return folder
 
 
@@ -111,6 +114,18 @@ def test_a_checkpoint_is_evaluated_by_the_export_of_its_run(made_world: Path, se
     assert served == [f"{made_world}/runs/trained/exports/global_step_2", "stopped"]
     assert (made_world / "runs/trained_eval/evaluations/global_step_2.jsonl").exists()
     assert (made_world / "runs/trained/checkpoints/global_step_2").exists(), "the run's folder stays where it is"
+
+
+def test_an_export_of_other_weights_of_the_step_is_not_evaluated(
+    made_world: Path, served: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The run was resumed from an earlier step, and its new export failed or was not due."""
+    folder = write_checkpoint(made_world, is_exported=True)
+    (folder.parent.parent / "exports/global_step_2" / SUMS).write_text("other digests")
+    own_export = AsyncMock(return_value=SimpleNamespace(returncode=0, communicate=AsyncMock(return_value=(b"", b""))))
+    monkeypatch.setattr(generation.asyncio, "create_subprocess_exec", own_export)
+    assert main_generate.main([*ARGUMENTS, "trainer.run_name=trained", "trainer.resume_mode=latest"]) == 0
+    assert served == [f"{made_world}/runs/trained_eval/model", "stopped"]
 
 
 def test_a_model_named_beside_a_checkpoint_of_another_one_is_refused(

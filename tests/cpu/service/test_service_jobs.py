@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -250,6 +251,17 @@ def test_a_checkpoint_goes_to_an_absolute_path():
     assert READER.save("/models/a").folder == "/models/a"
     with pytest.raises(ValueError, match="folder is str .*: it must be an absolute path"):
         READER.save("models/a")
+
+
+def test_a_checkpoint_does_not_replace_the_model_of_the_service(tmp_path: Path):
+    """A rank that is replaced reads it again, and would add its adapter to weights that have it already."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "base")
+    config = load_config([f"trainer.policy.model.path={tmp_path}/base"])
+    reader = JobReader(config, TOKENIZER, 66, 500)
+    assert reader.save(f"{tmp_path}/new").folder == f"{tmp_path}/new"
+    with pytest.raises(ValueError, match=r"link: the service loads trainer.policy.model.path from it. Choose another"):
+        reader.save(f"{tmp_path}/link")
 
 
 def test_a_service_has_no_last_step_no_checkpoints_and_no_rows():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from skyrl_train.entrypoints.resume import (
     resumes_in_its_folder,
 )
 from skyrl_train.file_sum import FileSum, sum_of
+from skyrl_train.hf.checkpoint import INDEX, SUMS, export_sum
+from skyrl_train.hf.identity import identity
 from skyrl_train.tracking.run_dir import write_record
 from skyrl_train.trainer import run_state as module
 from skyrl_train.trainer.from_config import settings_of
@@ -30,6 +33,7 @@ from skyrl_train.trainer.problems import RunIncomplete
 from skyrl_train.trainer.run_state import DRAFT, RECORD, Checkpoints, RunState, load_checkpoint
 from skyrl_train.types import Metrics
 from tests.support.counting import NUM_ROWS, Counting, steps, trainer_config
+from tests.support.families import write_family
 
 
 def save(trainer: TrainingConfig, global_step: int, **changes: Any) -> Path:
@@ -360,6 +364,17 @@ def test_an_export_folder_that_cannot_be_written_is_found_at_the_start(tmp_path:
     require_export_folder(trainer_config(tmp_path, f"trainer.export_path={tmp_path}/other/exports"))
 
 
+def test_exports_do_not_replace_a_model_of_the_run(tmp_path: Path):
+    """A reference that is loaded again would be the policy."""
+    (tmp_path / "exports/global_step_5").mkdir(parents=True)
+    keys = (f"trainer.export_path={tmp_path}/exports", "trainer.algorithm.use_kl_loss=true")
+    reference = f"trainer.ref.model.path={tmp_path}/exports/global_step_5"
+    with pytest.raises(ValueError, match="could replace .*/global_step_5, from which the run loads trainer.ref.model"):
+        require_export_folder(load_config([*keys, reference]).trainer)
+    require_export_folder(load_config([*keys, reference, "trainer.hf_save_interval=0"]).trainer)
+    require_export_folder(load_config([*keys, f"trainer.ref.model.path={tmp_path}/exports"]).trainer)
+
+
 def test_two_runs_at_once_do_not_share_a_folder(tmp_path: Path):
     shared = f"trainer.ckpt_path={tmp_path}/shared"
     first, second = (trainer_config(tmp_path / name, shared, "trainer.resume_mode=latest") for name in ("a", "b"))
@@ -407,6 +422,58 @@ def test_a_checkpoint_of_another_kind_of_run_is_refused_before_anything_starts(
     save(trainer_config(tmp_path, *before), 4)
     with pytest.raises(ValueError, match=message):
         chosen_checkpoint(trainer_config(tmp_path, "trainer.resume_mode=latest", *overrides), num_rows)
+
+
+@pytest.mark.parametrize(
+    ("lora", "change", "expected"),
+    [
+        (
+            0,
+            "config",
+            "began with another model. trainer.policy.model.path .*/other has another config.json [(]rms_norm",
+        ),
+        (0, "weights", None),
+        (4, "weights", " has other weights. Use the same values, or start a new run from a Hugging Face export"),
+    ],
+)
+def test_a_checkpoint_is_refused_with_another_model_than_that_of_its_run(
+    lora: int, change: str, expected: str | None, tmp_path: Path
+):
+    source, other = write_family("qwen3", tmp_path / "model"), tmp_path / "other"
+    shutil.copytree(source, other)
+    if change == "weights":
+        write_family("qwen3", other, initializer_range=0.5)
+        shutil.copy(source / "config.json", other)
+    else:
+        (other / "config.json").write_text((source / "config.json").read_text().replace("1e-06", "0.1"))
+    trainer = trainer_config(tmp_path, f"trainer.policy.model.lora.rank={lora}", "trainer.resume_mode=latest")
+    loop = Counting(trainer, 2)
+    loop.base = identity(str(source), has_frozen_weights=lora > 0)
+    asyncio.run(loop.train())
+    assert chosen_checkpoint(trainer, NUM_ROWS, str(source)) is not None
+    model = replace(trainer.policy.model, path=str(other)) if lora == 0 else trainer.policy.model
+    moved = replace(trainer, policy=replace(trainer.policy, model=model))
+    if expected is None:
+        assert chosen_checkpoint(moved, NUM_ROWS, str(other)) is not None
+    else:
+        with pytest.raises(ValueError, match=expected):
+            chosen_checkpoint(moved, NUM_ROWS, str(other))
+
+
+def test_the_export_of_a_step_is_noted_in_its_checkpoint(tmp_path: Path):
+    trainer = trainer_config(tmp_path, "trainer.ckpt_interval=1", "trainer.hf_save_interval=2")
+    loop = Counting(trainer, 3)
+
+    async def save_hf(folder: str) -> None:
+        Path(folder).mkdir(parents=True)
+        Path(folder, INDEX).write_text("{}")
+        Path(folder, SUMS).write_text(folder)
+
+    loop._policy.save_hf = save_hf
+    asyncio.run(loop.train())
+    notes = {found.state.global_step: found.state.export for found in Checkpoints(trainer.ckpt_path, -1).all()}
+    exports = {step: export_sum(Path(trainer.export_path, f"global_step_{step}")) for step in (1, 2, 3)}
+    assert notes == exports and exports[1] is None and len({*exports.values()}) == 3
 
 
 def test_what_a_checkpoint_does_not_depend_on_may_change(tmp_path: Path):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.file_sum import FileSum
+from skyrl_train.hf.checkpoint import SUMS
 from skyrl_train.megatron.model.model import build_model
 from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.optimizer.optimizer import build_optimizer
@@ -25,7 +26,7 @@ from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.weights import save as save_module
 from skyrl_train.megatron.weights.all_stages import to_every_stage
 from skyrl_train.megatron.weights.export import export, export_specs
-from skyrl_train.megatron.weights.save import SUMS, export_folder, require_tensors, save_hf
+from skyrl_train.megatron.weights.save import export_folder, require_tensors, save_hf
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.weight_sync.bucket import TensorSpec
 from skyrl_train.weight_sync.control import WeightSyncError

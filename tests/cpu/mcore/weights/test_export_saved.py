@@ -13,6 +13,7 @@ from skyrl_train.config import load_config
 from skyrl_train.config.policy import SyncedLoraConfig
 from skyrl_train.entrypoints import command, export_hf
 from skyrl_train.file_sum import FileSum
+from skyrl_train.hf.identity import identity
 from skyrl_train.megatron.verify.layout_check import Layout, Trial
 from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.ranks import Rendezvous
@@ -47,7 +48,8 @@ def checkpoint_of(run_dir: Path, exported: Path, sizes: tuple[int, dict[str, Any
     trainer = load_config(["trainer.bf16=true", "trainer.seed=1"]).trainer
     model = replace(trainer.policy.model, path=trial.model_path, lora=lora)
     policy = replace(trainer.policy, model=model, megatron_config=one.megatron)
-    state = RunState(1, 2, False, {}, processes, {}, "", model=model_of(replace(trainer, policy=policy)))
+    kept = model_of(replace(trainer, policy=policy)) | identity(trial.model_path, has_frozen_weights=lora.rank > 0)
+    state = RunState(1, 2, False, {}, processes, {}, "", model=kept)
     checkpoints.finish(folder, state, sums)
     return folder
 
@@ -81,6 +83,11 @@ def test_a_checkpoint_is_exported_with_the_bits_that_its_run_would_export(
 
     assert export_hf.main([f"checkpoint={folder}"]) == 2, "nothing is replaced"
     assert f"{target} already holds a model. Name another folder: export_path=" in capsys.readouterr().out
+
+    config = run_dir / "source/config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1'))
+    assert export_hf.main([f"checkpoint={folder}", f"export_path={tmp_path}/other"]) == 2
+    assert "which has another config.json (rms_norm_eps is 0.1, was 1e-06). Restore" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
