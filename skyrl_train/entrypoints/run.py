@@ -8,6 +8,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Generic, TextIO, TypeVar
 
 from rich.console import Console
@@ -192,12 +193,15 @@ class Run(ABC, Generic[C, P]):
             lines["resumes"] = f"after step {self.checkpoint.state.global_step}, from {self.checkpoint.folder}"
         text = "\n".join(f"{label:<8}{line}" for label, line in lines.items())
         self._console.print(text, highlight=False, soft_wrap=True)
-        if WORKING_COPIES in run_dir.path.parts:
-            log.warning(
-                "trainer.run_dir is %s: Ray deletes this copy of the working folder after the job. Set it to an "
-                "absolute path",
-                run_dir.path,
-            )
+        used_later = {"trainer.run_dir": (run_dir.path, "")}
+        if trainer.ckpt_interval > 0 or trainer.policy.model.lora.rank > 0:
+            used_later[MODEL] = Path(self.model_folder), ", and checkpoints and adapters refer to it"
+        for key, (path, loss) in used_later.items():
+            if WORKING_COPIES in path.parts:
+                log.warning(
+                    "%s is %s: Ray deletes this copy of the working folder after the job%s. Set it to an absolute path",
+                    *(key, path, loss),
+                )
 
     def _explain(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True, style="dim", markup=False)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from skyrl_train.checks.staleness import double_weight_warning
 from skyrl_train.config import load_config
@@ -29,6 +31,28 @@ def test_a_run_prints_its_sampling_parameters(overrides: list[str], expected: st
     run.config = load_config(["trainer.policy.model.path=tiny", *overrides])
     run.train_prompts, run.val_prompts = [], []
     assert run.introduction("one rank")["model"] == f"tiny, one rank, {expected}"
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "warned"),
+    [
+        ("model", [], True),
+        ("model", ["trainer.ckpt_interval=-1"], False),
+        ("model", ["trainer.ckpt_interval=-1", "trainer.policy.model.lora.rank=4"], True),
+        ("/shared/model", [], False),
+    ],
+)
+def test_a_job_warns_if_its_checkpoints_or_adapters_refer_to_rays_copy_of_a_model(
+    model: str, overrides: list[str], warned: bool, caplog: pytest.LogCaptureFixture
+):
+    copy = Path("/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1")
+    run = Experiment.__new__(Experiment)
+    run.config, run.checkpoint, run._console = load_config(overrides), None, Console(quiet=True)
+    run.train_prompts, run.val_prompts, run.model_folder = [], [], str(copy / model)
+    run._introduce(SimpleNamespace(path=copy / "runs/a"))  # type: ignore[arg-type]
+    run_dir, *others = caplog.messages
+    assert run_dir.startswith(f"trainer.run_dir is {copy}/runs/a: Ray deletes this copy of the working folder")
+    assert [text.partition(":")[0] for text in others] == [f"trainer.policy.model.path is {copy}/model"] * warned
 
 
 QUANTISED = ["generator.quantization=fp8", "generator.model_dtype=bfloat16"]
