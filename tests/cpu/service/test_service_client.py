@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from skyrl_train.service.actor import State
-from skyrl_train.service.client import TrainingService
+from skyrl_train.service.client import TrainingService, _place
 from skyrl_train.service.queue import ServiceBroken
 
 AGENT = Path(__file__).parents[3] / "examples/service/agent.py"
@@ -117,3 +117,10 @@ def test_an_agent_without_a_service_ends_with_one_line(arguments: list[str], exp
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert (ended.returncode, ended.stderr.strip().splitlines()[-1:]) == (1, [expected])
     assert "Traceback" not in ended.stderr
+
+
+def test_a_service_reads_the_cache_of_the_hub_of_the_program_that_starts_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "ab" * 28))
+    monkeypatch.setattr("ray.remote", lambda actor: SimpleNamespace(options=lambda **options: options))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/cache")
+    assert _place("a", False)["runtime_env"]["env_vars"]["HF_HUB_CACHE"] == "/cache"
