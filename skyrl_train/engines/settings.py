@@ -59,9 +59,8 @@ class EngineSettings:
     index: int
     """Index of the engine; selects its port, or its server."""
     model_path: str
-    """Folder with checkpoint, config and tokenizer."""
     model_key: str = "trainer.policy.model.path"
-    """Key of model_path, for errors."""
+    """Folder with checkpoint, config and tokenizer, and its key for errors."""
     served_model_name: str
     max_model_len: int
     """Maximum number of tokens of prompt and response together."""
