@@ -206,7 +206,8 @@ def quantised_model_problems(config: Config, model: PretrainedConfig, device_typ
     quantization, path = config.generator.quantization, config.trainer.policy.model.path
     if quantization is not None:
         given = f"generator.quantization is {quantization}, and trainer.policy.model.path is {path}"
-        yield from quantization_problems(model, given, device_type, _sync_of_adapters(config))
+        tp_size = config.generator.inference_engine_tensor_parallel_size
+        yield from quantization_problems(model, given, device_type, _sync_of_adapters(config), tp_size)
 
 
 def _sync_of_adapters(config: Config) -> str | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from skyrl_train.hf.ledger import LEDGERS
-from skyrl_train.hf.matrices import head_sizes, is_latent, num_experts
+from skyrl_train.hf.matrices import head_sizes, is_latent, layers, num_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,6 +21,16 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads that vLLM's CPU build (0.32) computes."""
 CPU_LATENT_SIZE = 576
 """Size of the cached keys of latent attention that it computes."""
+
+FP8_MULTIPLE = 16
+"""The number of outputs of an FP8 layer on a rank is a multiple of this. On a GPU vLLM (0.32) pads others, and fails
+with "Overwriting existing tensor attribute: weight_loader" (vllm#47023)."""
+JOINED = {
+    **{name: "qkv_proj" for name in ("q_proj", "k_proj", "v_proj")},
+    **{name: "gate_up_proj" for name in ("gate_proj", "up_proj")},
+    **{name: "fused_qkv_a_proj" for name in ("q_a_proj", "kv_a_proj_with_mqa")},
+}
+"""Hugging Face's layer -> vLLM's, whose outputs are those of several."""
 
 
 def model_problems(model: PretrainedConfig, given: str, device_type: str | None, sync: str | None) -> Iterator[str]:
@@ -42,9 +53,9 @@ def model_problems(model: PretrainedConfig, given: str, device_type: str | None,
 
 
 def quantization_problems(
-    model: PretrainedConfig, given: str, device_type: str | None, sync: str | None
+    model: PretrainedConfig, given: str, device_type: str | None, sync: str | None, tp_size: int
 ) -> Iterator[str]:
-    """Why engines cannot quantise a model while they load it. Args: like `model_problems`."""
+    """Why engines of `tp_size` ranks cannot quantise a model while they load it. Args: others like `model_problems`."""
     if getattr(model, "quantization_config", None) is not None:
         yield (
             f"{given}: its checkpoint is quantised already, and vLLM quantises weights in half precision alone. Use "
@@ -60,6 +71,33 @@ def quantization_problems(
             f"{given} and has experts, and trainer.policy.model.lora.sync is adapter: not every FP8 kernel of vLLM "
             "for experts takes adapters. Set trainer.policy.model.lora.sync=merged, or generator.quantization=null"
         )
+    if device_type == "cuda" and model.model_type in LEDGERS:
+        for name, outputs in _outputs(model, tp_size).items():
+            if outputs % FP8_MULTIPLE:
+                yield (
+                    f"{given}: {name} has {outputs} outputs on each rank of an engine, and vLLM's FP8 kernel needs a "
+                    f"multiple of {FP8_MULTIPLE}. Set generator.quantization=null, or another "
+                    "generator.inference_engine_tensor_parallel_size"
+                )
+
+
+def _outputs(model: PretrainedConfig, tp_size: int) -> Counter[str]:
+    """Outputs on one rank of each layer that is quantised, without experts, whose kernel is another."""
+    found: Counter[str] = Counter()
+    for layer in {kind.is_sparse: kind for kind in layers(model)}.values():
+        own: Counter[str] = Counter()
+        for matrix in layer.linear:
+            if matrix.sharding == "experts":
+                continue
+            module, _, name = matrix.module.rpartition(".")
+            outputs = matrix.outputs
+            if matrix.sharding == "tensor" and name not in ("o_proj", "down_proj"):
+                outputs //= tp_size
+            if name in ("k_proj", "v_proj"):
+                outputs = max(outputs, head_sizes(model)[0])  # ranks beyond the number of heads have a copy
+            own[f"{module}.{JOINED.get(name, name)}"] += outputs
+        found |= own
+    return found
 
 
 def _size_problems(model: PretrainedConfig, given: str) -> Iterator[str]:

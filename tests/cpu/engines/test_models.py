@@ -71,6 +71,8 @@ def test_adapters_of_experts_need_merging_without_a_gpu(tmp_path: Path, monkeypa
     assert problem(experts, *ADAPTER) == ""
 
 
+TWO_RANKS = ["generator.inference_engine_tensor_parallel_size=2"]
+FOUR_RANKS = ["generator.inference_engine_tensor_parallel_size=4"]
 FP8 = ["generator.quantization=fp8", "generator.model_dtype=bfloat16"]
 
 
@@ -84,6 +86,36 @@ def test_experts_are_quantised_on_gpus_alone_and_without_adapters(tmp_path: Path
     monkeypatch.setattr("skyrl_train.cluster.session.device_type", lambda: "cuda")
     assert problem(experts, *FP8) == problem(experts, *FP8, ADAPTER[0]) == ""
     assert "not every FP8 kernel of vLLM for experts takes adapters" in problem(experts, *FP8, *ADAPTER)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "overrides", "layer"),
+    [
+        ("dense tied", {"intermediate_size": 72}, [], None),  # gate and up projection are one layer of 144 outputs
+        ("dense tied", {"intermediate_size": 36}, [], "mlp.gate_up_proj has 72 outputs"),
+        ("dense tied", {"intermediate_size": 72}, TWO_RANKS, "mlp.gate_up_proj has 72 outputs"),
+        ("dense tied", {"hidden_size": 72}, [], "self_attn.o_proj has 72 outputs"),
+        ("dense tied", {"head_dim": 38}, [], None),
+        ("dense tied", {"head_dim": 38}, TWO_RANKS, "self_attn.qkv_proj has 152 outputs"),
+        ("dense tied", {"head_dim": 24}, FOUR_RANKS, "self_attn.qkv_proj has 72 outputs"),  # two heads of keys
+        ("experts", {"moe_intermediate_size": 36}, [], None),  # another kernel
+        ("latent attention", {"q_lora_rank": 32}, [], None),
+        ("latent attention", {"q_lora_rank": 24}, [], "self_attn.fused_qkv_a_proj has 600 outputs"),
+    ],
+)
+def test_layers_that_vllm_cannot_start_in_fp8_on_gpus_are_named(
+    kind: str,
+    changes: dict[str, Any],
+    overrides: list[str],
+    layer: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    model = model_of(kind, tmp_path, **changes)
+    monkeypatch.setattr("skyrl_train.cluster.session.device_type", lambda: "cuda")
+    said = problem(model, *FP8, *overrides)
+    assert said == "" if layer is None else f"{layer} on each rank of an engine" in said and "multiple of 16" in said
+    assert problem(model, *overrides) == ""
 
 
 def test_a_checkpoint_that_is_quantised_is_not_quantised_again(tmp_path: Path):
