@@ -20,6 +20,7 @@ from skyrl_train.cluster.session import Cluster, known_device_type
 from skyrl_train.config import Config
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.errors import ConfigError
+from skyrl_train.config.rl import TrainerConfig
 from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.data.hints import KEY, Hints, check_template, hint_of_template
 from skyrl_train.data.prompts import configured_prompts
@@ -240,8 +241,12 @@ class Experiment(Run[Config, Processes]):
 
     def introduction(self, layout: str) -> dict[str, str]:
         trainer, generator = self.config.trainer, self.config.generator
-        doubts = (doubt_about_loss, doubt_about_penalty, double_weight_warning)
-        for doubt in (*(of(trainer.algorithm) for of in doubts), quantization_warning(self.config)):
+        for doubt in (
+            doubt_about_loss(trainer),
+            doubt_about_penalty(trainer.algorithm),
+            double_weight_warning(trainer.algorithm),
+            quantization_warning(self.config),
+        ):
             if doubt is not None:
                 log.warning("%s", doubt)
         treatment = treatment_of_quantization(self.config)
@@ -261,9 +266,16 @@ class Experiment(Run[Config, Processes]):
         }
 
 
-def doubt_about_loss(algorithm: AlgorithmConfig) -> str | None:
-    """How a loss with one ratio per sample differs from its paper, which can be meant; None if it does not."""
-    loss, key = algorithm.policy_loss_type, "trainer.algorithm"
+def doubt_about_loss(trainer: TrainerConfig) -> str | None:
+    """How a loss is used otherwise than in its paper, which can be meant; None if it is not."""
+    algorithm, key = trainer.algorithm, "trainer.algorithm"
+    loss, num_updates = algorithm.policy_loss_type, trainer.versions_per_step
+    if loss == "reinforce" and num_updates > 1:
+        return (
+            f"{key}.policy_loss_type is reinforce: it has no ratio, so the {num_updates} optimizer steps of each step "
+            "do not see how far the earlier ones went. Set trainer.policy_mini_batch_size to "
+            f"{trainer.train_batch_size} and update_epochs_per_batch to 1, or use regular, unless this is meant"
+        )
     if loss in ("gspo", "gmpo") and algorithm.loss_reduction != "sequence_mean":
         return (
             f"{key}.loss_reduction is {algorithm.loss_reduction}: {loss} has one ratio per sample, and in its paper "

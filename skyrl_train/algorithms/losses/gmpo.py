@@ -12,8 +12,9 @@ from skyrl_train.algorithms.ratios import log_ratio
 def gmpo(tokens: TokenInputs, *, eps_clip_low: float, eps_clip_high: float) -> LossTerms:
     """-A * exp(mean over the sample of the clipped log-ratios): one ratio per sample, clipped token by token.
 
-    The bounds hold for the *log*-ratio, on the side that PPO clips; the paper has 0.4 for both. Use it with
-    `loss_reduction=sequence_mean`. Source: Geometric-Mean Policy Optimization, arXiv:2507.20673, equation 4.
+    Advantages that differ within a sample count as their mean. The bounds hold for the *log*-ratio, on the side that
+    PPO clips; the paper has 0.4 for both. Use it with `loss_reduction=sequence_mean`. Source: Geometric-Mean
+    Policy Optimization, arXiv:2507.20673, equation 4.
     """
     advantages = tokens.advantages
     free = log_ratio(tokens)

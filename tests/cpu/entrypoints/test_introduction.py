@@ -106,12 +106,14 @@ def test_a_run_warns_of_quantised_engines_without_a_correction(caplog: pytest.Lo
             ["trainer.algorithm.policy_loss_type=gspo", "trainer.algorithm.loss_reduction=sequence_mean"],
             "eps_clip_high is 0.2: the ratio of gspo is a mean over the sample",
         ),
+        (["trainer.algorithm.policy_loss_type=reinforce"], "so the 4 optimizer steps of each step do not see how far"),
+        (["trainer.algorithm.policy_loss_type=reinforce", "trainer.policy_mini_batch_size=1024"], None),
         (["+experiment=gspo"], None),
         (["+experiment=dapo"], None),
     ],
 )
 def test_a_run_warns_of_a_loss_that_is_not_that_of_its_paper(overrides: list[str], expected: str | None):
-    doubt = doubt_about_loss(load_config(overrides).trainer.algorithm)
+    doubt = doubt_about_loss(load_config(overrides).trainer)
     assert doubt is None if expected is None else doubt is not None and expected in doubt
 
 
