@@ -37,7 +37,7 @@ def rollout_performance(groups: Sequence[Group], timers: Timers) -> Metrics:
     """`perf/*` of generating the samples; empty if they were not generated in this step."""
     if (seconds := timers.metrics().get("timing/generate")) is None:
         return {}
-    samples = [sample for group in groups for sample in group.samples]
+    samples = {id(sample): sample for group in groups for sample in group.samples}.values()  # groups may be copies
     written = sum(count for sample in samples for _, count in sample.known_spans)  # also of tokens that are masked
     return {"perf/generate_tokens_per_s": written / seconds}
 
