@@ -186,7 +186,7 @@ def eval_engine_problems(config: Config) -> Iterator[str]:
 
 def _reasons_to_recompute(config: Config) -> Iterator[str]:
     trainer, algorithm = config.trainer, config.trainer.algorithm
-    if trainer.source == "on_policy" or (trainer.source == "streaming" and not trainer.staleness):
+    if trainer.source == "on_policy" or not trainer.staleness:
         yield "and no sample is stale: the engine's logprobs would replace the trainer's"
     if trainer.policy.model.lora.rank > 0 and trainer.policy.model.lora.dropout > 0:
         yield "and trainer.policy.model.lora.dropout is above 0: the interpolated logprobs would contain dropout noise"

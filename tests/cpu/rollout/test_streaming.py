@@ -659,6 +659,7 @@ OWN_SOURCE = ["trainer.source=skyrl_train.rollout.source:OnPolicySource"]
         (["trainer.algorithm.corrections=[opsm]"], "accounts for"),
         (["trainer.max_staleness=0", LOGLINEAR], "loglinear and no sample is stale: .* Set it to recompute"),
         (["trainer.source=on_policy", LOGLINEAR], "loglinear and no sample is stale"),
+        ([*OWN_SOURCE, LOGLINEAR], "loglinear and no sample is stale"),
         ([f"{LORA}.rank=4", f"{LORA}.dropout=0.1", LOGLINEAR], "would contain dropout noise"),
         (["trainer.algorithm.use_kl_loss=false", CORRECTED_KL], "there is no such term. Set it to false"),
         (["trainer.source=on_policy", CORRECTED_KL], "there is no correction"),
