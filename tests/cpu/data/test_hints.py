@@ -67,7 +67,7 @@ def test_a_sample_with_another_prompt_than_its_row_and_messages_that_are_none_ar
     with pytest.raises(ValueError, match="prompt 7 does not begin with the prompt of its row"):
         Hints(hint_of_template(TEMPLATE), CHAT).prompts([other])
     wrong = Hints(lambda group, one: [{"role": "user"}], CHAT)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="the prompt of row 7 with its hint: message 0 must be a dict"):
+    with pytest.raises(ValueError, match="the prompt of row 7 with its hint: message 0 has `content` null"):
         wrong.prompts([Group(row, (answered(row),))])
 
 
