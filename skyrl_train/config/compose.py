@@ -115,9 +115,9 @@ def base_yaml(schema: type, base: Path) -> str:
 
 def derived_keys(schema: type, base: Path, file: Path) -> dict[str, str]:
     """Key -> its expression with `${...}` in `base`, for each key whose value in a complete file is what the expression
-    gives there. Composed with it, the key follows overrides.
+    gives there. Composed with it, the key follows overrides. Raises: ConfigError for a file that is not a mapping.
     """
-    whole, given = cast(DictConfig, OmegaConf.create(base_yaml(schema, base))), OmegaConf.load(file)
+    whole, given = cast(DictConfig, OmegaConf.create(base_yaml(schema, base))), _complete(file)
     found: dict[str, str] = {}
     for key, expression in _expressions(whole):
         trial = copy.deepcopy(given)
@@ -129,6 +129,16 @@ def derived_keys(schema: type, base: Path, file: Path) -> dict[str, str]:
         except OmegaConfBaseException:  # a file without a key that the expression names
             continue
     return found
+
+
+def _complete(file: Path) -> DictConfig:
+    try:
+        given = OmegaConf.load(file)
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config-file is {file}: it cannot be read ({error})") from None
+    if not isinstance(given, DictConfig) or not given:
+        raise ConfigError(f"--config-file is {file}: not a configuration. Name one such as the config.yaml of a run")
+    return given
 
 
 def _expressions(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, str]]:

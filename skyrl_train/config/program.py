@@ -64,7 +64,8 @@ class Program(Generic[T]):
     def _built(self, composed: compose.Composed) -> T:
         values, where = composed.values, composed.where
         report(composed.translation, values, composed.chosen)
-        modules = values["trainer"].get("custom_modules")
+        trainer = values.get("trainer")
+        modules = trainer.get("custom_modules") if isinstance(trainer, dict) else None
         try:
             import_modules([modules] if isinstance(modules, str) else modules or ())
         except ValueError as error:

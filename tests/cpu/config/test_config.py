@@ -342,6 +342,25 @@ def test_a_secret_is_read_and_never_written_out(project: Path, monkeypatch: pyte
     assert "12345" not in message(["generator.http_api_key=12345"])
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b"a: [", "--config-file is given.yaml: it cannot be read (while parsing a flow node"),
+        (b"\xff", "--config-file is given.yaml: it cannot be read ('utf-8' codec"),
+        (b"", "--config-file is given.yaml: not a configuration. Name one such as the config.yaml of a run"),
+        (b"- 1", "--config-file is given.yaml: not a configuration. Name one such as the config.yaml of a run"),
+        (b"trainer: 3", "trainer is 3: expected a mapping of keys to values (in given.yaml)"),
+        (b"data: {}", "trainer is missing"),
+    ],
+)
+def test_a_file_that_is_not_a_complete_configuration_is_refused(
+    text: bytes, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("given.yaml").write_bytes(text)
+    assert expected in message(["--config-file", "given.yaml"])
+
+
 def test_cfg_job_prints_the_resolved_yaml_and_help_names_the_base(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as done:
         main_config(["--cfg", "job", "trainer.seed=9"])
