@@ -66,8 +66,11 @@ def _shape(path: str, key: str) -> Generator[str, None, dict[str, Any] | None]:
         return None
     try:
         values = json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         yield f"{key} is {path}: its config.json cannot be read ({error})"
+        return None
+    if not isinstance(values, dict):
+        yield f"{key} is {path}: its config.json holds a {type(values).__name__}, not an object. Copy the model again"
         return None
     return values.get("text_config", values)
 

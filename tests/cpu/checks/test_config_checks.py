@@ -520,6 +520,14 @@ def test_an_engine_layout_that_does_not_fit_the_model_is_refused(folder: Path):
     assert found.startswith("generator.inference_engine_tensor_parallel_size is 3: it must divide the model's 4")
 
 
+@pytest.mark.parametrize(("text", "expected"), [("[1]", "holds a list, not an object"), ("{", "cannot be read")])
+def test_a_config_json_that_is_not_an_object_is_refused(folder: Path, text: str, expected: str):
+    given = model("model")
+    Path("model/config.json").write_text(text)
+    (found,) = problems(given, "data.train_data=[train.jsonl]", files=True)
+    assert found.startswith("trainer.policy.model.path is model: its config.json ") and expected in found
+
+
 def test_a_reference_of_its_own_is_checked_too(folder: Path):
     model("ref", num_hidden_layers=1)
     found = problems(
