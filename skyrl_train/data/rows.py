@@ -174,7 +174,7 @@ def _existing(source: str) -> str:
 def _load_text(source: str, path: str, unit: str) -> list[dict[str, Any]]:
     """The lines of a file, or its complete text. Raises: ValueError naming the line that is not UTF-8."""
     try:
-        return _load("text", source, data_files=path, sample_by=unit)
+        return _load("text", source, data_files=path, sample_by=unit, encoding="utf-8-sig")
     except ValueError as error:
         # datasets wraps the error, whose position is relative to a chunk of the file.
         if not isinstance(error.__cause__, Exception) or "UnicodeDecodeError" not in str(error):

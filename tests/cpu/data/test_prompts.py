@@ -208,6 +208,13 @@ def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
         load(str(tmp_path / "a.jsonl"))
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_byte_order_mark_is_not_part_of_the_first_row(tmp_path, name):
+    text = json.dumps([row()]) if name == "a.json" else json.dumps(row()) + "\r\n"
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert load(str(tmp_path / name)).prompts == load(write_jsonl(tmp_path / "b.jsonl", [row()])).prompts
+
+
 def test_a_pair_of_surrogates_is_a_character(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(row("\N{GRINNING FACE}")) + "\n")
     assert "\\ud83d" in (tmp_path / "a.jsonl").read_text()
