@@ -163,11 +163,13 @@ def _existing(source: str) -> str:
     if "://" in source:
         return source
     path = Path(source).expanduser()
-    if not glob.has_magic(source):
-        if not path.is_file():
-            raise ValueError(f"data file {source} does not exist ({path.absolute()})")
-        if path.stat().st_size == 0:
-            raise ValueError(f"data file {source} is empty")
+    if glob.has_magic(source):
+        if not glob.glob(str(path), recursive=True):
+            raise ValueError(f"data source {source}: no file in {Path.cwd()} has such a name")
+    elif not path.is_file():
+        raise ValueError(f"data file {source} does not exist ({path.absolute()})")
+    elif path.stat().st_size == 0:
+        raise ValueError(f"data file {source} is empty")
     return str(path)
 
 
@@ -218,7 +220,7 @@ def _load(
     try:
         return datasets.load_dataset(name, config, split=split, **options).to_list()
     except Exception as error:  # errors of the file system, the hub or the format
-        cause = error.__cause__ or error
+        cause = (isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__) or error
         if config is None and (choice := _CONFIGS.search(str(error))):
             names = re.findall(r"'([^']*)'", choice[1])
             several = f"the data set has several configurations ({', '.join(names)})"
@@ -227,10 +229,22 @@ def _load(
                 return _load(name, source, split=split, config=MAIN, **options)
             written = ", ".join(f"{source.rpartition(':')[0]}:{each}:{split}" for each in names)
             raise ValueError(f"data source {source} cannot be read: {several}. Write one of {written}") from error
-        is_hub = not options and isinstance(error, ConnectionError | FileNotFoundError)
-        remedy = ". Check the name, the network and, for a private or gated data set, HF_TOKEN" if is_hub else ""
+        remedy = _remedy(cause, None if not options else Path(options["data_files"]).name)
         raise ValueError(f"data source {source} cannot be read: {type(cause).__name__}: {cause}{remedy}") from error
     finally:
         datasets.logging.set_verbosity(verbosity)
         if not was_quiet:
             datasets.enable_progress_bars()
+
+
+def _remedy(error: BaseException, file: str | None) -> str:
+    """Sentence for an error of the hub or of the cache of `datasets`. Args: file: name of a local one."""
+    is_of_disk = isinstance(error, OSError) and (error.errno is not None or "disk space" in str(error))
+    if is_of_disk and Path(getattr(error, "filename", None) or "").name != file:
+        return (
+            f". Rows are cached in {datasets.config.HF_DATASETS_CACHE}: check the space and permissions there, or set "
+            "HF_DATASETS_CACHE to another folder"
+        )
+    if file is None and isinstance(error, ConnectionError | FileNotFoundError):
+        return ". Check the name, the network and, for a private or gated data set, HF_TOKEN"
+    return ""
