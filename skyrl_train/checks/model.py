@@ -60,12 +60,11 @@ def _shape(path: str, key: str) -> Generator[str, None, dict[str, Any] | None]:
         )
         yield f"{key} is {path}: there is no such folder in {Path.cwd()}. {remedy}"
         return None
-    file = Path(path, "config.json")
-    if not file.is_file():
+    try:
+        values = json.loads(Path(path, "config.json").read_text())
+    except FileNotFoundError:
         yield f"{key} is {path}: not a Hugging Face checkpoint (no config.json)"
         return None
-    try:
-        values = json.loads(file.read_text())
     except (ValueError, OSError) as error:
         yield f"{key} is {path}: its config.json cannot be read ({error})"
         return None

@@ -62,7 +62,7 @@ def _export(argv: Sequence[str], console: Console) -> int:
                 f"{checkpoint.folder} cannot be exported: its run began with another model than {saved.model_path} "
                 f"holds now, which {difference}. Restore the model"
             )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ConfigError([str(error)]) from error
     import torch
 
@@ -100,7 +100,8 @@ def find_checkpoint(path: str, key: str = "checkpoint") -> Checkpoint:
     for parent in (folder, folder / "checkpoints"):
         if (newest := Checkpoints(str(parent), -1).newest_intact()) is not None:
             return newest
-    what = "contains no checkpoint (global_step_N)" if folder.is_dir() else "does not exist"
+    what = "is a file" if folder.exists() else "does not exist"
+    what = "contains no checkpoint (global_step_N)" if folder.is_dir() else what
     raise ValueError(f"{key} is {folder}: it {what}. Name the folder of a checkpoint, or of a run that has one")
 
 

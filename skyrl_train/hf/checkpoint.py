@@ -57,9 +57,14 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """The tensors of a safetensors file. Raises: ValueError if it is truncated, damaged or of another format."""
+    """The tensors of a safetensors file. Raises: ValueError if it is truncated, damaged or of another format, or cannot
+    be read.
+    """
     try:
+        file.open("rb").close()  # safetensors reports a file without permission as missing
         tensors = safe_open(file, "pt")
+    except PermissionError as error:
+        raise ValueError(f"{file} cannot be read ({error}). Change its permissions") from error
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is not a complete safetensors file ({error}). {COPY_AGAIN}") from error
     with tensors as readable:

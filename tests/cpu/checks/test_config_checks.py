@@ -6,7 +6,9 @@ import json
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -526,6 +528,23 @@ def test_a_config_json_that_is_not_an_object_is_refused(folder: Path, text: str,
     Path("model/config.json").write_text(text)
     (found,) = problems(given, "data.train_data=[train.jsonl]", files=True)
     assert found.startswith("trainer.policy.model.path is model: its config.json ") and expected in found
+
+
+def test_a_model_without_permission_to_read_it_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    given = model("model")
+
+    def without_permission(allowed: Callable[..., Any]) -> Callable[..., Any]:  # root may read everything
+        def refused(path: Path, *arguments: Any, **options: Any) -> Any:
+            if path.name == "config.json":
+                raise PermissionError(13, "Permission denied", str(path))
+            return allowed(path, *arguments, **options)
+
+        return refused
+
+    monkeypatch.setattr(Path, "stat", without_permission(Path.stat))
+    monkeypatch.setattr(Path, "open", without_permission(Path.open))
+    (found,) = problems(given, "data.train_data=[train.jsonl]", files=True)
+    assert "its config.json cannot be read ([Errno 13] Permission denied: 'model/config.json')" in found
 
 
 def test_a_reference_of_its_own_is_checked_too(folder: Path):

@@ -45,3 +45,20 @@ def test_a_named_checkpoint_that_its_run_deletes_is_reported_as_deleted(
     code = export_hf.main([f"checkpoint={folder}", f"export_path={tmp_path}/exported"])
     assert code == (2 if phase == "while it is verified" else 1)
     assert f"error: {folder} was deleted while it was read" in capsys.readouterr().out
+
+
+def test_a_file_and_a_folder_without_permission_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(command.signal, "signal", lambda *arguments: None)
+    monkeypatch.setenv("COLUMNS", "500")
+    (tmp_path / "file").touch()
+    assert export_hf.main([f"checkpoint={tmp_path}/file"]) == 2
+    assert f"checkpoint is {tmp_path}/file: it is a file. Name the folder" in capsys.readouterr().out
+
+    def refused(path: Path) -> bool:  # root may read everything
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refused)
+    assert export_hf.main([f"checkpoint={tmp_path}"]) == 2
+    assert f"error: [Errno 13] Permission denied: '{tmp_path}/checkpoint.json'" in capsys.readouterr().out

@@ -77,3 +77,16 @@ def test_a_file_that_the_index_names_and_is_missing_is_reported(tmp_path: Path):
     shutil.move(folder / names[1], tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=rf"lacks 1 files that its model.safetensors.index.json names.*{names[1]}"):
         tensor_files(str(folder))
+
+
+def test_weights_without_permission_to_read_them_are_reported_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+
+    def refused(path: Path, mode: str = "r") -> None:  # root may read everything
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(
+        ValueError, match=r"model.safetensors cannot be read \(.*Permission denied.*Change its permissions"
+    ):
+        tensor_shapes(str(tmp_path))
