@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,10 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.envs.registration import load_env_creator
 from skyrl_gym.metrics import default_aggregate_metrics
 
+from skyrl_train.faults import described
 from skyrl_train.imports import imported
+
+_log = logging.getLogger(__name__)
 
 BUILT_IN = {
     "addition": "skyrl_train.envs.built_in:AdditionEnv",
@@ -79,6 +83,14 @@ def row_problem(env_class: str, env_config: Any, extras: Mapping[str, Any]) -> s
 
 
 def aggregate_env_metrics(env_class: str, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Metrics of many samples, aggregated by the environment's `aggregate_metrics`."""
+    """Metrics of many samples, aggregated by the environment's `aggregate_metrics`.
+
+    If that raises, there are none and the error is logged: the samples may be trained already.
+    """
     aggregate = getattr(env_creator(env_class), "aggregate_metrics", default_aggregate_metrics)
-    return aggregate([dict(m) for m in metrics])
+    try:
+        return dict(aggregate([dict(each) for each in metrics]) or {})
+    except Exception as error:
+        problem = described(error, __file__)
+        _log.error("metrics of the environment %s are left out: aggregate_metrics raised %s", env_class, problem)
+        return {}

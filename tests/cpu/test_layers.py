@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "stores": "ranks",
     # what can be known without a process of Megatron or Ray; of engines, what checks read imports no vLLM
     "kernels": "",
-    "envs": "imports",
+    "envs": "faults imports",
     "weight_sync": "device imports stores kernels",
     "hf": "config",
     "tracking": "types config",

@@ -1,9 +1,11 @@
+import logging
 import re
 import sys
 from pathlib import Path
 
 import pytest
 import skyrl_gym
+from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 import skyrl_train.envs  # noqa: F401 (registers the built-in environments)
 from skyrl_train.envs.registry import aggregate_env_metrics, env_creator, make_env, register_built_in
@@ -73,6 +75,37 @@ def test_environment_that_the_user_registered_is_found():
         assert aggregate_env_metrics("mine", [{"a": 1}, {"a": 3}]) == {"a": 2.0}
     finally:
         skyrl_gym.envs.deregister("mine")
+
+
+class Divides(BaseTextEnv):
+    @staticmethod
+    def aggregate_metrics(metrics):
+        return {"rate": 1 / sum(each["tries"] for each in metrics)}
+
+
+@pytest.fixture
+def named():
+    """Registers an environment's class or function for one test."""
+    names = []
+
+    def add(name, entry_point):
+        skyrl_gym.register(id=name, entry_point=entry_point)
+        names.append(name)
+        return name
+
+    yield add
+    for name in names:
+        skyrl_gym.envs.deregister(name)
+
+
+def test_an_aggregation_that_raises_is_logged_with_its_line_and_gives_no_metrics(named, caplog):
+    name = named("divides", Divides)
+    assert aggregate_env_metrics(name, [{"tries": 4}]) == {"rate": 0.25} and not caplog.records
+    assert aggregate_env_metrics(name, [{"tries": 0}]) == {}
+    line = f"{__file__}:{Divides.aggregate_metrics.__code__.co_firstlineno + 2}"
+    problem = f"aggregate_metrics raised ZeroDivisionError: division by zero ({line})"
+    assert caplog.messages == [f"metrics of the environment divides are left out: {problem}"]
+    assert caplog.records[0].levelno == logging.ERROR
 
 
 def test_registering_the_built_in_environments_again_changes_nothing():
