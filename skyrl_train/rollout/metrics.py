@@ -125,5 +125,4 @@ def _env_metrics(groups: Sequence[Group]) -> Metrics:
         f"environment/{key}" if keys.count(key) == 1 else f"environment/{name}/{key}": float(value)
         for name, metrics in aggregated.items()
         for key, value in metrics.items()
-        if isinstance(value, (int, float))
     }

@@ -3,8 +3,10 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import skyrl_gym
+import torch
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 import skyrl_train.envs  # noqa: F401 (registers the built-in environments)
@@ -83,6 +85,15 @@ class Divides(BaseTextEnv):
         return {"rate": 1 / sum(each["tries"] for each in metrics)}
 
 
+class Stacks(BaseTextEnv):
+    """Its aggregation needs the tensors, and returns numbers of numpy and torch."""
+
+    @staticmethod
+    def aggregate_metrics(metrics):
+        losses = torch.stack([each["loss"] for each in metrics])
+        return {"loss": losses.mean(), "most": np.int64(len(metrics)), "all": losses, "note": "text"}
+
+
 @pytest.fixture
 def named():
     """Registers an environment's class or function for one test."""
@@ -106,6 +117,27 @@ def test_an_aggregation_that_raises_is_logged_with_its_line_and_gives_no_metrics
     problem = f"aggregate_metrics raised ZeroDivisionError: division by zero ({line})"
     assert caplog.messages == [f"metrics of the environment divides are left out: {problem}"]
     assert caplog.records[0].levelno == logging.ERROR
+
+
+@pytest.mark.parametrize(
+    "entry_point", [BaseTextEnv, lambda env_config, extras: BaseTextEnv()], ids=["class", "function"]
+)
+def test_metrics_may_be_numbers_of_numpy_and_torch_and_what_is_no_number_is_said_once(named, caplog, entry_point):
+    name = named(f"numbers_{type(entry_point).__name__}", entry_point)
+    some = {"a": np.float32(0.5), "b": np.int64(3), "c": torch.tensor(0.25), "d": np.True_, "e": 1, "f": 0.5}
+    for _ in range(2):
+        metrics = aggregate_env_metrics(name, [some, some | {"list": [1], "text": "x", "none": None}])
+        assert metrics == {"a": 0.5, "b": 3.0, "c": 0.25, "d": 1.0, "e": 1.0, "f": 0.5}
+        assert {type(value) for value in metrics.values()} == {float}
+    said = f"the metric list of the environment {name} is left out: it is a list, not a number"
+    assert caplog.messages == [said]
+
+
+def test_an_aggregation_of_ones_own_gets_the_metrics_as_they_are(named, caplog):
+    name = named("stacks", Stacks)
+    metrics = aggregate_env_metrics(name, [{"loss": torch.tensor(0.5)}, {"loss": torch.tensor(1.0)}])
+    assert metrics == {"loss": 0.75, "most": 2} and {type(value) for value in metrics.values()} == {float, int}
+    assert caplog.messages == ["the metric all of the environment stacks is left out: it is a Tensor, not a number"]
 
 
 def test_registering_the_built_in_environments_again_changes_nothing():
