@@ -56,12 +56,12 @@ class Episode:
         self._max_turns = max_turns
         self._env: BaseTextEnv | None = None
         self._turn = 0
-        self._closed = False
+        self._closed = self._abandoned = False
         self._lock = threading.Lock()
 
     def start(self) -> list[Message]:
         """Create the environment; return the first messages for the policy."""
-        with self._lock:
+        with self._running():
             if self._closed:  # abandoned while this call was queued
                 return []
             extras = {**self._prompt.extras, "max_turns": self._max_turns}
@@ -74,7 +74,7 @@ class Episode:
 
         Args: token_ids: of the response, which environments find in their attribute `response_ids`.
         """
-        with self._lock:
+        with self._running():
             self._turn += 1
             self.call = "env.step"
             with self._failures():
@@ -87,19 +87,25 @@ class Episode:
 
     def finish(self) -> None:
         """Get the environment's metrics and close it."""
-        with self._lock:
+        with self._running():
             self._finish()
 
     def abandon(self) -> None:
-        """Close the environment after another failure, if it exists and is open; never raises."""
-        with self._lock:
+        """Close the environment after another failure, if it exists and is open; never raises.
+
+        A call that still runs, such as one that timed out, does that when it returns.
+        """
+        self._abandoned = True
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             env, was_closed, self._closed = self._env, self._closed, True
-            if env is None or was_closed:
-                return
-            try:
+            if env is not None and not was_closed:
                 env.close()
-            except Exception:
-                _log.warning("env.close of %r failed", self._prompt.env_class, exc_info=True)
+        except Exception:
+            _log.warning("env.close of %r failed", self._prompt.env_class, exc_info=True)
+        finally:
+            self._lock.release()
 
     def failure(self, problem: str) -> EnvironmentFailure:
         return EnvironmentFailure(
@@ -116,6 +122,15 @@ class Episode:
     def _made_env(self) -> BaseTextEnv:
         assert self._env is not None, "start comes first"
         return self._env
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        finally:
+            if self._abandoned:
+                self.abandon()
 
     @contextmanager
     def _failures(self) -> Iterator[None]:

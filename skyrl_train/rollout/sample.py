@@ -45,15 +45,14 @@ class Sampler:
         `max_input_length` (stop_reason "length"; a prompt that is too long gives a sample without generation, of
         reward 0 and version 0). Observations after the last generation are not part of a sample.
 
-        Raises: EnvironmentFailure; errors of `engines.generate`. The environment is closed, unless its thread hangs.
+        Raises: EnvironmentFailure; errors of `engines.generate`. The environment is closed once no call of it runs.
         """
         env_config = self._env_configs.get(prompt.env_class, self._empty_env_config)
         episode = Episode(prompt, env_config=env_config, max_turns=engines.max_turns)
         try:
             return await self._play(prompt, episode, sampling_params, engines)
-        except BaseException as error:
-            if not isinstance(error.__cause__, CallTimeout):
-                self._env_pool.submit(episode.abandon)
+        except BaseException:
+            self._env_pool.submit(episode.abandon)
             raise
 
     async def _play(

@@ -257,6 +257,50 @@ def test_hanging_environment_fails_at_its_deadline(register):
     released.set()
 
 
+@pytest.mark.parametrize("call", ["__init__", "init", "step", "get_metrics"])
+def test_an_environment_whose_call_timed_out_is_closed_when_the_call_returns(register, call):
+    released = threading.Event()
+
+    def hangs(name):
+        if call == name:
+            released.wait(60)
+
+    class Late(Probe):
+        def __init__(self, env_config, extras):
+            super().__init__(env_config, extras)
+            hangs("__init__")
+
+        def init(self, messages):
+            hangs("init")
+            return messages, {}
+
+        def step(self, action):
+            hangs("step")
+            return output(done=call != "step")
+
+        def get_metrics(self):
+            hangs("get_metrics")
+            return {}
+
+        def close(self):
+            super().close()
+            closed.set()
+
+    async def main(s):
+        with pytest.raises(EnvironmentFailure, match="still running after 1 s"):
+            await s.sample(prompt("probe"), PARAMS)
+        await asyncio.sleep(0.1)
+        assert [env.closed for env in Late.made] == [0], "never while another call of it runs"
+        released.set()
+        assert await asyncio.to_thread(closed.wait, 30)
+
+    register(Late)
+    closed = threading.Event()
+    with sampler(tiny_tokenizer(), Script(tiny_tokenizer(), "a"), timeout_s=1.0) as s:
+        asyncio.run(main(s))
+    assert [env.closed for env in Late.made] == [1]
+
+
 def test_replies_that_the_template_refuses_are_the_environments_failure(register):
     class Robot(Probe):
         def step(self, action):
