@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sysconfig
 import traceback
@@ -67,6 +68,12 @@ def where(error: BaseException, caller: str) -> str:
     own = [frame for frame in outside if not frame.filename.startswith(LIBRARIES)]
     chosen = own or outside or frames
     return f" ({chosen[-1].filename}:{chosen[-1].lineno})" if chosen else ""
+
+
+def is_cancellation(error: BaseException) -> bool:
+    """Whether the current task was cancelled. Own code may raise CancelledError by itself, as async clients do."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def passes(error: BaseException, file: str) -> bool:

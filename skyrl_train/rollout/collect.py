@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from skyrl_train.faults import described, faults_of, listed, name_of
+from skyrl_train.faults import described, faults_of, is_cancellation, listed, name_of
 from skyrl_train.rollout.admission import Admission, Failure
 from skyrl_train.rollout.contract import Engines, Requests, Rollout, RolloutFailure
 from skyrl_train.rollout.seeds import seeded
@@ -121,7 +121,9 @@ class Collector:
             engines = self.engines.for_a_rollout()
             try:
                 samples = self._samples(prompt, await self._rollout(prompt, sampling_params, engines))
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:
+                if is_cancellation(error):
+                    raise
                 if engines.error is not None:
                     raise engines.error from engines.error.__cause__
                 failure = Failure(prompt.uid, self._named(prompt, error))
@@ -147,7 +149,7 @@ class Collector:
             raise self._failure(prompt, problem)
         return samples
 
-    def _named(self, prompt: Prompt, error: Exception) -> RolloutFailure:
+    def _named(self, prompt: Prompt, error: BaseException) -> RolloutFailure:
         """The error with the names of rollout and prompt, unless it has them."""
         if isinstance(error, RolloutFailure):
             return error
@@ -199,6 +201,11 @@ async def all_or_first_error(
         while running and not any(task.cancelled() or task.exception() for task in tasks if task not in running):
             wait_s = None if check is None else check([task for task in tasks if task in running])
             _, running = await asyncio.wait(running, timeout=wait_s, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.cancelled():
+                raise RuntimeError(
+                    f"{task.get_name()}: a rollout's own code cancelled its task. Raise an error instead"
+                )
         return [task.result() for task in tasks if task not in running]
     except BaseException:
         for task in tasks:

@@ -102,7 +102,7 @@ class Episode:
             env, was_closed, self._closed = self._env, self._closed, True
             if env is not None and not was_closed:
                 env.close()
-        except Exception:
+        except BaseException:
             _log.warning("env.close of %r failed", self._prompt.env_class, exc_info=True)
         finally:
             self._lock.release()
@@ -136,7 +136,7 @@ class Episode:
     def _failures(self) -> Iterator[None]:
         try:
             yield
-        except (Exception, SystemExit) as error:  # sys.exit in an environment must not end training
+        except BaseException as error:  # on this thread also SystemExit or CancelledError is the environment's own
             raise self.failure(described(error, __file__)) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from skyrl_train.compat.generators.types import (
     GeneratorOutput,
     TrainingPhase,
 )
+from skyrl_train.faults import described, is_cancellation
 from skyrl_train.rollout.admission import Admission, Failure
 from skyrl_train.rollout.collect import Collector, Progress, Result
-from skyrl_train.rollout.contract import Engines, Requests, Rollout
+from skyrl_train.rollout.contract import Engines, Requests, Rollout, RolloutFailure
 from skyrl_train.rollout.seeds import seeded
 from skyrl_train.rollout.shaping import has_signal, zero_unfinished
 from skyrl_train.types import UNKNOWN_VERSION, Group, Prompt, Sample, SamplingParams
@@ -79,6 +81,10 @@ class GeneratorCollector(Collector):
                 )
             except Exception as error:
                 problem = error
+            except asyncio.CancelledError as error:
+                if is_cancellation(error):
+                    raise
+                problem = RolloutFailure(f"the generator failed (prompt {prompt.uid}): {described(error, __file__)}")
             if call.error is not None:
                 raise call.error from call.error.__cause__
             if made or attempt == admission.num_attempts:

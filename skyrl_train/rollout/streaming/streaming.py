@@ -269,10 +269,9 @@ class StreamingSource:
 
     def _note_error(self, task: asyncio.Task[None]) -> None:
         """Keep the first error for `next`, and cancel the other rollouts."""
-        if self._error is not None or (not task.cancelled() and task.exception() is None):
+        if self._error is not None or task.cancelled() or task.exception() is None:
             return
-        own = RuntimeError("a rollout was cancelled by its own code: catch asyncio.CancelledError there")
-        self._error = own if task.cancelled() else task.exception()
+        self._error = task.exception()
         self._changed.set()
         for group in self._groups.values():
             if group.task is not None:

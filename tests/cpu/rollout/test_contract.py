@@ -253,11 +253,30 @@ def test_an_error_of_a_rollout_names_it_its_prompt_and_its_line(rollout: Any, na
     assert message.endswith(f"({__file__}:{line.__code__.co_firstlineno + 1})" if line else "'await' expression")
 
 
-def test_a_rollout_that_is_cancelled_is_cancelled():
-    async def cancels(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
-        raise asyncio.CancelledError
+async def raises_cancelled(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+    if prompt.uid == "a":
+        raise asyncio.CancelledError("of a client")
+    return sample(1.0)
 
-    with pytest.raises(asyncio.CancelledError):
+
+def test_a_rollout_that_raises_cancelled_error_although_nobody_cancelled_it_has_failed():
+    with pytest.raises(
+        RolloutFailure, match=r"raises_cancelled failed \(prompt a\): CancelledError: of a client \(.*:"
+    ):
+        collect(raises_cancelled, "ab")
+    groups, admission = collect(raises_cancelled, "ab", share=0.5)
+    assert [group.prompt.uid for group in groups] == ["b"] and len(admission.failures) == 2
+
+
+def test_a_rollout_that_cancels_its_own_task_ends_the_collection_with_an_error():
+    async def cancels(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+        raise AssertionError
+
+    with pytest.raises(RuntimeError, match="^prompt a: a rollout's own code cancelled its task"):
         collect(cancels, "a", share=0.5)
 
 

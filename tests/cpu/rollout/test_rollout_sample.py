@@ -185,6 +185,19 @@ class Exits(Probe):
         sys.exit(3)
 
 
+class IsCancelled(Probe):
+    def step(self, action):
+        raise asyncio.CancelledError("the client's connection")
+
+
+class IsInterrupted(Probe):
+    def get_metrics(self):
+        raise KeyboardInterrupt
+
+    def step(self, action):
+        return output(done=True)
+
+
 class ReturnsNothing(Probe):
     def step(self, action):
         return None
@@ -216,6 +229,8 @@ class TimesOutItself(Probe):
     [
         (Raises, r"failed in env.step \(prompt 17, turn 2\): KeyError: 'boom' \(.*test_rollout_sample.py:\d+\)"),
         (Exits, r"failed in env.init \(prompt 17, turn 0\): SystemExit: 3"),
+        (IsCancelled, r"failed in env.step .*turn 1\): CancelledError: the client's connection \(.*sample.py:\d+\)"),
+        (IsInterrupted, r"failed in env.get_metrics .*KeyboardInterrupt"),
         (
             ReturnsNothing,
             r"failed in env.step .*turn 1\): ValueError: step must return a BaseTextEnvStepOutput .* got None",

@@ -171,6 +171,10 @@ def misspells(parts: Any) -> Any:
     return parts.prompts.samples
 
 
+def raises_cancelled(parts: Any) -> Any:
+    raise asyncio.CancelledError("of a client")
+
+
 async def collects(parts: SourceParts) -> list[Group]:
     admission = Admission(0.0)
     return await parts.collect(parts.prompts[:2], parts.sampling_params, admission)
@@ -180,6 +184,7 @@ async def collects(parts: SourceParts) -> list[Group]:
     ("next_", "problem"),
     [
         (misspells, r"failed: AttributeError: 'list' object has no attribute 'samples' \(.*test_source.py:\d+\)$"),
+        (raises_cancelled, r"failed: CancelledError: of a client \(.*test_source.py:\d+\)$"),
         (lambda parts: {}["x"], r"failed: KeyError: 'x' \(.*test_source.py:\d+\)$"),
         (lambda parts: None, r"returned None: next\(\) must return a list of groups \(skyrl_train.types.Group\)$"),
         (lambda parts: ["x", "y"], r"returned \['x', 'y'\]: next\(\) must return a list of groups"),
@@ -204,11 +209,14 @@ def test_errors_of_rollouts_engines_and_cancellation_pass_a_users_source_as_they
     with pytest.raises(ConnectionError, match="^engine 0 is gone"):
         asyncio.run(groups_of(Own(parts, collects)))
 
-    def is_cancelled(parts: SourceParts) -> Any:
-        raise asyncio.CancelledError
+    async def is_cancelled() -> None:
+        task = asyncio.create_task(groups_of(Own(parts, lambda parts: asyncio.sleep(100))))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(groups_of(Own(parts, is_cancelled)))
+    asyncio.run(is_cancelled())
 
 
 def test_errors_of_a_built_in_source_are_as_they_are():

@@ -373,13 +373,20 @@ def test_an_error_during_the_update_is_raised_by_the_next_step_and_ends_the_othe
     asyncio.run(main())
 
 
-def test_a_rollout_that_cancels_itself_ends_the_run_with_an_error():
+@pytest.mark.parametrize(
+    ("cancels", "problem"), [(True, "code cancelled its task"), (False, "failed .*CancelledError")]
+)
+def test_a_rollout_that_cancels_itself_ends_the_run_with_an_error(cancels: bool, problem: str):
     async def play(world: World, prompt: Prompt, number: int) -> None:
-        raise asyncio.CancelledError
+        task = asyncio.current_task()
+        if not cancels or task is None:
+            raise asyncio.CancelledError
+        task.cancel()
+        await asyncio.sleep(0)
 
     async def main() -> None:
         world = World(play=play)
-        with pytest.raises(RuntimeError, match="cancelled by its own code"):
+        with pytest.raises(RuntimeError, match=problem):
             await asyncio.wait_for(world.source.next(), 30)
         await world.source.close()
 

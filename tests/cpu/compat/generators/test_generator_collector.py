@@ -15,7 +15,7 @@ from skyrl_train.compat.generators.types import GeneratorInput, GeneratorInterfa
 from skyrl_train.config import load_config
 from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.rollout.admission import Admission, Ledger, TooManyFailures
-from skyrl_train.rollout.contract import Engines
+from skyrl_train.rollout.contract import Engines, RolloutFailure
 from skyrl_train.rollout.oversampling import OverSamplingSource
 from skyrl_train.rollout.source import SourceParts
 from skyrl_train.rollout.streaming.watchdog import NoProgress
@@ -231,6 +231,17 @@ def test_a_failed_group_is_repeated_and_left_out_of_the_ledgers_groups():
     with pytest.raises(TooManyFailures, match="4 of 6 rollouts of the step failed"):
         world.generator.fails = lambda uid: True  # type: ignore[attr-defined]
         world.collect("012", share=0.5)
+
+
+def test_a_generator_that_raises_cancelled_error_has_failed():
+    class Cancels(Single):
+        async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+            raise asyncio.CancelledError("of a client")
+
+    with pytest.raises(
+        RolloutFailure, match=r"generator failed \(prompt 0\): CancelledError: of a client \(.*_collector"
+    ):
+        World(generator=Cancels()).collect("0")
 
 
 def test_an_error_of_the_engines_ends_the_run_even_if_the_generator_hides_it():
