@@ -50,12 +50,14 @@ def conversation(prompt: str, answer: str) -> list[dict[str, str]]:
 
 def sample(prompt: str, answer: dict[str, Any]) -> dict[str, Any]:
     """What the service trains on. It refuses samples that other weights generated, fully or in part."""
-    text = answer["choices"][0]["message"]["content"] or ""
+    choice = answer["choices"][0]
+    text = choice["message"]["content"] or ""
     return {
         "messages": conversation(prompt, text),
         "reward": REWARDS.get(text, 0.0),
         "policy_versions": answer["policy_versions"],
         "sampling_params": answer["sampling_params"],
+        "finish_reason": choice["finish_reason"],
     }
 
 

@@ -30,9 +30,10 @@ class Conversations:
         self._chat, self._last_only = chat, turns == "last"
         self._ends = chat.special_ids | {eos_token_id}
 
-    def tokens(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def tokens(self, messages: Sequence[Message], is_cut: bool = False) -> tuple[list[int], list[bool]]:
         """[L] token ids up to the assistant's last turn, and which of them are trained.
 
+        Args: is_cut: whether the last turn was cut off, so that the token which ends it was not sampled.
         Raises: ValueError if no message is the assistant's, the template rejects the messages, or turns cannot be
             separated.
         """
@@ -42,8 +43,11 @@ class Conversations:
         messages = messages[: turns[-1] + 1]
         if self._chat.marks_assistant:
             ids, mask = self._chat.marked_tokens(messages)
-            return ids, self._last_turn(mask, messages) if self._last_only else mask
-        return self._between_prefixes(messages, turns[-1:] if self._last_only else turns)
+            mask = self._last_turn(mask, messages) if self._last_only else mask
+        else:
+            ids, mask = self._between_prefixes(messages, turns[-1:] if self._last_only else turns)
+        last = max((index for index, trained in enumerate(mask) if trained and is_cut), default=None)
+        return (ids, mask) if last is None or ids[last] not in self._ends else (ids[:last], mask[:last])
 
     def _last_turn(self, mask: list[bool], messages: Sequence[Message]) -> list[bool]:
         """Only the last contiguous run of true values, and nothing if that is an earlier turn's."""

@@ -112,17 +112,17 @@ class ExampleReader:
         self._limit = TextLimit.of(tokenizer, max_tokens)
         self._conversations: dict[str, Conversations] = {}
 
-    def tokens(self, row: dict[str, Any]) -> Tokens:
-        """Raises: ValueError without the row's location."""
+    def tokens(self, row: dict[str, Any], is_cut: bool = False) -> Tokens:
+        """Args: is_cut: like `Conversations.tokens`. Raises: ValueError without the row's location."""
         if row.get("messages") is not None:
-            return self._conversation(row["messages"], "messages", self._turns)
+            return self._conversation(row["messages"], "messages", self._turns, is_cut)
         if row.get("input_ids") is not None:
             return _given_tokens(row)
         if row.get("prompt") is not None and row.get("response") is not None:
             return self._prompt_and_response(row["prompt"], row["response"])
         raise ValueError(f"the columns are {columns(row)}: a row needs {FORMATS}")
 
-    def _conversation(self, value: Any, column: str, turns: str) -> Tokens:
+    def _conversation(self, value: Any, column: str, turns: str, is_cut: bool = False) -> Tokens:
         try:
             given = self._mapping.with_system_prompt(without_empty_fields(value))
             messages: list[Message] = check_messages(given, PROMPT if column == "prompt" else MESSAGES)
@@ -131,7 +131,7 @@ class ExampleReader:
         if turns not in self._conversations:
             chat = ChatTemplate(self._tokenizer, self._kwargs, self._limit)
             self._conversations[turns] = Conversations(chat, self._tokenizer.eos_token_id, turns)
-        return self._conversations[turns].tokens(messages)
+        return self._conversations[turns].tokens(messages, is_cut)
 
     def _prompt_and_response(self, prompt: Any, response: Any) -> Tokens:
         """Only the response is trained. A prompt of messages uses the chat template; a text is used as is, with the

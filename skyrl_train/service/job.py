@@ -16,6 +16,8 @@ class SubmittedSample:
     """Copy of the engine's answer; if given, a sample of another distribution than the trained one is rejected."""
     policy_versions: list[int] | None = None
     """Copy of the engine's answer; if given, a job is rejected unless they are the version that is trained."""
+    finish_reason: str | None = None
+    """Copy of the engine's answer, of the last turn; if `length`, the token that ends a turn was not sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,8 @@ NEUTRAL = {
     "repetition_penalty": 1.0,
 }
 """Values that leave the model's distribution unchanged."""
+ENDED, CUT = ("stop", "tool_calls"), ("length", "abort")
+"""Values of `finish_reason` of answers that the model ended, and of those that the engine cut off."""
 
 
 class JobReader:
@@ -104,9 +106,10 @@ class JobReader:
     def _sample(self, given: ChatSample | TokenSample) -> Sample:
         reward = _number(given.reward, "reward")
         check_sampling(given.sampling_params, self._temperature)
+        is_cut = _is_cut(given.finish_reason)
         logprobs: list[float] | None = None
         if isinstance(given, ChatSample):
-            ids, mask = self._reader.tokens({"messages": check_messages(given.messages)})
+            ids, mask = self._reader.tokens({"messages": check_messages(given.messages)}, is_cut)
         else:
             ids, mask, logprobs = _of_tokens(given)
         self._check(ids, mask)
@@ -125,7 +128,7 @@ class JobReader:
             rollout_logprobs=given_logprobs.masked_fill(~trained, 0.0),
             prompt_length=mask.index(True),
             rewards=final_reward(len(ids), reward),
-            stop_reason="stop",
+            stop_reason="length" if is_cut else "stop",
             turns=sum(now and not before for before, now in pairwise([False, *mask])),
             policy_version=UNKNOWN_VERSION if logprobs is None else min(_versions(given), default=UNKNOWN_VERSION),
             version_spans=_spans(given, num_written=sum(mask)),
@@ -159,6 +162,14 @@ def check_sampling(given: object, temperature: float) -> None:
                 f"sampling_params.{name} is {value!r}: the sample is not from the distribution that is trained, over "
                 f"all tokens. {neutral}"
             )
+
+
+def _is_cut(finish_reason: object) -> bool:
+    """Whether the engine cut off the answer. Raises: ValueError for an unknown value."""
+    if finish_reason not in (None, *ENDED, *CUT):
+        allowed = f"{', '.join(ENDED)}, {' or '.join(CUT)}"
+        raise ValueError(f"finish_reason is {shortened(finish_reason)}: copy the engine's answer, {allowed}")
+    return finish_reason in CUT
 
 
 def typed_sample(given: object) -> ChatSample | TokenSample:

@@ -59,6 +59,26 @@ def test_messages_become_the_tokens_of_the_chat_template_with_the_loss_on_the_as
     assert not job.has_logprobs
 
 
+@pytest.mark.parametrize(
+    ("reason", "trained"),
+    [
+        (None, "23<|im_end|>"),
+        ("stop", "23<|im_end|>"),
+        ("tool_calls", "23<|im_end|>"),
+        ("length", "23"),
+        ("abort", "23"),
+    ],
+)
+def test_the_end_of_an_answer_that_was_cut_off_is_not_trained(reason: str | None, trained: str):
+    turns = [*ASKED, {"role": "assistant", "content": "5"}, *ASKED, {"role": "assistant", "content": "23"}]
+    given = {"messages": turns, "reward": 1.0, "finish_reason": reason, "policy_versions": [3]}
+    (sample, _) = JobReader(CONFIG, TOKENIZER, 66, 500).train([[given, given]]).groups[0].samples
+    assert TOKENIZER.decode(sample.token_ids[sample.loss_mask]) == f"5<|im_end|>{trained}"
+    assert sample.stop_reason == ("length" if trained == "23" else "stop")
+    assert TOKENIZER.decode(sample.token_ids).endswith("assistant\n23" + "<|im_end|>\n" * (trained != "23"))
+    assert sample.version_spans == ((3, int(sample.loss_mask.sum())),)
+
+
 def test_tokens_are_taken_as_they_are_and_the_first_is_never_trained():
     given = TokenSample(token_ids=[5, 6, 7, 8], loss_mask=[1, 1, 0, 1], reward=1, logprobs=[-9, -0.5, -3, -0.25])
     (sample, _) = READER.train([[given, given]]).groups[0].samples
@@ -162,6 +182,10 @@ def test_groups_are_split_into_the_configured_mini_batches():
         ([[tokens(token_ids=[5, 6, 7.5]), tokens()]], "token_ids holds 7.5: they must be whole numbers"),
         ([[tokens(token_ids=[5] * 41, loss_mask=[1] * 41), tokens()]], "it has 41 tokens, and the model takes 40"),
         ([[ChatSample(messages=ASKED, reward=1.0), tokens()]], "no message has the role assistant"),
+        (
+            [[tokens(finish_reason="eos"), tokens()]],
+            "finish_reason is 'eos': copy the engine's answer, stop, tool_calls, length or abort",
+        ),
         ([[tokens(policy_versions=["7"]), tokens()]], "policy_versions holds '7': they must be whole numbers"),
         ([[tokens(policy_versions=7), tokens()]], "policy_versions must be a list of at least one number, got int 7"),
         (
