@@ -290,7 +290,7 @@ def _remove(folder: Path) -> None:
         return
     if (folder / RECORD).exists():
         (folder / RECORD).replace(folder / DRAFT)
-    for states in (folder, folder / CRITIC):
+    for states in (folder / CRITIC, folder):  # the draft last
         for file in (*states.glob("rank_*.pt"), *states.glob("rank_*.tmp"), states / GROUPS, states / DRAFT):
             file.unlink(missing_ok=True)
     if (folder / CRITIC).is_dir() and not any((folder / CRITIC).iterdir()):

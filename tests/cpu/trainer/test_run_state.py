@@ -289,6 +289,32 @@ def test_the_newest_stay_and_incomplete_ones_are_removed(tmp_path: Path):
     assert [path.name for path in (Path(trainer.ckpt_path) / "global_step_3").iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("num_removed", range(5))
+def test_a_checkpoint_with_a_critic_whose_removal_was_killed_is_removed_by_the_next_run(
+    num_removed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = trainer_config(tmp_path)
+    folder = save(trainer, 2)
+    (folder / "critic").mkdir()
+    for name in ("rank_1.pt", "critic/rank_0.pt", "critic/rank_1.pt"):
+        (folder / name).write_text("state")
+    unlink, removed = Path.unlink, list[Path]()
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        if path.exists():
+            removed.append(path)
+            if len(removed) > num_removed:
+                raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", killed)
+        Checkpoints(trainer.ckpt_path, 1).discard(folder)
+    assert steps(trainer) == []
+    Checkpoints(trainer.ckpt_path, 1).begin(Path(trainer.ckpt_path) / "global_step_4")
+    assert not folder.exists()
+
+
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_cost_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
