@@ -1,10 +1,15 @@
-"""Checks of how many prompts a step samples and trains, and of its critic."""
+"""Checks of how many prompts a step samples and trains, and of its critic; and uses of losses that are rarely meant."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from skyrl_train.config import Config
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.rl import TrainerConfig
+
+LARGE_FOR_GSPO = 0.1
+"""Bounds made for the ratio of a token."""
 
 
 def step_problems(config: Config, num_train_prompts: int | None) -> Iterator[str]:
@@ -70,3 +75,40 @@ def critic_problems(config: Config) -> Iterator[str]:
             f"trainer.train_batch_size is {batch}: not a multiple of trainer.critic_mini_batch_size {mini}. Set "
             "critic_mini_batch_size to a divisor"
         )
+
+
+def doubt_about_loss(trainer: TrainerConfig) -> str | None:
+    """How a loss is used otherwise than in its paper, which can be meant; None if it is not."""
+    algorithm, key = trainer.algorithm, "trainer.algorithm"
+    loss, num_updates = algorithm.policy_loss_type, trainer.versions_per_step
+    if loss == "reinforce" and num_updates > 1:
+        return (
+            f"{key}.policy_loss_type is reinforce: it has no ratio, so the {num_updates} optimizer steps of each step "
+            "do not see how far the earlier ones went. Set trainer.policy_mini_batch_size to "
+            f"{trainer.train_batch_size} and update_epochs_per_batch to 1, or use regular, unless this is meant"
+        )
+    if loss in ("gspo", "gmpo") and algorithm.loss_reduction != "sequence_mean":
+        return (
+            f"{key}.loss_reduction is {algorithm.loss_reduction}: {loss} has one ratio per sample, and in its paper "
+            "every sample counts the same. Set it to sequence_mean, unless this is meant"
+        )
+    if loss == "gspo" and algorithm.eps_clip_high >= LARGE_FOR_GSPO:
+        return (
+            f"{key}.eps_clip_high is {algorithm.eps_clip_high:g}: the ratio of gspo is a mean over the sample, which "
+            "such a bound hardly ever clips. The paper has eps_clip_low 3e-4 and eps_clip_high 4e-4"
+        )
+    return None
+
+
+def doubt_about_penalty(algorithm: AlgorithmConfig) -> str | None:
+    """What a KL penalty in the reward does to groups of equal rewards, which can be meant; None if nothing unusual."""
+    estimator, key = algorithm.advantage_estimator, "trainer.algorithm"
+    divides = estimator == "maxrl" or (estimator in ("grpo", "pass@k") and algorithm.grpo_norm_by_std)
+    leaves_out = algorithm.zero_variance_filter or algorithm.dynamic_sampling.type is not None
+    if not (divides and algorithm.use_kl_in_reward and algorithm.kl_loss_coef) or leaves_out:
+        return None
+    return (
+        f"{key}.use_kl_in_reward is true: {estimator} divides the rewards of a group by their own size, so where they "
+        "are equal the penalty alone makes advantages of about 1, whatever kl_loss_coef is. Use use_kl_loss instead, "
+        "zero_variance_filter=true, or rloo, unless this is meant"
+    )

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from skyrl_train.checks.staleness import double_weight_warning
+from skyrl_train.checks.step import doubt_about_loss, doubt_about_penalty
 from skyrl_train.config import load_config
-from skyrl_train.entrypoints.experiment import Experiment, doubt_about_loss, doubt_about_penalty
+from skyrl_train.entrypoints.experiment import Experiment
 
 SERVERS = "generator.remote_inference_engine_urls=[http://a:1,http://b:1]"
 
