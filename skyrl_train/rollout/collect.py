@@ -121,7 +121,7 @@ class Collector:
             engines = self.engines.for_a_rollout()
             try:
                 samples = self._samples(prompt, await self._rollout(prompt, sampling_params, engines))
-            except (Exception, asyncio.CancelledError) as error:
+            except (Exception, SystemExit, asyncio.CancelledError) as error:
                 if is_cancellation(error):
                     raise
                 if engines.error is not None:

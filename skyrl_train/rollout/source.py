@@ -58,7 +58,7 @@ async def groups_of(source: GroupSource) -> list[Group]:
     """
     try:
         groups = await source.next()
-    except (Exception, asyncio.CancelledError) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         is_own = not is_of_package(source.next) and not is_of_package(type(error))
         # An error that passes the contract is one of the engines, whatever its type.
         if not is_own or passes(error, contract.__file__) or is_cancellation(error):

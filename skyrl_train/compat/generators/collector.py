@@ -81,7 +81,7 @@ class GeneratorCollector(Collector):
                 )
             except Exception as error:
                 problem = error
-            except asyncio.CancelledError as error:
+            except (SystemExit, asyncio.CancelledError) as error:
                 if is_cancellation(error):
                     raise
                 problem = RolloutFailure(f"the generator failed (prompt {prompt.uid}): {described(error, __file__)}")

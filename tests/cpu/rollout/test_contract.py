@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -257,6 +258,19 @@ async def raises_cancelled(prompt: Prompt, params: SamplingParams, engines: Engi
     if prompt.uid == "a":
         raise asyncio.CancelledError("of a client")
     return sample(1.0)
+
+
+async def exits(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+    if prompt.uid == "a":
+        sys.exit("no key of the judge")
+    return sample(1.0)
+
+
+def test_a_rollout_that_exits_has_failed():
+    with pytest.raises(RolloutFailure, match=r"exits failed \(prompt a\): SystemExit: no key of the judge \(.*:"):
+        collect(exits, "ab")
+    groups, _ = collect(exits, "ab", share=0.5)
+    assert [group.prompt.uid for group in groups] == ["b"]
 
 
 def test_a_rollout_that_raises_cancelled_error_although_nobody_cancelled_it_has_failed():

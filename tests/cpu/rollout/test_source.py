@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -175,6 +176,10 @@ def raises_cancelled(parts: Any) -> Any:
     raise asyncio.CancelledError("of a client")
 
 
+def exits(parts: Any) -> Any:
+    sys.exit("no rows left")
+
+
 async def collects(parts: SourceParts) -> list[Group]:
     admission = Admission(0.0)
     return await parts.collect(parts.prompts[:2], parts.sampling_params, admission)
@@ -185,6 +190,7 @@ async def collects(parts: SourceParts) -> list[Group]:
     [
         (misspells, r"failed: AttributeError: 'list' object has no attribute 'samples' \(.*test_source.py:\d+\)$"),
         (raises_cancelled, r"failed: CancelledError: of a client \(.*test_source.py:\d+\)$"),
+        (exits, r"failed: SystemExit: no rows left \(.*test_source.py:\d+\)$"),
         (lambda parts: {}["x"], r"failed: KeyError: 'x' \(.*test_source.py:\d+\)$"),
         (lambda parts: None, r"returned None: next\(\) must return a list of groups \(skyrl_train.types.Group\)$"),
         (lambda parts: ["x", "y"], r"returned \['x', 'y'\]: next\(\) must return a list of groups"),
