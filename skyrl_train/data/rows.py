@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import logging
@@ -26,7 +27,8 @@ _CONFIGS = re.compile(r"Config name is missing.*?available configs: (\[.*?\])", 
 """datasets' error for a data set without a default configuration."""
 MAIN = "main"
 """Configuration that is read if a data set has several, none is named and none is the default, as of openai/gsm8k."""
-REPORT_S = 15.0
+FULL = (errno.ENOSPC, errno.EDQUOT)
+REPORT_S = 60.0
 """Seconds between lines about a data set that is not loaded yet."""
 TIMEOUT = "trainer.download_timeout_s"
 LocatedRow = tuple[str, dict[str, Any]]
@@ -165,7 +167,7 @@ def _existing(source: str) -> str:
     path = Path(source).expanduser()
     if glob.has_magic(source):
         if not glob.glob(str(path), recursive=True):
-            raise ValueError(f"data source {source}: no file in {Path.cwd()} has such a name")
+            raise ValueError(f"data source {source}: no file matches {path.absolute()}")
     elif not path.is_file():
         raise ValueError(f"data file {source} does not exist ({path.absolute()})")
     elif path.stat().st_size == 0:
@@ -239,12 +241,10 @@ def _load(
 
 def _remedy(error: BaseException, file: str | None) -> str:
     """Sentence for an error of the hub or of the cache of `datasets`. Args: file: name of a local one."""
-    is_of_disk = isinstance(error, OSError) and (error.errno is not None or "disk space" in str(error))
-    if is_of_disk and Path(getattr(error, "filename", None) or "").name != file:
-        return (
-            f". Rows are cached in {datasets.config.HF_DATASETS_CACHE}: check the space and permissions there, or set "
-            "HF_DATASETS_CACHE to another folder"
-        )
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    is_full = isinstance(error, OSError) and (error.errno in FULL or "disk space" in str(error))
+    if is_full or Path(str(getattr(error, "filename", None) or "")).is_relative_to(cache):
+        return f". Rows are cached in {cache}: check the space and permissions there, or set HF_DATASETS_CACHE"
     if file is None and isinstance(error, ConnectionError | FileNotFoundError):
         return ". Check the name, the network and, for a private or gated data set, HF_TOKEN"
     return ""

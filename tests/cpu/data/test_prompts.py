@@ -250,7 +250,7 @@ def test_unreadable_json_line_is_named(tmp_path):
         ("torn.parquet", "data source .*torn.parquet cannot be read: .*Parquet"),
         ("hub:test", "data source .*hub:test cannot be read: .*train"),
         ("rows.csv", "neither a file .* nor `hub_name:split`"),
-        ("*.json.gz", r"data source .*\*.json.gz: no file in .* has such a name"),
+        ("*.json.gz", r"data source .*\*.json.gz: no file matches /.*/\*.json.gz"),
     ],
 )
 def test_source_that_cannot_be_read_is_an_error_that_names_it(tmp_path, source, problem, caplog):
@@ -269,6 +269,16 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "file/cache"))
     with pytest.raises(ValueError, match=r"a.jsonl cannot be read: .*. Rows are cached in .*file/cache: check the"):
         load(write_jsonl(tmp_path / "a.jsonl", [row()]))
+
+
+def test_an_unreadable_file_of_a_pattern_is_no_fault_of_the_cache(tmp_path, monkeypatch):
+    def refused(*args: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / "a.jsonl"))
+
+    monkeypatch.setattr(datasets, "load_dataset", refused)
+    write_jsonl(tmp_path / "a.jsonl", [row()])
+    with pytest.raises(ValueError, match="cannot be read: PermissionError: .*a.jsonl'$"):
+        load(str(tmp_path / "*.jsonl"))
 
 
 def test_a_hub_that_does_not_answer_is_an_error_with_what_to_check(monkeypatch: pytest.MonkeyPatch):
