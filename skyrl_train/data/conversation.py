@@ -46,8 +46,17 @@ class Conversations:
             mask = self._last_turn(mask, messages) if self._last_only else mask
         else:
             ids, mask = self._between_prefixes(messages, turns[-1:] if self._last_only else turns)
-        last = max((index for index, trained in enumerate(mask) if trained and is_cut), default=None)
-        return (ids, mask) if last is None or ids[last] not in self._ends else (ids[:last], mask[:last])
+        if not is_cut:
+            return ids, mask
+        length = self._num_before_end(ids, self._last_turn(mask, messages) if self._chat.marks_assistant else mask)
+        return ids[:length], mask[:length]
+
+    def _num_before_end(self, ids: list[int], mask: list[bool]) -> int:
+        """Number of tokens before the trained one that ends the last turn; all if the template ends turns otherwise."""
+        if not any(mask):
+            return len(ids)
+        last = self._without_closing(ids, 0, len(mask) - mask[::-1].index(True)) - 1
+        return last if ids[last] in self._ends else len(ids)
 
     def _last_turn(self, mask: list[bool], messages: Sequence[Message]) -> list[bool]:
         """Only the last contiguous run of true values, and nothing if that is an earlier turn's."""

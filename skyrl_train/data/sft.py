@@ -206,9 +206,9 @@ def _numbers(row: dict[str, Any], column: str) -> list[int] | None:
     return value
 
 
-def check_tokens(ids: list[int], mask: list[bool], vocab_size: int) -> None:
-    """Raises: ValueError for a token that the model does not have, or if none would be trained."""
+def check_tokens(ids: list[int], mask: list[bool], vocab_size: int, *, may_be_empty: bool = False) -> None:
+    """Raises: ValueError for a token that the model does not have, or if none would be trained, unless may_be_empty."""
     if outside := [token for token in ids if not 0 <= token < vocab_size]:
         raise ValueError(f"token {outside[0]} is outside the model's vocabulary of {vocab_size} tokens")
-    if not any(mask[1:]):
+    if not (may_be_empty or any(mask[1:])):
         raise ValueError("no token would be trained (nothing predicts the first token of a row)")

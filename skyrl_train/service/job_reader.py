@@ -35,7 +35,7 @@ NEUTRAL = {
     "repetition_penalty": 1.0,
 }
 """Values that leave the model's distribution unchanged."""
-ENDED, CUT = ("stop", "tool_calls"), ("length", "abort")
+ENDED, CUT = ("stop", "tool_calls"), ("length", "abort", "repetition")
 """Values of `finish_reason` of answers that the model ended, and of those that the engine cut off."""
 
 
@@ -112,7 +112,7 @@ class JobReader:
             ids, mask = self._reader.tokens({"messages": check_messages(given.messages)}, is_cut)
         else:
             ids, mask, logprobs = _of_tokens(given)
-        self._check(ids, mask)
+        self._check(ids, mask, may_be_empty=is_cut)
         if logprobs is None and self._needs_logprobs:
             raise ValueError(
                 "it has no logprobs, and the service's trainer.algorithm (corrections, policy_loss_type or "
@@ -126,7 +126,7 @@ class JobReader:
             token_ids=torch.tensor(ids, dtype=torch.int64),
             loss_mask=trained,
             rollout_logprobs=given_logprobs.masked_fill(~trained, 0.0),
-            prompt_length=mask.index(True),
+            prompt_length=mask.index(True) if any(mask) else len(ids),
             rewards=final_reward(len(ids), reward),
             stop_reason="length" if is_cut else "stop",
             turns=sum(now and not before for before, now in pairwise([False, *mask])),
@@ -134,8 +134,8 @@ class JobReader:
             version_spans=_spans(given, num_written=sum(mask)),
         )
 
-    def _check(self, ids: list[int], mask: list[bool]) -> None:
-        check_tokens(ids, mask, self._vocab_size)
+    def _check(self, ids: list[int], mask: list[bool], *, may_be_empty: bool = False) -> None:
+        check_tokens(ids, mask, self._vocab_size, may_be_empty=may_be_empty)
         if len(ids) > self._max_tokens:
             raise ValueError(f"it has {len(ids)} tokens, and the model takes {self._max_tokens}. Shorten it")
 
@@ -167,8 +167,11 @@ def check_sampling(given: object, temperature: float) -> None:
 def _is_cut(finish_reason: object) -> bool:
     """Whether the engine cut off the answer. Raises: ValueError for an unknown value."""
     if finish_reason not in (None, *ENDED, *CUT):
-        allowed = f"{', '.join(ENDED)}, {' or '.join(CUT)}"
-        raise ValueError(f"finish_reason is {shortened(finish_reason)}: copy the engine's answer, {allowed}")
+        allowed = ", ".join((*ENDED, *CUT))
+        raise ValueError(
+            f"finish_reason is {shortened(finish_reason)}: copy that of the engine's answer, one of {allowed}. Leave "
+            "out answers that failed"
+        )
     return finish_reason in CUT
 
 

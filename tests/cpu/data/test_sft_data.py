@@ -357,6 +357,34 @@ def test_a_turn_ends_with_its_end_token_also_if_the_tokenizer_has_no_name_for_it
     assert trained(unnamed, TURNS) == ["2<|im_end|>", "9<|im_end|>"]
 
 
+@pytest.mark.parametrize(
+    ("marked", "complete", "cut", "empty"),
+    [
+        ("{{ m.content }}<|im_end|>\n{% endgeneration %}", "9<|im_end|>\n", "9", ""),
+        ("{{ m.content }}<|im_end|>{% endgeneration %}\n", "9<|im_end|>", "9", ""),
+        ("{{ m.content }}{% endgeneration %}<|im_end|>\n", "9", "9", None),
+    ],
+)
+def test_a_turn_that_was_cut_off_is_trained_without_its_end(marked: str, complete: str, cut: str, empty: str | None):
+    tokenizer = with_template(
+        chatml_tokenizer(),
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        + marked
+        + "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}",
+    )
+    conversations = Conversations(ChatTemplate(tokenizer, {}), tokenizer.eos_token_id, "all")
+
+    def last_of(messages: list[dict[str, str]], is_cut: bool) -> str:
+        ids, mask = conversations.tokens(messages, is_cut)
+        before = sum(conversations.tokens(messages[:-2])[1])
+        trained_ids = [token for token, is_trained in zip(ids, mask, strict=True) if is_trained]
+        return tokenizer.decode(trained_ids[before:])
+
+    assert last_of(TURNS, False) == complete and last_of(TURNS, True) == cut
+    nothing = [*TURNS[:-1], {"role": "assistant", "content": ""}]
+    assert last_of(nothing, True) == ("" if empty is None else empty)
+
+
 def test_an_empty_last_turn_trains_no_earlier_one():
     marks = with_template(
         chatml_tokenizer(),

@@ -79,6 +79,14 @@ def test_the_end_of_an_answer_that_was_cut_off_is_not_trained(reason: str | None
     assert sample.version_spans == ((3, int(sample.loss_mask.sum())),)
 
 
+def test_an_answer_of_nothing_that_was_cut_off_counts_by_its_reward():
+    empty = {"messages": [*ASKED, {"role": "assistant", "content": ""}], "reward": 0.0, "finish_reason": "length"}
+    (_, sample) = JobReader(CONFIG, TOKENIZER, 66, 500).train([[chat("2", 1.0), empty]]).groups[0].samples
+    assert not sample.loss_mask.any() and sample.prompt_length == len(sample.token_ids) and sample.reward == 0.0
+    with pytest.raises(ValueError, match="no token would be trained"):
+        READER.train([[tokens(loss_mask=[0, 0, 0]), tokens()]])
+
+
 def test_tokens_are_taken_as_they_are_and_the_first_is_never_trained():
     given = TokenSample(token_ids=[5, 6, 7, 8], loss_mask=[1, 1, 0, 1], reward=1, logprobs=[-9, -0.5, -3, -0.25])
     (sample, _) = READER.train([[given, given]]).groups[0].samples
@@ -184,7 +192,7 @@ def test_groups_are_split_into_the_configured_mini_batches():
         ([[ChatSample(messages=ASKED, reward=1.0), tokens()]], "no message has the role assistant"),
         (
             [[tokens(finish_reason="eos"), tokens()]],
-            "finish_reason is 'eos': copy the engine's answer, stop, tool_calls, length or abort",
+            "finish_reason is 'eos': copy that of the engine's answer, one of stop, tool_calls, length, abort, repeti",
         ),
         ([[tokens(policy_versions=["7"]), tokens()]], "policy_versions holds '7': they must be whole numbers"),
         ([[tokens(policy_versions=7), tokens()]], "policy_versions must be a list of at least one number, got int 7"),
