@@ -9,7 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from skyrl_train.config.redaction import Secrets
+from skyrl_train.hf.checkpoint import export_sum
 from skyrl_train.tracking.run_dir import RunDir
+from skyrl_train.trainer.run_state import load_checkpoint
 
 EXPORT = "python -m skyrl_train.entrypoints.export_hf"
 RESUMING = ("trainer.resume_mode", "trainer.resume_path")
@@ -41,6 +43,8 @@ def last_lines(status: str, model: Path | None, checkpoint: Path | None, resume:
         lines += [] if checkpoint is None else [f"resume  {resume}"]
     if model is None and checkpoint is not None:
         target = Path(export_path).expanduser().resolve() / checkpoint.name
+        if (written := export_sum(target)) and written == load_checkpoint(checkpoint).state.export:
+            return [*lines, f"model   {target}"]
         if target.exists():  # an export of the step before the run was resumed from an earlier one
             target = target.with_name(f"{target.name}_resumed")
         arguments = shlex.join([f"checkpoint={checkpoint}", f"export_path={target}"])

@@ -175,9 +175,9 @@ class NamedGeneration(Generation):
         own, named = evaluated.state.model["path"], seen_from_anywhere(path)
         if own not in (named, path) and name_and_revision(own)[0] != path:
             raise ValueError(
-                f"{MODEL} is {path} and trainer.resume_mode is set: the run of "
-                f"{evaluated.folder} began with {own}, and the checkpoint would be evaluated. Set resume_mode=null to "
-                f"evaluate {path}, or remove {MODEL}"
+                f"{MODEL} is {path} and trainer.resume_mode is set: the run of {evaluated.folder} began with {own}, "
+                "and the checkpoint would be evaluated. Set trainer.resume_mode=null to evaluate "
+                f"{path}, or remove {MODEL}"
             )
 
 

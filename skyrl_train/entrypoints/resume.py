@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from skyrl_train.checks.model_folder import loaded_from
 from skyrl_train.checks.training import MODEL
@@ -19,7 +20,7 @@ from skyrl_train.trainer.from_config import settings_of
 from skyrl_train.trainer.run_state import Checkpoint, Checkpoints, load_checkpoint
 
 log = logging.getLogger(__name__)
-ANEW = "Use the same values, or start a new run from a Hugging Face export (trainer.hf_save_interval)"
+REMEDY = "Use the same values, or start a new run from a Hugging Face export (trainer.hf_save_interval)"
 
 
 def lock_checkpoints(trainer: TrainingConfig) -> TextIO | None:
@@ -40,13 +41,14 @@ def lock_checkpoints(trainer: TrainingConfig) -> TextIO | None:
         ) from error
 
 
-def require_export_folder(trainer: TrainingConfig) -> None:
+def require_export_folder(trainer: TrainingConfig, num_steps: int) -> None:
     """Raises: ValueError if trainer.export_path cannot be written; the last step would be the first to notice. Or if an
-    export would replace a model of the run.
+    export of one of the steps could replace a model of the run.
     """
     path = Path(trainer.export_path).expanduser().resolve()
     for folder, key in loaded_from(trainer).items():
-        if folder.parent == path and folder.name.startswith("global_step_") and trainer.hf_save_interval != 0:
+        step = folder.name.removeprefix("global_step_")
+        if folder.parent == path and step.isdigit() and int(step) <= num_steps and trainer.hf_save_interval != 0:
             raise ValueError(
                 f"trainer.export_path is {path}: an export could replace {folder}, from which the run loads {key}. "
                 "Choose another folder"
@@ -56,10 +58,12 @@ def require_export_folder(trainer: TrainingConfig) -> None:
         require_writable("trainer.export_path", trainer.export_path, path, instead)
 
 
-def chosen_checkpoint(trainer: TrainingConfig, num_rows: int, model_folder: str | None = None) -> Checkpoint | None:
+def chosen_checkpoint(
+    trainer: TrainingConfig, num_rows: int, base: Mapping[str, Any] | None = None
+) -> Checkpoint | None:
     """The checkpoint of `trainer.resume_mode`; None if the run starts from the model.
 
-    Args: model_folder: of the policy's model, which must be the one on which the run began; None to skip that check.
+    Args: base: identity of the policy's model, which must be the one on which the run began; None to skip that check.
     Raises: ValueError if the checkpoint cannot be resumed from, or ckpt_path holds those of another run.
     """
     checkpoints = Checkpoints(trainer.ckpt_path, trainer.max_ckpts_to_keep)
@@ -81,10 +85,10 @@ def chosen_checkpoint(trainer: TrainingConfig, num_rows: int, model_folder: str 
         )
     if chosen is not None:
         _require_settings(chosen, trainer)
-        if model_folder is not None and (difference := change(chosen.state.model, model_folder)):
+        if base is not None and (difference := change(chosen.state.model, base)):
             raise ValueError(
                 f"cannot resume from checkpoint {chosen.folder}: its run began with another model. "
-                f"{MODEL} {trainer.policy.model.path} {difference}. {ANEW}"
+                f"{MODEL} {trainer.policy.model.path} {difference}. {REMEDY}"
             )
         if not isinstance(trainer, TrainerConfig) or trainer.source in SOURCES:
             state = chosen.state.source
@@ -106,7 +110,7 @@ def _require_settings(chosen: Checkpoint, trainer: TrainingConfig) -> None:
         raise ValueError(
             f"cannot resume from checkpoint {chosen.folder}: "
             + ", ".join(f"{key} was {written.get(key)}, now {mine.get(key)}" for key in differing)
-            + f". {ANEW}"
+            + f". {REMEDY}"
         )
 
 

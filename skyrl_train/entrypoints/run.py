@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Generic, TextIO, TypeVar
+from typing import Any, Generic, TextIO, TypeVar
 
 from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -68,7 +68,8 @@ class Run(ABC, Generic[C, P]):
         self._local_kind = local_gpu_kind()
         if self._local_kind is not None:
             self.fit_to_device(self._local_kind)
-        self.base = identity(self.model_folder, has_frozen_weights=config.trainer.policy.model.lora.rank > 0)
+        self.base: dict[str, Any] = {}
+        """Identity of the model, for checkpoints."""
         self.checkpoint: Checkpoint | None = None
         self._checkpoint_lock: TextIO | None = None
         """Held for the lifetime of this object."""
@@ -126,9 +127,11 @@ class Run(ABC, Generic[C, P]):
         Raises: ValueError for a checkpoint that cannot be resumed from, or one of another run.
         """
         self._checkpoint_lock = lock_checkpoints(self.config.trainer)
-        require_export_folder(self.config.trainer)
-        self.checkpoint = chosen_checkpoint(self.config.trainer, self.num_train_rows, self.model_folder)
-        return resumes_in_its_folder(self.config.trainer, self.checkpoint)
+        trainer = self.config.trainer
+        require_export_folder(trainer, self.num_steps)
+        self.base = identity(self.model_folder, has_frozen_weights=trainer.policy.model.lora.rank > 0)
+        self.checkpoint = chosen_checkpoint(trainer, self.num_train_rows, self.base)
+        return resumes_in_its_folder(trainer, self.checkpoint)
 
     @property
     def is_done(self) -> bool:

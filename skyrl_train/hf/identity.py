@@ -1,7 +1,7 @@
 """Whether a model folder still holds the model on which a run began.
 
 A checkpoint has the trained weights. What else its ranks read comes from that folder: config.json, and under LoRA the
-frozen weights. Other values there would be computed with, and exported, in silence.
+frozen weights. Other values there would silently be computed with, and exported.
 """
 
 from __future__ import annotations
@@ -14,11 +14,23 @@ from typing import Any
 from transformers import AutoConfig
 
 from skyrl_train.hf.checkpoint import fingerprint, some
-from skyrl_train.hf.ledger import NO_EFFECT
+from skyrl_train.hf.ledger import LEDGERS, NO_EFFECT, ONLY, Ledger
 
 CONFIG_FILE = "config.json"
-FREE = NO_EFFECT | {"architectures", "max_position_embeddings", "pad_token_id"}
-"""Fields that may change: they are not computed with, or only limit the length of a sample."""
+FREE = (
+    NO_EFFECT
+    | ONLY.keys()
+    | {
+        "architectures",
+        "max_position_embeddings",
+        "output_router_logits",
+        "pad_token_id",
+        "router_aux_loss_coef",
+    }
+)
+"""Fields that may change: not computed with, limited to values that compute the same, or a limit of lengths."""
+
+NO_LEDGER = Ledger(frozenset(), {}, frozenset(), frozenset())
 
 
 def identity(folder: str, *, has_frozen_weights: bool) -> dict[str, Any]:
@@ -27,13 +39,12 @@ def identity(folder: str, *, has_frozen_weights: bool) -> dict[str, Any]:
     return {"config": config, "fingerprint": fingerprint(folder) if has_frozen_weights else None}
 
 
-def change(kept: Mapping[str, Any], folder: str) -> str | None:
-    """What differs in the folder from the model with this identity, after "it" or its name; None if nothing that
-    matters does, or the checkpoint is older than identities. Raises: like `identity`.
+def change(kept: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """What differs between a model's identities, as the end of a sentence that begins with its name; None if nothing
+    that matters does, or the checkpoint is older than identities.
     """
     if kept.get("config") is None:
         return None
-    now = identity(folder, has_frozen_weights=kept["fingerprint"] is not None)
     before, after = _computed(kept["config"]), _computed(now["config"])
     if fields := [name for name in sorted(before | after) if before.get(name) != after.get(name)]:
         values = [f"{name} is {after.get(name)}, was {before.get(name)}" for name in fields]
@@ -43,5 +54,7 @@ def change(kept: Mapping[str, Any], folder: str) -> str | None:
 
 def _computed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields as the installed transformers reads them, with its defaults: files of other versions have other names."""
-    read = AutoConfig.for_model(**config).to_dict()
-    return {name: value for name, value in json.loads(json.dumps(read)).items() if name not in FREE}
+    read = json.loads(json.dumps(AutoConfig.for_model(**config).to_dict()))
+    (read.get("rope_parameters") or {}).pop("type", None)  # the older name of rope_type
+    family = LEDGERS.get(read["model_type"], NO_LEDGER)
+    return {name: value for name, value in read.items() if name not in FREE | family.only.keys()}

@@ -10,7 +10,9 @@ from rich.console import Console
 
 from skyrl_train.config.redaction import secrets_of
 from skyrl_train.entrypoints.ending import last_lines, print_report, resume_command
+from skyrl_train.hf.checkpoint import INDEX, SUMS, export_sum
 from skyrl_train.tracking.run_dir import RunDir
+from skyrl_train.trainer.run_state import Checkpoints, RunState
 
 MODEL, CHECKPOINT = Path("/runs/a/exports/global_step_4"), Path("/runs/a/checkpoints/global_step_3")
 
@@ -33,6 +35,20 @@ def test_an_export_that_is_there_already_is_not_the_target_of_another(tmp_path: 
     (tmp_path / "global_step_3").mkdir()
     line = last_lines("finished", None, CHECKPOINT, "again", str(tmp_path))[-1]
     assert line.endswith(f"export_path={tmp_path}/global_step_3_resumed")
+
+
+def test_an_export_of_the_same_weights_is_the_model(tmp_path: Path):
+    """A run that resumed after its export, and ended before its next step."""
+    checkpoints, exported = Checkpoints(str(tmp_path), -1), tmp_path / "exports/global_step_3"
+    exported.mkdir(parents=True)
+    for name in (INDEX, SUMS):
+        (exported / name).write_text(name)
+    checkpoints.begin(folder := checkpoints.folder(3))
+    checkpoints.finish(folder, RunState(3, 3, False, {}, 0, {}, "", {}, export=export_sum(exported)), [])
+    lines = last_lines("interrupted", None, folder, "again", str(exported.parent))
+    assert lines == [f"ckpt    {folder}", "resume  again", f"model   {exported}"]
+    (exported / SUMS).write_text("others")
+    assert last_lines("interrupted", None, folder, "again", str(exported.parent))[-1].endswith("_3_resumed")
 
 
 def test_a_run_without_a_checkpoint_or_a_model_says_so():

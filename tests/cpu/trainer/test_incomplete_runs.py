@@ -224,6 +224,7 @@ class _Run(Run):
 
     def __init__(self, trainer_overrides: list[str], loop: Counting) -> None:
         self.config, self.checkpoint, self._given = load_sft_config(trainer_overrides), None, loop
+        self.base = {}
 
     async def launch(self, cluster: Any, logs: str) -> Any:
         raise NotImplementedError

@@ -385,9 +385,9 @@ def test_an_export_folder_that_cannot_be_written_is_found_at_the_start(tmp_path:
     (tmp_path / "file").write_text("")
     bad = f"trainer.export_path={tmp_path}/file/exports"
     with pytest.raises(ValueError, match=r"trainer.export_path is .*file/exports: nothing can be written there"):
-        require_export_folder(trainer_config(tmp_path, bad, "trainer.hf_save_interval=-1"))
-    require_export_folder(trainer_config(tmp_path, bad, "trainer.hf_save_interval=0"))
-    require_export_folder(trainer_config(tmp_path, f"trainer.export_path={tmp_path}/other/exports"))
+        require_export_folder(trainer_config(tmp_path, bad, "trainer.hf_save_interval=-1"), 4)
+    require_export_folder(trainer_config(tmp_path, bad, "trainer.hf_save_interval=0"), 4)
+    require_export_folder(trainer_config(tmp_path, f"trainer.export_path={tmp_path}/other/exports"), 4)
 
 
 def test_exports_do_not_replace_a_model_of_the_run(tmp_path: Path):
@@ -396,9 +396,10 @@ def test_exports_do_not_replace_a_model_of_the_run(tmp_path: Path):
     keys = (f"trainer.export_path={tmp_path}/exports", "trainer.algorithm.use_kl_loss=true")
     reference = f"trainer.ref.model.path={tmp_path}/exports/global_step_5"
     with pytest.raises(ValueError, match="could replace .*/global_step_5, from which the run loads trainer.ref.model"):
-        require_export_folder(load_config([*keys, reference]).trainer)
-    require_export_folder(load_config([*keys, reference, "trainer.hf_save_interval=0"]).trainer)
-    require_export_folder(load_config([*keys, f"trainer.ref.model.path={tmp_path}/exports"]).trainer)
+        require_export_folder(load_config([*keys, reference]).trainer, 5)
+    require_export_folder(load_config([*keys, reference]).trainer, 4)
+    require_export_folder(load_config([*keys, reference, "trainer.hf_save_interval=0"]).trainer, 5)
+    require_export_folder(load_config([*keys, f"trainer.ref.model.path={tmp_path}/exports"]).trainer, 5)
 
 
 def test_two_runs_at_once_do_not_share_a_folder(tmp_path: Path):
@@ -476,14 +477,15 @@ def test_a_checkpoint_is_refused_with_another_model_than_that_of_its_run(
     loop = Counting(trainer, 2)
     loop.base = identity(str(source), has_frozen_weights=lora > 0)
     asyncio.run(loop.train())
-    assert chosen_checkpoint(trainer, NUM_ROWS, str(source)) is not None
+    assert chosen_checkpoint(trainer, NUM_ROWS, loop.base) is not None
     model = replace(trainer.policy.model, path=str(other)) if lora == 0 else trainer.policy.model
     moved = replace(trainer, policy=replace(trainer.policy, model=model))
+    now = identity(str(other), has_frozen_weights=lora > 0)
     if expected is None:
-        assert chosen_checkpoint(moved, NUM_ROWS, str(other)) is not None
+        assert chosen_checkpoint(moved, NUM_ROWS, now) is not None
     else:
         with pytest.raises(ValueError, match=expected):
-            chosen_checkpoint(moved, NUM_ROWS, str(other))
+            chosen_checkpoint(moved, NUM_ROWS, now)
 
 
 def test_the_export_of_a_step_is_noted_in_its_checkpoint(tmp_path: Path):

@@ -87,7 +87,10 @@ def test_a_checkpoint_is_exported_with_the_bits_that_its_run_would_export(
     config = run_dir / "source/config.json"
     config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1'))
     assert export_hf.main([f"checkpoint={folder}", f"export_path={tmp_path}/other"]) == 2
-    assert "which has another config.json (rms_norm_eps is 0.1, was 1e-06). Restore" in capsys.readouterr().out
+    assert (
+        "since its run began: it has another config.json (rms_norm_eps is 0.1, was 1e-06). Restore"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
