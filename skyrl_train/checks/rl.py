@@ -149,12 +149,6 @@ def _rewards(config: Config) -> Iterator[str]:
             f"trainer.algorithm.overlong_buffer.len is {buffer}: it is above "
             f"generator.sampling_params.max_generate_length {longest}. Set it to at most that value"
         )
-    if buffer is not None and algorithm.advantage_estimator == "maxrl" and algorithm.overlong_buffer.penalty_factor:
-        yield (
-            f"trainer.algorithm.overlong_buffer.len is {buffer}: maxrl divides by the mean reward of a group, which "
-            "the penalty can bring near 0 or below. Set it to null (generator.zero_reward_on_non_stop is possible), or "
-            "use another advantage_estimator"
-        )
     filters = {
         "zero_variance_filter": algorithm.zero_variance_filter,
         "dynamic_sampling": algorithm.dynamic_sampling.type,
@@ -183,7 +177,7 @@ def _objective(config: Config) -> Iterator[str]:
     problems = list(algorithm_problems(algorithm.values, algorithm.parameters, PLACES, has_teacher=has_teacher))
     yield from teacher_problems(config)
     yield from problems
-    is_stale = config.trainer.source != "on_policy" and config.trainer.staleness > 0
+    is_stale = config.trainer.source == "streaming" and config.trainer.staleness > 0
     if is_stale and not problems and not uses_rollout_logprobs(build_objective(algorithm.values, 1.0)):
         yield (
             f"trainer.algorithm.corrections is {list(algorithm.corrections)}: with trainer.max_staleness "

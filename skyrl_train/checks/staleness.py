@@ -15,7 +15,7 @@ from skyrl_train.weight_sync.channels.table import STOCK
 IMPORTANCE_WEIGHTS = ("token_tis", "sequence_tis", "icepop")
 """Corrections that multiply by the ratio to the engine's policy; the others are masks."""
 SMALL_LOG_WEIGHT = 0.01
-"""Log-ratio of engine and trainer that changes weights, and lies within the bounds of masks."""
+"""Log-ratio of engine and trainer that changes weights and is within the bounds of masks."""
 OUTSIDE_CACHES = {"kv_offloading_size", "kv_transfer_config"}
 """vLLM's arguments that store KV caches in other places."""
 OF_POLICY = ("opsm", "top_entropy")
@@ -62,7 +62,7 @@ def double_weight_warning(algorithm: AlgorithmConfig) -> str | None:
     return (
         f"trainer.algorithm.corrections has {', '.join(weights)}, and {algorithm.policy_loss_type} reads "
         "rollout_logprobs: if its ratio is to the engine's policy, the difference counts twice. Set "
-        "trainer.algorithm.corrections=[], unless this is meant"
+        "trainer.algorithm.corrections=[], unless this is intended"
     )
 
 
@@ -88,7 +88,7 @@ def quantization_warning(config: Config) -> str | None:
     return (
         f"trainer.algorithm.corrections is {list(config.trainer.algorithm.corrections)} and generator.quantization is "
         f"{quantization}: samples are from another distribution than the trainer's, which biases gradients. "
-        "Remove the key (the default is [token_tis]), unless this is meant"
+        "Remove the key (the default is [token_tis]), unless this is intended"
     )
 
 

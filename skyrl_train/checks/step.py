@@ -78,19 +78,20 @@ def critic_problems(config: Config) -> Iterator[str]:
 
 
 def doubt_about_loss(trainer: TrainerConfig) -> str | None:
-    """How a loss is used otherwise than in its paper, which can be meant; None if it is not."""
+    """How a loss is used otherwise than in its paper, which can be intended; None if it is not."""
     algorithm, key = trainer.algorithm, "trainer.algorithm"
     loss, num_updates = algorithm.policy_loss_type, trainer.versions_per_step
     if loss == "reinforce" and num_updates > 1:
         return (
-            f"{key}.policy_loss_type is reinforce: it has no ratio, so the {num_updates} optimizer steps of each step "
-            "do not see how far the earlier ones went. Set trainer.policy_mini_batch_size to "
-            f"{trainer.train_batch_size} and update_epochs_per_batch to 1, or use regular, unless this is meant"
+            f"{key}.policy_loss_type is reinforce and each step has {num_updates} optimizer steps: it has no ratio, so "
+            "the later ones are not corrected for the earlier ones. Set trainer.policy_mini_batch_size to "
+            f"{trainer.train_batch_size} and trainer.update_epochs_per_batch to 1, or policy_loss_type to regular, "
+            "unless this is intended"
         )
     if loss in ("gspo", "gmpo") and algorithm.loss_reduction != "sequence_mean":
         return (
             f"{key}.loss_reduction is {algorithm.loss_reduction}: {loss} has one ratio per sample, and in its paper "
-            "every sample counts the same. Set it to sequence_mean, unless this is meant"
+            "every sample counts the same. Set it to sequence_mean, unless this is intended"
         )
     if loss == "gspo" and algorithm.eps_clip_high >= LARGE_FOR_GSPO:
         return (
@@ -101,14 +102,22 @@ def doubt_about_loss(trainer: TrainerConfig) -> str | None:
 
 
 def doubt_about_penalty(algorithm: AlgorithmConfig) -> str | None:
-    """What a KL penalty in the reward does to groups of equal rewards, which can be meant; None if nothing unusual."""
+    """What a penalty in the reward does to the estimator, which can be intended; None if nothing unusual."""
     estimator, key = algorithm.advantage_estimator, "trainer.algorithm"
+    overlong = algorithm.overlong_buffer
+    if overlong.len is not None and overlong.penalty_factor and estimator == "maxrl":
+        return (
+            f"{key}.overlong_buffer.len is {overlong.len}: maxrl divides by the mean reward of a group, which the "
+            "penalty can bring near 0 or below, and advantages then grow without bound or change their sign. Set it to "
+            "null, or use another advantage_estimator, unless rewards stay positive"
+        )
     divides = estimator == "maxrl" or (estimator in ("grpo", "pass@k") and algorithm.grpo_norm_by_std)
     leaves_out = algorithm.zero_variance_filter or algorithm.dynamic_sampling.type is not None
     if not (divides and algorithm.use_kl_in_reward and algorithm.kl_loss_coef) or leaves_out:
         return None
+    divisor = "mean" if estimator == "maxrl" else "standard deviation"
     return (
-        f"{key}.use_kl_in_reward is true: {estimator} divides the rewards of a group by their own size, so where they "
+        f"{key}.use_kl_in_reward is true: {estimator} divides the rewards of a group by their {divisor}, so where they "
         "are equal the penalty alone makes advantages of about 1, whatever kl_loss_coef is. Use use_kl_loss instead, "
-        "zero_variance_filter=true, or rloo, unless this is meant"
+        "zero_variance_filter=true, or rloo, unless this is intended"
     )

@@ -44,7 +44,8 @@ def _corrections(source: str, max_staleness: int | None, loss: str, quantization
     """Truncated importance sampling where the samples are of older or quantised weights and the loss does not account
     for it.
     """
-    is_stale = source == "streaming" if max_staleness is None else max_staleness > 0
+    # Anything but an integer is an error of the schema.
+    is_stale = max_staleness > 0 if isinstance(max_staleness, int) else source == "streaming"
     return ["token_tis"] if (is_stale or quantization) and loss not in RELATIVE_TO_ENGINE else []
 
 

@@ -22,7 +22,7 @@ from skyrl_train.data.hints import Hints
 from skyrl_train.ranks import LogprobLimit
 from skyrl_train.rollout.source import GroupSource, groups_of
 from skyrl_train.tracking.timers import Timers
-from skyrl_train.trainer.agreement.logprob_bound import LogprobBound, StaleSamples, compared_share, is_compared
+from skyrl_train.trainer.agreement.logprob_bound import LogprobBound, StalenessWarning, compared_share, is_compared
 from skyrl_train.trainer.agreement.sync_check import FirstCheck
 from skyrl_train.trainer.credit import Coefficients, Credit, CreditAssignment, LearningSignal
 from skyrl_train.trainer.from_config import max_lengths
@@ -61,7 +61,7 @@ class TrainingStep:
     def __post_init__(self) -> None:
         self._credit = CreditAssignment(self.config.trainer.algorithm)
         self.coefficients = Coefficients(self.config.trainer.algorithm)
-        self._stale_samples = StaleSamples(self.objective)
+        self._staleness_warning = StalenessWarning(self.objective, self.config.trainer.source)
 
     async def step(self) -> Metrics:
         """Train on the next groups of the source and publish the new weights.
@@ -75,7 +75,7 @@ class TrainingStep:
         groups = self.groups = await groups_of(self.source)
         with self.timers("convert_to_training_input"):
             batch = build_experience(groups, self.policy.policy_version)
-            self._stale_samples.note(batch.staleness)
+            self._staleness_warning.note(batch.staleness)
             shards = Shards(self._split(batch, self._num_mini_batches(groups)))
             credit, has_signal = self._first_credit(batch)
         if credit is not None and not has_signal:

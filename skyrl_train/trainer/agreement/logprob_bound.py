@@ -71,28 +71,35 @@ class LogprobBound:
         )
 
 
-class StaleSamples:
+class StalenessWarning:
     """Warns once in a run if the objective trains samples of older weights as if the current policy had sampled them.
 
-    Checks refuse this where the configuration declares stale samples; a source of the user may return some all the
-    same.
+    Checks refuse this for streaming; a source or rollout of the user may return such samples all the same.
     """
 
-    def __init__(self, objective: Objective) -> None:
-        self._objective, self._has_warned = objective, False
+    def __init__(self, objective: Objective, source: str) -> None:
+        """Args: source: trainer.source."""
+        self._objective, self._source, self._has_warned = objective, source, False
 
     def note(self, staleness: Tensor) -> None:
         """Args: staleness [T]: that of a step's tokens (`ExperienceBatch`)."""
         if self._has_warned or not bool((staleness > 0).any()) or uses_rollout_logprobs(self._objective):
             return
         self._has_warned = True
+        remedy = (
+            "If samples of generator.rollout are of older weights, set trainer.algorithm.corrections=[token_tis]; if "
+            "not, have it return the policy_version of the engines' answers"
+            if self._source == "on_policy"
+            else "Set trainer.max_staleness to the number of steps that samples of trainer.source may be behind (the "
+            "default of trainer.algorithm.corrections is then [token_tis])"
+        )
         log.warning(
-            "%.3g %% of the trained tokens of this step were sampled by older weights, up to %d policy versions, which "
-            "neither trainer.algorithm.policy_loss_type nor a correction accounts for: gradients are biased. Set "
-            "trainer.max_staleness to the number of steps that samples of trainer.source may be behind (the default "
-            "of trainer.algorithm.corrections is then [token_tis]). Later steps do not warn again",
+            "%.3g %% of the trained tokens of this step were sampled by weights up to %d policy versions older. "
+            "Neither trainer.algorithm.policy_loss_type nor a correction accounts for this, so gradients are biased. "
+            "%s. Later steps do not warn again",
             100 * float((staleness > 0).sum() / (staleness >= 0).sum()),
             int(staleness.max()),
+            remedy,
         )
 
 

@@ -236,10 +236,6 @@ def test_the_base_and_the_quickstart_pass():
             "overlong_buffer.len is 9999: it is above .* at most that value",
         ),
         (
-            ["trainer.algorithm.overlong_buffer.len=9", "trainer.algorithm.advantage_estimator=maxrl"],
-            "overlong_buffer.len is 9: maxrl divides by the mean reward .* near 0 or below. Set it to null",
-        ),
-        (
             [
                 "trainer.algorithm.dynamic_sampling.type=filter",
                 "trainer.source=skyrl_train.rollout.source:OnPolicySource",

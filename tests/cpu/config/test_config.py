@@ -182,6 +182,7 @@ def test_wrong_types_name_key_value_expected_type_and_place_all_at_once(project:
     ("override", "expected"),
     [
         ("trainer.policy.optimizer_config.adam_betas=[0.9]", "expected list of 2 float"),
+        ("trainer.max_staleness=abc", "trainer.max_staleness is 'abc' (str): expected int"),
         ("trainer.seed=true", "trainer.seed is True (bool): expected int (on the command line)"),
         ("trainer.policy.model={path: 3}", "trainer.policy.model.path is 3 (int): expected str"),
         ("trainer.epochs=null", "trainer.epochs is None (null): expected int"),

@@ -107,7 +107,7 @@ def test_a_run_warns_of_quantised_engines_without_a_correction(caplog: pytest.Lo
             ["trainer.algorithm.policy_loss_type=gspo", "trainer.algorithm.loss_reduction=sequence_mean"],
             "eps_clip_high is 0.2: the ratio of gspo is a mean over the sample",
         ),
-        (["trainer.algorithm.policy_loss_type=reinforce"], "so the 4 optimizer steps of each step do not see how far"),
+        (["trainer.algorithm.policy_loss_type=reinforce"], "each step has 4 optimizer steps: it has no ratio"),
         (["trainer.algorithm.policy_loss_type=reinforce", "trainer.policy_mini_batch_size=1024"], None),
         (["+experiment=gspo"], None),
         (["+experiment=dapo"], None),
@@ -130,11 +130,11 @@ def test_a_run_warns_of_a_loss_that_is_not_that_of_its_paper(overrides: list[str
         (["dynamic_sampling.type=filter"], None),
         (["kl_loss_coef=0"], None),
         (["use_kl_in_reward=false"], None),
+        (["use_kl_in_reward=false", "advantage_estimator=maxrl", "overlong_buffer.len=9"], "near 0 or below"),
+        (["use_kl_in_reward=false", "advantage_estimator=grpo", "overlong_buffer.len=9"], None),
     ],
 )
-def test_a_run_warns_of_a_penalty_that_becomes_the_advantage_where_rewards_are_equal(
-    overrides: list[str], expected: str | None
-):
+def test_a_run_warns_of_a_penalty_that_the_estimator_divides_by_little(overrides: list[str], expected: str | None):
     keys = ["use_kl_loss=false", "use_kl_in_reward=true", *overrides]
     algorithm = load_config([f"trainer.algorithm.{key}" for key in keys]).trainer.algorithm
     doubt = doubt_about_penalty(algorithm)

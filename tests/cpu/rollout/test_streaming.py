@@ -659,10 +659,6 @@ OWN_SOURCE = ["trainer.source=skyrl_train.rollout.source:OnPolicySource"]
         (["trainer.source=on_policy", "trainer.max_staleness=2"], "with trainer.source=on_policy no sample is stale"),
         (["trainer.algorithm.dynamic_sampling.type=replace"], "no group needs a copy"),
         (["trainer.algorithm.corrections=[]"], "older weights, which neither regular nor a correction accounts for"),
-        (
-            [*OWN_SOURCE, "trainer.max_staleness=1", "trainer.algorithm.corrections=[]"],
-            "older weights, which neither regular nor a correction accounts for",
-        ),
         (["trainer.algorithm.corrections=[opsm]"], "accounts for"),
         (["trainer.max_staleness=0", LOGLINEAR], "loglinear and no sample is stale: .* Set it to recompute"),
         (["trainer.source=on_policy", LOGLINEAR], "loglinear and no sample is stale"),

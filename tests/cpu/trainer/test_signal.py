@@ -178,18 +178,20 @@ def test_tokens_count_in_every_epoch_of_an_update(monkeypatch: pytest.MonkeyPatc
 def test_the_first_samples_of_older_weights_that_nothing_accounts_for_are_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    async def warnings_of(*corrections: str) -> list[str]:
+    async def warnings_of(*corrections: str, source: str = "on_policy") -> list[str]:
         caplog.clear()
-        world = World(monkeypatch, objective=objective_of(*corrections))
+        world = World(monkeypatch, f"trainer.source={source}", objective=objective_of(*corrections))
         await world.learn(DIFFERENT)
-        assert "older weights" not in caplog.text  # the samples are of version 0, like the policy
+        assert "versions older" not in caplog.text  # the samples are of version 0, like the policy
         await world.learn(DIFFERENT)
         await world.learn(DIFFERENT)
-        return [record.getMessage() for record in caplog.records if "older weights" in record.getMessage()]
+        return [record.getMessage() for record in caplog.records if "versions older" in record.getMessage()]
 
     (warning,) = asyncio.run(warnings_of())
-    assert warning.startswith("100 % of the trained tokens of this step were sampled by older weights, up to 1 policy")
-    assert "trainer.max_staleness" in warning
+    assert warning.startswith("100 % of the trained tokens of this step were sampled by weights up to 1 policy version")
+    assert "have it return the policy_version" in warning and "max_staleness" not in warning
+    (warning,) = asyncio.run(warnings_of(source="mine:Replay"))
+    assert "Set trainer.max_staleness to the number of steps" in warning
     assert asyncio.run(warnings_of("trainer.algorithm.corrections=[token_tis]")) == []
 
 

@@ -23,7 +23,7 @@ LIMITS = MicroBatchLimits(dp_size=2, max_tokens=16, max_sample_tokens=64, min_mi
 def group(uid: int, length: int) -> Group:
     sample = Sample(
         token_ids=torch.arange(length) + 100 * uid,
-        loss_mask=torch.ones(length, dtype=torch.bool),
+        loss_mask=torch.arange(length) > 0,
         rollout_logprobs=torch.zeros(length),
         prompt_length=1,
         rewards=torch.zeros(length, dtype=torch.float64),
