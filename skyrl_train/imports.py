@@ -42,8 +42,8 @@ def imported(key: str, name: str) -> Any:
 def declared_fields(*names: str) -> frozenset[str]:
     """Fields of dataclasses, `module:Class` each, read from the source: importing vLLM or Megatron takes seconds.
 
-    Args: names: all classes of one hierarchy. Returns: nothing if that is not so in the installed version, or the
-        package is not installed here.
+    Args: names: all classes of one hierarchy. Returns: an empty set if the hierarchy differs in the installed version,
+        or the package is not installed here.
     """
     fields: set[str] = set()
     classes = [name.partition(":")[2] for name in names]

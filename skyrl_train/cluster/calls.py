@@ -94,6 +94,9 @@ async def _wait_for_death(done: Futures, pending: Futures) -> tuple[Futures, Fut
 
 def _other_node(actor_id: str | None) -> str | None:
     """Address of a process's node; None for this node and if unknown."""
-    actor = {} if actor_id is None else ray._private.state.actors(actor_id)
+    try:
+        actor = {} if actor_id is None else ray._private.state.actors(actor_id)
+    except Exception:  # the head node may be what died
+        return None
     address = actor.get("Address", {}).get("IPAddress")
     return address if address and address != host() else None

@@ -71,5 +71,5 @@ def endpoint_warning(generator: GeneratorConfig) -> str | None:
         return None
     return (
         f"generator.http_endpoint_host is {host}: each of the cluster's {num_nodes} nodes can reach only the engines "
-        "on itself. For clients on other nodes set http_endpoint_host=0.0.0.0 and generator.http_api_key"
+        "on itself. For clients on other nodes set generator.http_endpoint_host=0.0.0.0 and generator.http_api_key"
     )

@@ -99,7 +99,7 @@ def aggregate_env_metrics(env_class: str, metrics: Sequence[Mapping[str, Any]]) 
 
 
 def _numbers(env_class: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers, those of numpy and torch as Python's; text and None are no metrics."""
+    """The numbers, those of numpy and torch as Python's; text and None are not metrics."""
     plain = {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in metrics.items()}
     for name, value in plain.items():
         if not isinstance(value, int | float | str | None):
