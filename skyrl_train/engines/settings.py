@@ -81,9 +81,8 @@ class EngineSettings:
     lora_seed: int = 0
     """Seed of the adapter before the first sync, which changes nothing."""
     custom_modules: tuple[str, ...] = ()
-    """`trainer.custom_modules`, imported before the engine is built."""
     trust_remote_code: bool = False
-    """Whether Python code in the model's folder may run."""
+    """Keys of the same name below `trainer`; the modules are imported before the engine is built."""
 
     @property
     def url(self) -> str:
