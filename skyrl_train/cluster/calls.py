@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,3 +100,12 @@ def _other_node(actor_id: str | None) -> str | None:
         return None
     address = actor.get("Address", {}).get("IPAddress")
     return address if address and address != host() else None
+
+
+async def results_of(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Result of each call, or the RemoteFailed that it raised."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, RemoteFailed):
+            raise result
+    return results

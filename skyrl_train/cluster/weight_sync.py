@@ -91,7 +91,7 @@ class WeightSync:
         """Second half of `publish`, for which the engines must be able to generate. Raises: like `publish`."""
         while expected is not None:
             assert self.check is not None
-            if not self._engines.up:  # never on shared devices, where engines are not restarted
+            if not self._engines.updated:  # never on shared devices, where engines are not restarted
                 await self._send_to_all()
             before = self._engines.num_changes
             try:

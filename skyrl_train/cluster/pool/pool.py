@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
 from skyrl_train.cluster.background import Background
-from skyrl_train.cluster.calls import Calls, RemoteFailed
+from skyrl_train.cluster.calls import Calls, RemoteFailed, results_of
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.pool.replica import EngineReplica
 from skyrl_train.cluster.pool.router import Router
@@ -64,6 +64,13 @@ class EnginePool:
         self.restore: Callable[[], Awaitable[None]] | None = None
         """Called when a request finds no engine: `admit_replacements`, a weight update, `resume`."""
         self._rescue_task: asyncio.Task[None] | None = None
+        self._updated: list[EngineReplica] | None = None
+        """Engines of the last weight update; others are up and wait for the next one. None before the first."""
+
+    @property
+    def updated(self) -> list[EngineReplica]:
+        """Engines that are up and took part in the last weight update."""
+        return self.up if self._updated is None else [replica for replica in self._updated if replica.is_up]
 
     @property
     def up(self) -> list[EngineReplica]:
@@ -104,6 +111,7 @@ class EnginePool:
         """Continue without this engine, which was up, and restart it. Args: reason: a sentence that names it."""
         replica.is_up, replica.death_cause = False, reason
         self.num_changes += 1
+        self._updated = self._updated and [other for other in self._updated if other is not replica]
         self.router.remove(replica.index)
         restart = f"restarting {replica.name} ({replica.restarts + 1} of {replica.max_restarts})"
         if replica.restarts >= replica.max_restarts:
@@ -171,8 +179,9 @@ class EnginePool:
 
     async def prepare(self) -> None:
         """Let every engine do what is possible before its device is free."""
-        calls = [replica.actor.call.remote("prepare", replica.settings) for replica in self.replicas]
-        await self._calls.gather("prepare", calls)
+        await self._calls.gather(
+            "prepare", [each.actor.call.remote("prepare", each.settings) for each in self.replicas]
+        )
 
     async def start(self) -> None:
         """Returns when every engine has loaded its model, and every server was found suitable."""
@@ -201,6 +210,7 @@ class EnginePool:
         settings, timeout_s = self.replicas[0].settings, self._sync_timeout_s
         if settings.generator.pause_mode == "wait":
             timeout_s += settings.rpc_timeout_s
+        self._updated = self.up
         await self._all("begin a weight update", "begin_weight_update", timeout_s=timeout_s)
 
     async def finish_weight_update(self, policy_version: int, digests: dict[str, int]) -> None:
@@ -209,9 +219,9 @@ class EnginePool:
         await self._all(what, "finish_weight_update", policy_version, digests, timeout_s=self._sync_timeout_s)
 
     async def resume(self) -> None:
-        """Route requests to the engines that are up."""
+        """Route requests to the engines that were updated: one admitted since holds the checkpoint's weights."""
         await self._all("resume", "resume", timeout_s=self._sync_timeout_s)
-        for replica in self.up:
+        for replica in self.updated:
             replica.count_sync()
             self.router.add(replica.index)
 
@@ -237,12 +247,12 @@ class EnginePool:
     async def memory(self) -> list[dict[str, float]]:
         """Memory of each engine's workers, as `device.memory_in_use`; without engines that do not report it."""
         calls = (replica.call("report its memory", "memory", timeout_s=MEMORY_S) for replica in self.up)
-        results = await _results(calls)
+        results = await results_of(calls)
         return [worker for engine in results if not isinstance(engine, RemoteFailed) for worker in engine]
 
     async def prompt_logprobs(self, prompts: Sequence[list[int]]) -> dict[str, list[list[float]]]:
         """Per engine and prompt, the logprob of each token given those before it; 0 for the first."""
-        names = list(self.actors)
+        names = [replica.name for replica in self.updated]
         return dict(zip(names, await self._all("score prompts", "prompt_logprobs", prompts), strict=True))
 
     async def shutdown(self) -> None:
@@ -260,8 +270,8 @@ class EnginePool:
         return self.replicas[0].settings.generator.weight_sync_timeout_s + MARGIN_S
 
     async def _all(self, what: str, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Call `method` on all that are up. Raises: RemoteFailed for the first that fails, or if none is up."""
-        up = self.up
+        """Call `method` on all that were updated. Raises: RemoteFailed for the first that fails, or if none is up."""
+        up = self.updated
         if not up:
             raise self._no_engine_left()
         refs = [replica.actor.call.remote(method, *args) for replica in up]
@@ -272,7 +282,8 @@ class EnginePool:
         Raises: RemoteFailed if a living engine fails, or none is left.
         """
         called = self.up
-        results = await _results(replica.call(what, method, *args, timeout_s=timeout_s, **kwargs) for replica in called)
+        calls = (replica.call(what, method, *args, timeout_s=timeout_s, **kwargs) for replica in called)
+        results = await results_of(calls)
         failed = [(replica, end) for replica, end in zip(called, results, strict=True) if isinstance(end, RemoteFailed)]
         for replica, error in failed:
             if replica.is_up and await replica.is_alive():
@@ -281,12 +292,3 @@ class EnginePool:
                 self.mark_dead(replica, str(error))
         if not self.up:
             raise self._no_engine_left() from (failed[0][1] if failed else None)
-
-
-async def _results(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Result of each call, or the RemoteFailed that it raised."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, RemoteFailed):
-            raise result
-    return results

@@ -48,6 +48,56 @@ def check() -> SyncCheck:
     return SyncCheck(1, "float32", LIMITS, tensor_float=False, max_tokens=12)
 
 
+@pytest.mark.parametrize("moment", ["finish_weight_update", "resume"])
+def test_a_replacement_that_is_ready_during_a_sync_serves_from_the_next_one(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+):
+    """It holds the checkpoint's weights, which no request of a later version may see."""
+    engines = first, second, synced, late = [FakeEngine() for _ in range(4)]
+    started: Future[StartedEngine] = Future()
+    gate: Future[None] = Future()
+    late.answers["start"] = started
+
+    def finish(version: int, digests: dict[str, int]) -> object:
+        synced.policy_version = version
+        return gate if moment == "finish_weight_update" else None
+
+    synced.answers["finish_weight_update"] = finish
+    if moment == "resume":
+        synced.answers["resume"] = lambda: gate
+    pool = engine_pool(monkeypatch, *engines, num_engines=2, max_restarts=3)
+    pool._calls = replace(pool._calls, timeout_s=30.0)
+    for replica in pool.replicas:
+        replica.calls = pool._calls
+        replica.settings = replica.settings.changed(weight_sync_timeout_s=30.0)
+
+    async def versions(key: str) -> set[int]:
+        requests = (pool.generate([1, 2], SamplingParams(8), f"{key} {number}") for number in range(8))
+        return {answer.policy_version for answer in await asyncio.gather(*requests)}
+
+    async def main() -> None:
+        policy = await policy_group(monkeypatch, FakeRank())
+        policy.versions.current = 5
+        sync = WeightSync(policy, pool, SYNC)
+        first.is_alive = second.is_alive = False
+        await pool.drop_dead()
+        publishing = asyncio.create_task(sync.publish(()))
+        while moment not in synced.called:
+            await asyncio.sleep(0.01)
+        started.set_result(StartedEngine(EngineFacts(1), "node", ()))
+        await asyncio.sleep(0.05)
+        during = asyncio.create_task(versions("during"))
+        await asyncio.sleep(0.05)
+        gate.set_result(None)
+        await publishing
+        assert await during == {5} == await versions("after") and "resume" not in late.called
+        assert list(await pool.prompt_logprobs([[1, 2]])) == [pool.replicas[0].name], "it cannot be compared either"
+        await sync.publish(())
+        assert late.called[-2:] == ["finish_weight_update", "resume"]
+
+    asyncio.run(main())
+
+
 def test_the_first_comparison_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch):
     async def main() -> None:
         world, policy = World(monkeypatch), await policy_group(monkeypatch, FakeRank())
