@@ -70,10 +70,10 @@ def where(error: BaseException, caller: str) -> str:
     return f" ({chosen[-1].filename}:{chosen[-1].lineno})" if chosen else ""
 
 
-def is_cancellation(error: BaseException) -> bool:
+def is_cancelled() -> bool:
     """Whether the current task was cancelled. Own code may raise CancelledError by itself, as async clients do."""
     task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+    return task is not None and task.cancelling() > 0
 
 
 def passes(error: BaseException, file: str) -> bool:

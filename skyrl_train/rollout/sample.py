@@ -142,6 +142,10 @@ def _check_is_created(config: Config, prompt: Prompt) -> None:
     if problem := row_problem(name, env_config(kwargs, config.extra), extras):
         raise ValueError(
             f"the environment {name}{_asked(config, name)} cannot be created for prompt {prompt.uid}, whose row has "
-            f"the columns {', '.join(prompt.extras) or 'prompt alone'}: {problem}. Add what is missing to the "
-            f"rows, or to environment.skyrl_gym.env_kwargs.{name}"
+            f"the columns {', '.join(prompt.extras) or 'prompt alone'}: {problem}. "
+            + (
+                "Add the column (data.columns), or give the argument a default"
+                if name == "reward_fn"
+                else f"Add what is missing to the rows, or to environment.skyrl_gym.env_kwargs.{name}"
+            )
         )

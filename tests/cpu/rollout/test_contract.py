@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from dataclasses import replace
@@ -310,6 +311,43 @@ def test_an_error_of_the_engines_is_no_failure_of_the_rollout_whatever_that_make
     with pytest.raises(ConnectionError, match="engine 0 is gone"):
         collector = Collector(rollout, engines_of(broken))
         asyncio.run(collector.collect([prompt("a")], 2, PARAMS, Quiet(), admission))
+
+
+def test_a_rollout_cannot_do_without_the_engines_that_failed():
+    async def broken(token_ids: list[int], params: SamplingParams, route_key: str) -> Generation:
+        raise ConnectionError("engine 0 is gone")
+
+    async def swallows(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+        with contextlib.suppress(Exception):
+            await engines.generate([1], params, prompt.uid)
+        return sample(0)
+
+    with pytest.raises(ConnectionError, match="engine 0 is gone"):
+        asyncio.run(Collector(swallows, engines_of(broken)).collect([prompt("a")], 2, PARAMS, Quiet(), Admission(0)))
+
+
+def test_a_rollout_that_is_cancelled_is_not_tried_again_whatever_it_raises():
+    started = []
+
+    async def closes(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+        started.append(prompt.uid)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError as error:
+            raise ConnectionError("client closed") from error
+        return sample(0)
+
+    async def main() -> None:
+        collector = Collector(closes, engines_of(None))
+        collecting = asyncio.create_task(
+            collector.collect([prompt("a")], 1, PARAMS, Quiet(), Admission(0, num_attempts=2))
+        )
+        await asyncio.sleep(0.05)
+        collecting.cancel()
+        await asyncio.gather(collecting, return_exceptions=True)
+
+    asyncio.run(main())
+    assert started == ["a"]
 
 
 def test_a_request_that_is_too_long_is_the_rollouts_own_failure():
