@@ -92,7 +92,7 @@ def aggregate_env_metrics(env_class: str, metrics: Sequence[Mapping[str, Any]]) 
     try:
         given = [_numbers(env_class, each) if aggregate is default else dict(each) for each in metrics]
         return _numbers(env_class, dict(aggregate(given) or {}))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         problem = described(error, __file__)
         _log.error("metrics of the environment %s are left out: aggregate_metrics raised %s", env_class, problem)
         return {}

@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 
+from skyrl_train.faults import is_cancelled
 from skyrl_train.service.job import Job
 from skyrl_train.types import Metrics
 
@@ -33,7 +34,7 @@ class JobQueue:
     """Runs jobs in its own task, so that a client that disconnects changes nothing."""
 
     def __init__(
-        self, run: Callable[[Job], Awaitable[Metrics]], recover: Callable[[Exception], Awaitable[str]]
+        self, run: Callable[[Job], Awaitable[Metrics]], recover: Callable[[BaseException], Awaitable[str]]
     ) -> None:
         """Args: recover: awaited after a job that raised, before its client gets the error; it restores the service and
         returns a report for the error. If it raises, no job can run any more.
@@ -75,7 +76,9 @@ class JobQueue:
             self._is_running = True
             try:
                 result = await self._run(job)
-            except Exception as error:
+            except (Exception, SystemExit, asyncio.CancelledError) as error:  # own code may raise the last two
+                if is_cancelled():
+                    raise
                 log.exception("a job failed")
                 _fail(answer, await self._after(error))
             else:
@@ -85,7 +88,7 @@ class JobQueue:
                 if not answer.done():  # cancelled in the job or its recovery
                     _fail(answer, ServiceBroken(self.broken or STOPPED))
 
-    async def _after(self, error: Exception) -> Exception:
+    async def _after(self, error: BaseException) -> Exception:
         """Recover, and return the error for the client."""
         reason = str(error) or type(error).__name__
         try:

@@ -134,7 +134,7 @@ class JobRunner:
             await self.residency.for_rollout()
             self._failed_syncs = 0
 
-    async def _is_sound(self, error: Exception) -> bool:
+    async def _is_sound(self, error: BaseException) -> bool:
         """Whether the processes can continue after a job that left the weights unchanged.
 
         A rank that failed in a pass may have left messages in its groups that the next pass would receive. A health
@@ -147,7 +147,7 @@ class JobRunner:
         is_health_check = isinstance(self._job, HealthCheckJob) and self._failed_syncs == 1
         return (isinstance(self._job, SaveJob) or is_health_check) and await self.policy.is_idle()
 
-    async def recover(self, error: Exception) -> str:
+    async def recover(self, error: BaseException) -> str:
         """Serve and train the last version again; return a report. Raises: the reason if that is impossible."""
         version = self.version.policy_version
         if isinstance(self._job, TrainJob):

@@ -43,7 +43,8 @@ MAY_IMPORT = {
     # the driver
     "trainer": "types config file_sum ranks algorithms hf weight_sync tracking data batching rollout cluster",
     "service": (
-        "types config algorithms spelling hf weight_sync tracking checks data batching rollout cluster forecast trainer"
+        "types faults config algorithms spelling hf weight_sync tracking checks data batching rollout cluster forecast "
+        "trainer"
     ),
     # where everything is put together
     "tasks": "config",

@@ -69,6 +69,26 @@ def test_a_job_that_fails_is_its_callers_trouble_alone_and_heard_of_after_the_re
     asyncio.run(body())
 
 
+@pytest.mark.parametrize("own", [asyncio.CancelledError(), SystemExit(3)], ids=["cancelled", "exit"])
+def test_a_job_whose_own_code_raises_what_ends_a_loop_has_failed_and_the_next_one_runs(own: BaseException):
+    async def run(job: str) -> dict[str, float]:
+        if job == "bad":
+            raise own
+        return {"good": 1.0}
+
+    async def recover(error: BaseException) -> str:
+        return "nothing has changed"
+
+    async def main() -> None:
+        queue = JobQueue(run, recover)
+        with pytest.raises(JobFailed, match="nothing has changed"):
+            await queue.submit("bad")
+        assert await queue.submit("good") == {"good": 1.0} and queue.broken is None
+        await queue.close()
+
+    asyncio.run(main())
+
+
 def test_after_a_failed_recovery_all_waiting_and_later_callers_get_the_reason():
     async def body() -> None:
         work = Work()
