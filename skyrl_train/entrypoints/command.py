@@ -198,6 +198,8 @@ def _run(
         report_failure(error, run_dir, console, secrets, moved_from=config.trainer.run_dir)
         failure = error
     finally:
+        if training is not None:
+            training.close()
         if run_dir is not None:
             if status == "interrupted" and _has_not_begun(run_dir, training):
                 run_dir = run_dir.give_way()

@@ -144,6 +144,11 @@ class Run(ABC, Generic[C, P]):
         """State from which the policy's ranks resume."""
         return None if self.checkpoint is None else self.checkpoint.saved
 
+    def close(self) -> None:
+        """Let another run use the folder of checkpoints; in a notebook this object outlives its run."""
+        if self._checkpoint_lock is not None:
+            self._checkpoint_lock.close()
+
     def request_stop(self) -> bool:
         """End after the current step; False if no step has begun, so the run has to be cancelled."""
         if self.loop is None:

@@ -13,6 +13,7 @@ import pytest
 
 from skyrl_train.cluster.calls import RemoteFailed
 from skyrl_train.config.sft import load_sft_config
+from skyrl_train.entrypoints.resume import lock_checkpoints
 from skyrl_train.entrypoints.run import Run
 from skyrl_train.tracking.jsonl import JsonLinesWriter
 from skyrl_train.tracking.run_dir import HeldFolder, create_run_dir
@@ -234,6 +235,17 @@ class _Run(Run):
 
     def build_loop(self, *parts: Any) -> Counting:
         return self._given
+
+
+def test_a_run_that_has_ended_leaves_its_checkpoints_to_another(tmp_path: Path):
+    """A notebook keeps the traceback of a failed run, and so the run."""
+    overrides = [f"trainer.run_dir={tmp_path}/run", f"trainer.ckpt_path={tmp_path}/checkpoints"]
+    one = _Run(overrides, Counting(trainer_config(tmp_path), 1))
+    one._checkpoint_lock = lock_checkpoints(one.config.trainer)
+    with pytest.raises(ValueError, match="trainer.ckpt_path"):
+        lock_checkpoints(one.config.trainer)
+    one.close()
+    lock_checkpoints(one.config.trainer).close()
 
 
 def test_a_program_fails_when_its_run_folder_is_deleted(tmp_path: Path):
