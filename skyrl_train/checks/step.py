@@ -101,6 +101,18 @@ def doubt_about_loss(trainer: TrainerConfig) -> str | None:
     return None
 
 
+def doubt_about_lengths(config: Config) -> str | None:
+    """Whether conversations of several turns have room for a prompt alone; None if not."""
+    generator, longest = config.generator, config.trainer.max_prompt_length
+    if generator.max_turns == 1 or generator.max_input_length > longest:
+        return None
+    return (
+        f"generator.max_turns is {generator.max_turns} and generator.max_input_length is {longest}, like "
+        "trainer.max_prompt_length: a conversation ends without its later turns as soon as prompt, responses and "
+        "observations together are longer. Raise max_input_length to what a conversation needs"
+    )
+
+
 def doubt_about_penalty(algorithm: AlgorithmConfig) -> str | None:
     """What a penalty in the reward does to the estimator, which can be intended; None if nothing unusual."""
     estimator, key = algorithm.advantage_estimator, "trainer.algorithm"

@@ -95,7 +95,8 @@ def problem(override: Override, schema: type, folders: Sequence[Path]) -> str | 
     key, text = override.key_or_group, BY_NAME.argument(str(override.input_line))
     kinds = key_types(schema)
     if override.is_sweep_override():
-        return f"{text}: sweeps are not supported. Start one run per value"
+        quoted = f"'{key}=\"...\"'"
+        return f"{text}: sweeps are not supported. Start one run per value, or quote a text with commas: {quoted}"
     if is_searchpath(override) or _below_free_form(key, kinds):
         return None
     if key == "hydra" or key.startswith("hydra."):

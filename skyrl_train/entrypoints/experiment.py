@@ -13,7 +13,7 @@ from rich.console import Console
 from skyrl_train.checks.engines import check_vllm
 from skyrl_train.checks.model_folder import check_scoring_models
 from skyrl_train.checks.staleness import double_weight_warning, quantization_warning, treatment_of_quantization
-from skyrl_train.checks.step import doubt_about_loss, doubt_about_penalty
+from skyrl_train.checks.step import doubt_about_lengths, doubt_about_loss, doubt_about_penalty
 from skyrl_train.cluster.devices import endpoint_warning
 from skyrl_train.cluster.launch import Processes
 from skyrl_train.cluster.pool.settings import served_model_name
@@ -239,6 +239,7 @@ class Experiment(Run[Config, Processes]):
         trainer, generator = self.config.trainer, self.config.generator
         for doubt in (
             doubt_about_loss(trainer),
+            doubt_about_lengths(self.config),
             doubt_about_penalty(trainer.algorithm),
             double_weight_warning(trainer.algorithm),
             quantization_warning(self.config),

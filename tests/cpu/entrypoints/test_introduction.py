@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from skyrl_train.checks.staleness import double_weight_warning
-from skyrl_train.checks.step import doubt_about_loss, doubt_about_penalty
+from skyrl_train.checks.step import doubt_about_lengths, doubt_about_loss, doubt_about_penalty
 from skyrl_train.config import load_config
 from skyrl_train.entrypoints.experiment import Experiment
 
@@ -139,6 +139,20 @@ def test_a_run_warns_of_a_penalty_that_the_estimator_divides_by_little(overrides
     algorithm = load_config([f"trainer.algorithm.{key}" for key in keys]).trainer.algorithm
     doubt = doubt_about_penalty(algorithm)
     assert doubt is None if expected is None else doubt is not None and expected in doubt
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warns"),
+    [
+        ([], False),
+        (["generator.max_turns=3"], True),
+        (["generator.max_turns=3", "generator.max_input_length=4096"], False),
+        (["+experiment=search"], False),
+    ],
+)
+def test_a_run_warns_of_conversations_without_room_for_a_second_turn(overrides: list[str], warns: bool):
+    doubt = doubt_about_lengths(load_config(overrides))
+    assert (doubt is not None) == warns and (not warns or "Raise max_input_length" in str(doubt))
 
 
 OWN_LOSSES = """
