@@ -70,10 +70,14 @@ def where(error: BaseException, caller: str) -> str:
     return f" ({chosen[-1].filename}:{chosen[-1].lineno})" if chosen else ""
 
 
-def is_cancelled() -> bool:
-    """Whether the current task was cancelled. Own code may raise CancelledError by itself, as async clients do."""
+def is_cancellation(error: BaseException) -> bool:
+    """Whether it comes of the current task's cancellation, perhaps turned into another error by own code, which may
+    also raise CancelledError by itself, as async clients do.
+    """
+    context = None if error.__suppress_context__ else error.__context__
+    is_of_cancel = any(isinstance(each, asyncio.CancelledError) for each in (error, error.__cause__, context))
     task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    return is_of_cancel and task is not None and task.cancelling() > 0
 
 
 def passes(error: BaseException, file: str) -> bool:

@@ -198,8 +198,6 @@ def _run(
         report_failure(error, run_dir, console, secrets, moved_from=config.trainer.run_dir)
         failure = error
     finally:
-        if training is not None:
-            training.close()
         if run_dir is not None:
             if status == "interrupted" and _has_not_begun(run_dir, training):
                 run_dir = run_dir.give_way()
@@ -210,6 +208,8 @@ def _run(
                 loop = training.loop
                 lines = last_lines(status, loop.exported, loop.newest_checkpoint, resume, config.trainer.export_path)
                 console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
+        if (close := getattr(training, "close", None)) is not None:  # a class of the user's may be no Run
+            close()
     return Ended(code, failure)
 
 

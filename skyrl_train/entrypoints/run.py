@@ -72,7 +72,7 @@ class Run(ABC, Generic[C, P]):
         """Identity of the model, for checkpoints."""
         self.checkpoint: Checkpoint | None = None
         self._checkpoint_lock: TextIO | None = None
-        """Held for the lifetime of this object."""
+        """Held until `close`."""
         self.loop: Loop | None = None
         """None until all processes are up."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from skyrl_train.faults import described, faults_of, is_cancelled, listed, name_of
+from skyrl_train.faults import described, faults_of, is_cancellation, listed, name_of
 from skyrl_train.rollout.admission import Admission, Failure
 from skyrl_train.rollout.contract import Engines, Requests, Rollout, RolloutFailure
 from skyrl_train.rollout.seeds import seeded
@@ -124,7 +124,7 @@ class Collector:
                 if engines.error is not None:  # own code must not go on without its engines
                     raise engines.error
             except (Exception, SystemExit, asyncio.CancelledError) as error:
-                if is_cancelled():
+                if is_cancellation(error):
                     raise
                 if engines.error is not None:
                     raise engines.error from engines.error.__cause__

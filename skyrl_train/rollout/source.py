@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from skyrl_train.config import Config
 from skyrl_train.data.order import Order
-from skyrl_train.faults import described, is_cancelled, is_of_package, name_of, passes
+from skyrl_train.faults import described, is_cancellation, is_of_package, name_of, passes
 from skyrl_train.rollout import contract
 from skyrl_train.rollout.admission import Admission
 from skyrl_train.rollout.collect import Collector, Progress
@@ -61,7 +61,7 @@ async def groups_of(source: GroupSource) -> list[Group]:
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         is_own = not is_of_package(source.next) and not is_of_package(type(error))
         # An error that passes the contract is one of the engines, whatever its type.
-        if not is_own or passes(error, contract.__file__) or is_cancelled():
+        if not is_own or passes(error, contract.__file__) or is_cancellation(error):
             raise
         raise SourceFailure(f"the source {name_of(type(source))} failed: {described(error, __file__)}") from error
     if not isinstance(groups, list | tuple) or not all(isinstance(group, Group) for group in groups):

@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from skyrl_train.faults import is_cancelled
+from skyrl_train.faults import is_cancellation
 from skyrl_train.service.job import Job
 from skyrl_train.types import Metrics
 
@@ -77,7 +77,7 @@ class JobQueue:
             try:
                 result = await self._run(job)
             except (Exception, SystemExit, asyncio.CancelledError) as error:  # own code may raise the last two
-                if is_cancelled():
+                if is_cancellation(error):
                     raise
                 log.exception("a job failed")
                 _fail(answer, await self._after(error))
@@ -93,7 +93,9 @@ class JobQueue:
         reason = str(error) or type(error).__name__
         try:
             report = await self._recover(error)
-        except Exception as second:
+        except (Exception, SystemExit, asyncio.CancelledError) as second:
+            if is_cancellation(second):
+                raise
             log.exception("the service could not recover")
             self.broken = f"it could not recover from a failed job ({reason}): {second or type(second).__name__}"
             self._reject_waiting()

@@ -124,11 +124,12 @@ class JobRunner:
     async def _check_engines(self) -> None:
         """A replacement starts with the initial model and serves after a sync; a failed sync is repeated."""
         await self.engines.drop_dead()
-        if not self.engines.has_replacement and not self._failed_syncs:
+        is_waiting = len(self.engines.updated) < len(self.engines.up)  # one was admitted during a sync
+        if not (self.engines.has_replacement or self._failed_syncs or is_waiting):
             return
         before = self.engines.num_changes
         await self.engines.admit_replacements()
-        if self.engines.num_changes != before or self._failed_syncs:
+        if self.engines.num_changes != before or self._failed_syncs or is_waiting:
             self._failed_syncs += 1
             await self.residency.sync_weights(())
             await self.residency.for_rollout()

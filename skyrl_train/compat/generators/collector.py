@@ -16,7 +16,7 @@ from skyrl_train.compat.generators.types import (
     GeneratorOutput,
     TrainingPhase,
 )
-from skyrl_train.faults import described, is_cancelled
+from skyrl_train.faults import described, is_cancellation
 from skyrl_train.rollout.admission import Admission, Failure
 from skyrl_train.rollout.collect import Collector, Progress, Result
 from skyrl_train.rollout.contract import Engines, Requests, Rollout, RolloutFailure
@@ -82,7 +82,7 @@ class GeneratorCollector(Collector):
             except Exception as error:
                 problem = error
             except (SystemExit, asyncio.CancelledError) as error:
-                if is_cancelled():
+                if is_cancellation(error):
                     raise
                 problem = RolloutFailure(f"the generator failed (prompt {prompt.uid}): {described(error, __file__)}")
             if call.error is not None:

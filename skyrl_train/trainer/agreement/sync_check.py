@@ -125,7 +125,7 @@ class FirstCheck:
         """First half: the engines must be able to generate. None once they were compared, and while none is up: a
         replacement is compared after its first sync.
         """
-        if self._check.has_compared or not self._engines.up:
+        if self._check.has_compared or not self._engines.updated:
             return None
         before = self._engines.num_changes
         try:

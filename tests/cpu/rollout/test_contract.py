@@ -326,6 +326,25 @@ def test_a_rollout_cannot_do_without_the_engines_that_failed():
         asyncio.run(Collector(swallows, engines_of(broken)).collect([prompt("a")], 2, PARAMS, Quiet(), Admission(0)))
 
 
+async def fails_in_a_group(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+    async def tool() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("no such file")
+
+    if prompt.uid == "a":
+        async with asyncio.TaskGroup() as group:
+            group.create_task(tool())
+    return sample(1.0)
+
+
+def test_a_rollout_whose_group_of_tasks_fails_has_failed():
+    """A task counts as cancelled after a TaskGroup that failed (Python 3.11)."""
+    with pytest.raises(RolloutFailure, match=r"fails_in_a_group failed \(prompt a\): ExceptionGroup"):
+        collect(fails_in_a_group, "ab")
+    groups, _ = collect(fails_in_a_group, "ab", share=0.5)
+    assert [group.prompt.uid for group in groups] == ["b"]
+
+
 def test_a_rollout_that_is_cancelled_is_not_tried_again_whatever_it_raises():
     started = []
 

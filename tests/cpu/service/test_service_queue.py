@@ -189,6 +189,7 @@ class Policy:
 class Engines:
     def __init__(self, calls: list[str]) -> None:
         self.calls, self.has_replacement, self.num_changes, self.has_come = calls, False, 0, False
+        self.up, self.updated = [0, 1], [0, 1]
 
     async def drop_dead(self) -> None:
         self.calls.append("drop lost")
@@ -303,6 +304,20 @@ async def until_called(service: Service, name: str) -> None:
         while name not in service.calls:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.03)
+
+
+def test_an_engine_that_was_admitted_during_a_sync_is_given_the_weights_between_jobs():
+    async def body() -> None:
+        service = Service()
+        queue = JobQueue(service.run, service.recover)
+        service.engines.updated = [0]
+        checking = asyncio.ensure_future(check_health(queue, 0.01))
+        await until_called(service, "rollout")
+        assert service.calls[:4] == ["drop lost", "admit", "sync", "rollout"]
+        await queue.close()
+        await asyncio.wait_for(checking, 60)
+
+    asyncio.run(body())
 
 
 def test_engines_are_looked_after_between_jobs_and_those_that_came_are_given_the_weights():

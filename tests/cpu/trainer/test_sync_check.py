@@ -115,7 +115,7 @@ def first_check(
 
     async def main() -> bool:
         policy: Any = SimpleNamespace(prompt_logprobs=trained, policy_version=3)
-        engines: Any = SimpleNamespace(up=[0], prompt_logprobs=served, num_changes=0, drop_failed=drop_failed)
+        engines: Any = SimpleNamespace(updated=[0], prompt_logprobs=served, num_changes=0, drop_failed=drop_failed)
         check = SyncCheck(every, "float32", LIMITS, tensor_float=False, max_tokens=64)
         check.has_compared = has_compared
         first = FirstCheck(check, policy, engines)
