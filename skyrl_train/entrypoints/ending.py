@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ def last_lines(status: str, model: Path | None, checkpoint: Path | None, resume:
         lines += [] if checkpoint is None else [f"resume  {resume}"]
     if model is None and checkpoint is not None:
         target = Path(export_path).expanduser().resolve() / checkpoint.name
-        if (written := export_sum(target)) and written == load_checkpoint(checkpoint).state.export:
+        if _is_exported(checkpoint, target):
             return [*lines, f"model   {target}"]
         if target.exists():  # an export of the step before the run was resumed from an earlier one
             target = target.with_name(f"{target.name}_resumed")
@@ -52,6 +53,14 @@ def last_lines(status: str, model: Path | None, checkpoint: Path | None, resume:
     elif model is None and status == "finished":
         lines.append("model   neither an export nor a checkpoint was written (trainer.hf_save_interval, ckpt_interval)")
     return lines
+
+
+def _is_exported(checkpoint: Path, target: Path) -> bool:
+    """Whether a folder has the export of a checkpoint; False for a damaged one, whose error would hide the run's."""
+    written = export_sum(target)
+    with contextlib.suppress(ValueError):
+        return written is not None and written == load_checkpoint(checkpoint).state.export
+    return False
 
 
 def resume_command(module: str, argv: Sequence[str] | None, secrets: Secrets) -> str:

@@ -12,7 +12,7 @@ from skyrl_train.config.redaction import secrets_of
 from skyrl_train.entrypoints.ending import last_lines, print_report, resume_command
 from skyrl_train.hf.checkpoint import INDEX, SUMS, export_sum
 from skyrl_train.tracking.run_dir import RunDir
-from skyrl_train.trainer.run_state import Checkpoints, RunState
+from skyrl_train.trainer.run_state import RECORD, Checkpoints, RunState
 
 MODEL, CHECKPOINT = Path("/runs/a/exports/global_step_4"), Path("/runs/a/checkpoints/global_step_3")
 
@@ -47,6 +47,10 @@ def test_an_export_of_the_same_weights_is_the_model(tmp_path: Path):
     checkpoints.finish(folder, RunState(3, 3, False, {}, 0, {}, "", {}, export=export_sum(exported)), [])
     lines = last_lines("interrupted", None, folder, "again", str(exported.parent))
     assert lines == [f"ckpt    {folder}", "resume  again", f"model   {exported}"]
+    record, intact = folder / RECORD, (folder / RECORD).read_text()
+    record.write_text("{")
+    assert last_lines("interrupted", None, folder, "again", str(exported.parent))[-1].endswith("_3_resumed")
+    record.write_text(intact)
     (exported / SUMS).write_text("others")
     assert last_lines("interrupted", None, folder, "again", str(exported.parent))[-1].endswith("_3_resumed")
 
