@@ -267,19 +267,31 @@ async def exits(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sam
     return sample(1.0)
 
 
-def test_a_rollout_that_exits_has_failed():
-    with pytest.raises(RolloutFailure, match=r"exits failed \(prompt a\): SystemExit: no key of the judge \(.*:"):
-        collect(exits, "ab")
-    groups, _ = collect(exits, "ab", share=0.5)
-    assert [group.prompt.uid for group in groups] == ["b"]
+async def fails_in_a_group(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+    """A task counts as cancelled after a TaskGroup that failed (Python 3.11)."""
+
+    async def tool() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("no such file")
+
+    if prompt.uid == "a":
+        async with asyncio.TaskGroup() as group:
+            group.create_task(tool())
+    return sample(1.0)
 
 
-def test_a_rollout_that_raises_cancelled_error_although_nobody_cancelled_it_has_failed():
-    with pytest.raises(
-        RolloutFailure, match=r"raises_cancelled failed \(prompt a\): CancelledError: of a client \(.*:"
-    ):
-        collect(raises_cancelled, "ab")
-    groups, admission = collect(raises_cancelled, "ab", share=0.5)
+@pytest.mark.parametrize(
+    ("rollout", "problem"),
+    [
+        (raises_cancelled, r"CancelledError: of a client \(.*:"),
+        (exits, r"SystemExit: no key of the judge \(.*:"),
+        (fails_in_a_group, "ExceptionGroup"),
+    ],
+)
+def test_a_rollout_whose_own_code_raises_what_ends_a_task_has_failed(rollout: Rollout, problem: str):
+    with pytest.raises(RolloutFailure, match=rf"{rollout.__name__} failed \(prompt a\): {problem}"):
+        collect(rollout, "ab")
+    groups, admission = collect(rollout, "ab", share=0.5)
     assert [group.prompt.uid for group in groups] == ["b"] and len(admission.failures) == 2
 
 
@@ -324,25 +336,6 @@ def test_a_rollout_cannot_do_without_the_engines_that_failed():
 
     with pytest.raises(ConnectionError, match="engine 0 is gone"):
         asyncio.run(Collector(swallows, engines_of(broken)).collect([prompt("a")], 2, PARAMS, Quiet(), Admission(0)))
-
-
-async def fails_in_a_group(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
-    async def tool() -> None:
-        await asyncio.sleep(0)
-        raise ValueError("no such file")
-
-    if prompt.uid == "a":
-        async with asyncio.TaskGroup() as group:
-            group.create_task(tool())
-    return sample(1.0)
-
-
-def test_a_rollout_whose_group_of_tasks_fails_has_failed():
-    """A task counts as cancelled after a TaskGroup that failed (Python 3.11)."""
-    with pytest.raises(RolloutFailure, match=r"fails_in_a_group failed \(prompt a\): ExceptionGroup"):
-        collect(fails_in_a_group, "ab")
-    groups, _ = collect(fails_in_a_group, "ab", share=0.5)
-    assert [group.prompt.uid for group in groups] == ["b"]
 
 
 def test_a_rollout_that_is_cancelled_is_not_tried_again_whatever_it_raises():
