@@ -1,4 +1,4 @@
-"""Checks of how many prompts a step samples and trains, and of its critic; and uses of losses that are rarely meant."""
+"""Checks of how many prompts a step samples and trains, and of its critic; and uses of losses that are unusual."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def doubt_about_loss(trainer: TrainerConfig) -> str | None:
 
 
 def doubt_about_lengths(config: Config) -> str | None:
-    """Whether conversations of several turns have room for a prompt alone; None if not."""
+    """Warning about conversations of several turns with room for a prompt alone; None if they have more, in tokens."""
     generator, longest = config.generator, config.trainer.max_prompt_length
     if generator.max_turns == 1 or generator.max_input_length > longest:
         return None

@@ -101,8 +101,8 @@ def find_checkpoint(path: str, key: str = "checkpoint") -> Checkpoint:
     for parent in (folder, folder / "checkpoints"):
         if (newest := Checkpoints(str(parent), -1).newest_intact()) is not None:
             return newest
-    what = "is a file" if folder.exists() else "does not exist"
-    what = "contains no checkpoint (global_step_N)" if folder.is_dir() else what
+    found = "is a file" if folder.exists() else "does not exist"
+    what = "contains no checkpoint (global_step_N)" if folder.is_dir() else found
     raise ValueError(f"{key} is {folder}: it {what}. Name the folder of a checkpoint, or of a run that has one")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from skyrl_train.hf.checkpoint import fingerprint, some
-from skyrl_train.hf.ledger import LEDGERS, NO_EFFECT, ONLY, Ledger
+from skyrl_train.hf.ledger import LEDGERS, NO_EFFECT, ONLY
 
 CONFIG_FILE = "config.json"
 FREE = (
@@ -29,8 +29,6 @@ FREE = (
     }
 )
 """Fields that may change: not computed with, limited to values that compute the same, or a limit of lengths."""
-
-NO_LEDGER = Ledger(frozenset(), {}, frozenset(), frozenset())
 
 
 def identity(folder: str, *, has_frozen_weights: bool) -> dict[str, Any]:
@@ -56,5 +54,5 @@ def _computed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields as the installed transformers reads them, with its defaults: files of other versions have other names."""
     read = json.loads(json.dumps(AutoConfig.for_model(**config).to_dict()))
     (read.get("rope_parameters") or {}).pop("type", None)  # the older name of rope_type
-    family = LEDGERS.get(read["model_type"], NO_LEDGER)
-    return {name: value for name, value in read.items() if name not in FREE | family.only.keys()}
+    free = FREE | LEDGERS[read["model_type"]].only.keys()
+    return {name: value for name, value in read.items() if name not in free}

@@ -121,7 +121,7 @@ class Collector:
             engines = self.engines.for_a_rollout()
             try:
                 samples = self._samples(prompt, await self._rollout(prompt, sampling_params, engines))
-                if engines.error is not None:  # own code must not go on without its engines
+                if engines.error is not None:  # own code cannot continue without its engines
                     raise engines.error
             except (Exception, SystemExit, asyncio.CancelledError) as error:
                 if is_cancellation(error):

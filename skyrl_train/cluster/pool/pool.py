@@ -179,9 +179,8 @@ class EnginePool:
 
     async def prepare(self) -> None:
         """Let every engine do what is possible before its device is free."""
-        await self._calls.gather(
-            "prepare", [each.actor.call.remote("prepare", each.settings) for each in self.replicas]
-        )
+        calls = [replica.actor.call.remote("prepare", replica.settings) for replica in self.replicas]
+        await self._calls.gather("prepare", calls)
 
     async def start(self) -> None:
         """Returns when every engine has loaded its model, and every server was found suitable."""
