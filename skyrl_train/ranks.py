@@ -1,15 +1,18 @@
-"""Plain data about the ranks of a worker group, without Megatron, so that the driver can hold it."""
+"""Plain data about the ranks of a worker group, without Megatron, so that the driver can hold it. Imports no torch."""
 
 from __future__ import annotations
 
 import random
 import socket
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from skyrl_train.types import Metrics
+    from skyrl_train.types import Metrics
 
+LOOPBACK = "127.0.0.1"
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 """Parts of a policy on the device that are offloaded separately; the gradients belong to the optimizer."""
 

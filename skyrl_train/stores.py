@@ -13,8 +13,6 @@ from skyrl_train.ranks import Rendezvous
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
-
 
 def serve_store(host: str, port: int, timeout_s: float, world_size: int | None = None) -> dist.TCPStore:
     """A store that listens on this address, or on all if no interface has it (NAT).

@@ -1,4 +1,5 @@
-"""The process of one rank: it holds a plain worker, and sends that worker's weights to the engines."""
+"""The process of one rank: it holds a plain worker, and sends that worker's weights to the engines. Imports torch in
+functions, because engines that share its devices start once it has said where it is."""
 
 from __future__ import annotations
 
@@ -16,23 +17,19 @@ from skyrl_train.cluster.process import host
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.device.memory import memory_in_use
 from skyrl_train.imports import quick_imports
-from skyrl_train.ranks import Rendezvous, free_port
-from skyrl_train.stores import LOOPBACK
+from skyrl_train.ranks import LOOPBACK, Rendezvous, free_port
 from skyrl_train.weight_sync.channels.table import open_sender, transport
 from skyrl_train.weight_sync.control import ControlMessage, WeightSyncError
-from skyrl_train.weight_sync.send_report import SendReport
 
 if TYPE_CHECKING:
     from skyrl_train.weight_sync.channels.channel import WeightSender
+    from skyrl_train.weight_sync.send_report import SendReport
 
 
 class Rank:
     """Makes a plain worker in `build`, forwards calls to it, and sends its weights to the engines."""
 
     def __init__(self) -> None:
-        import torch
-
-        torch.set_num_threads(1)
         self._senders: dict[str, WeightSender] = {}
         """By the purpose of the engines that they send to."""
         self._worker: Any = None
@@ -56,6 +53,9 @@ class Rank:
 
     def build(self, entry_point: str, rendezvous: Rendezvous, kwargs: dict[str, Any]) -> Any:
         """Make the worker `module:Class`. Returns: its position in the layout."""
+        import torch
+
+        torch.set_num_threads(1)
         with quick_imports(without=("wandb",)):  # Megatron would import it; no rank logs to it
             worker = resolve_name(entry_point)
         self._worker = worker(rendezvous, **kwargs)

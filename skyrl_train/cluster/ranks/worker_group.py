@@ -12,8 +12,7 @@ import ray
 from skyrl_train.cluster.calls import Calls, RemoteFailed
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.process import Host, wait_ended_on_nodes
-from skyrl_train.ranks import Rendezvous
-from skyrl_train.stores import LOOPBACK
+from skyrl_train.ranks import LOOPBACK, Rendezvous
 
 CLOSE_S = 5
 """Timeout for processes that may hang in a collective."""

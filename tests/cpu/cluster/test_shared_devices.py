@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,3 +96,8 @@ def test_an_engine_is_not_cut_in_two_by_nodes(cluster: None, monkeypatch: pytest
     with pytest.raises(PlacementError, match="one of the engines would use 2 devices on two nodes"):
         asyncio.run(reserve())
     assert all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
+
+
+def test_a_rank_names_its_device_before_it_imports_torch_which_takes_seconds():
+    code = "import sys; from skyrl_train.cluster.ranks.rank import Rank; Rank(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
