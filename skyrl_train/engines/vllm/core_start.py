@@ -3,6 +3,9 @@
 A process that multiprocessing spawns first runs the parent's `__main__` (in a Ray actor: Ray's worker), and vLLM (0.32)
 has no hook before its core is imported. So the core runs this module instead: 5 s of CPU instead of 8.
 
+It still imports what its parent has imported, one after the other: 11 of 42 s in which an engine starts on a GPU and a
+host with slow cores. A `WaitingCore` imports vLLM while its parent does, and becomes the core that vLLM spawns.
+
 The core keeps its device while it waits for requests. Ray ends the children of an actor that is killed, but not when
 Ray's own processes end first: if its control store (GCS) dies, all of them do.
 """
@@ -10,26 +13,99 @@ Ray's own processes end first: if its control store (GCS) dies, all of them do.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
+import socket
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from multiprocessing import spawn, util
+from typing import Any
 
 from skyrl_train.imports import quick_imports
 
 POLL_S = 1.0
+MAX_BYTES = 1 << 20
+"""Bytes of a message; sockets (Linux) take a fifth of it at once, and reject more."""
+READ_AT_EXEC = ("LD_", "PYTHON", "OMP_", "KMP_", "MKL_", "MALLOC_")
+"""Prefixes of variables that a process reads once, when it starts."""
+
+
+class WaitingCore:
+    """A child that imports vLLM now, and later becomes a process that multiprocessing spawns."""
+
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        # A message of this kind keeps its bounds.
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import wait; wait({theirs.fileno()})"
+            command = [*spawn.get_command_line()[:-2], program, "--multiprocessing-fork"]
+            self.pid: int = util.spawnv_passfds(os.fsencode(spawn.get_executable()), command, [theirs.fileno()])
+
+    def become(self, command: Sequence[Any], files: Sequence[int]) -> int | None:
+        """Run the command of multiprocessing. Returns: the child's id; None if it needs a new process."""
+        numbers = re.search(r"spawn_main\(tracker_fd=(\d+), pipe_handle=(\d+)\)", str(command))
+        changed = {name for name, _ in self._environment.items() ^ os.environ.items()}
+        with self._socket:
+            # The new process would know further files by their numbers, and read some variables when it starts.
+            if numbers is None or len(files) != 3 or any(name.startswith(READ_AT_EXEC) for name in changed):
+                return None
+            tracker, pipe = map(int, numbers.groups())
+            message = json.dumps(dict(os.environ)).encode()
+            try:
+                socket.send_fds(self._socket, [message], [tracker, pipe, *{*files} - {tracker, pipe}])
+            except OSError:  # the child has ended
+                return None
+        return self.pid
+
+
+def wait(number: int) -> None:
+    """Body of a WaitingCore, which ends with its parent. Args: number: of the socket to that."""
+    with quick_imports():
+        import vllm.v1.engine.core
+        import vllm.v1.worker.gpu_worker  # noqa: F401
+    with socket.socket(fileno=number) as parent:
+        message, files, _, _ = socket.recv_fds(parent, MAX_BYTES, 3)
+    if not message:
+        return
+    os.environ.clear()
+    os.environ.update(json.loads(message))
+    tempfile.tempdir = None  # read TMPDIR again
+    del sys.modules[__name__]  # multiprocessing runs it as the main module
+    spawn.spawn_main(tracker_fd=files[0], pipe_handle=files[1])
+
+
+_waiting: list[WaitingCore] = []
+
+
+def prepare_core() -> None:
+    """Start a WaitingCore for the first core that this process spawns."""
+    if not _waiting and "vllm" not in sys.modules:
+        _waiting.append(WaitingCore())
 
 
 @contextlib.contextmanager
 def quick_core_start() -> Iterator[None]:
-    """Have processes that are spawned in this block run this module instead of `__main__`."""
-    main = sys.modules["__main__"]
+    """Have processes that are spawned in this block run this module instead of `__main__`, the first of them in a
+    WaitingCore if there is one.
+    """
+    main, new_process = sys.modules["__main__"], util.spawnv_passfds
+
+    def spawnv_passfds(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+        is_core = "spawn_main" in str(args)  # else multiprocessing's own process for its resources
+        core = _waiting.pop().become(args, passfds) if is_core and _waiting else None
+        return new_process(path, args, passfds) if core is None else core
+
     sys.modules["__main__"] = sys.modules[__name__]
+    util.spawnv_passfds = spawnv_passfds
     try:
         yield
     finally:
-        sys.modules["__main__"] = main
+        sys.modules["__main__"], util.spawnv_passfds = main, new_process
 
 
 def _end_with_parent() -> None:

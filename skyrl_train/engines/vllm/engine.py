@@ -23,7 +23,7 @@ from skyrl_train.engines.settings import (
     still_running,
 )
 from skyrl_train.engines.vllm.core import Core
-from skyrl_train.engines.vllm.core_start import quick_core_start
+from skyrl_train.engines.vllm.core_start import prepare_core, quick_core_start
 from skyrl_train.engines.vllm.memory import with_memory_sizes
 from skyrl_train.engines.vllm.root_cause import root_cause
 from skyrl_train.engines.vllm.scratch import scratch
@@ -43,6 +43,8 @@ def import_vllm(settings: EngineSettings) -> None:
     engines of different settings need different processes.
     """
     set_environment(settings, device_type())
+    if device_type() == "cuda":  # a CPU's cores are busy, and vLLM preloads libraries into its core
+        prepare_core()
     with quick_imports():
         from skyrl_train.engines.vllm import (
             requests,  # noqa: F401

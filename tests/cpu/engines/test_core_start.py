@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -55,3 +56,51 @@ def test_the_main_module_is_back_whatever_happens():
         assert spawn.get_preparation_data("a child")["init_main_from_name"] == "skyrl_train.engines.vllm.core_start"
         raise ArithmeticError
     assert sys.modules["__main__"] is main
+
+
+WAITING = """
+import multiprocessing, os, sys, time
+import psutil
+from skyrl_train.engines.vllm import core_start
+core_start.prepare_core()
+waiting = core_start._waiting[0].pid
+sys.path.append("added since")
+os.environ |= {"SINCE": "set later", **eval(sys.argv[1])}
+code = "import os, sys; print(os.environ['SINCE'], 'added since' in sys.path, flush=True); sys.exit(7)"
+with core_start.quick_core_start():
+    children = [multiprocessing.get_context("spawn").Process(target=exec, args=(code,)) for _ in range(2)]
+    for child in children:
+        child.start()
+print([child.pid == waiting for child in children], flush=True)
+for child in children:
+    child.join(60)
+_, alive = psutil.wait_procs([psutil.Process(waiting)] if psutil.pid_exists(waiting) else [], timeout=60)
+print([child.exitcode for child in children], len(alive), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "since, waited",
+    [
+        pytest.param({}, [True, False], id="the first process"),
+        pytest.param({"LD_PRELOAD": ""}, [False, False], id="not with a variable that comes too late"),
+    ],
+)
+def test_a_core_that_waits_becomes_a_process_that_is_spawned(tmp_path: Path, since: dict[str, str], waited: list[bool]):
+    (tmp_path / "program.py").write_text(WAITING)
+    command = [sys.executable, "program.py", repr(since)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    lines = done.stdout.splitlines()
+    assert lines.count("set later True") == 2, done.stderr
+    assert str(waited) in lines
+    assert lines[-1] == "[7, 7] 0", "exit codes, and no process is left"
+    assert "Warning" not in done.stderr
+
+
+def test_a_core_that_waits_ends_with_its_parent(tmp_path: Path):
+    program = "from skyrl_train.engines.vllm import core_start as it\nit.prepare_core()\nprint(it._waiting[0].pid)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        core = psutil.Process(int(done.stdout))
+        _, alive = psutil.wait_procs([core], timeout=60)
+        assert not alive
