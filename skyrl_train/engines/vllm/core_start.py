@@ -30,8 +30,12 @@ from skyrl_train.imports import quick_imports
 POLL_S = 1.0
 MAX_BYTES = 1 << 20
 """Bytes of a message; sockets (Linux) take a fifth of it at once, and reject more."""
-READ_AT_EXEC = ("LD_", "PYTHON", "OMP_", "KMP_", "MKL_", "MALLOC_")
-"""Prefixes of variables that a process reads once, when it starts."""
+READ_AT_EXEC = ("LD_PRELOAD", "PYTHON", "OMP_", "KMP_", "MKL_", "MALLOC_")
+"""Prefixes of variables that a process reads once, when it starts. LD_LIBRARY_PATH is another, but opencv adds its own
+folder to it when it is imported.
+"""
+LIBRARIES_OF_CUDA = "VLLM_ENABLE_CUDA_COMPATIBILITY"
+"""With this variable vLLM adds to LD_LIBRARY_PATH what its core needs."""
 
 
 class WaitingCore:
@@ -84,7 +88,7 @@ _waiting: list[WaitingCore] = []
 
 def prepare_core() -> None:
     """Start a WaitingCore for the first core that this process spawns."""
-    if not _waiting and "vllm" not in sys.modules:
+    if not _waiting and "vllm" not in sys.modules and LIBRARIES_OF_CUDA not in os.environ:
         _waiting.append(WaitingCore())
 
 
