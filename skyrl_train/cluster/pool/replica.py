@@ -57,8 +57,8 @@ class EngineReplica:
     replacement: asyncio.Task[None] | None = None
     is_asleep: bool = False
     """Another phase has the devices, and running requests are frozen."""
-    _deadlines: set[asyncio.Timeout] = field(default_factory=set)
-    """Those of answers that are waited for."""
+    _progress_s: float = 0.0
+    """The event loop's time at which the engine last answered any batch, or woke."""
 
     def __post_init__(self) -> None:
         self.new_actor()
@@ -126,28 +126,30 @@ class EngineReplica:
         raise EngineLostError(reason) from cause
 
     async def _next(self, results: Any) -> Any:
-        """The next answer of a stream. Raises: TimeoutError if there is none in time, without that of sleep."""
-        async with asyncio.timeout(None if self.is_asleep else self.calls.timeout_s) as deadline:
-            self._deadlines.add(deadline)
-            try:
-                return await anext(results)
-            finally:
-                self._deadlines.discard(deadline)
+        """The next answer of a stream. Raises: TimeoutError if the engine answers no stream in time while it is awake:
+        a batch may wait behind others for longer.
+        """
+        time, timeout_s = asyncio.get_running_loop().time, self.calls.timeout_s
+        sent_s, waiting = time(), asyncio.ensure_future(anext(results))
+        try:
+            while not waiting.done():
+                silent_s = 0.0 if self.is_asleep else time() - max(sent_s, self._progress_s)
+                if silent_s >= timeout_s:
+                    raise TimeoutError
+                await asyncio.wait({waiting}, timeout=timeout_s - silent_s)
+        finally:
+            waiting.cancel()
+        answer = waiting.result()
+        self._progress_s = time()
+        return answer
 
     def freeze(self) -> None:
         """Note that the engine sleeps and its requests wait: their time does not count."""
         self.is_asleep = True
-        self._reschedule(None)
 
     def wake(self) -> None:
         """Note that requests run again, with all of their time."""
-        self.is_asleep = False
-        self._reschedule(asyncio.get_running_loop().time() + self.calls.timeout_s)
-
-    def _reschedule(self, when: float | None) -> None:
-        for deadline in self._deadlines:
-            if not deadline.expired():
-                deadline.reschedule(when)
+        self.is_asleep, self._progress_s = False, asyncio.get_running_loop().time()
 
     async def is_alive(self) -> bool:
         """Health check: whether the engine's core answers."""

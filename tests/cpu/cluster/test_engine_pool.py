@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +76,46 @@ def test_an_engine_that_lives_but_takes_too_long_is_named_at_the_deadline(monkey
         RemoteFailed, match="engine-0 finished none .* trainer.timeout_s=0.2 s: the engine is alive.*engine-0.log"
     ):
         answers_of(monkeypatch, engine(0.01, 30))
+
+
+def test_a_batch_may_wait_as_long_as_the_engine_answers_others(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ray.cancel", lambda results: None)
+
+    async def stream(answers: asyncio.Queue[int]) -> AsyncIterator[Awaitable[int]]:
+        while True:
+            yield asyncio.sleep(0, await answers.get())
+
+    async def main() -> None:
+        loop, passed_s = asyncio.get_running_loop(), 0.0
+        clock = loop.time
+        monkeypatch.setattr(loop, "time", lambda: clock() + passed_s)
+        actor = engine(ping=task_error(TimeoutError("the engine did not answer")))
+        actor.stream.options = lambda num_returns: SimpleNamespace(remote=lambda method, answers: stream(answers))
+        pool = engine_pool(monkeypatch, actor)
+        replica = pool.replicas[0]
+        replica.calls = replace(replica.calls, timeout_s=60.0)
+        served, queued = asyncio.Queue[int](), asyncio.Queue[int]()
+        answers, late = (replica.generate(each, pool.mark_dead) for each in (served, queued))  # type: ignore[arg-type]
+        waiting = asyncio.ensure_future(anext(late))  # type: ignore[arg-type]
+        for number in range(3):
+            answer = asyncio.ensure_future(anext(answers))  # type: ignore[arg-type]
+            await settled()
+            passed_s += 50.0
+            served.put_nowait(number)
+            assert await answer == number
+            await settled()
+            assert not waiting.done() and replica.is_up
+        passed_s += 61.0
+        with pytest.raises(EngineLostError, match="engine-0 finished none of its requests within .*=60 s: it hangs"):
+            await waiting
+
+    asyncio.run(main())
+
+
+async def settled() -> None:
+    """Let the event loop do all that is ready."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 def test_requests_are_aborted_in_the_engine_when_their_callers_leave(monkeypatch: pytest.MonkeyPatch):
