@@ -11,6 +11,20 @@ import aiohttp
 CONNECT_ATTEMPTS = 3
 CONNECT_S = 10.0
 """Deadline of each attempt to connect."""
+REPEATABLE = frozenset(
+    {
+        "/v1/completions",
+        "/tokenize",
+        "/pause",
+        "/resume",
+        "/reset_prefix_cache",
+        "/update_weight_version",
+        "/collective_rpc",  # skyrl_ping, skyrl_sync_report and skyrl_close_update
+    }
+)
+"""POST requests that a server may receive twice. Not those that connect a sender or start, load and finish an update:
+the second would fail, or wait for weights that nobody sends. aiohttp itself repeats GET requests.
+"""
 MAX_ERROR_TEXT = 600
 
 
@@ -76,6 +90,10 @@ class ServerClient:
             except TimeoutError as error:
                 raise TimeoutError(f"{method} {self.url}{path} was not answered within {timeout_s:g} s") from error
             except aiohttp.ClientError as error:
+                # A reset connection, as by a proxy, says nothing about the server; one that is down refuses the next.
+                was_reset = isinstance(error, aiohttp.ClientConnectionError)  # before the answer began
+                if was_reset and path in REPEATABLE and attempt == 1 and self._session is not None:
+                    continue
                 what = f"{type(error).__name__} {error}".strip()
                 raise ServerUnreachableError(f"the connection to {self.url} closed during {path} ({what})") from error
             except json.JSONDecodeError as error:
