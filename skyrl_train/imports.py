@@ -11,9 +11,44 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from skyrl_train.spelling import nearest
+
+_sources: dict[str, tuple[object, bytes | None]] = {}
+"""Module -> its spec, which another import or a reload replaces, and the source that this process first found."""
+
+
+def own_module(name: str) -> ModuleType:
+    """Import a module of the user's, and note its source for `require_unedited`."""
+    module = importlib.import_module(name)
+    spec = getattr(module, "__spec__", None)  # anything may be in sys.modules
+    if name not in _sources or _sources[name][0] is not spec:
+        _sources[name] = spec, _source(module)
+    return module
+
+
+def require_unedited(name: str) -> None:
+    """Raises: ValueError if the file of an own module has changed since its import. Ranks and engines would import the
+    new code. It is not reloaded here: what it has registered, its objects and modules that import from it stay old.
+    """
+    if name not in _sources:
+        return
+    module = own_module(name)  # which the user may have reloaded
+    if _source(module) != _sources[name][1]:
+        raise ValueError(
+            f"{name} ({module.__file__}) was edited after this process imported it: ranks and engines would run the "
+            "new code, and this process the old. Restart the kernel of the notebook, or the program"
+        )
+
+
+def _source(module: ModuleType) -> bytes | None:
+    """The module's file; None if it has none."""
+    try:
+        return Path(getattr(module, "__file__", None) or "").read_bytes()
+    except OSError:
+        return None
 
 
 def imported(key: str, name: str) -> Any:
@@ -25,13 +60,14 @@ def imported(key: str, name: str) -> Any:
     if not (module and colon and wanted):
         raise ValueError(f"{key} is {name!r}: write module:attribute")
     try:
-        found = importlib.import_module(module)
+        found = own_module(module)
     except Exception as error:  # a user's module may raise anything
         raise ValueError(
             f"{key} is {name!r}, and {module} cannot be imported ({type(error).__name__}: {error}). The module must be "
             "installed, in the working directory or on PYTHONPATH"
         ) from error
     if not hasattr(found, wanted):
+        require_unedited(module)
         close = nearest(wanted, vars(found))
         meant = f": did you mean {close}?" if close else ""
         raise ValueError(f"{key} is {name!r}, and {module} ({found.__file__}) has no {wanted}{meant}")

@@ -6,12 +6,11 @@ register a name in a module of `trainer.custom_modules`: `LOSSES.register("mine"
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
-from skyrl_train.imports import imported
+from skyrl_train.imports import imported, own_module, require_unedited
 from skyrl_train.spelling import nearest
 
 Function = Callable[..., Any]
@@ -110,15 +109,16 @@ def reads_max_seq_len(loss: str, estimator: str) -> bool:
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import `trainer.custom_modules`. Raises: ValueError naming the module and the reason."""
+    """Import `trainer.custom_modules`. Raises: ValueError naming the module and the reason, or one that was edited."""
     for name in names:
         try:
-            importlib.import_module(name)
+            own_module(name)
         except Exception as error:  # a user's module may raise anything
             raise ValueError(
                 f"trainer.custom_modules names {name}, which cannot be imported ({type(error).__name__}: {error}). Its "
                 "folder must be in PYTHONPATH, or be the one that the program is started in"
             ) from error
+        require_unedited(name)
 
 
 LOSSES = Table(

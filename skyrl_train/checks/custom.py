@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from skyrl_train.config import Config
-from skyrl_train.imports import imported
+from skyrl_train.imports import imported, require_unedited
 from skyrl_train.spelling import nearest
 
 SOURCES = ("on_policy", "streaming")
@@ -16,6 +16,7 @@ METHODS = ("next", "metrics", "state", "resume")
 
 def custom_problems(config: Config) -> Iterator[str]:
     """Names that cannot be imported, and objects with the wrong signature."""
+    yield from edited_problems(config)
     yield from rollout_problems(config)
     yield from reward_problems(config)
     source, prepare = config.trainer.source, config.trainer.prepare
@@ -27,6 +28,18 @@ def custom_problems(config: Config) -> Iterator[str]:
         close = nearest(source, SOURCES)
         hint = f"did you mean {close}? " if close else "unknown source. "
         yield f"trainer.source is {source!r}: {hint}It must be {' or '.join(SOURCES)}, or your own module:attribute"
+
+
+def edited_problems(config: Config) -> Iterator[str]:
+    """Own modules that ranks would import in another version than this process, in which runs came before."""
+    values = vars(config.trainer.algorithm).values()
+    texts = (text for value in values for text in (value if isinstance(value, tuple) else (value,)))
+    names = [text.partition(":")[0] for text in texts if isinstance(text, str)]
+    for name in dict.fromkeys([*config.trainer.custom_modules, *names]):
+        try:
+            require_unedited(name)
+        except ValueError as error:
+            yield str(error)
 
 
 def reward_problems(config: Config) -> Iterator[str]:

@@ -14,7 +14,7 @@ import pytest
 
 from skyrl_train.checks.engines import ENGINE_ARGUMENTS
 from skyrl_train.checks.training import TRANSFORMER_CONFIG
-from skyrl_train.imports import declared_fields, quick_imports, require_working_torchvision
+from skyrl_train.imports import declared_fields, imported, quick_imports, require_unedited, require_working_torchvision
 
 
 @pytest.fixture
@@ -121,3 +121,33 @@ def test_fields_read_from_a_source_are_those_of_the_class(names: tuple[str, ...]
 def test_fields_are_unknown_without_the_package_or_a_class_of_the_hierarchy():
     assert declared_fields("no_such_package.module:Class") == frozenset()
     assert declared_fields(TRANSFORMER_CONFIG[1]) == frozenset(), "its base class is not named"
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's module that this process has imported."""
+    (file := tmp_path / "own_code.py").write_text("def first(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_code", raising=False)
+    imported("a.key", "own_code:first")
+    return file
+
+
+def test_a_module_that_was_edited_after_its_import_is_refused_until_it_is_read_again(own: Path):
+    require_unedited("own_code")
+    own.write_text("def first(): ...\n")  # a cell that writes it runs again
+    require_unedited("own_code")
+    own.write_text("def first(): ...\ndef second(): ...\n")
+    for use in (lambda: require_unedited("own_code"), lambda: imported("a.key", "own_code:second")):
+        with pytest.raises(ValueError, match=r"own_code \(.*own_code\.py\) was edited after .* Restart the kernel"):
+            use()
+    assert imported("a.key", "own_code:first"), "a run that has begun continues with the code that it has"
+    importlib.reload(sys.modules["own_code"])
+    require_unedited("own_code")
+    assert imported("a.key", "own_code:second")
+
+
+def test_a_module_without_a_file_or_that_nobody_named_counts_as_unedited():
+    imported("a.key", "sys:path")
+    for name in ("sys", "no_such_module"):
+        require_unedited(name)

@@ -260,7 +260,7 @@ def test_names_of_the_users_functions_pass_and_reading_a_configuration_imports_n
 
 
 def test_custom_modules_are_imported_before_names_are_looked_up(project: Path, monkeypatch: pytest.MonkeyPatch):
-    (project / "my_losses.py").write_text(
+    (own := project / "my_losses.py").write_text(
         "from skyrl_train.algorithms.tables import LOSSES\n"
         "def plain(tokens): return -tokens.logprobs * tokens.advantages\n"
         "LOSSES.register('plain', plain)\n"
@@ -273,6 +273,9 @@ def test_custom_modules_are_imported_before_names_are_looked_up(project: Path, m
     assert "trainer.custom_modules names my_loses, which cannot be imported" in message(
         ["trainer.custom_modules=[my_loses]"]
     )
+    own.write_text(own.read_text() + "LOSSES.register('newer', plain)\n")
+    keys = ["trainer.custom_modules=[my_losses]", "trainer.algorithm.policy_loss_type=newer"]
+    assert "was edited after" in message(keys), "what it registers now is unknown here"
 
 
 def test_an_unknown_experiment_names_the_ones_there_are(project: Path):

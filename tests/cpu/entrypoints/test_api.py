@@ -124,6 +124,22 @@ def test_a_failed_run_raises_its_error(world: Path):
         skyrl_train.run(config, experiment=Fails)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("imported", "custom_modules=[own_imported]"), ("named", "algorithm.policy_loss_type=own_named:loss")],
+)
+def test_a_module_that_is_edited_between_two_runs_of_a_notebook_is_refused(world: Path, name: str, key: str):
+    code = "from skyrl_train.algorithms.losses.ppo import regular as loss\n"
+    (file := world / f"own_{name}.py").write_text(code)
+    keys = [f"trainer.run_name=edited_{name}", f"trainer.{key}"]
+    config = skyrl_train.load_config(keys, experiment="tiny")
+    for _ in range(2):
+        skyrl_train.run(config, experiment=NoTraining)  # type: ignore[arg-type]
+    file.write_text(code + "# edited\n")
+    with pytest.raises(skyrl_train.ConfigError, match=rf"own_{name} \(.*\) was edited after .* Restart the kernel"):
+        skyrl_train.run(config, experiment=NoTraining)  # type: ignore[arg-type]
+
+
 def test_a_notebook_can_await_a_run_and_do_other_work(world: Path):
     config = skyrl_train.load_config(["trainer.run_name=awaited"], experiment="tiny")
 
