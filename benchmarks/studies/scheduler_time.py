@@ -1,4 +1,4 @@
-"""Time of vLLM's scheduler for each request and step, with and without engines/vllm/kv_blocks.py.
+"""Time of vLLM's scheduler for each request and step, and of the engines' (engines/vllm/plain_steps.py).
 
     python -m benchmarks.studies.scheduler_time [--requests 512] [--steps 400]
 
@@ -27,17 +27,18 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from skyrl_train.engines.vllm import whole_logprobs
+from skyrl_train.engines.vllm.whole_logprobs import KeepsLogprobsAsync
 
 BLOCK, NUM_BLOCKS, PROMPT_TOKENS, SAMPLES, WARM_UP = 16, 40_000, 128, 8, 30
 
 
-def scheduler(folder: str, requests: int, steps: int) -> Any:
+def scheduler(kind: Any, folder: str, requests: int, steps: int) -> Any:
     longest = PROMPT_TOKENS + steps + 2
     config = EngineArgs(
         model=folder,
@@ -50,7 +51,7 @@ def scheduler(folder: str, requests: int, steps: int) -> Any:
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
     init_none_hash(sha256)
-    made = whole_logprobs.KeepsLogprobsAsync(
+    made = kind(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)]),
         structured_output_manager=StructuredOutputManager(config),
@@ -111,15 +112,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--steps", type=int, default=400)
     args = parser.parse_args()
-    skip = whole_logprobs.skip_needless_allocations
     with tempfile.TemporaryDirectory() as folder:
         config = model_config("qwen3-0.6b")
         config.architectures = ["Qwen3ForCausalLM"]
         config.save_pretrained(Path(folder))
-        for name, used in (("vLLM", lambda manager: None), ("kv_blocks.py", skip)):
-            whole_logprobs.skip_needless_allocations = used
-            schedule, update = microseconds(scheduler(folder, args.requests, args.steps), args.steps)
-            print(f"{name:13} schedule {schedule:.2f}  update_from_output {update:.2f}  both {schedule + update:.2f} us")
+        for kind in (AsyncScheduler, KeepsLogprobsAsync):
+            schedule, update = microseconds(scheduler(kind, folder, args.requests, args.steps), args.steps)
+            print(f"{kind.__name__:18} schedule {schedule:.2f}  update_from_output {update:.2f}  both {schedule + update:.2f} us")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Blocks of the KV cache: fewer questions about them, and running requests that keep theirs at a weight sync.
 
 vLLM (0.26 to 0.33) asks five objects for a block for each request and step, although 15 of 16 tokens need none. That is
-a third of what its scheduler does, and the scheduler limits the speed of small models (512 requests of a model of 0.6
-billion parameters).
+a third of what its scheduler does in steps that are not plain (plain_steps.py).
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from skyrl_train.engines.vllm.kv_blocks import (
     has_one_kind_of_block,
     skip_needless_allocations,
 )
+from skyrl_train.engines.vllm.plain_steps import has_plain_steps, schedule_plain, take_plain
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -61,6 +62,7 @@ class KeepsLogprobs(Scheduler):
         skip_needless_allocations(self.kv_cache_manager)
         self._kept: dict[str, list[Part]] = {}
         """Request that runs -> logprobs of the tokens that it has."""
+        self._has_plain_steps = has_plain_steps(self)
         self._keeps_blocks = bool(self.vllm_config.additional_config.get(OWN_KV_CACHE))
         if self._keeps_blocks and not has_one_kind_of_block(self.kv_cache_manager):
             raise ValueError(
@@ -75,9 +77,21 @@ class KeepsLogprobs(Scheduler):
         is_reset = forget_prefixes(self.kv_cache_manager)
         return is_reset and (not reset_connector or self.reset_connector_cache())
 
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        plain = schedule_plain(self, super().schedule) if self._has_plain_steps else None
+        return super().schedule(*args, **kwargs) if plain is None else plain
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
-        if model_runner_output.logprobs is not None:
-            model_runner_output.logprobs = StepLogprobs(model_runner_output.logprobs)
+        step: Any = model_runner_output.logprobs
+        if step is not None:
+            step = model_runner_output.logprobs = StepLogprobs(step)
+        taken: dict[int, list[EngineCoreOutput]] = {}
+        if self._has_plain_steps:
+
+            def keep(request_id: str, index: int) -> LogprobsLists | None:
+                return self._kept_or_joined(request_id, (step, index, 1))
+
+            scheduler_output, taken = take_plain(self, scheduler_output, model_runner_output, keep)
         by_client = super().update_from_output(scheduler_output, model_runner_output)
         for outputs in by_client.values():
             for output in outputs.outputs:
@@ -86,6 +100,8 @@ class KeepsLogprobs(Scheduler):
                     output.new_logprobs = self.take(output.request_id, part)
                 elif part is not None:
                     output.new_logprobs = self._kept_or_joined(output.request_id, part)
+        for client, plain in taken.items():
+            by_client.setdefault(client, EngineCoreOutputs()).outputs += plain
         return by_client
 
     def _kept_or_joined(self, request_id: str, part: Part) -> LogprobsLists | None:
