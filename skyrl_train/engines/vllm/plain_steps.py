@@ -40,6 +40,8 @@ def has_plain_steps(scheduler: Scheduler) -> bool:
         len(STALE) == 1
         and has_one_kind_of_block(scheduler.kv_cache_manager)
         and scheduler.num_sampled_tokens_per_step == 1
+        and scheduler.parallel_config.data_parallel_size == 1
+        and getattr(scheduler, "local_prefill_interval", 1) <= 1
         and not any(getattr(scheduler, feature, None) for feature in FEATURES)
     )
 
@@ -176,6 +178,8 @@ def take_plain(
             or request.events
             or request.mm_features
             or request.trace_headers
+            or request.stop_reason is not None
+            or request.num_nans_in_logits
         ):
             left[request_id] = number
             continue
