@@ -45,6 +45,7 @@ class Senders:
         if not engines.actors:
             raise RemoteFailed("no engine is up that weights could be sent to")
         num_changes, self._connected = engines.num_changes, None
+        await self._policy.group.all("prepare_export", self._settings)
         if self._scope == "every_stage":
             await self._connect_beside_engines(num_changes)
         else:

@@ -10,7 +10,7 @@ from torch import Tensor
 ROWS_PER_PROGRAM = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _row_hashes(words, weights, hashes, num_rows, ROWS: tl.constexpr, WORDS: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WORDS)

@@ -18,7 +18,7 @@ from skyrl_train.megatron.passes.step import batch_logprobs, batch_logprobs_and_
 from skyrl_train.megatron.trained import TrainedModel
 from skyrl_train.megatron.weights.all_stages import to_every_stage
 from skyrl_train.megatron.weights.export import adapter_specs, export, export_specs, merged
-from skyrl_train.megatron.weights.proof import LiveSums, checked_adapters
+from skyrl_train.megatron.weights.proof import LiveSums, checked_adapters, warm_up
 from skyrl_train.megatron.weights.save import save_model
 from skyrl_train.ranks import OPTIMIZER, WEIGHTS, LogprobLimit, UpdateReport
 from skyrl_train.types import TrainBatch
@@ -29,7 +29,6 @@ class MegatronPolicy(TrainedModel):
     """One rank of the policy: logprobs, updates on samples, and the export of its weights."""
 
     _old: OldLogprobs | None = None
-    _live_sums: LiveSums | None = None
 
     def prompt_logprobs(self, batch: TrainBatch) -> Tensor | None:
         """[T] float32 under the current weights, on the reporting rank of the shard; None elsewhere.
@@ -151,10 +150,20 @@ class MegatronPolicy(TrainedModel):
         lora = self.model.lora
         if lora is not None and lora.is_sent_alone:
             return checked_adapters(lora, dtype)
-        if self._live_sums is None:
-            self._live_sums = LiveSums(self.model)
         read = merged(lora)
-        return self._live_sums.checked(export(self.model, dtype, read, self._live_sums.tasks), dtype, read)
+        sums = self._live_sums()
+        return sums.checked(export(self.model, dtype, read, sums.tasks), dtype, read)
+
+    @functools.cache  # noqa: B019  as below
+    def _live_sums(self) -> LiveSums:
+        return LiveSums(self.model)
+
+    def prepare_export(self, dtype: torch.dtype) -> None:
+        """Do what is done once for all exports. A collective over the stage."""
+        self.export_specs(dtype)
+        if self.model.lora is None or not self.model.lora.is_sent_alone:
+            self._live_sums()
+        warm_up()
 
     @functools.cache  # noqa: B019  one policy lives as long as its process; its topology never changes
     def export_specs(self, dtype: torch.dtype) -> list[TensorSpec]:

@@ -88,6 +88,12 @@ def digests(specs: Sequence[TensorSpec], hashes: Tensor) -> dict[str, int]:
     return {spec.name: (value ^ _header(spec)) & MASK for spec, value in zip(specs, values, strict=True)}
 
 
+def warm_up(device: torch.device) -> None:
+    """Launch every kernel of the digests once: the first launches in a process take half a second."""
+    bucket = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
+    digests([TensorSpec("", bucket.dtype, (ALIGNMENT,))] * 2, torch.cat([row_hashes(bucket)] * 2))
+
+
 def bucket_digests(bucket: Bucket) -> dict[str, int]:
     return digests(bucket.specs, row_hashes(bucket.data))
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from skyrl_train.device import device
 from skyrl_train.weight_sync.bucket import (
     Bucket,
     NamedTensors,
@@ -28,7 +29,7 @@ from skyrl_train.weight_sync.bucket import (
 )
 from skyrl_train.weight_sync.channels.channel import ReceiveChannel, SendChannel
 from skyrl_train.weight_sync.control import Check, ControlMessage, PeerLostError, Pending, Post, WeightSyncError
-from skyrl_train.weight_sync.digest import digests, row_hashes
+from skyrl_train.weight_sync.digest import digests, row_hashes, warm_up
 from skyrl_train.weight_sync.send_report import SendClock, SendReport
 
 Load = Callable[[list[tuple[str, Tensor]]], None]
@@ -54,6 +55,7 @@ class Sender:
         """
         try:
             self._channel.connect(check)
+            warm_up(device())
         except BaseException:
             self._channel.abort()
             raise
@@ -128,6 +130,7 @@ class Receiver:
 
     def __init__(self, channel: ReceiveChannel) -> None:
         self._channel: ReceiveChannel | None = channel
+        warm_up(device())  # like the sender's: here, where no engine is paused for it
 
     def receive(self, message: ControlMessage, load: Load) -> dict[str, int]:
         """Pass all tensors of an update to `load`, bucket by bucket.

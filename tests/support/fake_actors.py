@@ -116,6 +116,7 @@ class FakeRank(Actor):
             find_meeting_place=("host", 1),
             build=ParallelRanks(0, pp_rank, 0, 0, 1, True),
             open_sender=self._open,
+            prepare_export=None,
             connect_sender=None,
             send_weights=self._send,
             close=self._close,

@@ -113,6 +113,12 @@ class Rank:
             if (sender := self._senders.pop(each, None)) is not None:
                 sender.close()
 
+    def prepare_export(self, settings: GeneratorConfig) -> None:
+        """Do what a process does once for all exports, before engines are paused for one. A collective over a stage."""
+        import torch
+
+        self._worker.prepare_export(getattr(torch, settings.model_dtype))
+
     def send_weights(self, purpose: str, settings: GeneratorConfig) -> SendReport | None:
         """Export weights, in which every rank takes part; a sender sends them and reports.
 

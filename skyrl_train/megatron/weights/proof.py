@@ -122,6 +122,16 @@ class LiveSums:
                 sums.add(entry.position, part, entry.word_bytes(part))
 
 
+def warm_up() -> None:
+    """Launch the kernels of the check once, which takes half a second, and connect its ranks. A collective over the
+    stage.
+    """
+    sums = WordSums(1, device())
+    for dtype in WORDS.values():
+        sums.add(0, torch.zeros(1, dtype=dtype, device=device()))
+    _require_equal(sums.total(), sums.total(), [("",)], "weights")
+
+
 def checked_adapters(lora: Lora, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield what `export_adapter` yields, as `dtype`. A collective over the stage: all its ranks must drain it.
     Raises: WeightSyncError at the end, on the stage's owner, naming the tensors whose exported values differ from the

@@ -216,6 +216,16 @@ def test_a_policy_that_was_started_again_sends_to_the_engines_that_are_left(monk
     in_world(monkeypatch, main, max_restarts=0)
 
 
+def test_what_is_done_once_for_all_exports_is_done_before_the_engines_pause(monkeypatch: pytest.MonkeyPatch):
+    async def main(world: World) -> None:
+        called = world.rank.called
+        assert called.index("prepare_export") < called.index("connect_sender")
+        await world.sync.publish(())
+        assert called.count("prepare_export") == 1
+
+    in_world(monkeypatch, main)
+
+
 def test_an_engine_that_a_request_loses_while_senders_are_opened_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
     async def main(world: World) -> None:
         open_sender = world.rank.answers["open_sender"]

@@ -18,9 +18,11 @@ import psutil
 import pytest
 import torch
 
+from skyrl_train.weight_sync import digest
 from skyrl_train.weight_sync.channels import signals
 from skyrl_train.weight_sync.channels.shm import ShmReceiveChannel, ShmSendChannel
 from skyrl_train.weight_sync.control import WeightSyncError
+from skyrl_train.weight_sync.digest import row_hashes
 from skyrl_train.weight_sync.transport import Receiver, Sender
 from tests.support.lost_peers import CONTEXT
 from tests.support.sending import InThread, Named, ReceivingEnd, specs_of, tensor_digest
@@ -94,6 +96,20 @@ def test_every_tensor_arrives_with_the_digest_it_was_sent_with(bucket_bytes):
         assert report.digests == pair.end.digests == {n: tensor_digest(tensor) for n, tensor in some_weights(seed)}
         assert all(torch.equal(load.tensors[name], tensor) for name, tensor in some_weights(seed))
         assert report.num_bytes == sum(tensor.numel() * 4 for _, tensor in some_weights())
+    pair.close()
+
+
+def test_both_ends_launch_the_kernels_of_the_digest_when_they_connect(monkeypatch: pytest.MonkeyPatch):
+    """The first launch in a process takes half a second, for which an engine would be paused."""
+    launches: list[torch.Tensor] = []
+
+    def counted(data: torch.Tensor) -> torch.Tensor:
+        launches.append(data)
+        return row_hashes(data)
+
+    monkeypatch.setattr(digest, "row_hashes", counted)
+    pair = Pair(4096, Loader())
+    assert len(launches) == 2
     pair.close()
 
 
