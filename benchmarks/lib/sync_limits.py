@@ -52,7 +52,7 @@ def tensors_of(folder: Path, device: torch.device) -> list[list[tuple[str, torch
     """A checkpoint in layer order, in float32 without a GPU, cut into lists of about 256 MiB, each one storage."""
     from safetensors import safe_open
 
-    from skyrl_train.weight_sync.bucket import TensorSpec, fill, num_bytes, plan_buckets, unpack
+    from skyrl_train.weight_sync.bucket import TensorSpec, fill, next_tensors, num_bytes, plan_buckets, unpack
 
     names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -63,10 +63,11 @@ def tensors_of(folder: Path, device: torch.device) -> list[list[tuple[str, torch
     tensors.sort(key=lambda pair: [int(part) if part.isdigit() else 0 for part in pair[0].split(".")])
     specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
     source = iter(tensors)
-    return [
-        list(unpack(fill(plan, source, torch.empty(num_bytes(plan), dtype=torch.uint8, device=device))))
-        for plan in plan_buckets(specs, 256 << 20)
-    ]
+    buckets = []
+    for plan in plan_buckets(specs, 256 << 20):
+        buffer = torch.empty(num_bytes(plan), dtype=torch.uint8, device=device)
+        buckets.append(list(unpack(fill(plan, next_tensors(plan, source), buffer))))
+    return buckets
 
 
 def load_alone(config: Config) -> float:

@@ -7,8 +7,8 @@ from the specs alone, so specs and bytes are all that travels. Bytes between ten
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 
@@ -32,10 +32,10 @@ class TensorSpec:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    num_bytes: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_bytes", prod(self.shape) * self.dtype.itemsize)
 
     def to_message(self) -> SpecMessage:
         return self.name, str(self.dtype).removeprefix("torch."), list(self.shape)
@@ -96,20 +96,19 @@ def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Specs]:
     return [tuple(bucket) for bucket in buckets]
 
 
-def fill(specs: Specs, named_tensors: Iterator[tuple[str, Tensor]], buffer: Tensor) -> Bucket:
-    """Copy the next tensors of an iterator into a bucket.
-
-    Each tensor is copied before the next is requested, so the source may reuse its memory.
-
+def fill(specs: Specs, tensors: Sequence[Tensor], buffer: Tensor) -> Bucket:
+    """Copy tensors of these specs into a bucket, by one call: on a GPU that takes one kernel instead of hundreds.
     Args: buffer [at least num_bytes(specs)] uint8; it decides the device.
-    Raises: WeightSyncError if a tensor is not the one that was announced.
     """
     bounds = offsets(specs)
     bucket = Bucket(specs, buffer[: bounds[-1]])
-    for spec, (_, view), (start, end) in zip(specs, unpack(bucket), pairwise(bounds), strict=True):
-        view.copy_(next_tensor(spec, named_tensors))
-        if end > start + spec.num_bytes:
-            buffer[start + spec.num_bytes : end].zero_()
+    ends = [(start + spec.num_bytes, end) for spec, (start, end) in zip(specs, pairwise(bounds), strict=True)]
+    gaps = [buffer[last:end] for last, end in ends if last < end]
+    with torch.no_grad():
+        if gaps:
+            torch._foreach_zero_(gaps)
+        if specs:
+            torch._foreach_copy_([view for _, view in unpack(bucket)], list(tensors))
     return bucket
 
 
@@ -119,13 +118,17 @@ def finish(named_tensors: Iterator[tuple[str, Tensor]]) -> None:
         raise WeightSyncError(f"the trainer exports {name}, which is not in its specs")
 
 
-def next_tensor(spec: TensorSpec, named_tensors: Iterator[tuple[str, Tensor]]) -> Tensor:
-    """Return the next tensor. Raises: WeightSyncError if it is not the one that was announced."""
-    name, tensor = next(named_tensors, ("nothing more", None))
-    if tensor is None or (name, tensor.dtype, tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):
-        found = name if tensor is None else f"{name} {tensor.dtype} {tuple(tensor.shape)}"
-        raise WeightSyncError(f"the trainer announced {spec.name} {spec.dtype} {spec.shape} and then exports {found}")
-    return tensor.detach()
+def next_tensors(specs: Iterable[TensorSpec], named_tensors: Iterator[tuple[str, Tensor]]) -> list[Tensor]:
+    """Return the next tensors. Raises: WeightSyncError if one is not the one that was announced."""
+    tensors = []
+    for spec in specs:
+        name, tensor = next(named_tensors, ("nothing more", None))
+        if tensor is None or name != spec.name or tensor.dtype != spec.dtype or tensor.shape != spec.shape:
+            found = name if tensor is None else f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+            announced = f"{spec.name} {spec.dtype} {spec.shape}"
+            raise WeightSyncError(f"the trainer announced {announced} and then exports {found}")
+        tensors.append(tensor)
+    return tensors
 
 
 def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:

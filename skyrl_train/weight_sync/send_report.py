@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.bucket import Bucket, NamedTensors, TensorSpec
+from skyrl_train.weight_sync.bucket import Bucket, TensorSpec
 from skyrl_train.weight_sync.digest import digests, row_hashes
 
 
@@ -42,22 +42,13 @@ class SendClock:
         self.num_bytes = self.num_buckets = 0
         self._specs: list[TensorSpec] = []
         self._hashes: list[Tensor] = []
+        self._digests: dict[str, int] = {}
 
     @contextlib.contextmanager
     def timed(self, part: str) -> Iterator[None]:
         before = time.perf_counter()
         yield
         self._parts[part] += time.perf_counter() - before
-
-    def source(self, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors and count the time that making them takes."""
-        iterator = iter(named_tensors)
-        while True:
-            with self.timed("convert_s"):
-                item = next(iterator, None)
-            if item is None:
-                return
-            yield item
 
     def count(self, specs: Sequence[TensorSpec]) -> None:
         """Count a bucket of these tensors as sent."""
@@ -69,15 +60,18 @@ class SendClock:
             self._specs += bucket.specs
             self._hashes.append(row_hashes(bucket.data))
 
-    def report(self) -> SendReport:
+    def end_digests(self) -> None:
+        """Compute the digests of all buckets. Waits for the device."""
         with self.timed("digest_s"):
-            found = digests(self._specs, torch.cat(self._hashes)) if self._hashes else {}
+            self._digests = digests(self._specs, torch.cat(self._hashes)) if self._hashes else {}
+
+    def report(self) -> SendReport:
         seconds = time.perf_counter() - self._started
         return SendReport(
             num_bytes=self.num_bytes,
             num_buckets=self.num_buckets,
             seconds=seconds,
             pack_s=seconds - sum(self._parts.values()),
-            digests=found,
+            digests=self._digests,
             **self._parts,
         )

@@ -10,7 +10,7 @@ Both ends assign the same specs to the same buckets, so one message per sender a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from skyrl_train.weight_sync.bucket import (
     TensorSpec,
     fill,
     finish,
+    next_tensors,
     num_bytes,
     plan_buckets,
     unpack,
@@ -62,7 +63,7 @@ class Sender:
 
     def send(self, specs: Sequence[TensorSpec], named_tensors: NamedTensors) -> SendReport:
         """Return when every receiver has loaded every tensor.
-        Args: specs: of all `named_tensors`, in order. Each tensor is copied before the next is requested.
+        Args: specs: of all `named_tensors`, in order. A bucket is copied before a tensor of the next is requested.
         Raises: WeightSyncError if the tensors are not those, or the channel breaks; what a receiver raised.
         """
         clock = SendClock()
@@ -92,17 +93,27 @@ class Sender:
         self, clock: SendClock, plans: Sequence[Specs], named_tensors: NamedTensors, check: Check
     ) -> None:
         self._channel.begin()
-        tensors = clock.source(named_tensors)
+        tensors = iter(named_tensors)
         for plan in plans:
-            with clock.timed("wait_s"):
-                buffer = self._channel.buffer(num_bytes(plan), check)
-            bucket = fill(plan, tensors, buffer)
-            self._channel.publish(num_bytes(plan))
-            clock.digest(bucket)
-            clock.count(plan)
-        finish(tensors)
+            self._send_bucket(clock, plan, tensors, check)
+        with clock.timed("convert_s"):
+            finish(tensors)
+        clock.end_digests()  # while the last buckets travel
         with clock.timed("wait_s"):
             self._channel.drain(check)
+
+    def _send_bucket(
+        self, clock: SendClock, plan: Specs, named_tensors: Iterator[tuple[str, Tensor]], check: Check
+    ) -> None:
+        with clock.timed("convert_s"):
+            tensors = next_tensors(plan, named_tensors)
+        size = num_bytes(plan)
+        with clock.timed("wait_s"):
+            buffer = self._channel.buffer(size, check)
+        bucket = fill(plan, tensors, buffer)
+        self._channel.publish(size)
+        clock.digest(bucket)
+        clock.count(plan)
 
     def close(self) -> None:
         self._channel.close()

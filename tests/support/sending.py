@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, fill, num_bytes, plan_buckets
+from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, fill, next_tensors, num_bytes, plan_buckets
 from skyrl_train.weight_sync.control import ControlMessage
 from skyrl_train.weight_sync.digest import bucket_digests
 from skyrl_train.weight_sync.transport import Load, Receiver
@@ -24,7 +24,7 @@ def pack(named_tensors: Named, bucket_bytes: int) -> Iterator[Bucket]:
     """Buckets as a sender makes them, each in a buffer of its own that was full of ones."""
     tensors = iter(named_tensors)
     for plan in plan_buckets(specs_of(named_tensors), bucket_bytes):
-        yield fill(plan, tensors, torch.full((num_bytes(plan),), 255, dtype=torch.uint8))
+        yield fill(plan, next_tensors(plan, tensors), torch.full((num_bytes(plan),), 255, dtype=torch.uint8))
 
 
 def tensor_digest(tensor: torch.Tensor) -> int:

@@ -9,14 +9,15 @@ compare them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from skyrl_train.ranks import free_port
-from skyrl_train.weight_sync.bucket import NamedTensors, TensorSpec, finish, next_tensor
+from skyrl_train.weight_sync.bucket import NamedTensors, TensorSpec, finish, next_tensors
 from skyrl_train.weight_sync.channels.broadcast import Flight
 from skyrl_train.weight_sync.channels.broadcast_group import POLL_S, Land, wait_until
 from skyrl_train.weight_sync.channels.channel import SendingEnd
@@ -86,22 +87,26 @@ class StockNcclSender:
         if group is None:
             raise WeightSyncError("the NCCL group is not connected, or failed in the last update. Restart the run")
         clock = SendClock()
-        tensors = clock.source(named_tensors)
+        tensors = iter(named_tensors)
         flight = Flight(self._end.device)
         try:
             for update in split_updates(specs, self._end.bucket_bytes):
                 pending = self._end.post(_message(update))
                 for chunk in update:
+                    with clock.timed("convert_s"):
+                        taken = next_tensors(chunk, tensors)
                     size = sum(spec.num_bytes for spec in chunk)
                     with clock.timed("wait_s"):
                         buffer = flight.buffer(size, pending.check)
-                    fill(chunk, tensors, buffer)
+                    fill(chunk, taken, buffer)
+                    del taken
                     flight.send(lambda sent: self._land(group.broadcast(sent)))
                     clock.count(chunk)
                 with clock.timed("wait_s"):
                     flight.drain(pending.check)
                     pending.wait()
-            finish(tensors)
+            with clock.timed("convert_s"):
+                finish(tensors)
             self._group = group
         finally:
             if self._group is None:
@@ -136,15 +141,15 @@ def split_updates(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[C
     return [chunks for update in updates if (chunks := [tuple(chunk) for chunk in update if chunk])]
 
 
-def fill(chunk: Chunk, tensors: Iterator[tuple[str, Tensor]], buffer: Tensor) -> None:
-    """Copy the chunk's tensors end to end into a buffer of exactly their size, each before the next is generated.
-    Raises: WeightSyncError if a tensor differs from its spec.
-    """
-    start = 0
-    for spec in chunk:
-        target = buffer[start : start + spec.num_bytes]
-        target.view(spec.dtype).view(spec.shape).copy_(next_tensor(spec, tensors))
-        start += spec.num_bytes
+def fill(chunk: Chunk, tensors: Sequence[Tensor], buffer: Tensor) -> None:
+    """Copy the chunk's tensors end to end into a buffer of exactly their size."""
+    ends = itertools.accumulate(spec.num_bytes for spec in chunk)
+    targets = [
+        buffer[end - spec.num_bytes : end].view(spec.dtype).view(spec.shape)
+        for spec, end in zip(chunk, ends, strict=True)
+    ]
+    with torch.no_grad():
+        torch._foreach_copy_(targets, list(tensors))
 
 
 def _message(update: Sequence[Chunk]) -> ControlMessage:

@@ -100,10 +100,10 @@ def test_every_worker_of_every_engine_receives_every_update():
     workers.start(sender.init_info | {"rank_offset": 1})
     sender.connect()
     assert not dist.is_initialized()
-    scratch = torch.empty(10_000)
-    specs = specs_of([(f"t{n}", scratch) for n in range(30)])
+    scratch = torch.empty(2, 10_000)  # of a bucket
+    specs = specs_of([(f"t{n}", scratch[0]) for n in range(30)])
     for update in (1, 2):
-        report = sender.send(specs, ((f"t{n}", scratch.fill_(n * update)) for n in range(30)))
+        report = sender.send(specs, ((f"t{n}", scratch[n % 2].fill_(n * update)) for n in range(30)))
         assert report.num_buckets == 15
         for digests, sums in workers.results:
             assert digests == report.digests

@@ -7,7 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, fill, num_bytes, offsets, plan_buckets, unpack
+from skyrl_train.weight_sync.bucket import (
+    ALIGNMENT,
+    Bucket,
+    TensorSpec,
+    fill,
+    next_tensors,
+    num_bytes,
+    offsets,
+    plan_buckets,
+    unpack,
+)
 from skyrl_train.weight_sync.control import WeightSyncError
 from tests.support.sending import pack, specs_of
 
@@ -63,11 +73,12 @@ def test_each_tensor_starts_at_a_multiple_of_the_alignment():
     assert offsets(specs) == [0, 1024, 1024 + 2048, 1024 + 2048 + 1024]
 
 
-def test_the_source_may_be_overwritten_at_once():
-    scratch = torch.empty(100)
-    source = ((f"t{value}", scratch.fill_(value)) for value in range(5))
-    for plan in plan_buckets(specs_of([(f"t{n}", scratch) for n in range(5)]), 2 * ALIGNMENT):
-        for name, tensor in unpack(fill(plan, source, torch.empty(num_bytes(plan), dtype=torch.uint8))):
+def test_the_source_may_be_overwritten_once_its_bucket_is_full():
+    scratch = torch.empty(2, 100)
+    source = ((f"t{value}", scratch[value % 2].fill_(value)) for value in range(5))
+    for plan in plan_buckets(specs_of([(f"t{n}", scratch[0]) for n in range(5)]), 2 * ALIGNMENT):
+        bucket = fill(plan, next_tensors(plan, source), torch.empty(num_bytes(plan), dtype=torch.uint8))
+        for name, tensor in unpack(bucket):
             assert torch.equal(tensor, torch.full((100,), float(name[1:])))
 
 
@@ -83,7 +94,7 @@ def test_the_source_may_be_overwritten_at_once():
 def test_a_tensor_that_was_not_announced_is_refused(exported, message):
     (plan,) = plan_buckets([TensorSpec("a", torch.float32, (3,))], ALIGNMENT)
     with pytest.raises(WeightSyncError, match=message):
-        fill(plan, iter(exported), torch.empty(ALIGNMENT, dtype=torch.uint8))
+        next_tensors(plan, iter(exported))
 
 
 def test_a_transposed_view_arrives_as_it_reads():

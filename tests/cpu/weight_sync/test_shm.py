@@ -158,10 +158,10 @@ def test_another_process_receives_while_the_sender_overwrites_its_source():
     process = Process(channel.init_info)
     sender = Sender(channel, 1 << 20, process.post)
     sender.connect()
-    scratch = torch.empty(100_000)
+    scratch = torch.empty(2, 100_000)  # of a bucket
     for update in (1, 2):
-        source = ((f"t{n}", scratch.fill_(n * update)) for n in range(40))
-        report = sender.send(specs_of([(f"t{n}", scratch) for n in range(40)]), source)
+        source = ((f"t{n}", scratch[n % 2].fill_(n * update)) for n in range(40))
+        report = sender.send(specs_of([(f"t{n}", scratch[0]) for n in range(40)]), source)
         assert report.num_buckets == 20
         digests, sums = process.answer
         assert digests == report.digests
@@ -193,7 +193,7 @@ def test_a_receiver_that_dies_or_hangs_fails_the_send(number, within_s):
     process.process.kill()
 
 
-def test_two_buckets_are_in_flight_and_no_more():
+def test_two_buckets_are_in_flight_while_the_tensors_of_a_third_wait():
     loading, produced = threading.Event(), []
 
     def load(named_tensors):
@@ -207,7 +207,7 @@ def test_two_buckets_are_in_flight_and_no_more():
     pair = Pair(1024, load)
     sending = InThread(lambda: pair.sender.send(specs_of([(f"t{n}", torch.zeros(256)) for n in range(7)]), source()))
     time.sleep(0.3)
-    assert produced == [0, 1]
+    assert produced == [0, 1, 2]
     loading.set()
     sending.wait()
     assert len(produced) == 7

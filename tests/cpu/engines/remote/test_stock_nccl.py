@@ -102,11 +102,11 @@ def tensors_of(*shapes: tuple[torch.dtype, tuple[int, ...]]) -> Named:
 
 
 def overwritten(named: Named) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor in one buffer, which is overwritten as soon as the next is asked for."""
-    for name, tensor in named:
-        shared = tensor.clone()
-        yield name, shared
-        shared.zero_()
+    """Copies that are overwritten as soon as no more tensors are asked for."""
+    copies = [(name, tensor.clone()) for name, tensor in named]
+    yield from copies
+    for _, tensor in copies:
+        tensor.zero_()
 
 
 pytestmark = pytest.mark.slow
