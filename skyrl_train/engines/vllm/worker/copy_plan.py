@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl_train.weight_sync.bucket import TensorSpec, fill, num_bytes
+from skyrl_train.weight_sync.bucket import Specs, TensorSpec, fill, num_bytes
 from skyrl_train.weight_sync.control import WeightSyncError
-from skyrl_train.weight_sync.digest import bucket_digests, name_list
+from skyrl_train.weight_sync.digest import name_list, row_hashes
 
 IGNORED_WRITES = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 """Loaders zero the rows of vocabulary padding, which are zero already."""
@@ -83,28 +83,35 @@ class CopyPlan:
 
 
 class PlanCheck:
-    """Compares a layerwise update with what a plan would have written."""
+    """Compares a layerwise update with what a plan would have written, by the hashes of all rows. They stay on the
+    device (8 bytes per KiB of weights), and only the result is waited for.
+    """
 
     def __init__(self, plan: CopyPlan) -> None:
         self._plan = plan
-        self._digests: dict[str, list[int]] = {}
+        self._watched: list[tuple[list[str], Specs, Tensor]] = []
+        """Per bucket: names, the parts that the plan would have copied, the hashes of their rows."""
 
     def watch(self, named_tensors: list[tuple[str, Tensor]]) -> None:
         """To be called with the tensors of each bucket before they are loaded."""
-        for name, tensor in named_tensors:
-            if name in self._plan.copies:
-                self._digests[name] = [_digest(copy.source(tensor)) for copy in self._plan.copies[name]]
+        known = [(name, tensor) for name, tensor in named_tensors if name in self._plan.copies]
+        parts = [copy.source(tensor) for name, tensor in known for copy in self._plan.copies[name]]
+        if parts:
+            self._watched.append(([name for name, _ in known], *_hashes(parts)))
 
     def passed(self, model: nn.Module) -> bool:
         """Whether, after the update, the model's parameters hold exactly the watched bytes."""
-        return (
-            self._plan.is_of(model)
-            and self._digests.keys() == self._plan.copies.keys()
-            and all(
-                [_digest(copy.target) for copy in self._plan.copies[name]] == digests
-                for name, digests in self._digests.items()
-            )
-        )
+        names = [name for watched, _, _ in self._watched for name in watched]
+        copies = self._plan.copies
+        if not self._plan.is_of(model) or len(names) != len(copies) or set(names) != copies.keys():
+            return False
+        differ = []
+        for watched, specs, hashes in self._watched:
+            held_specs, held = _hashes([copy.target for name in watched for copy in copies[name]])
+            if held_specs != specs:
+                return False
+            differ.append((held != hashes).any())
+        return not differ or not bool(torch.stack(differ).any())
 
 
 def find_plan(
@@ -212,7 +219,8 @@ def _overlap(targets: Sequence[Tensor], parameter: Tensor) -> bool:
     return bool((seen > 1).any())
 
 
-def _digest(part: Tensor) -> int:
-    specs = (TensorSpec("", part.dtype, tuple(part.shape)),)
-    buffer = torch.empty(num_bytes(specs), dtype=torch.uint8, device=part.device)
-    return bucket_digests(fill(specs, iter([("", part)]), buffer))[""]
+def _hashes(parts: Sequence[Tensor]) -> tuple[Specs, Tensor]:
+    """Dtypes and shapes of the parts, and the hashes of their rows, for which a bucket of them is made."""
+    specs = tuple(TensorSpec("", part.dtype, tuple(part.shape)) for part in parts)
+    buffer = torch.empty(num_bytes(specs), dtype=torch.uint8, device=parts[0].device)
+    return specs, row_hashes(fill(specs, parts, buffer).data)
