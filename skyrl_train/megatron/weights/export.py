@@ -7,6 +7,7 @@ tensor and holds none, so tasks that are kept for the next export cannot be stal
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -95,11 +96,12 @@ def export_tasks(model: Model) -> list[ExportTask]:
     for live in live_tensors(model):
         mcore_names = expert_names(model, live)
         hf_names = model.bridge._weight_name_mapping_mcore_to_hf(mcore_names[0])
+        is_split = live.is_sharded and shard_group(is_expert=live.is_expert).size() > 1
         tasks.append(
             ExportTask(
                 live=live,
                 mcore_names=mcore_names,
-                shard_axis=live.tensor.partition_dim if live.is_sharded else None,  # type: ignore[attr-defined]
+                shard_axis=live.tensor.partition_dim if is_split else None,  # type: ignore[attr-defined]
                 is_expert=live.is_expert,
                 is_gated="linear_fc1" in live.local_name and len(hf_names) == 2,
             )
@@ -140,17 +142,17 @@ def export(
     Args: read: returns what is exported of a parameter (its gradient in tests); tasks: those of the model, for exports
         that are repeated.
     """
+    ep_group = parallel_state.get_expert_model_parallel_group()
     for task in tasks or export_tasks(model):
-        part = read(task.live.tensor)
-        whole = part
+        whole = read(task.live.tensor)
         if task.shard_axis is not None:
-            parts = gather_parts(part, shard_group(is_expert=task.is_expert))
+            parts = gather_parts(whole, shard_group(is_expert=task.is_expert))
             whole = join_parts(parts, task.shard_axis, is_gated=task.is_gated)
-        ep_group = parallel_state.get_expert_model_parallel_group()
         copies = gather_parts(whole, ep_group) if task.is_expert else [whole]
         for mcore_name, copy in zip(task.mcore_names, copies, strict=True):
             for name, tensor in zip(*model.bridge._weight_to_hf_format(mcore_name, copy), strict=True):
-                yield name, tensor.to(dtype_of_name(name, dtype))
+                wanted = dtype_of_name(name, dtype)
+                yield name, tensor if tensor.dtype == wanted else tensor.to(wanted)
 
 
 def is_stage_owner() -> bool:
@@ -161,6 +163,7 @@ def is_stage_owner() -> bool:
     )
 
 
+@functools.cache
 def dtype_of_name(name: str, dtype: torch.dtype) -> torch.dtype:
     """Dtype of an exported tensor: a router's bias is float32 in checkpoints and engines, whatever the model's."""
     return torch.float32 if name.endswith("e_score_correction_bias") else dtype
