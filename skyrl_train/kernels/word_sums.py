@@ -27,16 +27,16 @@ def _word_sums(table, num, sums, WORD: tl.constexpr, PROGRAMS: tl.constexpr, BLO
         tl.atomic_add(sums + tl.load(table + 2 * num + tensor), tl.sum(total, axis=0))
 
 
-def add(sums: Tensor, positions: Sequence[int], tensors: Sequence[Tensor]) -> None:
-    """sums[position] += the sum of the tensor's words, modulo 2**64, for each tensor. Does not wait for the GPU.
+def add(sums: Tensor, tensors: Sequence[tuple[int, int, int]], word_bytes: int) -> None:
+    """sums[position] += the sum of the words at an address, as signed integers modulo 2**64, for each tensor. Does not
+    wait for the GPU.
 
-    Args: sums [N] int64; tensors: contiguous, of one signed integer dtype. They must not be written to or freed on
-        another stream before the kernel has run.
+    Args: sums [N] int64; tensors: (address, number of words, position) of contiguous memory, which must not be written
+        to or freed on another stream before the kernel has run.
     """
-    rows = [[tensor.data_ptr() for tensor in tensors], [tensor.numel() for tensor in tensors], positions]
-    table = torch.tensor(rows, dtype=torch.int64)
+    table = torch.tensor(list(zip(*tensors, strict=True)), dtype=torch.int64)
     if sums.is_cuda:
         table = table.pin_memory().to(sums.device, non_blocking=True)
-    word = {2: tl.int16, 4: tl.int32, 8: tl.int64}[tensors[0].element_size()]
+    word = {2: tl.int16, 4: tl.int32, 8: tl.int64}[word_bytes]
     grid = (len(tensors), PROGRAMS)
     _word_sums[grid](table, len(tensors), sums, WORD=word, PROGRAMS=PROGRAMS, BLOCK=BLOCK)

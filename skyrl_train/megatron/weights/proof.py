@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from skyrl_train.hf import adapter as peft
 from skyrl_train.megatron.lora.adapters import Adapter, Lora
 from skyrl_train.megatron.model.model import Model
 from skyrl_train.megatron.weights.export import (
+    LiveTensor,
     Read,
     dtype_of_name,
     expert_names,
@@ -59,6 +61,15 @@ class _Entry:
         return None if self.columns is None or self.columns * tensor.element_size() % WORD_BYTES else WORD_BYTES
 
 
+class _Shard(NamedTuple):
+    """A live tensor that this rank counts."""
+
+    live: LiveTensor
+    entry: _Entry
+    num_rows: int | None
+    """Rows before the padding of the vocabulary; None if it has none."""
+
+
 class LiveSums:
     """Checks the exports of one model's weights."""
 
@@ -79,11 +90,22 @@ class LiveSums:
                 )
                 self._entries[name] = entry
                 self._of_hf |= dict.fromkeys(hf_names, entry)
-        ep_rank = parallel_state.get_expert_model_parallel_rank()
-        self._live = [
-            (live, self._entries[expert_names(model, live)[ep_rank if live.is_expert else 0]])
-            for live in live_tensors(model)
-        ]
+        self._live = live_tensors(model)
+        self._shards = [shard for live in self._live if (shard := self._shard(model, live)) is not None]
+
+    def _shard(self, model: Model, live: LiveTensor) -> _Shard | None:
+        """None if another rank counts an equal copy."""
+        is_expert = live.is_expert
+        rank, ep_rank = parallel_state.get_tensor_model_parallel_rank(), 0
+        if is_expert:
+            rank = parallel_state.get_expert_tensor_parallel_rank()
+            ep_rank = parallel_state.get_expert_model_parallel_rank()
+        if not _is_first_replica(is_expert) or (rank > 0 and not live.is_sharded):
+            return None
+        entry, rows = self._entries[expert_names(model, live)[ep_rank]], len(live.tensor)
+        first = rank * rows if live.is_sharded else 0
+        count = rows if entry.num_rows is None else max(0, entry.num_rows - first)
+        return _Shard(live, entry, count if count < rows else None)
 
     def checked(
         self,
@@ -96,30 +118,31 @@ class LiveSums:
         Raises: WeightSyncError at the end, on the stage's owner, naming the tensors whose exported values differ from
             the model's.
         """
-        storages = {live.tensor.untyped_storage().data_ptr() for live, _ in self._live}
-        is_owner, exported = is_stage_owner(), WordSums(len(self._entries), device(), storages)
+        storages = {live.tensor.untyped_storage().data_ptr() for live in self._live}
+        is_owner, num = is_stage_owner(), len(self._entries)
+        sums = WordSums(2 * num, device(), storages)  # of the live tensors, and after them of the exported ones
+        counting = self._count(sums, dtype, read)
         for name, tensor in named_tensors:
+            next(counting, None)  # while buckets travel, so that little is left to wait for at the end
             if is_owner:
                 entry = self._of_hf[name]
-                exported.add(entry.position, tensor, entry.word_bytes(tensor))
+                sums.add(num + entry.position, tensor, entry.word_bytes(tensor))
             yield name, tensor
-        names = [entry.hf_names for entry in self._entries.values()]
-        counted = WordSums(len(self._entries), device(), storages)
-        self._count(counted, dtype, read)
-        _require_equal(counted.total(), exported.total(), names, "weights")
+        for _ in counting:
+            pass
+        live, exported = sums.total().view(2, num)
+        _require_equal(live, exported, [entry.hf_names for entry in self._entries.values()], "weights")
 
-    def _count(self, sums: WordSums, dtype: torch.dtype, read: Read) -> None:
-        """Add the shards that this rank counts."""
-        tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        etp_rank = parallel_state.get_expert_tensor_parallel_rank()
-        for live, entry in self._live:
-            rank = etp_rank if live.is_expert else tp_rank
-            if _is_first_replica(live.is_expert) and (live.is_sharded or rank == 0):
-                part = read(live.tensor).to(dtype_of_name(entry.hf_names[0], dtype))
-                if entry.num_rows is not None:
-                    first = rank * len(part) if live.is_sharded else 0
-                    part = part[: max(0, entry.num_rows - first)]
-                sums.add(entry.position, part, entry.word_bytes(part))
+    def _count(self, sums: WordSums, dtype: torch.dtype, read: Read) -> Iterator[None]:
+        """Add the shards that this rank counts, one by one."""
+        for live, entry, num_rows in self._shards:
+            part = read(live.tensor)
+            if part.dtype != (wanted := dtype_of_name(entry.hf_names[0], dtype)):
+                part = part.to(wanted)
+            if num_rows is not None:
+                part = part[:num_rows]
+            sums.add(entry.position, part, entry.word_bytes(part))
+            yield
 
 
 def warm_up() -> None:
@@ -176,10 +199,13 @@ def _is_first_replica(is_expert: bool) -> bool:
 
 def _require_equal(live: Tensor, exported: Tensor, names: Sequence[tuple[str, ...]], kind: str) -> None:
     """Compare what the stage's ranks hold with what its owner exported. A collective over the stage."""
-    dist.all_reduce(live, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    if group.size() > 1:
+        dist.all_reduce(live, group=group)
     if not is_stage_owner():
         return
-    if wrong := [name for index in (live != exported).nonzero().flatten().tolist() for name in names[index]]:
+    differ = (live != exported).flatten().tolist()
+    if wrong := [name for some, is_wrong in zip(names, differ, strict=True) if is_wrong for name in some]:
         raise WeightSyncError(
             f"the export of {len(wrong)} of {sum(map(len, names))} tensors does not yield the current {kind}: "
             f"{name_list(wrong)}"

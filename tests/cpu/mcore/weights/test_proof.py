@@ -88,6 +88,10 @@ def a_shard_twice(model: Model, dtype: torch.dtype) -> Named:
         yield from export(model, dtype)
 
 
+def without_the_last(model: Model, dtype: torch.dtype) -> Named:
+    yield from list(export(model, dtype))[:-1]
+
+
 @torch.no_grad()
 def _train(model: Model) -> None:
     for module in model.modules:
@@ -154,6 +158,12 @@ def test_a_swapped_pair_of_equal_shape_is_named(tmp_path: Path):
     (found,) = said("DP2", swapped_pair, tmp_path)
     assert "of 2 of " in found
     assert "layers.0.self_attn.o_proj.weight" in found and "layers.1.self_attn.o_proj.weight" in found
+
+
+def test_the_last_tensor_is_named_if_it_is_left_out(tmp_path: Path):
+    """The live tensors are counted beside the export: those of what it leaves out, too."""
+    (found,) = said("DP2", without_the_last, tmp_path)
+    assert "of 1 of " in found and "lm_head.weight" in found
 
 
 def test_a_shard_that_was_taken_twice_is_caught(tmp_path: Path):
