@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionImpl
 
 from skyrl_train.engines.vllm.worker.copy_plan import CopyPlan, NoPlanError, PlanCheck, find_plan
 from skyrl_train.engines.vllm.worker.layerwise import LayerwiseReload, loadable_elements, shared_parameters
@@ -37,6 +39,7 @@ class ModelUpdate:
         self._may_have_plan = model_config.quantization is None
         self._check: PlanCheck | None = None
         self._specs: list[TensorSpec] = []
+        self._deriving: list[Any] = [module for module in model.modules() if derives(module)]
 
     def begin(self, model: nn.Module, model_config: Any) -> None:
         """Args: model: the model to load into; it changes for vLLM's draft models."""
@@ -94,6 +97,16 @@ class ModelUpdate:
     def _derive(self) -> None:
         """Recompute what attention layers derive from weights (multi-latent attention: two matrices of kv_b_proj)."""
         with set_current_vllm_config(self._vllm_config), torch.no_grad():
-            for module in self._model.modules():
-                if isinstance(module, AttentionLayerBase) and hasattr(module, "process_weights_after_loading"):
-                    module.process_weights_after_loading(self._model_config.dtype)
+            for module in self._deriving:
+                module.process_weights_after_loading(self._model_config.dtype)
+
+
+def derives(module: Any) -> bool:
+    """Whether a module is an attention layer that derives something from weights. vLLM's usual one (0.26 to 0.33) only
+    sets the default scales again, by four kernels per layer, unless its implementation does more.
+    """
+    if not isinstance(module, AttentionLayerBase) or not hasattr(module, "process_weights_after_loading"):
+        return False
+    if type(module).process_weights_after_loading is not Attention.process_weights_after_loading:
+        return True
+    return type(module.impl).process_weights_after_loading is not AttentionImpl.process_weights_after_loading
