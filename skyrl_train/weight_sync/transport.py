@@ -98,9 +98,9 @@ class Sender:
             self._send_bucket(clock, plan, tensors, check)
         with clock.timed("convert_s"):
             finish(tensors)
-        clock.end_digests()  # while the last buckets travel
         with clock.timed("wait_s"):
             self._channel.drain(check)
+        clock.end_digests()  # while the receivers compute theirs
 
     def _send_bucket(
         self, clock: SendClock, plan: Specs, named_tensors: Iterator[tuple[str, Tensor]], check: Check

@@ -36,7 +36,8 @@ class LiveTensor:
 
     @property
     def tensor(self) -> torch.nn.Parameter | Tensor:
-        return getattr(self.owner, self.attribute)  # type: ignore[no-any-return]
+        found = self.owner._parameters.get(self.attribute)  # a module's __getattr__ would take a microsecond
+        return getattr(self.owner, self.attribute) if found is None else found
 
     @property
     def is_expert(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,6 +17,17 @@ LIVE_SHARE = 16
 """Bytes of memory that lives anyway count less by this factor: a kernel per 4 GiB, so that the last one is short."""
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """What the next kernel sums."""
+
+    rows: list[tuple[int, int, int]] = field(default_factory=list)
+    """(address, number of words, position)"""
+    tensors: list[Tensor] = field(default_factory=list)
+    """Those at the addresses."""
+    num_bytes: int = 0
+
+
 class WordSums:
     """[num] int64, all 0 at first."""
 
@@ -24,11 +36,8 @@ class WordSums:
         self._storages = storages
         self._sums: list[tuple[int, Tensor]] = []
         """(position, [] int64), without a GPU."""
-        self._waiting: dict[int, list[tuple[int, int, int]]] = {size: [] for size in WORDS}
-        """size of a word -> (address, number of words, position)"""
-        self._kept: list[Tensor] = []
-        """What the addresses belong to."""
-        self._held = 0
+        self._waiting = {size: _Waiting() for size in WORDS}
+        """By the size of a word: a kernel for each."""
         self._total = torch.zeros(num, dtype=torch.int64, device=device)
 
     def add(self, position: int, tensor: Tensor, word_bytes: int | None = None) -> None:
@@ -43,26 +52,26 @@ class WordSums:
             return
         num_bytes = tensor.nbytes
         assert num_bytes % size == 0, f"{num_bytes} bytes are no whole number of words of {size}"
-        self._waiting[size].append((tensor.data_ptr(), num_bytes // size, position))
-        self._kept.append(tensor)
+        waiting = self._waiting[size]
+        waiting.rows.append((tensor.data_ptr(), num_bytes // size, position))
+        waiting.tensors.append(tensor)
         is_live = tensor.untyped_storage().data_ptr() in self._storages
-        self._held += num_bytes // LIVE_SHARE if is_live else num_bytes
-        if self._held > HELD_BYTES:
-            self._launch()
+        waiting.num_bytes += num_bytes // LIVE_SHARE if is_live else num_bytes
+        if waiting.num_bytes > HELD_BYTES:
+            self._launch(size)
 
-    def _launch(self) -> None:
-        for size, waiting in self._waiting.items():
-            if waiting:
-                from skyrl_train.kernels import word_sums  # triton is installed with GPUs only
+    def _launch(self, size: int) -> None:
+        from skyrl_train.kernels import word_sums  # triton is installed with GPUs only
 
-                word_sums.add(self._total, waiting, size)
-                waiting.clear()
-        self._kept.clear()  # in the order of the stream: whoever gets the memory next writes to it after the kernels
-        self._held = 0
+        word_sums.add(self._total, self._waiting[size].rows, size)
+        # In the order of the stream: whoever gets the tensors' memory next writes to it after the kernel.
+        self._waiting[size] = _Waiting()
 
     def total(self) -> Tensor:
         """[num] int64"""
-        self._launch()
+        for size, waiting in self._waiting.items():
+            if waiting.rows:
+                self._launch(size)
         if self._sums:
             positions, sums = zip(*self._sums, strict=True)
             self._total.index_add_(0, torch.tensor(positions, device=self._total.device), torch.stack(sums))
