@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, offsets
+from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, fill, num_bytes, offsets
 from skyrl_train.weight_sync.control import WeightSyncError
 
 WORDS_PER_ROW = ALIGNMENT // 8
@@ -89,9 +89,11 @@ def digests(specs: Sequence[TensorSpec], hashes: Tensor) -> dict[str, int]:
 
 
 def warm_up(device: torch.device) -> None:
-    """Launch every kernel of the digests once: the first launches in a process take half a second."""
-    bucket = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
-    digests([TensorSpec("", bucket.dtype, (ALIGNMENT,))] * 2, torch.cat([row_hashes(bucket)] * 2))
+    """Launch the kernels of a bucket once: the first launches in a process take half a second."""
+    tensor = torch.zeros(1, dtype=torch.bfloat16, device=device)
+    specs = (TensorSpec("", tensor.dtype, (1,)),) * 2
+    bucket = fill(specs, [tensor] * 2, torch.empty(num_bytes(specs), dtype=torch.uint8, device=device))
+    digests(specs * 2, torch.cat([row_hashes(bucket.data)] * 2))
 
 
 def bucket_digests(bucket: Bucket) -> dict[str, int]:
