@@ -4,7 +4,7 @@ Digests compare what was sent with what arrived; a sender that reads stale tenso
 joining shards, splitting fused rows, renaming and cutting off padding moves 64-bit words and changes none. So the sum
 of the words of a tensor's shards, modulo 2**64, is the sum over everything that is exported of it. Shards are read from
 the model, not from the export's tasks: results of an earlier export, a tensor under another's name and a missing shard
-do not add up.
+do not add up. They are read while the export runs, during which no weight changes.
 
 On one core 2.6 times as fast as the digests.
 """
