@@ -85,7 +85,9 @@ def digests(specs: Sequence[TensorSpec], hashes: Tensor) -> dict[str, int]:
     sums = torch.zeros(len(hashes) + 1, dtype=torch.int64, device=device)
     torch.cumsum(mixed, dim=0, out=sums[1:])
     values = sums[row_bounds].diff().tolist()
-    return {spec.name: (value ^ _header(spec)) & MASK for spec, value in zip(specs, values, strict=True)}
+    return {
+        spec.name: (value ^ _header(spec.dtype, spec.shape)) & MASK for spec, value in zip(specs, values, strict=True)
+    }
 
 
 def warm_up(device: torch.device) -> None:
@@ -101,8 +103,8 @@ def bucket_digests(bucket: Bucket) -> dict[str, int]:
 
 
 @functools.cache
-def _header(spec: TensorSpec) -> int:
-    text = f"{spec.dtype}{spec.shape}"
+def _header(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    text = f"{dtype}{shape}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
