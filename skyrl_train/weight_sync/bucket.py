@@ -97,7 +97,8 @@ def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Specs]:
 
 
 def fill(specs: Specs, tensors: Sequence[Tensor], buffer: Tensor) -> Bucket:
-    """Copy tensors of these specs into a bucket, by one call: on a GPU that takes one kernel instead of hundreds.
+    """Copy tensors of these specs into a bucket, by one call: on a GPU that takes one kernel instead of hundreds (in
+    which a NaN may lose its payload).
     Args: buffer [at least num_bytes(specs)] uint8; it decides the device.
     """
     bounds = offsets(specs)
