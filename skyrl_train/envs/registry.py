@@ -25,6 +25,9 @@ BUILT_IN = {
     "yes_no_maybe": "skyrl_train.envs.built_in:YesNoMaybeEnv",
 }
 
+OF_EXAMPLES = frozenset({"llm_as_a_judge"})
+"""Environments that examples register, with settings in the base configuration."""
+
 
 def register_built_in() -> None:
     """Register the built-in environments, except names that the user has registered."""
@@ -56,9 +59,19 @@ def env_creator(env_class: str) -> Callable[..., BaseTextEnv]:
         if not (isinstance(env, type) and issubclass(env, BaseTextEnv)):
             raise ValueError(f"the environment is {env_class!r}: it is not a subclass of skyrl_gym's BaseTextEnv")
         return env
+    raise ValueError(unknown(env_class))
+
+
+def is_known(env_class: str) -> bool:
+    """Whether the name is registered, that of a class, or one of the base configuration's."""
+    return env_class in skyrl_gym.registry or ":" in env_class or env_class in OF_EXAMPLES
+
+
+def unknown(env_class: str) -> str:
+    """Error for a name that is not known."""
     close = difflib.get_close_matches(env_class, list(skyrl_gym.registry), n=3, cutoff=0.5)
     meant = f" (did you mean {' or '.join(close)}?)" if close else ""
-    raise ValueError(
+    return (
         f"unknown environment {env_class!r}{meant}. Use one of "
         f"{', '.join(sorted(skyrl_gym.registry))}, or your own `module:Class`. To register it, write "
         f"skyrl_gym.register(id={env_class!r}, entry_point='module:Class') in a module and name that module in "

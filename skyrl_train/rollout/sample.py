@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from skyrl_train.config import Config
 from skyrl_train.config.compose import DEFAULT_ENV_CLASS
 from skyrl_train.data.chat import ChatTemplate
-from skyrl_train.envs.registry import env_creator, row_problem
+from skyrl_train.envs.registry import env_creator, is_known, row_problem, unknown
 from skyrl_train.rollout.contract import Engines
 from skyrl_train.rollout.dialogue import ChatDialogue
 from skyrl_train.rollout.env_pool import CallTimeout, EnvPool
@@ -105,7 +105,8 @@ def check_environments(config: Config, train: Sequence[Prompt], val: Sequence[Pr
     """Check the environments that rows ask for, and that the configured one is among them.
 
     Args: train, val: prompts; are_created: whether the rollout creates one for each sample.
-    Raises: ValueError for an environment that is unknown, not used, or cannot be created for its first row.
+    Raises: ValueError for an environment that is unknown, not used, or cannot be created for its first row, and for
+        settings of an unknown one.
     """
     prompts = {prompt.env_class: prompt for prompt in reversed([*train, *val])}
     for env_class in prompts:
@@ -115,7 +116,12 @@ def check_environments(config: Config, train: Sequence[Prompt], val: Sequence[Pr
             raise ValueError(f"{error}{_asked(config, env_class)}") from error
     if train or config.environment.reward_fn:
         _check_is_used(config, list(prompts))
-    for prompt in prompts.values() if are_created else ():
+    if not are_created:
+        return
+    for name in config.environment.env_kwargs:
+        if not is_known(name):
+            raise ValueError(f"environment.skyrl_gym.env_kwargs.{name} is read by nobody: {unknown(name)}")
+    for prompt in prompts.values():
         _check_is_created(config, prompt)
 
 

@@ -88,6 +88,11 @@ def test_an_unknown_environment_says_who_asks_for_it_and_how_to_register_it(
     assert "trainer.custom_modules" in message
 
 
+def test_settings_of_an_unknown_environment_are_refused(world: Path, capsys: pytest.CaptureFixture[str]):
+    message = error(capsys, "environment.skyrl_gym.env_kwargs.serach.topk=3")
+    assert "env_kwargs.serach is read by nobody: unknown environment 'serach' (did you mean search" in message
+
+
 def test_rows_without_what_their_environment_reads_and_an_engine_without_a_cache_size_are_found_before_ray(
     world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
