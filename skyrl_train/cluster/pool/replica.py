@@ -105,7 +105,8 @@ class EngineReplica:
         except StopAsyncIteration:
             return
         except (asyncio.CancelledError, GeneratorExit):
-            ray.cancel(results)  # Ray (2.60) lets a stream that nobody reads run on
+            if ray.is_initialized():  # else this would start a cluster
+                ray.cancel(results)  # Ray (2.60) lets a stream that nobody reads run on
             raise
         except RayError as error:  # first, because an engine's own error may be a TimeoutError too
             message = self.calls.describe(self.name, "generate", error)

@@ -79,8 +79,6 @@ def test_an_engine_that_lives_but_takes_too_long_is_named_at_the_deadline(monkey
 
 
 def test_a_batch_may_wait_as_long_as_the_engine_answers_others(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ray.cancel", lambda results: None)
-
     async def stream(answers: asyncio.Queue[int]) -> AsyncIterator[Awaitable[int]]:
         while True:
             yield asyncio.sleep(0, await answers.get())
@@ -121,6 +119,7 @@ async def settled() -> None:
 def test_requests_are_aborted_in_the_engine_when_their_callers_leave(monkeypatch: pytest.MonkeyPatch):
     cancelled: list[Any] = []
     monkeypatch.setattr("ray.cancel", cancelled.append)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
 
     async def leave() -> None:
         reader = asyncio.create_task(anext(stream_of(engine_pool(monkeypatch, engine(30)))))  # type: ignore[arg-type]
