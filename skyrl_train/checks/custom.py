@@ -31,7 +31,7 @@ def custom_problems(config: Config) -> Iterator[str]:
 
 
 def edited_problems(config: Config) -> Iterator[str]:
-    """Own modules that ranks would import in another version than this process, in which runs came before."""
+    """Own modules whose files have changed since this process imported them: ranks would run other code."""
     values = vars(config.trainer.algorithm).values()
     texts = (text for value in values for text in (value if isinstance(value, tuple) else (value,)))
     names = [text.partition(":")[0] for text in texts if isinstance(text, str)]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, fill, num_bytes, offsets
+from skyrl_train.weight_sync.bucket import ALIGNMENT, TensorSpec, fill, num_bytes, offsets
 from skyrl_train.weight_sync.control import WeightSyncError
 
 WORDS_PER_ROW = ALIGNMENT // 8
@@ -96,10 +96,6 @@ def warm_up(device: torch.device) -> None:
     specs = (TensorSpec("", tensor.dtype, (1,)),) * 2
     bucket = fill(specs, [tensor] * 2, torch.empty(num_bytes(specs), dtype=torch.uint8, device=device))
     digests(specs * 2, torch.cat([row_hashes(bucket.data)] * 2))
-
-
-def bucket_digests(bucket: Bucket) -> dict[str, int]:
-    return digests(bucket.specs, row_hashes(bucket.data))
 
 
 @functools.cache

@@ -17,8 +17,7 @@ from skyrl_train.device.memory import allocate_in_pages
 from skyrl_train.engines.settings import quantised
 from skyrl_train.ranks import free_port
 from skyrl_train.weight_sync.bucket import unpack
-from skyrl_train.weight_sync.digest import bucket_digests
-from tests.support.sending import pack, specs_of
+from tests.support.sending import bucket_digests, pack, specs_of
 
 CONTEXT = multiprocessing.get_context("spawn")
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn]

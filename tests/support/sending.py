@@ -10,7 +10,7 @@ import torch
 
 from skyrl_train.weight_sync.bucket import ALIGNMENT, Bucket, TensorSpec, fill, next_tensors, num_bytes, plan_buckets
 from skyrl_train.weight_sync.control import ControlMessage
-from skyrl_train.weight_sync.digest import bucket_digests
+from skyrl_train.weight_sync.digest import digests, row_hashes
 from skyrl_train.weight_sync.transport import Load, Receiver
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -25,6 +25,10 @@ def pack(named_tensors: Named, bucket_bytes: int) -> Iterator[Bucket]:
     tensors = iter(named_tensors)
     for plan in plan_buckets(specs_of(named_tensors), bucket_bytes):
         yield fill(plan, next_tensors(plan, tensors), torch.full((num_bytes(plan),), 255, dtype=torch.uint8))
+
+
+def bucket_digests(bucket: Bucket) -> dict[str, int]:
+    return digests(bucket.specs, row_hashes(bucket.data))
 
 
 def tensor_digest(tensor: torch.Tensor) -> int:

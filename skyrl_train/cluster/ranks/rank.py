@@ -1,5 +1,7 @@
-"""The process of one rank: it holds a plain worker, and sends that worker's weights to the engines. Imports torch in
-functions, because engines that share its devices start once it has said where it is."""
+"""The process of one rank: it holds a plain worker, and sends that worker's weights to the engines.
+
+Imports torch in functions: the driver starts the engines that share a rank's device once `find_place` has answered.
+"""
 
 from __future__ import annotations
 

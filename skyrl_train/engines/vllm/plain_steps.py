@@ -36,6 +36,7 @@ _is_stale = attrgetter(*STALE or ["status"])
 
 
 def has_plain_steps(scheduler: Scheduler) -> bool:
+    """Whether a scheduler's plain steps can be made here: its model and settings need nothing more for each request."""
     return (
         len(STALE) == 1
         and has_one_kind_of_block(scheduler.kv_cache_manager)
@@ -48,7 +49,7 @@ def has_plain_steps(scheduler: Scheduler) -> bool:
 
 @dataclass(slots=True)
 class _Plan:
-    """Requests of the next step, in the order in which they run, with what workers are told of them."""
+    """Requests of the next step, in the order in which they run, and what workers receive about them."""
 
     ids: list[str] = field(default_factory=list)
     num_computed: list[int] = field(default_factory=list)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.weight_sync.control import WeightSyncError
-from skyrl_train.weight_sync.digest import bucket_digests, compare
-from tests.support.sending import pack, tensor_digest
+from skyrl_train.weight_sync.digest import compare
+from tests.support.sending import bucket_digests, pack, tensor_digest
 
 
 def weights(*shape: int, seed: int = 0) -> torch.Tensor:
