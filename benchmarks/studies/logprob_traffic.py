@@ -40,9 +40,9 @@ ARMS = ("with each token", "once per request")
 
 def scheduler(vllm_config: Any, **arguments: Any) -> Any:
     """The engine's scheduler, which keeps no logprobs while the file FLAG exists."""
-    from skyrl_train.engines.vllm import whole_logprobs
+    from skyrl_train.engines.vllm.scheduling import scheduler as schedulers
 
-    built: Any = whole_logprobs.scheduler(vllm_config, **arguments)
+    built: Any = schedulers.scheduler(vllm_config, **arguments)
     kind, flag = type(built), Path(os.environ[FLAG])
 
     class Switched(kind):  # type: ignore[misc, valid-type]

@@ -1,4 +1,4 @@
-"""Time of vLLM's scheduler for each request and step, and of the engines' (engines/vllm/plain_steps.py).
+"""Time of vLLM's scheduler for each request and step, and of the engines' (engines/vllm/scheduling/plain_steps.py).
 
     python -m benchmarks.studies.scheduler_time [--requests 512] [--steps 400]
 
@@ -33,7 +33,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from skyrl_train.engines.vllm.whole_logprobs import KeepsLogprobsAsync
+from skyrl_train.engines.vllm.scheduling.scheduler import KeepsLogprobsAsync
 
 BLOCK, NUM_BLOCKS, PROMPT_TOKENS, SAMPLES, WARM_UP = 16, 40_000, 128, 8, 30
 

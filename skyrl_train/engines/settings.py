@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 PauseMode = Literal["keep", "wait", "abort"]
 EXTENSION = "skyrl_train.engines.vllm.worker.transfer.SyncExtension"
-SCHEDULER = "skyrl_train.engines.vllm.whole_logprobs.scheduler"
+SCHEDULER = "skyrl_train.engines.vllm.scheduling.scheduler.scheduler"
 ADAPTER, OWN_KV_CACHE = "skyrl_adapter", "skyrl_own_kv_cache"
 """Keys of vLLM's additional_config."""
 GRAPHS = 512

@@ -42,6 +42,7 @@ def scheduler(model: Path, kind: Any, *, num_blocks: int, caching: bool) -> Any:
 def add_requests(scheduler: Any, names: range, rng: np.random.Generator, *, can_stop: bool = False) -> None:
     """Of random lengths, some with a prefix of others. Args: can_stop: whether tokens end some of them."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
     from vllm.v1.request import Request
@@ -55,6 +56,7 @@ def add_requests(scheduler: Any, names: range, rng: np.random.Generator, *, can_
             stop_token_ids=[STOP] if can_stop and index % 3 == 0 else None,
             min_tokens=index % 7,
             logprobs=0 if index % 4 else None,
+            output_kind=RequestOutputKind.FINAL_ONLY if index % 3 else RequestOutputKind.DELTA,
         )
         params.update_from_generation_config({}, EOS)
         scheduler.add_request(Request(str(index), prompt, params, None, block_hasher=hasher, arrival_time=index))
@@ -66,17 +68,20 @@ def hashes(scheduler: Any) -> list[str]:
 
 
 def sampled(scheduler: Any, step: Any, rng: np.random.Generator, num_ids: int = 9) -> Any:
-    """Output of a step that was just scheduled: tokens below `num_ids`."""
+    """Output of a step that was just scheduled, in any order: tokens below `num_ids`, and any logprobs."""
     from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
-    ids = list(step.num_scheduled_tokens)
+    ids = rng.permutation(list(step.num_scheduled_tokens)).tolist()
     tokens = [[int(rng.integers(num_ids))] * (not scheduler.requests[each].is_prefill_chunk) for each in ids]
-    shape = (len(ids), 1)
     return ModelRunnerOutput(
         req_ids=ids,
         req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
         sampled_token_ids=tokens,
-        logprobs=LogprobsLists(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(len(ids), np.int32)),
+        logprobs=LogprobsLists(
+            rng.integers(99, size=(len(ids), 1), dtype=np.int32),
+            rng.random((len(ids), 1), dtype=np.float32),
+            rng.integers(99, size=len(ids), dtype=np.int32),
+        ),
         prompt_logprobs_dict={},
         pooler_output=[],
     )

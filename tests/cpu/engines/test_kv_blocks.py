@@ -25,8 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("forgets_at", [0, 1, 8])
 def test_running_requests_keep_their_blocks_and_add_none_to_an_emptied_prefix_cache(model: Path, forgets_at: int):
     """Also those that have read a part of their prompt, or less than a block."""
-    from skyrl_train.engines.vllm.kv_blocks import forget_prefixes
-    from skyrl_train.engines.vllm.whole_logprobs import KeepsLogprobs
+    from skyrl_train.engines.vllm.scheduling.kv_blocks import forget_prefixes
+    from skyrl_train.engines.vllm.scheduling.scheduler import KeepsLogprobs
 
     kept, rng = scheduler(model, KeepsLogprobs, num_blocks=400, caching=True), np.random.default_rng(0)
     manager = kept.kv_cache_manager

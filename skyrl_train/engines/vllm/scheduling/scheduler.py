@@ -11,10 +11,9 @@ may end at a stop string, which the front end looks for, get theirs with each to
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -23,35 +22,16 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.outputs import LogprobsLists
 
 from skyrl_train.engines.settings import OWN_KV_CACHE
-from skyrl_train.engines.vllm.kv_blocks import (
+from skyrl_train.engines.vllm.scheduling.kept_logprobs import KeptLogprobs, Part, StepLogprobs, joined
+from skyrl_train.engines.vllm.scheduling.kv_blocks import (
     forget_prefixes,
     has_one_kind_of_block,
     skip_needless_allocations,
 )
-from skyrl_train.engines.vllm.plain_steps import has_plain_steps, schedule_plain, take_plain
+from skyrl_train.engines.vllm.scheduling.plain_steps import PlainSteps, has_plain_steps
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-
-class StepLogprobs:
-    """Logprobs of one engine step, in place of vLLM's `LogprobsLists`: the three numpy views of each request take 2 of
-    the 17 microseconds that the core spends on it in a step.
-    """
-
-    def __init__(self, all_requests: LogprobsLists) -> None:
-        self.all_requests = all_requests
-        is_flat = all_requests.logprobs.shape[1] == 1 and all_requests.cu_num_generated_tokens is None
-        self.columns = [array.reshape(-1).tolist() for array in all_requests[:3]] if is_flat else None
-        """Token ids, logprobs and ranks, if each request has one token and no other logprobs."""
-
-    def slice_request(self, index: int, num_tokens: int) -> Part:
-        """Called by vLLM for each request."""
-        return self, index, num_tokens
-
-
-Part = tuple[StepLogprobs, int, int]
-"""A request's logprobs of one step: its index in it, and its number of tokens."""
 
 
 class KeepsLogprobs(Scheduler):
@@ -60,9 +40,10 @@ class KeepsLogprobs(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         skip_needless_allocations(self.kv_cache_manager)
-        self._kept: dict[str, list[Part]] = {}
-        """Request that runs -> logprobs of the tokens that it has."""
-        self._has_plain_steps = has_plain_steps(self)
+        self._kept = KeptLogprobs()
+        self._plain: PlainSteps | None = None
+        if has_plain_steps(self):
+            self._plain = PlainSteps(self, self._kept, lambda request_id: self._may_wait(request_id))
         self._keeps_blocks = bool(self.vllm_config.additional_config.get(OWN_KV_CACHE))
         if self._keeps_blocks and not has_one_kind_of_block(self.kv_cache_manager):
             raise ValueError(
@@ -78,26 +59,22 @@ class KeepsLogprobs(Scheduler):
         return is_reset and (not reset_connector or self.reset_connector_cache())
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        plain = schedule_plain(self, super().schedule) if self._has_plain_steps else None
-        return super().schedule(*args, **kwargs) if plain is None else plain
+        schedule = functools.partial(super().schedule, *args, **kwargs)
+        return schedule() if self._plain is None else self._plain.schedule(schedule)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
         step: Any = model_runner_output.logprobs
         if step is not None:
             step = model_runner_output.logprobs = StepLogprobs(step)
         taken: dict[int, list[EngineCoreOutput]] = {}
-        if self._has_plain_steps:
-
-            def keep(request_id: str, index: int) -> LogprobsLists | None:
-                return self._kept_or_joined(request_id, (step, index, 1))
-
-            scheduler_output, taken = take_plain(self, scheduler_output, model_runner_output, keep)
+        if self._plain is not None:
+            scheduler_output, taken = self._plain.take(scheduler_output, model_runner_output)
         by_client = super().update_from_output(scheduler_output, model_runner_output)
         for outputs in by_client.values():
             for output in outputs.outputs:
                 part: Any = output.new_logprobs
                 if output.finish_reason is not None:
-                    output.new_logprobs = self.take(output.request_id, part)
+                    output.new_logprobs = self._kept.take(output.request_id, part)
                 elif part is not None:
                     output.new_logprobs = self._kept_or_joined(output.request_id, part)
         for client, plain in taken.items():
@@ -105,13 +82,9 @@ class KeepsLogprobs(Scheduler):
         return by_client
 
     def _kept_or_joined(self, request_id: str, part: Part) -> LogprobsLists | None:
-        kept = self._kept.get(request_id)
-        if kept is not None:
-            kept.append(part)
-        elif self._may_wait(request_id):
-            self._kept[request_id] = [part]
-        else:
+        if not self._kept.has(request_id) and not self._may_wait(request_id):
             return joined([part])
+        self._kept.keep(request_id, part)
         return None
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Request]:
@@ -119,13 +92,8 @@ class KeepsLogprobs(Scheduler):
         ended = super().finish_requests(request_ids, finished_status)
         if request_ids is not None:
             for request in ended:
-                self._kept.pop(request.request_id, None)
+                self._kept.drop(request.request_id)
         return ended
-
-    def take(self, request_id: str, last: Part | None = None) -> LogprobsLists | None:
-        """Remove and return the logprobs kept of a request, with the last ones."""
-        parts = self._kept.pop(request_id, []) + ([] if last is None else [last])
-        return joined(parts) if parts else None
 
     def _may_wait(self, request_id: str) -> bool:
         params = self.requests[request_id].sampling_params
@@ -134,21 +102,6 @@ class KeepsLogprobs(Scheduler):
 
 class KeepsLogprobsAsync(KeepsLogprobs, AsyncScheduler):
     """KeepsLogprobs for steps that are scheduled before the previous step's tokens are known."""
-
-
-def joined(parts: Sequence[Part]) -> LogprobsLists:
-    """What vLLM's slices of these parts are, one after another, with the columns that all of them have: a step has as
-    many as the request of its batch that asks for most, and vLLM's front end reads those that its request asked for.
-    """
-    first = parts[0][0].all_requests
-    if all(step.columns is not None and num_tokens == 1 for step, _, num_tokens in parts):
-        columns = ([step.columns[n][index] for step, index, _ in parts] for n in range(3))  # type: ignore[index]
-        arrays = [np.array(values, like.dtype) for values, like in zip(columns, first[:3], strict=True)]
-        return LogprobsLists(arrays[0][:, None], arrays[1][:, None], arrays[2])
-    slices = [step.all_requests.slice_request(index, num_tokens)[:3] for step, index, num_tokens in parts]
-    width = min(logprobs.shape[1] for _, logprobs, _ in slices)
-    cut = [(token_ids[:, :width], logprobs[:, :width], ranks) for token_ids, logprobs, ranks in slices]
-    return LogprobsLists(*(np.concatenate(arrays) for arrays in zip(*cut, strict=True)))
 
 
 def scheduler(vllm_config: Any, **arguments: Any) -> KeepsLogprobs:
@@ -166,7 +119,7 @@ def _send_before_aborts() -> None:
     def send(core: EngineCoreProc, aborted: list[Request]) -> None:
         scheduler: Any = core.scheduler
         for request in aborted:
-            if (kept := scheduler.take(request.request_id)) is not None:
+            if (kept := scheduler._kept.take(request.request_id)) is not None:
                 output = EngineCoreOutput(request_id=request.request_id, new_token_ids=[], new_logprobs=kept)
                 core.output_queue.put_nowait((request.client_index, EngineCoreOutputs(outputs=[output])))
         send_aborts(core, aborted)

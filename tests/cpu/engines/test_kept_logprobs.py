@@ -1,4 +1,4 @@
-"""Logprobs that a scheduler keeps until a request ends are those that vLLM would have sent with each token."""
+"""Logprobs that are kept until a request ends, and unpacked at once, are those that vLLM makes token by token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def step_of(rng: np.random.Generator, counts: list[int], num_logprobs: int) -> A
 @pytest.mark.parametrize("num_logprobs", [0, 3])
 @pytest.mark.parametrize("counts", [[1, 1, 1], [1, 3, 2]], ids=["one token each", "drafted tokens"])
 def test_parts_of_steps_are_joined_as_vllms_slices(counts: list[int], num_logprobs: int):
-    from skyrl_train.engines.vllm.whole_logprobs import StepLogprobs, joined
+    from skyrl_train.engines.vllm.scheduling.kept_logprobs import StepLogprobs, joined
 
     rng = np.random.default_rng(0)
     steps = [step_of(rng, counts, num_logprobs) for _ in range(4)] + [step_of(rng, [1, 1, 1], 0)] * (num_logprobs == 0)
@@ -42,7 +42,7 @@ def test_parts_of_steps_are_joined_as_vllms_slices(counts: list[int], num_logpro
 
 
 def test_a_neighbour_that_asks_for_more_logprobs_does_not_change_those_of_a_request():
-    from skyrl_train.engines.vllm.whole_logprobs import StepLogprobs, joined
+    from skyrl_train.engines.vllm.scheduling.kept_logprobs import StepLogprobs, joined
 
     rng = np.random.default_rng(0)
     steps = [step_of(rng, [1, 1], num_logprobs) for num_logprobs in (2, 5, 2, 0, 0)]
