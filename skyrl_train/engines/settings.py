@@ -133,6 +133,8 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
         "enable_log_requests": False,
         "use_tqdm_on_load": False,
     }
+    if device_type == "cpu":  # vLLM (0.32) dies there when it splits the prompt of a request with its own seed
+        arguments["enable_chunked_prefill"] = False
     if settings.enable_sleep_mode and device_type == "cuda":  # vLLM rejects it elsewhere
         arguments["enable_sleep_mode"] = True
     if not arguments["enforce_eager"] and generator.step_sequences > GRAPHS and not _chooses_graphs(generator):

@@ -51,8 +51,9 @@ def test_running_requests_keep_their_blocks_and_add_none_to_an_emptied_prefix_ca
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """An engine with two full blocks of each prompt in its prefix cache."""
-    yield from live_world(tmp_path_factory.mktemp("keeps"), recompute_kv_cache=False)
+    """An engine with two full blocks of each prompt in its prefix cache, and two prompts in a step."""
+    sizes = {"max_num_batched_tokens": 200, "max_num_seqs": 64}
+    yield from live_world(tmp_path_factory.mktemp("keeps"), recompute_kv_cache=False, **sizes)
 
 
 PROMPTS = [[4 + (7 * n + k) % 50 for k in range(70 + n)] for n in range(4)]
@@ -88,3 +89,13 @@ def test_running_responses_keep_their_kv_cache_and_later_ones_find_none_of_it(wo
         assert one.logprobs[count:] != pytest.approx(recomputed.tolist(), abs=1e-3)
     run(world.sync(world.weights(0)))
     assert [one.token_ids for one in run(world.generate(PROMPTS))] == [greedy(world.models[0], p)[0] for p in PROMPTS]
+
+
+@pytest.mark.slow
+def test_more_prompts_than_a_step_has_room_for_get_the_samples_of_their_seeds(world: World):
+    """vLLM's core dies when it splits the prompt of a request with a seed, without a GPU (0.32)."""
+    params = SamplingParams(max_generate_length=8, temperature=1.0, seed=5)
+    prompts = [[4 + (11 * n + k) % 50 for k in range(75 + n)] for n in range(8)]
+    together = [one.token_ids for one in run(world.generate(prompts, params))]
+    assert [run(world.generate([prompt], params))[0].token_ids for prompt in prompts] == together
+    assert len({tuple(ids) for ids in together}) > 1
