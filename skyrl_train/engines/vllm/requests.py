@@ -16,6 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from skyrl_train.engines.settings import room_to_answer
+from skyrl_train.engines.vllm.flat_logprobs import unpack_at_once
 from skyrl_train.engines.vllm.versions import VersionTracker
 from skyrl_train.types import Generation, SamplingParams, VersionSpans
 
@@ -26,6 +27,7 @@ Finished = list[tuple[int, Ended]]
 class Requests:
     def __init__(self, llm: AsyncLLM, versions: VersionTracker, max_model_len: int, *, has_seeds: bool) -> None:
         """Args: has_seeds: use the seeds of requests."""
+        unpack_at_once()
         self._llm, self._versions = llm, versions
         self._max_model_len, self._has_seeds = max_model_len, has_seeds
         self._ids = itertools.count()

@@ -53,3 +53,29 @@ def test_a_neighbour_that_asks_for_more_logprobs_does_not_change_those_of_a_requ
         for n in range(2):
             assert np.array_equal(found[n], np.concatenate([step[n][1:2, : 1 + asked] for step in own]))
         assert np.array_equal(found[2], np.concatenate([step[2][1:2] for step in own]))
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 2])
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_logprobs_unpacked_at_once_are_those_that_vllm_unpacks_token_by_token(
+    num_logprobs: int, is_flat: bool, monkeypatch: pytest.MonkeyPatch
+):
+    from vllm.logprobs import create_sample_logprobs
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    from skyrl_train.engines.vllm.flat_logprobs import TOKEN_BY_TOKEN, unpack_at_once
+
+    def processor() -> LogprobsProcessor:
+        return LogprobsProcessor(None, create_sample_logprobs(is_flat), None, 0.0, num_logprobs, None)
+
+    rng = np.random.default_rng(0)
+    parts = [step_of(rng, [1] * count, max(num_logprobs, wider)) for count, wider in ((1, 0), (50, 0), (7, 3))]
+    ours, theirs = processor(), processor()
+    monkeypatch.setattr(LogprobsProcessor, "_update_sample_logprobs", TOKEN_BY_TOKEN)
+    for part in parts:
+        theirs._update_sample_logprobs(part)
+    unpack_at_once()
+    assert LogprobsProcessor._update_sample_logprobs is not TOKEN_BY_TOKEN
+    for part in parts:
+        ours._update_sample_logprobs(part)
+    assert ours == theirs and len(list(ours.logprobs)) == 58
