@@ -28,8 +28,10 @@ from skyrl_train.forecast.readings import readings
 from skyrl_train.hf.flops import model_cost
 from skyrl_train.hf.matrices import layers
 
-MICRO_BATCHES = (16_384, 8_192, 4_096)
-"""Tokens of a micro-batch that are tried, for each context-parallel rank. Larger ones are not known to be faster."""
+MICRO_BATCHES = (32_768, 16_384, 8_192, 4_096)
+"""Tokens of a micro-batch that are tried, for each context-parallel rank. Twice the largest makes an update of a small
+model 3 % faster (docs/readings/gpu_performance.md), for as much memory again.
+"""
 PREFILLS = (8_192, 16_384)
 """Tokens of an engine step that are tried."""
 OVERHEADS = 4

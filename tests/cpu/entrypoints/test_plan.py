@@ -41,7 +41,7 @@ def test_the_command_prints_memory_times_and_proposals(tmp_path: Path, capsys: p
     ):
         assert expected in printed
     made = json.loads(file.read_text())
-    assert made["choices"]["trainer.max_tokens_per_microbatch"] == 16_384
+    assert made["choices"]["trainer.max_tokens_per_microbatch"] == 32_768
     assert made["fits"] and made["proposals"][0]["overrides"] == []
     assert {phase["phase"] for phase in made["phases"]} == {"generation", "update", "reference"}
 
@@ -132,7 +132,7 @@ def test_a_run_on_gpus_prints_the_forecast_and_refuses_what_cannot_fit():
     choices, summary = said
     assert "GiB of 139.8 by the forecast (one process)" in summary
     assert choices.startswith("chose   for H200: enforce_eager=false, because")
-    assert made.trainer.max_tokens_per_microbatch == 16_384 and made.generator.max_num_batched_tokens == 16_384
+    assert made.trainer.max_tokens_per_microbatch == 32_768 and made.generator.max_num_batched_tokens == 16_384
     with pytest.raises(ValueError, match=r"update needs at least .* This fits: trainer\.placement\.policy_num_gpus"):
         fitted(config, model_config("qwen3-8b"), kind_of("NVIDIA H100 80GB HBM3"), said.append)
 
@@ -153,7 +153,7 @@ def test_a_driver_without_a_gpu_fits_the_run_to_the_gpus_of_the_cluster(
     asyncio.run(run.fit_to_cluster(Cluster("head:6379", is_local=False, has_gpus=False)))
     assert run.config.trainer.max_tokens_per_microbatch is None and not capsys.readouterr().out
     asyncio.run(run.fit_to_cluster(Cluster("head:6379", is_local=False, has_gpus=True)))
-    assert run.config.trainer.max_tokens_per_microbatch == 16_384
+    assert run.config.trainer.max_tokens_per_microbatch == 32_768
     assert "chose   for H200: enforce_eager=false" in capsys.readouterr().out
 
 

@@ -107,7 +107,7 @@ class Column:
 
 
 class KeptLogprobs:
-    """Of each running request the logprobs of the tokens that it has, in their order."""
+    """Logprobs of each running request for the tokens that it has, in their order."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[Part | Column]] = defaultdict(list)

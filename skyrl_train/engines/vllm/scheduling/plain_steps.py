@@ -52,7 +52,7 @@ class _Step(NamedTuple):
     output: Any
     run: Run
     computed: Ints
-    """As of the run when the step was scheduled."""
+    """Column of the run when the step was scheduled."""
     running: list[Request]
     num_other: int
     """Steps of vLLM before it."""
@@ -147,7 +147,7 @@ class PlainSteps:
         return growing
 
     def _new_blocks(self, run: Run, growing: list[int]) -> list[tuple[list[int]] | None]:
-        """Of each request the ids of its new blocks, as vLLM's `allocate_slots` gives them."""
+        """Ids of the new blocks of each request, as vLLM's `allocate_slots` gives them."""
         ids: list[tuple[list[int]] | None] = [None] * len(run.ids)
         for number in growing:
             request, end = run.requests[number], int(run.table["computed"][number]) + 1

@@ -100,7 +100,7 @@ class Run:
     def ending(self, computed: Ints, tokens: Ints, *, are_sure: bool) -> Bools:
         """Which requests vLLM must look at: those that a token may end, or that may not have run all the time.
 
-        Args: computed: as of the table when their step was scheduled; are_sure: whether all ran since then.
+        Args: computed: column of the table when their step was scheduled; are_sure: whether all ran since then.
         """
         found: Bools = (tokens == self.table["eos"]) | (computed + 2 >= self.table["limit"])
         if len(self.stops):
@@ -121,5 +121,5 @@ def at(numbers: Iterable[int], values: Sequence[T]) -> list[T]:
 
 
 def picked(chosen: Bools, *lists: list[Any]) -> Sequence[list[Any]]:
-    """Of each list the chosen ones."""
+    """The chosen elements of each list."""
     return lists if chosen.all() else [list(compress(each, chosen)) for each in lists]
