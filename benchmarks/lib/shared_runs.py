@@ -75,6 +75,7 @@ async def _run_all(configs: Mapping[Name, Config], done: Callable[[Name, Rows], 
         try:
             for name, config in configs.items():
                 run, run_dir = SharedRun(config, console), run_dir_for(config, RL.base_yaml())
+                await run.fit_to_cluster(cluster)
                 if processes is None:
                     processes = await run.launch(cluster, str(run_dir.logs))
                     await processes.policy.save_state(initial)
