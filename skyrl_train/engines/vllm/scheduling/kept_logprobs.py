@@ -57,8 +57,7 @@ class Grid:
     """Rows of one allocation."""
 
     def __init__(self, num_columns: int) -> None:
-        self.num_rows = 0
-        self._num_columns = num_columns
+        self.num_rows, self.num_columns = 0, num_columns
         self._blocks: list[Arrays] = []
         self.open: list[Column | None] = [None] * num_columns
         """What each column's next row belongs to."""
@@ -68,7 +67,7 @@ class Grid:
         """Write a row. Args: values: of these columns."""
         row = self.num_rows % self.ROWS
         if row == 0:
-            self._blocks.append([np.empty((self.ROWS, self._num_columns), each.dtype) for each in values])
+            self._blocks.append([np.empty((self.ROWS, self.num_columns), each.dtype) for each in values])
         for block, of_step in zip(self._blocks[-1], values, strict=True):
             block[row, columns] = of_step
         self.num_rows += 1

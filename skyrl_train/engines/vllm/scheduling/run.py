@@ -79,9 +79,12 @@ class Run:
         return cls(list(running), ids, np.array(rows, TABLE), Grid(len(ids)), np.array([*stops], np.int64))
 
     def select(self, chosen: Bools) -> Run:
-        """The run of some of the requests."""
+        """The run of some of the requests, with a narrower grid if more than half of its columns are left unused."""
         requests, ids = picked(chosen, self.requests, self.ids)
-        return Run(requests, ids, self.table[chosen], self.grid, self.stops)
+        table, grid = self.table[chosen], self.grid
+        if 2 * len(ids) < grid.num_columns:
+            table["column"], grid = np.arange(len(ids)), Grid(len(ids))
+        return Run(requests, ids, table, grid, self.stops)
 
     def running(self) -> Run:
         """The run of those that still run."""
