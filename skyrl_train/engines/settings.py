@@ -33,9 +33,7 @@ ONLINE = {"fp8": "fp8_per_channel"}
 `fp8` has one scale per matrix, is deprecated for online quantisation (0.32) and does not run without a GPU.
 """
 ROUTER = "gate$"
-"""Linear layers that quantised engines keep in the model's dtype, because their errors select other experts; vLLM would
-quantise Qwen3-MoE's.
-"""
+"""Linear layers that quantised engines keep in the model's dtype, because their errors select other experts."""
 
 
 @dataclass(frozen=True)
