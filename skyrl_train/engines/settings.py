@@ -129,12 +129,11 @@ def engine_arguments(settings: EngineSettings, device_type: str) -> dict[str, An
         "scheduler_cls": SCHEDULER,
         "disable_log_stats": True,
         "enable_log_requests": False,
+        "enable_sleep_mode": settings.enable_sleep_mode and device_type == "cuda",  # which vLLM rejects elsewhere
         "use_tqdm_on_load": False,
     }
     if device_type == "cpu":  # vLLM (0.32) dies there when it splits the prompt of a request with its own seed
         arguments["enable_chunked_prefill"] = False
-    if settings.enable_sleep_mode and device_type == "cuda":  # vLLM rejects it elsewhere
-        arguments["enable_sleep_mode"] = True
     if not arguments["enforce_eager"] and generator.step_sequences > GRAPHS and not _chooses_graphs(generator):
         arguments["max_cudagraph_capture_size"] = -(-generator.step_sequences // 16) * 16  # of vLLM's sizes
     if generator.quantization is not None:
@@ -158,7 +157,8 @@ def batched_tokens(settings: EngineSettings) -> int:
     vLLM's warm-up divides them among dummy requests and gives the rest of the division to one of them. One longer than
     `max_model_len` reads beyond its block table: an illegal memory access at some starts (0.26, vllm#49751).
     """
-    sequences, longest = settings.generator.step_sequences, settings.max_model_len
+    sequences = settings.generator.step_sequences
+    longest = settings.generator.engine_init_kwargs.get("max_model_len", settings.max_model_len)
     tokens = min(settings.generator.step_tokens, sequences * longest)
     return max(tokens - tokens % min(sequences, tokens), longest)
 

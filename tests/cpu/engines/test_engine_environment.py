@@ -42,6 +42,11 @@ def test_cuda_graphs_cover_as_many_sequences_as_an_engine_takes(values: dict[str
     assert engine_arguments(settings, "cuda").get("max_cudagraph_capture_size") == captured
 
 
+def test_a_step_has_room_for_a_prompt_of_the_length_that_users_give_to_vllm():
+    given = engine_settings("m", "m", "float32", 64, kv_cache_memory_gb=MIB, engine_init_kwargs={"max_model_len": 9000})
+    assert engine_arguments(given, "cpu")["max_num_batched_tokens"] >= 9000
+
+
 @pytest.mark.parametrize("sequences", [1, 3, 40, 256, 4096])
 @pytest.mark.parametrize("longest", [16, 24, 1000, 32768])
 @pytest.mark.parametrize("asked", [64, 1000, 8192, 16384])

@@ -51,7 +51,7 @@ def test_only_tensors_that_nobody_else_brings_back_are_kept():
 
 def test_sleep_mode_is_asked_for_only_where_vllm_has_it():
     assert engine_arguments(SETTINGS, "cuda")["enable_sleep_mode"] is True
-    assert "enable_sleep_mode" not in engine_arguments(SETTINGS, "cpu")
+    assert engine_arguments(SETTINGS, "cpu")["enable_sleep_mode"] is False
 
 
 class FrozenCore:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +53,7 @@ class Part:
 class Grid:
     """Logprobs of requests that decode together, a column for each: a row is written at once."""
 
-    ROWS = 64
+    ROWS = 16
     """Rows of one allocation."""
 
     def __init__(self, num_columns: int) -> None:
@@ -108,14 +108,20 @@ class Column:
 class KeptLogprobs:
     """Logprobs of each running request for the tokens that it has, in their order."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_wait: Callable[[str], bool]) -> None:
+        """Args: may_wait: whether the logprobs of a request may be kept until it ends."""
+        self.may_wait = may_wait
         self._parts: dict[str, list[Part | Column]] = defaultdict(list)
 
     def keep(self, request_id: str, part: Part | Column) -> None:
         self._parts[request_id].append(part)
 
-    def has(self, request_id: str) -> bool:
-        return request_id in self._parts
+    def kept_or_joined(self, request_id: str, part: Part) -> LogprobsLists | None:
+        """Keep a part, or return what is to be sent now."""
+        if request_id not in self._parts and not self.may_wait(request_id):
+            return joined([part])
+        self.keep(request_id, part)
+        return None
 
     def drop(self, request_id: str) -> None:
         self._parts.pop(request_id, None)

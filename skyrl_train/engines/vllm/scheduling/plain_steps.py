@@ -23,7 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from skyrl_train.engines.vllm.scheduling.kept_logprobs import KeptLogprobs, Part, StepLogprobs, joined
 from skyrl_train.engines.vllm.scheduling.kv_blocks import has_one_kind_of_block
-from skyrl_train.engines.vllm.scheduling.run import STALE, Bools, Ints, Run, at, picked
+from skyrl_train.engines.vllm.scheduling.run import STALE, Bools, Ints, Run, at, continues, picked
 
 Scheduler = Any
 """vLLM's, of which this module reads attributes that differ between versions."""
@@ -61,9 +61,8 @@ class _Step(NamedTuple):
 class PlainSteps:
     """The plain steps of one scheduler."""
 
-    def __init__(self, scheduler: Scheduler, kept: KeptLogprobs, may_wait: Callable[[str], bool]) -> None:
-        """Args: may_wait: whether the logprobs of a request may be kept until it ends."""
-        self._scheduler, self._kept, self._may_wait = scheduler, kept, may_wait
+    def __init__(self, scheduler: Scheduler, kept: KeptLogprobs) -> None:
+        self._scheduler, self._kept = scheduler, kept
         self._manager = scheduler.kv_cache_manager
         (self._group,) = self._manager.coordinator.single_type_managers
         self._is_async = isinstance(scheduler, AsyncScheduler)
@@ -123,7 +122,7 @@ class PlainSteps:
         if run is not None and running != self._running:
             left = [request for request in self._running if request.status is RequestStatus.RUNNING]
             run = run.running() if left == running else None
-        run = run or Run.of(running, scheduler.max_model_len, self._may_wait)
+        run = run or Run.of(running, scheduler.max_model_len, self._kept.may_wait)
         if run is None or (len(run.ids) and run.table["computed"].max() > scheduler.max_model_len - 2):
             return None
         self._run = run = run.continuing()
@@ -132,7 +131,7 @@ class PlainSteps:
 
     def _growing(self, run: Run) -> list[int]:
         """Numbers of the requests that need a block, or have one more for the prefix cache. After a step, each has room
-        up to the end of a block, and the prefix cache all its full ones: it can be one only beside the border of two.
+        up to the end of a block, and the prefix cache all its full ones: it can be one only at the ends of a block.
         """
         blocks, num_cached, size = self._group.req_to_blocks, self._group.num_cached_block, self._group.block_size
         computed, caches = run.table["computed"], self._manager.enable_caching
@@ -179,7 +178,7 @@ class PlainSteps:
         Returns: the step with the requests that are left to vLLM, and the outputs of the others by client.
         """
         if not any(each.output is step for each in self._in_flight):
-            return step, {}
+            return self._take_mixed(step, output)
         while (plain := self._in_flight.popleft()).output is not step:
             pass
         run, rows = plain.run, _rows(plain.run, output)
@@ -204,6 +203,34 @@ class PlainSteps:
                 taken[client].append(each)
         rest = copy.copy(step)
         rest.num_scheduled_tokens = {run.ids[number]: 1 for number in np.flatnonzero(~chosen)}
+        return rest, taken
+
+    def _take_mixed(self, step: Any, output: Any) -> tuple[Any, dict[int, list[EngineCoreOutput]]]:
+        """Like `take`, of a step of vLLM: there are prompts in it, or it waits for the first token of some."""
+        taken: dict[int, list[EngineCoreOutput]] = defaultdict(list)
+        if _has_more(output):
+            return step, taken
+        scheduler, size, left = self._scheduler, self._group.block_size, dict[str, int]()
+        for request_id, number in step.num_scheduled_tokens.items():
+            request, row = scheduler.requests.get(request_id), output.req_id_to_index[request_id]
+            tokens = output.sampled_token_ids[row]
+            if number != 1 or request is None or not continues(request, tokens, scheduler.max_model_len):
+                left[request_id] = number
+                continue
+            request.num_in_flight_tokens -= 1
+            request._output_token_ids.append(tokens[0])
+            request._all_token_ids.append(tokens[0])
+            if len(request._all_token_ids) % size == 0:
+                request.update_block_hashes()
+            if self._is_async:
+                request.num_output_placeholders -= 1
+                self._manager.cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
+            logprobs = None
+            if output.logprobs is not None and request.sampling_params.num_logprobs is not None:
+                logprobs = self._kept.kept_or_joined(request_id, Part(output.logprobs, row, 1))
+            taken[request.client_index].append(EngineCoreOutput(request_id, tokens, logprobs))
+        rest = copy.copy(step)
+        rest.num_scheduled_tokens = left
         return rest, taken
 
     def _append(self, plain: _Step, chosen: Bools, tokens: list[int]) -> None:
@@ -233,11 +260,14 @@ class PlainSteps:
 
 def _rows(run: Run, output: Any) -> list[int]:
     """Where a model's output has the requests of a run; nothing if it has more of them than a token and its logprob."""
-    logprobs = output.logprobs
-    if output.pooler_output or output.prompt_logprobs_dict or output.num_nans_in_logits or not output.sampled_token_ids:
-        return []
-    if logprobs is not None and not logprobs.is_flat:
+    if _has_more(output) or (output.logprobs is not None and not output.logprobs.is_flat):
         return []
     if output.req_ids == run.ids:
         return list(range(len(run.ids)))
     return [output.req_id_to_index[request_id] for request_id in run.ids]
+
+
+def _has_more(output: Any) -> bool:
+    """Whether a model's output has more than sampled tokens and their logprobs."""
+    more = output.pooler_output or output.prompt_logprobs_dict or output.num_nans_in_logits
+    return bool(more or not output.sampled_token_ids)

@@ -119,6 +119,28 @@ def _has_last_token(request: Request) -> bool:
     return bool(held) and request.num_computed_tokens + 2 - held >= request.num_prompt_tokens + request.max_tokens
 
 
+def continues(request: Request, tokens: Sequence[int], max_model_len: int) -> bool:
+    """Whether these tokens of a request that was scheduled for one token do nothing but to be appended."""
+    params = request.sampling_params
+    return (
+        len(tokens) == 1
+        and params is not None
+        and request.status is RequestStatus.RUNNING
+        and len(request._output_token_ids) + 1 < request.max_tokens
+        and len(request._all_token_ids) + 1 < max_model_len
+        and tokens[0] != params.eos_token_id
+        and not (params.stop_token_ids and tokens[0] in params.stop_token_ids)
+        and request.prefill_stats is None  # which the first token takes, like events
+        and not request.events
+        and not _stale_tokens(request)
+        and not request.mm_features
+        and request.structured_output_request is None
+        and not request.trace_headers
+        and params.repetition_detection is None
+        and request.stop_reason is None
+    )
+
+
 def at(numbers: Iterable[int], values: Sequence[T]) -> list[T]:
     return [values[number] for number in numbers]
 

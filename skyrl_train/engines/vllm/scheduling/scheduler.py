@@ -19,10 +19,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCoreProc
-from vllm.v1.outputs import LogprobsLists
 
 from skyrl_train.engines.settings import OWN_KV_CACHE
-from skyrl_train.engines.vllm.scheduling.kept_logprobs import KeptLogprobs, Part, StepLogprobs, joined
+from skyrl_train.engines.vllm.scheduling.kept_logprobs import KeptLogprobs, StepLogprobs
 from skyrl_train.engines.vllm.scheduling.kv_blocks import (
     forget_prefixes,
     has_one_kind_of_block,
@@ -40,10 +39,8 @@ class KeepsLogprobs(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         skip_needless_allocations(self.kv_cache_manager)
-        self._kept = KeptLogprobs()
-        self._plain: PlainSteps | None = None
-        if has_plain_steps(self):
-            self._plain = PlainSteps(self, self._kept, lambda request_id: self._may_wait(request_id))
+        self._kept = KeptLogprobs(lambda request_id: self._may_wait(request_id))
+        self._plain = PlainSteps(self, self._kept) if has_plain_steps(self) else None
         self._keeps_blocks = bool(self.vllm_config.additional_config.get(OWN_KV_CACHE))
         if self._keeps_blocks and not has_one_kind_of_block(self.kv_cache_manager):
             raise ValueError(
@@ -76,16 +73,10 @@ class KeepsLogprobs(Scheduler):
                 if output.finish_reason is not None:
                     output.new_logprobs = self._kept.take(output.request_id, part)
                 elif part is not None:
-                    output.new_logprobs = self._kept_or_joined(output.request_id, part)
+                    output.new_logprobs = self._kept.kept_or_joined(output.request_id, part)
         for client, plain in taken.items():
             by_client.setdefault(client, EngineCoreOutputs()).outputs += plain
         return by_client
-
-    def _kept_or_joined(self, request_id: str, part: Part) -> LogprobsLists | None:
-        if not self._kept.has(request_id) and not self._may_wait(request_id):
-            return joined([part])
-        self._kept.keep(request_id, part)
-        return None
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Request]:
         """None means that the core ends all of them; it reports them to the front end with `_send_abort_outputs`."""
