@@ -3,7 +3,8 @@
     python -m benchmarks.studies.logprob_traffic [--shape qwen3-0.6b] [--requests 512] [--tokens 512] [--rounds 5]
 
 Random weights; all requests run at once, have a prompt of 128 tokens and end together. Prints for both the time of the
-clock and the CPU time of the process that owns the requests, the median of the rounds after one of warm-up.
+clock, the time from the first answer to the last, and the CPU time of the process that owns the requests: medians of
+the rounds after one of warm-up.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def scheduler(vllm_config: Any, **arguments: Any) -> Any:
     return built
 
 
-async def measure(args: argparse.Namespace, model: Path, flag: Path) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of the clock and of this process's CPU for each round of both arms."""
+async def measure(args: argparse.Namespace, model: Path, flag: Path) -> dict[str, list[tuple[float, float, float]]]:
+    """Seconds of the clock, from the first answer to the last, and of this process's CPU, for each round of both arms."""
     generator = load_config([]).generator
     sizes: dict[str, Any] = {"kv_cache_memory_gb": 1.0} if device_type() == "cpu" else {"gpu_memory_utilization": 0.8}
     settings = engine_settings.EngineSettings(
@@ -76,15 +77,15 @@ async def measure(args: argparse.Namespace, model: Path, flag: Path) -> dict[str
     await engine.start(waits_for_weights=False)
     rng, params = random.Random(0), SamplingParams(max_generate_length=args.tokens)
     vocabulary = model_config(args.shape).vocab_size
-    found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
+    found: dict[str, list[tuple[float, float, float]]] = {arm: [] for arm in ARMS}
     for number in range(1 + args.rounds):
         for arm in ARMS if number % 2 else ARMS[::-1]:
             flag.touch() if arm == ARMS[0] else flag.unlink(missing_ok=True)
             prompts = [[rng.randrange(vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(args.requests)]
-            started = time.perf_counter(), time.process_time()
+            started, cpu, answers = time.perf_counter(), time.process_time(), list[float]()
             async for _ in engine.generate_batch([(index, ids, params) for index, ids in enumerate(prompts)]):
-                pass
-            found[arm].append((time.perf_counter() - started[0], time.process_time() - started[1]))
+                answers.append(time.perf_counter())
+            found[arm].append((answers[-1] - started, answers[-1] - answers[0], time.process_time() - cpu))
     await engine.shutdown()
     return {arm: rounds[1:] for arm, rounds in found.items()}
 
@@ -97,13 +98,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     engine_settings.SCHEDULER = "benchmarks.studies.logprob_traffic.scheduler"
-    table = Table("logprobs travel", "generation s", "least", "front end CPU s")
+    table = Table("logprobs travel", "generation s", "least", "first to last answer s", "front end CPU s")
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FLAG] = str(Path(folder, "each"))
         write_checkpoint(Path(folder, "model"), args.shape)
         for arm, rounds in asyncio.run(measure(args, Path(folder, "model"), Path(folder, "each"))).items():
-            clock, cpu = zip(*rounds, strict=True)
-            table.add_row(arm, f"{statistics.median(clock):.2f}", f"{min(clock):.2f}", f"{statistics.median(cpu):.2f}")
+            medians = [f"{statistics.median(values):.2f}" for values in zip(*rounds, strict=True)]
+            table.add_row(arm, medians[0], f"{min(rounds)[0]:.2f}", *medians[1:])
     Console().print(table)
 
 

@@ -1,8 +1,8 @@
 """Logprobs of sampled tokens are unpacked all at once.
 
-vLLM's front end (0.26 to 0.33) unpacks them token by token, in 1.5 microseconds or more each. Here those of a request
-come together when it ends (scheduling/scheduler.py): 512 responses of 512 tokens that end in one step would take
-0.4 to 1 s, in which the engine has nothing to do.
+vLLM's front end (0.26 to 0.33) unpacks them token by token. Here those of a request come together when it ends
+(scheduling/scheduler.py), and the engine has nothing to do while those of the last responses are unpacked
+(benchmarks/studies/logprob_traffic.py).
 """
 
 from __future__ import annotations

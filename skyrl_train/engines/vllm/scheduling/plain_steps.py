@@ -1,10 +1,10 @@
 """Steps in which every running request decodes one token, made with a fraction of vLLM's time for each request.
 
 vLLM's scheduler (0.26 to 0.33) passes every request through code for prefills, preemption, drafts, images, connectors
-and pauses: 3 + 3 microseconds for each request and step, more than the GPU needs for a model of 0.6 billion parameters
-and 512 requests. Here what decides about the next step is held in arrays over all requests (run.py), and vLLM's objects
-are only advanced by a token. Whatever is not plain is left to vLLM: a step with something else in it, and within a step
-the tokens after which a request may end. The schedules are those of vLLM.
+and pauses: more time for each step of 512 requests than the GPU needs for a model of 0.6 billion parameters
+(benchmarks/studies/scheduler_time.py). Here what decides about the next step is held in arrays over all requests
+(run.py), and vLLM's objects are only advanced by a token. Whatever is not plain is left to vLLM: the schedule of a step
+with something else in it, and the tokens after which a request may end. The schedules are those of vLLM.
 """
 
 from __future__ import annotations
