@@ -62,6 +62,7 @@ class Grid:
         self.open: list[Column | None] = [None] * num_columns
         """What each column's next row belongs to."""
         self.is_open = np.zeros(num_columns, bool)
+        """Whether it belongs to something: the same as an array, for all columns at once."""
 
     def add(self, columns: npt.NDArray[np.intp], values: Arrays) -> None:
         """Write a row. Args: values: of these columns."""

@@ -3,8 +3,8 @@
 vLLM's scheduler (0.26 to 0.33) passes every request through code for prefills, preemption, drafts, images, connectors
 and pauses: more time for each step of 512 requests than the GPU needs for a model of 0.6 billion parameters
 (benchmarks/studies/scheduler_time.py). Here what decides about the next step is held in arrays over all requests
-(run.py), and vLLM's objects are only advanced by a token. Whatever is not plain is left to vLLM: the schedule of a step
-with something else in it, and the tokens after which a request may end. The schedules are those of vLLM.
+(decode_batch.py), and vLLM's objects are only advanced by a token. Whatever is not plain is left to vLLM: the schedule
+of a step with something else in it, and the tokens after which a request may end. The schedules are those of vLLM.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request, RequestStatus
 
+from skyrl_train.engines.vllm.scheduling.decode_batch import STALE, Bools, DecodeBatch, Ints, at, continues, picked
 from skyrl_train.engines.vllm.scheduling.kept_logprobs import KeptLogprobs, Part, StepLogprobs, joined
 from skyrl_train.engines.vllm.scheduling.kv_blocks import has_one_kind_of_block
-from skyrl_train.engines.vllm.scheduling.run import STALE, Bools, Ints, Run, at, continues, picked
 
 Scheduler = Any
 """vLLM's, of which this module reads attributes that differ between versions."""
@@ -50,9 +50,9 @@ class _Step(NamedTuple):
     """A plain step that is being computed."""
 
     output: Any
-    run: Run
+    batch: DecodeBatch
     computed: Ints
-    """Column of the run when the step was scheduled."""
+    """Column of the batch when the step was scheduled."""
     running: list[Request]
     num_other: int
     """Steps of vLLM before it."""
@@ -66,27 +66,27 @@ class PlainSteps:
         self._manager = scheduler.kv_cache_manager
         (self._group,) = self._manager.coordinator.single_type_managers
         self._is_async = isinstance(scheduler, AsyncScheduler)
-        self._run: Run | None = None
+        self._batch: DecodeBatch | None = None
         """None if a step of vLLM may have changed requests since."""
         self._running: list[Request] = []
-        """What ran at the last plain step: the run, and requests whose last token is being computed."""
+        """What ran at the last plain step: the batch, and requests whose last token is being computed."""
         self._in_flight: deque[_Step] = deque()
         self._num_other = 0
 
     def schedule(self, schedule: Callable[[], Any]) -> Any:
         """vLLM's SchedulerOutput of the next step. Args: schedule: vLLM's own method."""
-        run = self._next_run()
-        growing = [] if run is None else self._growing(run)
-        if run is None or len(growing) > self._manager.block_pool.get_num_free_blocks():
-            self._run = None
+        batch = self._next_batch()
+        growing = [] if batch is None else self._growing(batch)
+        if batch is None or len(growing) > self._manager.block_pool.get_num_free_blocks():
+            self._batch = None
             self._num_other += 1
             return schedule()
-        scheduler, computed = self._scheduler, run.table["computed"].copy()
-        new_blocks = self._new_blocks(run, growing)
+        scheduler, computed = self._scheduler, batch.table["computed"].copy()
+        new_blocks = self._new_blocks(batch, growing)
         whole_ids: dict[str, list[int]] = {}
         if not scheduler.use_v2_model_runner:
             before = scheduler.prev_step_scheduled_req_ids
-            unknown = [request_id for request_id in run.ids if request_id not in before]
+            unknown = [request_id for request_id in batch.ids if request_id not in before]
             whole_ids = {request_id: scheduler.requests[request_id].all_token_ids.copy() for request_id in unknown}
         scheduler._pause_state = PauseState.PAUSED_ALL  # so that vLLM makes an output without requests
         try:
@@ -94,82 +94,82 @@ class PlainSteps:
         finally:
             scheduler._pause_state = PauseState.UNPAUSED
         assert not output.num_scheduled_tokens, "vLLM has scheduled requests although it pauses"
-        output.num_scheduled_tokens = dict.fromkeys(run.ids, 1)
-        output.total_num_scheduled_tokens = len(run.ids)
+        output.num_scheduled_tokens = dict.fromkeys(batch.ids, 1)
+        output.total_num_scheduled_tokens = len(batch.ids)
         output.scheduled_cached_reqs = CachedRequestData(
-            req_ids=run.ids.copy(),
+            req_ids=batch.ids.copy(),
             resumed_req_ids=set(),
             new_token_ids=[],
             all_token_ids=whole_ids,
             new_block_ids=new_blocks,
             num_computed_tokens=computed.tolist(),
-            num_output_tokens=(computed + run.table["output_less_computed"]).tolist(),
+            num_output_tokens=(computed + batch.table["output_less_computed"]).tolist(),
         )
         if not scheduler.use_v2_model_runner:
-            scheduler.prev_step_scheduled_req_ids.update(run.ids)
-        self._in_flight.append(_Step(output, run, computed, self._running, self._num_other))
-        self._advance(run)
+            scheduler.prev_step_scheduled_req_ids.update(batch.ids)
+        self._in_flight.append(_Step(output, batch, computed, self._running, self._num_other))
+        self._advance(batch)
         return output
 
-    def _next_run(self) -> Run | None:
+    def _next_batch(self) -> DecodeBatch | None:
         """Requests of the next step, None if it is not plain."""
-        scheduler, run = self._scheduler, self._run
+        scheduler, batch = self._scheduler, self._batch
         running = scheduler.running
         limit = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
         is_full = len(running) + scheduler.num_waiting_for_streaming_input >= limit
         if scheduler._pause_state != PauseState.UNPAUSED or not (is_full or scheduler.get_request_counts()[1] == 0):
             return None
-        if run is not None and running != self._running:
+        if batch is not None and running != self._running:
             left = [request for request in self._running if request.status is RequestStatus.RUNNING]
-            run = run.running() if left == running else None
-        run = run or Run.of(running, scheduler.max_model_len, self._kept.may_wait)
-        if run is None or (len(run.ids) and run.table["computed"].max() > scheduler.max_model_len - 2):
+            batch = batch.running() if left == running else None
+        batch = batch or DecodeBatch.of(running, scheduler.max_model_len, self._kept.may_wait)
+        if batch is None or (len(batch.ids) and batch.table["computed"].max() > scheduler.max_model_len - 2):
             return None
-        self._run = run = run.continuing()
+        self._batch = batch = batch.continuing()
         self._running = running.copy()
-        return run if 0 < len(run.ids) <= scheduler.max_num_scheduled_tokens else None
+        return batch if 0 < len(batch.ids) <= scheduler.max_num_scheduled_tokens else None
 
-    def _growing(self, run: Run) -> list[int]:
+    def _growing(self, batch: DecodeBatch) -> list[int]:
         """Numbers of the requests that need a block, or have one more for the prefix cache. After a step, each has room
         up to the end of a block, and the prefix cache all its full ones: it can be one only at the ends of a block.
         """
         blocks, num_cached, size = self._group.req_to_blocks, self._group.num_cached_block, self._group.block_size
-        computed, caches = run.table["computed"], self._manager.enable_caching
+        computed, caches = batch.table["computed"], self._manager.enable_caching
         place = computed % size
         near = np.flatnonzero((place <= 1) | (place == size - 1))
         growing = []
         for number, end in zip(near.tolist(), (computed[near] + 1).tolist(), strict=True):
-            request_id, num_known = run.ids[number], len(run.requests[number]._all_token_ids)
+            request_id, num_known = batch.ids[number], len(batch.requests[number]._all_token_ids)
             has_room = end <= size * len(blocks[request_id])
             if not has_room or (caches and min(end, num_known) // size > num_cached.get(request_id, 0)):
                 growing.append(number)
         return growing
 
-    def _new_blocks(self, run: Run, growing: list[int]) -> list[tuple[list[int]] | None]:
+    def _new_blocks(self, batch: DecodeBatch, growing: list[int]) -> list[tuple[list[int]] | None]:
         """Ids of the new blocks of each request, as vLLM's `allocate_slots` gives them."""
-        ids: list[tuple[list[int]] | None] = [None] * len(run.ids)
+        ids: list[tuple[list[int]] | None] = [None] * len(batch.ids)
         for number in growing:
-            request, end = run.requests[number], int(run.table["computed"][number]) + 1
+            request, end = batch.requests[number], int(batch.table["computed"][number]) + 1
             blocks = self._group.allocate_new_blocks(request.request_id, end, end)
             self._manager.cache_blocks(request, min(end, request.num_tokens))
             ids[number] = ([block.block_id for block in blocks],) if blocks else None
         return ids
 
-    def _advance(self, run: Run) -> None:
+    def _advance(self, batch: DecodeBatch) -> None:
         """What vLLM's `_update_after_schedule` changes in requests that decode one token."""
-        for request in run.requests:
+        for request in batch.requests:
             request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1
         if self._is_async:
             no_drafts: list[int] = []
-            for request in run.requests:
+            for request in batch.requests:
                 request.num_output_placeholders += 1
                 request.spec_token_ids = no_drafts
             if self._scheduler.use_v2_model_runner:
                 eligible = self._scheduler.current_step + 1
-                for request in run.requests:
+                for request in batch.requests:
                     request.next_decode_eligible_step = eligible
-        run.table["computed"] += 1
+        batch.table["computed"] += 1
 
     def take(self, step: Any, output: Any) -> tuple[Any, dict[int, list[EngineCoreOutput]]]:
         """Give their tokens to the requests that continue plainly.
@@ -181,28 +181,28 @@ class PlainSteps:
             return self._take_mixed(step, output)
         while (plain := self._in_flight.popleft()).output is not step:
             pass
-        run, rows = plain.run, _rows(plain.run, output)
+        batch, rows = plain.batch, _rows(plain.batch, output)
         sampled = at(rows, output.sampled_token_ids)
         tokens = [token for each in sampled for token in each]
-        chosen = np.zeros(len(run.ids), bool)
-        if all(sampled) and len(tokens) == len(run.ids):  # one for each
+        chosen = np.zeros(len(batch.ids), bool)
+        if all(sampled) and len(tokens) == len(batch.ids):  # one for each
             is_sure = plain.num_other == self._num_other and plain.running == self._scheduler.running
-            chosen = ~run.ending(plain.computed, np.array(tokens), are_sure=is_sure)
+            chosen = ~batch.ending(plain.computed, np.array(tokens), are_sure=is_sure)
         for number in np.flatnonzero(~chosen):
-            run.grid.end(run.table["column"][number])
+            batch.grid.end(batch.table["column"][number])
         taken: dict[int, list[EngineCoreOutput]] = defaultdict(list)
         if chosen.any():
             self._append(plain, chosen, tokens)
-            outputs = list(map(EngineCoreOutput, *picked(chosen, run.ids, sampled)))
+            outputs = list(map(EngineCoreOutput, *picked(chosen, batch.ids, sampled)))
             if output.logprobs is not None:
-                self._keep(run, chosen, output.logprobs, np.array(rows))
-                sends = np.flatnonzero(run.table["sends"][chosen])
+                self._keep(batch, chosen, output.logprobs, np.array(rows))
+                sends = np.flatnonzero(batch.table["sends"][chosen])
                 for number, row in zip(sends, np.array(rows)[chosen][sends], strict=True):
                     outputs[number].new_logprobs = joined([Part(output.logprobs, row, 1)])
-            for client, each in zip(run.table["client"][chosen].tolist(), outputs, strict=True):
+            for client, each in zip(batch.table["client"][chosen].tolist(), outputs, strict=True):
                 taken[client].append(each)
         rest = copy.copy(step)
-        rest.num_scheduled_tokens = {run.ids[number]: 1 for number in np.flatnonzero(~chosen)}
+        rest.num_scheduled_tokens = {batch.ids[number]: 1 for number in np.flatnonzero(~chosen)}
         return rest, taken
 
     def _take_mixed(self, step: Any, output: Any) -> tuple[Any, dict[int, list[EngineCoreOutput]]]:
@@ -235,36 +235,36 @@ class PlainSteps:
 
     def _append(self, plain: _Step, chosen: Bools, tokens: list[int]) -> None:
         """What vLLM's `update_from_output` changes in requests that continue, and in the prefix cache."""
-        run, size, computed = plain.run, self._group.block_size, plain.computed
-        requests, own = picked(chosen, run.requests, tokens)
+        batch, size, computed = plain.batch, self._group.block_size, plain.computed
+        requests, own = picked(chosen, batch.requests, tokens)
         for request, token in zip(requests, own, strict=True):
             request.num_in_flight_tokens -= 1
             request._output_token_ids.append(token)
             request._all_token_ids.append(token)
-        for request in at(np.flatnonzero(chosen & ((computed + 2) % size == 0)), run.requests):
+        for request in at(np.flatnonzero(chosen & ((computed + 2) % size == 0)), batch.requests):
             request.update_block_hashes()
         if self._is_async:
             for request in requests:
                 request.num_output_placeholders -= 1
-            for request in at(np.flatnonzero(chosen & ((computed + 1) % size <= 1)), run.requests):
+            for request in at(np.flatnonzero(chosen & ((computed + 1) % size <= 1)), batch.requests):
                 known = request.num_computed_tokens - request.num_output_placeholders
                 self._manager.cache_blocks(request, known)
 
-    def _keep(self, run: Run, chosen: Bools, logprobs: StepLogprobs, rows: Ints) -> None:
-        keeps = np.flatnonzero(run.table["keeps"] & chosen)
-        columns = run.table["column"][keeps]
-        for number in keeps[~run.grid.is_open[columns]]:
-            self._kept.keep(run.ids[number], run.grid.begin(run.table["column"][number]))
-        run.grid.add(columns, [array[rows[keeps]] for array in logprobs.flat])
+    def _keep(self, batch: DecodeBatch, chosen: Bools, logprobs: StepLogprobs, rows: Ints) -> None:
+        keeps = np.flatnonzero(batch.table["keeps"] & chosen)
+        columns = batch.table["column"][keeps]
+        for number in keeps[~batch.grid.is_open[columns]]:
+            self._kept.keep(batch.ids[number], batch.grid.begin(batch.table["column"][number]))
+        batch.grid.add(columns, [array[rows[keeps]] for array in logprobs.flat])
 
 
-def _rows(run: Run, output: Any) -> list[int]:
-    """Where a model's output has the requests of a run; nothing if it has more of them than a token and its logprob."""
+def _rows(batch: DecodeBatch, output: Any) -> list[int]:
+    """Rows of a model's output, one for each request; none if it has more than a token and its logprob for any."""
     if _has_more(output) or (output.logprobs is not None and not output.logprobs.is_flat):
         return []
-    if output.req_ids == run.ids:
-        return list(range(len(run.ids)))
-    return [output.req_id_to_index[request_id] for request_id in run.ids]
+    if output.req_ids == batch.ids:
+        return list(range(len(batch.ids)))
+    return [output.req_id_to_index[request_id] for request_id in batch.ids]
 
 
 def _has_more(output: Any) -> bool:

@@ -29,14 +29,14 @@ TABLE = np.dtype(
         ("sends", np.bool_),  # whether its logprobs are sent with each token
     ]
 )
-"""What is known of each request of a run."""
+"""What is known of each request of a batch."""
 STALE = {"num_stale_output_tokens", "async_tokens_to_discard"} & {*Request.__init__.__code__.co_names}
 """Attribute of a request with tokens in flight from before its preemption; the second name is that of 0.26."""
 _stale_tokens = attrgetter(*STALE or ["status"])
 
 
 @dataclass(slots=True)
-class Run:
+class DecodeBatch:
     """Requests that decode a token in each step, in the order in which they run."""
 
     requests: list[Request]
@@ -48,7 +48,7 @@ class Run:
     """Stop tokens of any of them."""
 
     @classmethod
-    def of(cls, running: Sequence[Request], max_model_len: int, may_wait: Callable[[str], bool]) -> Run | None:
+    def of(cls, running: Sequence[Request], max_model_len: int, may_wait: Callable[[str], bool]) -> DecodeBatch | None:
         """None if one of the requests does more than to decode one token.
         Args: may_wait: whether the logprobs of a request may be kept until it ends.
         """
@@ -78,20 +78,20 @@ class Run:
         ids = [request.request_id for request in running]
         return cls(list(running), ids, np.array(rows, TABLE), Grid(len(ids)), np.array([*stops], np.int64))
 
-    def select(self, chosen: Bools) -> Run:
-        """The run of some of the requests, with a narrower grid if more than half of its columns are left unused."""
+    def select(self, chosen: Bools) -> DecodeBatch:
+        """The batch of some of the requests, with a narrower grid if more than half of its columns are left unused."""
         requests, ids = picked(chosen, self.requests, self.ids)
         table, grid = self.table[chosen], self.grid
         if 2 * len(ids) < grid.num_columns:
             table["column"], grid = np.arange(len(ids)), Grid(len(ids))
-        return Run(requests, ids, table, grid, self.stops)
+        return DecodeBatch(requests, ids, table, grid, self.stops)
 
-    def running(self) -> Run:
-        """The run of those that still run."""
+    def running(self) -> DecodeBatch:
+        """The batch of those that still run."""
         return self.select(np.array([request.status is RequestStatus.RUNNING for request in self.requests], bool))
 
-    def continuing(self) -> Run:
-        """The run without requests whose last token is being computed."""
+    def continuing(self) -> DecodeBatch:
+        """The batch without requests whose last token is being computed."""
         near = np.flatnonzero(self.table["computed"] + 2 >= self.table["limit"])
         ending = [number for number in near if _has_last_token(self.requests[number])]
         if not ending:
