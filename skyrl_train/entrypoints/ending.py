@@ -30,8 +30,9 @@ def print_report(run_dir: RunDir, status: str, console: Console) -> None:
     try:
         html, png = write_report(run_dir.path)
         summary = summarize(run_dir.path, load_history(run_dir.metrics)).line()
-    except (ValueError, OSError) as error:
-        console.print(f"no report: {error}", highlight=False, soft_wrap=True, markup=False)
+    except Exception as error:  # the run has ended: its exit code and the command that resumes it do not depend on this
+        reason = str(error) if isinstance(error, ValueError | OSError) else f"{error!r}, a fault of the report"
+        console.print(f"no report: {reason}", highlight=False, soft_wrap=True, markup=False)
         return
     console.print(f"{summary}\nreport  {html}\n        {png}", highlight=False, soft_wrap=True)
 

@@ -61,12 +61,17 @@ def _aside_s(row: Mapping[str, float]) -> float:
 
 
 def shown_steps(history: History) -> dict[int, Mapping[str, float]]:
-    """At most MAX_STEPS steps, the last ones without a gap (a restart leaves one)."""
+    """At most MAX_STEPS consecutive steps, the last ones without a gap.
+
+    A restart leaves a gap in time, and no row of the step after whose checkpoint the driver was killed.
+    """
     chosen: dict[int, Mapping[str, float]] = {}
     for step in sorted(history.rows, reverse=True):
         row = history.rows[step]
         complete = END_TIME in row and STEP_TIME in row and "async/running" in row
-        if not complete or len(chosen) == MAX_STEPS or (chosen and _gap_s(row, chosen[step + 1]) > row[STEP_TIME]):
+        if not complete or len(chosen) == MAX_STEPS:
+            break
+        if chosen and (step + 1 not in chosen or _gap_s(row, chosen[step + 1]) > row[STEP_TIME]):
             break
         chosen[step] = row
     return dict(sorted(chosen.items()))

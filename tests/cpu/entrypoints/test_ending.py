@@ -69,6 +69,20 @@ def test_a_run_without_json_lines_has_no_report_and_a_finished_one_says_why(stat
     assert said == ["report  none: it is made from metrics.jsonl (jsonl in trainer.logger)"][:lines]
 
 
+def test_a_fault_of_the_report_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The lines after it say where the model is, or how to resume."""
+    (tmp_path / "metrics.jsonl").write_text('{"trainer/global_step": 1}\n')
+
+    def faulty(_: Path) -> None:
+        raise KeyError(2)
+
+    monkeypatch.setattr("skyrl_train.tracking.report.report.write_report", faulty)
+    console = Console(file=io.StringIO())
+    print_report(RunDir(tmp_path, io.StringIO()), "finished", console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert said == "no report: KeyError(2), a fault of the report\n"
+
+
 def test_the_resuming_command_is_the_old_one_without_its_checkpoint_and_its_secrets():
     argv = ["+experiment=a", "trainer.resume_mode=from_path", "+trainer.resume_path=x", "extra.note='a b'"]
     argv.append("generator.http_api_key=hidden")

@@ -335,6 +335,8 @@ def test_the_timeline_has_the_last_steps_since_a_restart_and_only_of_a_streaming
     rows = {step: streaming_row(step, end_s) for step, end_s in enumerate(ends, 1)}
     assert list(shown_steps(History(rows))) == [6, 7, 8]
     assert list(shown_steps(History({step: rows[step] for step in range(1, 6)}))) == [1, 2, 3, 4, 5]
+    killed_after_checkpoint = {step: row for step, row in rows.items() if step != 7}
+    assert list(shown_steps(History(killed_after_checkpoint))) == [8]
     synchronous = {step: {k: v for k, v in row.items() if k != "async/running"} for step, row in rows.items()}
     titles = [chart.title for chart in charts_for(History(rows))]
     assert titles == ["Time per step (s)", "Who waits for whom"]
