@@ -85,6 +85,23 @@ class HoldsGroups(Protocol):
         """Continue after a snapshot. Raises: ValueError for one that does not fit."""
 
 
+def snapshot_of(source: Resumable, state: SourceState | None = None) -> tuple[SourceState, bytes]:
+    """State of a source and its finished groups, taken at once: others may finish while files are written.
+    Args: state: instead of the present one, for a source that holds no groups.
+    """
+    if isinstance(source, HoldsGroups):
+        return source.snapshot()
+    return dict(source.state) if state is None else state, b""
+
+
+def resume_source(source: Resumable, state: SourceState, groups: bytes) -> None:
+    """Continue after a snapshot. Raises: ValueError for one that does not fit."""
+    if groups and isinstance(source, HoldsGroups):
+        source.restore(state, groups)
+    else:
+        source.resume(state)
+
+
 @runtime_checkable
 class RollsBack(Protocol):
     """A source that can undo its last `next`."""

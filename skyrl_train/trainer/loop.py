@@ -6,6 +6,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from skyrl_train.cluster.ranks.model_group import ModelGroup
 from skyrl_train.cluster.ranks.policy_group import PolicyGroup
 from skyrl_train.config.training import TrainingConfig
 from skyrl_train.hf.checkpoint import export_sum
-from skyrl_train.rollout.source import HoldsGroups, Resumable
+from skyrl_train.rollout.source import Resumable, resume_source, snapshot_of
 from skyrl_train.tracking.run_dir import HeldFolder
 from skyrl_train.tracking.sinks import Tracker
 from skyrl_train.tracking.timers import Timers
@@ -45,7 +46,6 @@ class Loop(ABC):
         self._checkpoints = Checkpoints(config.ckpt_path, config.max_ckpts_to_keep)
         self._critic: Critic | None = None
         self._models: list[ModelGroup] = [policy]
-        """The trained models."""
         self._residency: Residency | None = None
         """Moves the models of reinforcement learning between phases."""
         self._stop_requested = False
@@ -64,7 +64,6 @@ class Loop(ABC):
         self._saved_step = 0
         """Global step of the newest checkpoint, or of the one this run resumed from."""
         self.exported: Path | None = None
-        """Folder of the newest export."""
         self.run_folder: HeldFolder | None = None
         """The run's folder, which must not be moved or deleted."""
         self._problems, self._skipped, self._anomalies = Problems(), SkippedUpdates(), Anomalies()
@@ -105,14 +104,8 @@ class Loop(ABC):
         return {}
 
     def resume(self, state: RunState, groups: bytes = b"") -> None:
-        """Begin `train` with the step after this state, which the policy has loaded already.
-
-        Args: groups: finished groups of the checkpoint, if there are any.
-        """
-        if groups and isinstance(self._source, HoldsGroups):
-            self._source.restore(state.source, groups)
-        else:
-            self._source.resume(state.source)
+        """Begin `train` with the step after this state, which the policy has loaded. Args: groups: finished ones."""
+        resume_source(self._source, state.source, groups)
         self.global_step = self._saved_step = state.global_step
         self._pending, self._resumed = state.pending, state
 
@@ -141,10 +134,11 @@ class Loop(ABC):
             self._skipped.count(metrics)
             self._anomalies.note(self.global_step, metrics)
             metrics |= await self._work_after_step(metrics)
-            if config.ckpt_interval > 0 and self._is_due(config.ckpt_interval, also_last=True):
-                await self._save_checkpoint()
+            saves = config.ckpt_interval > 0 and self._is_due(config.ckpt_interval, also_last=True)
+            finish = await self._write_checkpoint() if saves else None
             metrics |= self._timers.metrics() | {"perf/driver_share": self._timers.driver_share()}
             self._tracker.log(self.global_step, metrics)
+            self._complete(finish)  # last: of a run that is killed before, another one repeats the step and logs it
             self._note_folders()
         if self._ends_early:
             await self._save_last()
@@ -182,11 +176,11 @@ class Loop(ABC):
             log.exception("the checkpoint of step %d could not be written", self.global_step)
 
     async def _save_last(self, source: dict[str, Any] | None = None) -> None:
-        """Write the checkpoint of the last step, unless there is one. Args: source: like `_save_checkpoint`."""
+        """Write the checkpoint of the last step, unless there is one. Args: source: like `_write_checkpoint`."""
         if self._trainer_config.ckpt_interval < 0 or self._saved_step == self.global_step:
             return
         try:
-            await self._save_checkpoint(source)
+            self._complete(await self._write_checkpoint(source))
         except RemoteFailed as error:  # what ended the run, such as a signal, may have stopped the processes too
             log.error("the checkpoint of step %d could not be written: %s", self.global_step, error)
 
@@ -242,20 +236,21 @@ class Loop(ABC):
         with self._timers("eval"):
             return await self.evaluate()
 
-    async def _save_checkpoint(self, source: dict[str, Any] | None = None) -> None:
-        """A failed write (such as a full disk) is logged as an error, and the run continues.
+    async def _write_checkpoint(self, source: dict[str, Any] | None = None) -> Callable[[], None] | None:
+        """Write a checkpoint without its record, and return what writes that. A failed write (such as a full disk) is
+        logged as an error, and the run continues.
         Args: source: state of the source, by default its present one; not for one that holds groups.
         Raises: RemoteFailed if a rank is dead, or the policy cannot be loaded.
         """
         config, step = self._trainer_config, self.global_step
         if self._skipped.is_all:
             log.warning("skipped the checkpoint of step %d: no update has changed the weights yet", step)
-            return
+            return None
         self._note_folders()  # before deleted folders are created again for the checkpoint
         with self._timers("save_checkpoints"):
             if self._residency is not None:
                 await self._residency.for_training()
-            source, groups = self._source_state(source)
+            source, groups = snapshot_of(self._source, source)
             state = RunState(
                 global_step=step,
                 policy_version=self._policy.num_steps,
@@ -277,22 +272,27 @@ class Loop(ABC):
                 if self._critic is not None:
                     await self._critic.load()
                     critic_sums = await self._critic.group.copy_state(str(folder / CRITIC))
-                self._checkpoints.finish(folder, state, sums, critic_sums, groups_sum)
-                self._saved_step = step
+                return partial(self._checkpoints.finish, folder, state, sums, critic_sums, groups_sum)
             except (OSError, RemoteFailed) as error:
                 await require_idle(self._models, error, self._trainer_config.timeout_s)
-                self._report_unwritten(f"the checkpoint of step {step}", error)
-                self._checkpoints.discard(folder)
+                self._discard(folder, error)
+                return None
 
-    def _source_state(self, state: dict[str, Any] | None) -> tuple[dict[str, Any], bytes]:
-        """State of the source, and its finished groups, taken at once: others may finish while files are written."""
-        if isinstance(self._source, HoldsGroups):
-            return self._source.snapshot()
-        return dict(self._source.state) if state is None else state, b""
+    def _complete(self, finish: Callable[[], None] | None) -> None:
+        """Write the record of a checkpoint. Args: finish: from `_write_checkpoint`."""
+        if finish is not None:
+            try:
+                finish()
+                self._saved_step = self.global_step
+            except OSError as error:
+                self._discard(self._checkpoints.folder(self.global_step), error)
+
+    def _discard(self, folder: Path, error: Exception) -> None:
+        self._report_unwritten(f"the checkpoint of step {self.global_step}", error)
+        self._checkpoints.discard(folder)
 
     def _report_unwritten(self, what: str, error: Exception) -> None:
-        is_last = self.global_step >= self._num_steps
-        self._problems.unwritten(what, error, is_last=is_last, ends_early=self._ends_early)
+        self._problems.unwritten(what, error, is_last=self.global_step >= self._num_steps, ends_early=self._ends_early)
 
     def _is_due(self, interval: int, *, also_last: bool) -> bool:
         step = self.global_step

@@ -53,6 +53,40 @@ def test_a_run_ends_with_a_model_unless_it_is_configured_not_to(interval: int, e
     assert loop.newest_checkpoint == tmp_path / "run/checkpoints/global_step_5"
 
 
+class Killed(BaseException):
+    """Nothing is cleaned up after it."""
+
+
+@pytest.mark.parametrize(("dies_in", "saved"), [("log", 1), ("finish", 1), ("_note_folders", 2)])
+def test_the_metrics_of_each_step_are_logged_wherever_the_driver_is_killed(dies_in: str, saved: int, tmp_path: Path):
+    """Before the row of step 2, between it and the record of the checkpoint of that step, or after both."""
+    trainer = trainer_config(tmp_path, "trainer.ckpt_interval=1", "trainer.eval_before_train=false")
+    logged: list[int] = []
+
+    def started() -> Counting:
+        loop = Counting(trainer, 4)
+        loop._tracker.log = lambda step, _: logged.append(step)  # type: ignore[method-assign]
+        return loop
+
+    killed, resumed = started(), started()
+    owner: Any = {"log": killed._tracker, "finish": killed._checkpoints}.get(dies_in, killed)
+    works = getattr(owner, dies_in)
+
+    def dies(*given: Any) -> None:
+        if killed.global_step == 2 and (dies_in != "_note_folders" or killed._saved_step == 2):
+            raise Killed
+        works(*given)
+
+    setattr(owner, dies_in, dies)
+    with pytest.raises(Killed):
+        asyncio.run(killed.train())
+    newest = Checkpoints(trainer.ckpt_path, -1).newest_intact()
+    assert newest is not None and newest.state.global_step == saved
+    resumed.resume(newest.state)
+    asyncio.run(resumed.train())
+    assert sorted({*logged}) == [1, 2, 3, 4] and steps(trainer) == [1, 2, 3, 4]
+
+
 def test_a_stopped_run_whose_checkpoint_cannot_be_written_does_not_name_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -184,10 +218,14 @@ def test_a_folder_of_checkpoints_that_was_deleted_is_an_error_also_when_it_was_m
 def test_the_newest_checkpoint_must_be_there_at_the_end(tmp_path: Path):
     trainer = trainer_config(tmp_path, "trainer.ckpt_interval=2")
     loop = Counting(trainer, 4)
-    evaluate = loop._tracker.log
-    loop._tracker.log = lambda step, metrics: (  # type: ignore[method-assign]
-        evaluate(step, metrics) or (step == 4 and shutil.rmtree(Path(trainer.ckpt_path) / "global_step_4"))
-    )
+    finish = loop._checkpoints.finish
+
+    def finish_and_delete(folder: Path, *others: Any) -> None:
+        finish(folder, *others)
+        if folder.name == "global_step_4":
+            shutil.rmtree(folder)
+
+    loop._checkpoints.finish = finish_and_delete  # type: ignore[method-assign, assignment]
     with pytest.raises(RunIncomplete, match="the newest checkpoint, .*global_step_4, was deleted"):
         asyncio.run(loop.train())
 
