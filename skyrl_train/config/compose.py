@@ -210,8 +210,8 @@ def _missing(error: MissingConfigException, folders: Sequence[Path]) -> str:
         return f"{missing}.yaml was not found in {', '.join(shown_path(folder) for folder in folders)}"
     names = experiments(folders)
     close = nearest(name, names)
-    meant = f"did you mean {close}? " if close else ""
+    meant = f": did you mean {close}?" if close else "."
     return (
-        f"experiment {name!r} does not exist: {meant}Available: {', '.join(names)}. Use --config-dir to add a folder "
+        f"experiment {name!r} does not exist{meant} Available: {', '.join(names)}. Use --config-dir to add a folder "
         "with your own"
     )

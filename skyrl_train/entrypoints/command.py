@@ -30,7 +30,7 @@ from skyrl_train.entrypoints.ending import last_lines, print_report, resume_comm
 from skyrl_train.imports import imported, quick_imports, require_working_torchvision
 from skyrl_train.tracking import loop_watch
 from skyrl_train.tracking.loop_watch import LoopWatch, Terminated
-from skyrl_train.tracking.run_dir import RunDir, run_dir_for
+from skyrl_train.tracking.run_dir import RunDir, is_unfinished, run_dir_for
 
 if TYPE_CHECKING:
     from skyrl_train.entrypoints.run import Run
@@ -52,7 +52,6 @@ class Command(Generic[T]):
     run: str | type[Run]
     """Its Run; `module:Class` is imported after the configuration is checked, because that takes seconds."""
     has_report: bool = True
-    """Whether a report of curves is written at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +181,8 @@ def _run(
             resumes = training.find_checkpoint()
         if training.is_done:
             console.print("all steps are done. For more, raise trainer.epochs or trainer.max_training_steps")
-            return Ended(0)
+            if not (resumes and is_unfinished(config)):
+                return Ended(0)
         with _config_errors():
             run_dir = run_dir_for(config, command.program.base_yaml(), resumes=resumes)
         ended_by = loop_watch.run(_until_signal(training, run_dir, console, secrets, interrupts))
@@ -248,7 +248,8 @@ async def _until_signal(
         interrupts.connect(partial(loop.call_soon_threadsafe, on_signal, signal.SIGINT))
     try:
         with LoopWatch(training.config.trainer.timeout_s, on_signal if is_main else None):
-            await training.run(run_dir)
+            if not training.is_done:
+                await training.run(run_dir)
     except asyncio.CancelledError:
         if not received:
             raise

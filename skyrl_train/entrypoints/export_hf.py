@@ -56,7 +56,7 @@ def _export(argv: Sequence[str], console: Console) -> int:
         saved = saved_policy(checkpoint)
         if checkpoint.folder == Path(arguments["checkpoint"]).expanduser().resolve():  # else it was found intact
             _verify(checkpoint)
-        download(f"the model of {checkpoint.folder}", saved.model_path, DOWNLOAD_S)
+        download(f"the model of {checkpoint.folder}", saved.model_path, DOWNLOAD_S, "the limit of the download")
         kept, base = checkpoint.state.model, local_folder(saved.model_path)
         if kept.get("config") and (difference := change(kept, identity(base, has_frozen_weights=saved.lora.rank > 0))):
             raise ValueError(

@@ -27,10 +27,11 @@ REPORT_S = 15.0
 TIMEOUT = "trainer.download_timeout_s"
 
 
-def download(key: str, path: str, timeout_s: float) -> None:
+def download(key: str, path: str, timeout_s: float, limit: str = TIMEOUT) -> None:
     """Download a hub model unless this node has it. A folder needs no download.
 
-    Args: key and its value, path, for errors. Raises: ValueError if it cannot be downloaded, or not within timeout_s.
+    Args: key and its value, path, for errors; limit: name of timeout_s in them.
+    Raises: ValueError if it cannot be downloaded, or not within timeout_s.
     """
     if Path(path).expanduser().is_dir():
         return
@@ -45,7 +46,7 @@ def download(key: str, path: str, timeout_s: float) -> None:
             start_new_session=True,
         )
         try:
-            _wait(process, _Progress(path, _cached(name), Path(scratch, "total")), key, timeout_s)
+            _wait(process, _Progress(path, _cached(name), Path(scratch, "total")), key, timeout_s, limit)
         finally:
             process.kill()
             process.wait()
@@ -81,7 +82,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _wait(process: subprocess.Popen[bytes], progress: _Progress, key: str, timeout_s: float) -> None:
+def _wait(process: subprocess.Popen[bytes], progress: _Progress, key: str, timeout_s: float, limit: str) -> None:
     deadline, reported = time.monotonic() + timeout_s, time.monotonic()
     while time.monotonic() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -92,7 +93,7 @@ def _wait(process: subprocess.Popen[bytes], progress: _Progress, key: str, timeo
             reported = time.monotonic()
             progress.show()
     raise ValueError(
-        f"{TIMEOUT} is {timeout_s:g}: {key}={progress.path} was not downloaded within this many seconds "
+        f"{limit} is {timeout_s:g}: {key}={progress.path} was not downloaded within this many seconds "
         f"({progress.amount()}). Raise it, or check the network; files that are complete are not downloaded again"
     )
 

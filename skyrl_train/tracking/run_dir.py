@@ -125,6 +125,11 @@ def run_dir_for(config: RunConfig, base_yaml: str, *, resumes: bool = False) -> 
     return create_run_dir(path, config.trainer.run_name, config_yaml, changes, secrets_in(config), resumes=resumes)
 
 
+def is_unfinished(config: RunConfig) -> bool:
+    """Whether the last start of the run in the configured folder did not finish, such as one that was killed."""
+    return read_record(Path(config.trainer.run_dir).expanduser()).get("status", "finished") != "finished"
+
+
 def create_run_dir(
     path: Path,
     run_name: str,

@@ -85,7 +85,7 @@ def _on_this_node(settings: EngineSettings) -> EngineSettings:
         if settings.model_path.startswith("/"):
             raise
         # An engine whose node died is started again on one that may not have the model of the hub.
-        download(settings.model_key, settings.model_path, settings.rpc_timeout_s)
+        download(settings.model_key, settings.model_path, settings.rpc_timeout_s, "trainer.timeout_s")
         folder = local_folder(settings.model_path)
     return replace(settings, model_path=folder, advertised_host=host())
 

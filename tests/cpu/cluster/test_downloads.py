@@ -112,12 +112,15 @@ def test_an_engine_on_a_new_node_downloads_its_model(monkeypatch: pytest.MonkeyP
         return f"/cache/{path}"
 
     monkeypatch.setattr(engine_process, "local_folder", local_folder)
-    monkeypatch.setattr(engine_process, "download", lambda key, path, timeout_s: downloaded.extend((path, key)))
+    monkeypatch.setattr(
+        engine_process, "download", lambda key, path, timeout_s, limit: downloaded.extend((path, key, limit))
+    )
     settings = engine_settings("org/policy", "name", "float32", max_model_len=64)
     assert engine_process._on_this_node(settings).model_path == "/cache/org/policy"
     config = load_config(["trainer.teacher.backend=engine", "trainer.teacher.model.path=org/teacher"])
     teacher = teacher_engine_settings(config, config.trainer.engine_teachers[0], 64, "shm")[0]
     engine_process._on_this_node(teacher)
-    assert downloaded == ["org/policy", KEY, "org/teacher", "trainer.teacher.model.path"]
+    limit = "trainer.timeout_s"
+    assert downloaded == ["org/policy", KEY, limit, "org/teacher", "trainer.teacher.model.path", limit]
     with pytest.raises(ValueError, match="'/models/a' is neither a folder"):
         engine_process._on_this_node(replace(settings, model_path="/models/a"))

@@ -20,6 +20,7 @@ from skyrl_train.data.order import OrderState
 from skyrl_train.entrypoints import command, export_hf, main_sft, run
 from skyrl_train.file_sum import sum_of
 from skyrl_train.tasks.sft_quickstart import MODEL, write_untrained
+from skyrl_train.tracking.run_dir import read_record, write_record
 from skyrl_train.trainer.from_config import settings_of
 from skyrl_train.trainer.run_state import Checkpoints, RunState
 from tests.support.checkpoints import tensors_of
@@ -103,22 +104,40 @@ def test_what_cannot_work_is_one_message_with_key_place_and_cure(
     assert expected in error(capsys, *arguments)
 
 
-def test_a_run_whose_steps_are_all_done_says_so_and_starts_nothing(world: Path, capsys: pytest.CaptureFixture[str]):
-    arguments = [*RUN, *SMALL, "trainer.run_name=done", "trainer.max_training_steps=3", "trainer.resume_mode=latest"]
+def write_last_checkpoint(world: Path, arguments: list[str]) -> Path:
+    """That of step 3. Returns: the folder of the run."""
     trainer = load_sft_config(arguments).trainer
     checkpoints = Checkpoints(trainer.ckpt_path, 1)
     checkpoints.begin(folder := checkpoints.folder(3))
     (folder / "rank_0.pt").touch()
     order = OrderState(epoch=0, position=48, num_rows=len(ROWS), seed=trainer.seed)
-    checkpoints.finish(
-        folder,
-        RunState(3, 3, False, asdict(order), 1, settings_of(trainer), "its id", {}),
-        [sum_of(folder / "rank_0.pt")],
-    )
-    before = sorted(path.name for path in (world / "runs/done").iterdir())
+    state = RunState(3, 3, False, asdict(order), 1, settings_of(trainer), "its id", {})
+    checkpoints.finish(folder, state, [sum_of(folder / "rank_0.pt")])
+    return world / "runs" / trainer.run_name
+
+
+def test_a_run_whose_steps_are_all_done_says_so_and_starts_nothing(world: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = [*RUN, *SMALL, "trainer.run_name=done", "trainer.max_training_steps=3", "trainer.resume_mode=latest"]
+    run_dir = write_last_checkpoint(world, arguments)
+    before = sorted(path.name for path in run_dir.iterdir())
     assert main_sft.main(arguments) == 0
     assert "all steps are done. For more, raise trainer.epochs or trainer.max_training_steps" in capsys.readouterr().out
-    assert sorted(path.name for path in (world / "runs/done").iterdir()) == before
+    assert sorted(path.name for path in run_dir.iterdir()) == before
+
+
+def test_a_run_that_was_killed_after_its_last_checkpoint_is_finished_by_the_next_start(
+    world: Path, capsys: pytest.CaptureFixture[str]
+):
+    arguments = [*RUN, *SMALL, "trainer.run_name=last", "trainer.max_training_steps=3", "trainer.resume_mode=latest"]
+    run_dir = write_last_checkpoint(world, arguments)
+    (run_dir / "metrics.jsonl").write_text('{"trainer/global_step": 3, "sft/loss": 1.0}\n')
+    write_record(run_dir, {"status": "running", "run_id": "its id"})
+    assert main_sft.main(arguments) == 0
+    assert "all steps are done. For more, raise" in (said := capsys.readouterr().out) and "report  " in said
+    assert (run_dir / "report.html").exists() and read_record(run_dir)["status"] == "finished"
+    written = (run_dir / "run.json").read_text()
+    assert main_sft.main(arguments) == 0
+    assert (run_dir / "run.json").read_text() == written, "once"
 
 
 def test_a_model_with_a_cut_file_is_refused_before_anything_starts(
