@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ from skyrl_train.trainer.build import max_model_len
 from skyrl_train.trainer.run_state import Checkpoint, load_checkpoint
 from skyrl_train.types import Group, Metrics, Prompt
 
+log = logging.getLogger(__name__)
 END_S = 10.0
 """Seconds in which a cancelled export may end its processes before they are killed."""
 
@@ -49,6 +51,13 @@ class Generation(Experiment):
         if self.evaluated is not None:  # the model that its run began with has the same shape and tokenizer
             self.check_named_model(path, self.evaluated)
             path = self.evaluated.state.model["path"]
+            trained, here = (str(value).lower() for value in (self.evaluated.state.model["bf16"], config.trainer.bf16))
+            if trained != here:
+                log.warning(
+                    "trainer.bf16 is %s, and was %s in the run of %s, whose own evaluations used engines of that "
+                    "dtype: scores may differ from theirs. For the same, set trainer.bf16=%s",
+                    here, trained, self.evaluated.folder, trained,
+                )  # fmt: skip
         super().__init__(with_model(config, path), console)
 
     def check_named_model(self, path: str, evaluated: Checkpoint) -> None:

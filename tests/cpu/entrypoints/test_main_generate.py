@@ -108,9 +108,14 @@ def write_checkpoint(world: Path, *, is_exported: bool) -> Path:
     return folder
 
 
-def test_a_checkpoint_is_evaluated_by_the_export_of_its_run(made_world: Path, served: list[str]):
+def test_a_checkpoint_is_evaluated_by_the_export_of_its_run(
+    made_world: Path, served: list[str], caplog: pytest.LogCaptureFixture
+):
     write_checkpoint(made_world, is_exported=True)
-    assert main_generate.main([*ARGUMENTS, "trainer.run_name=trained", "trainer.resume_mode=latest"]) == 0
+    own = ["trainer.run_name=trained", "trainer.resume_mode=latest", "trainer.bf16=false"]
+    assert main_generate.main([*ARGUMENTS, *own]) == 0
+    assert "trainer.bf16 is false, and was true in the run of" in caplog.text
+    assert "set trainer.bf16=true" in caplog.text
     assert served == [f"{made_world}/runs/trained/exports/global_step_2", "stopped"]
     assert (made_world / "runs/trained_eval/evaluations/global_step_2.jsonl").exists()
     assert (made_world / "runs/trained/checkpoints/global_step_2").exists(), "the run's folder stays where it is"
