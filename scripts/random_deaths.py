@@ -1,11 +1,12 @@
 """Kill, stop and signal random processes of tiny runs at random times, and resume each until it has finished.
 
-    python -m scripts.random_deaths [--runs 10] [--seed 1]
+    python -m scripts.random_deaths [--runs 10] [--seed 1] [--vllm]
 
-A run has eight steps, its checkpoints one each. Prints a line per run: its kind, and for each start what was done to
-it, its exit code, and the rows in metrics.jsonl then. A fault is a start that leaves processes, does not end in time,
-prints a stack, or fails of a death that it should survive; and a run without the metrics of a step, without a report,
-or with groups that were trained twice or never. Exit code 1 if there was one; the folders of such runs stay.
+Engines are those of examples/custom, which start sooner, unless --vllm. A run has eight steps, its checkpoints one
+each. Prints a line per run: its kind, and for each start what was done to it, its exit code, and the rows in
+metrics.jsonl then. A fault is a start that leaves processes, does not end in time, prints a stack, or fails of a death
+that it should survive; and a run without the metrics of a step, without a report, or with groups that were trained
+twice or never. Exit code 1 if there was one; the folders of such runs stay.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ KINDS = {
 }
 COMMON = (
     *(f"trainer.max_training_steps={NUM_STEPS}", "trainer.epochs=2", "trainer.ckpt_interval=1", "trainer.run_name=r"),
-    *("trainer.timeout_s=30", "generator.weight_sync_timeout_s=25", WITHOUT_VLLM),
+    *("trainer.timeout_s=60", "generator.weight_sync_timeout_s=50"),
 )
 SURVIVED = ("kill engine-0", "stop engine-0")
 ACTIONS = (*SURVIVED, "kill driver", "term driver", "interrupt all", "kill policy-0", "stop policy-0")
@@ -54,7 +55,7 @@ CODES = {"kill driver": -signal.SIGKILL, "term driver": 128 + signal.SIGTERM, "i
 """Exit codes beside 0, of a run that had just ended, and 1."""
 STARTING_SHARE, STARTING_S, STEP_S = 0.25, 10.0, 0.8
 """Share of actions that may come before the first step, the latest of those, and the latest of others after a step."""
-END_S = 200.0
+END_S = 300.0
 
 
 @dataclass
@@ -139,15 +140,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--vllm", action="store_true")
     arguments = parser.parse_args()
     chance, has_faults = random.Random(arguments.seed), False
     for _ in range(arguments.runs):
         name, story, folder = chance.choice([*KINDS]), Story(), Path(tempfile.mkdtemp(prefix="deaths_"))
         world = write_world(folder / "world")
         for number in range(NUM_DEATHS + 1):
-            resume = ("trainer.resume_mode=latest",) if number else ()
-            own = chance if number < NUM_DEATHS else None
-            code, job = start_once(world, (*KINDS[name], *resume), own, story)
+            overrides = (*KINDS[name], *(() if arguments.vllm else (WITHOUT_VLLM,)))
+            overrides += ("trainer.resume_mode=latest",) if number else ()
+            code, job = start_once(world, overrides, chance if number < NUM_DEATHS else None, story)
             if code == 0:
                 break
         story.faults += faults_at_end(job, code)
