@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
+import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from skyrl_train.algorithms.build import takes_all
@@ -28,8 +29,13 @@ from skyrl_train.config.skyrl_04.translate import Translation, translate
 
 ALGORITHM = "trainer.algorithm."
 MAX_SEQ_LEN = f"{ALGORITHM}max_seq_len"
+IN_PROGRAM = "in the program's configuration"
+IF_SET = ("trainer.algorithm.corrections", "trainer.algorithm.off_policy_correction.")
+"""Keys for which table.yaml asks whether they were set."""
 _pending: list[Translation] = []
 """Translation of this process's arguments, until it has been reported."""
+_reported: list[Translation] = []
+"""Translations of keys in the program's configuration."""
 
 
 def translate_arguments() -> None:
@@ -75,9 +81,12 @@ def validate_cfg(cfg: DictConfig) -> None:
     translation = _pending.pop() if _pending else Translation()
     if translation.problems:
         raise ConfigError(translation.problems)
-    config = config_of(cfg)
+    config, inside = _typed(cfg)
     given = [text.lstrip("+").partition("=")[0] for text in sys.argv[1:] if "=" in text]
     report(translation, resolved(cfg), given)
+    if inside not in _reported:  # initialize_ray calls this again
+        _reported.append(inside)
+        report(inside, resolved(cfg), given, IN_PROGRAM)
     try:
         check(config, None, files=False)
     except ConfigError as error:
@@ -86,26 +95,47 @@ def validate_cfg(cfg: DictConfig) -> None:
 
 def config_of(cfg: DictConfig) -> Config:
     """The typed configuration. Keys of 0.4 that the program added are translated. Raises: ConfigError."""
+    return _typed(cfg)[0]
+
+
+def _typed(cfg: DictConfig) -> tuple[Config, Translation]:
+    """`config_of`, and the translation of what is not from the command line."""
     plain, kinds = resolved(cfg), key_types(Config)
     algorithm = plain["trainer"]["algorithm"]
     reads_all = _reads_all(plain["trainer"]["custom_modules"], algorithm)
     values: dict[str, Any] = {}
-    old = []
+    old: dict[str, Any] = {}
     for key, value in _leaves(plain, kinds):
         if key in kinds:
             _place(values, key, value)
         elif key.partition(".")[0] in kinds and table().find(key) is not None:
-            old.append(parse(f"++{key}={literal(value)}"))
+            old[key] = value
         elif key.startswith(ALGORITHM) and reads_all:
             _place(values, f"{ALGORITHM}parameters.{key.removeprefix(ALGORITHM)}", value)
         elif key != MAX_SEQ_LEN:
             _place(values, f"extra.{key}", value)
-    overrides, translation = translate(old, Config)
+    given = _given(cfg, plain) if old else {}
+    old |= {key: value for key, value in given.items() if table().find(key, patterns=False) is not None}
+    overrides = [parse(f"++{key}={literal(value)}") for key, value in old.items()]
+    known = {key: value for key, value in _leaves(plain, kinds) if key in kinds and not key.startswith(IF_SET)}
+    overrides, translation = translate(overrides, Config, given, known, IN_PROGRAM)
     if translation.problems:
         raise ConfigError(translation.problems)
     for override in overrides:
         _place(values, override.key_or_group, override.value())
-    return RL.built(values)
+    return RL.built(values), translation
+
+
+def _given(cfg: DictConfig, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of this project whose values are neither those of its base nor follow from others. Args: plain: resolved."""
+    kinds = key_types(Config)
+    base = dict(_leaves(yaml.safe_load(RL.base_yaml()), kinds))
+    written = dict(_leaves(cast(dict[str, Any], OmegaConf.to_container(cfg)), kinds))
+    return {
+        key: value
+        for key, value in _leaves(plain, kinds)
+        if key in kinds and "${" not in str(written[key]) and value != base.get(key, ...)
+    }
 
 
 def _reads_all(modules: Sequence[str], algorithm: Mapping[str, Any]) -> bool:

@@ -31,6 +31,7 @@ from skyrl_train.config.files import (
     shown_path,
 )
 from skyrl_train.config.overrides import hydra_line, is_searchpath, literal, parse, problem, selected_twice, strings
+from skyrl_train.config.skyrl_04.notice import value_at
 from skyrl_train.config.skyrl_04.translate import Translation, translate
 from skyrl_train.spelling import nearest
 
@@ -81,26 +82,48 @@ def compose(
     """
     base = base.resolve()
     extra = list(dict.fromkeys(f.resolve() for f in folders if f.resolve() != base.parent))
-    parsed, translation = translate([parse(text, schema) for text in overrides], schema)
+    given = [parse(text, schema) for text in overrides]
+    parsed, translation = translate(given, schema)
+    if translation or translation.problems:
+        parsed, translation = translate(given, schema, values=_of_experiments(schema, base, given, extra))
     problems = [p for override in parsed if (p := problem(override, schema, [base.parent, *extra])) is not None]
     problems += [*translation.problems, *selected_twice(parsed)]
     if problems:
         raise ConfigError(problems)
     lines = [f"{key}={literal(expression)}" for key, expression in derived.items()]
     lines += [hydra_line(override, schema) for override in parsed if not is_searchpath(override)]
-    paths = [path for override in parsed if is_searchpath(override) for path in strings(override)]
-    lines.append(f"hydra.searchpath={literal([*paths, *(f'file://{folder}' for folder in extra)])}")
-    with initialize_config_dir(str(base.parent), version_base=None):
-        try:
-            config = hydra_compose(base.stem, lines, return_hydra_config=True)
-            files = chosen_files(config.hydra, base.stem, lines)
-        except MissingConfigException as error:
-            raise ConfigError(_missing(error, [base.parent, *extra])) from None
-        except yaml.YAMLError as error:
-            raise ConfigError(f"invalid YAML: {error}") from None
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(str(error)) from None
+    lines.append(_search_path(parsed, extra))
+    try:
+        config, files = _composed(base, lines)
+    except MissingConfigException as error:
+        raise ConfigError(_missing(error, [base.parent, *extra])) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"invalid YAML: {error}") from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(str(error)) from None
     return _finished(schema, config, parsed, files, translation)
+
+
+def _composed(base: Path, lines: Sequence[str]) -> tuple[DictConfig, list[ConfigFile]]:
+    with initialize_config_dir(str(base.parent), version_base=None):
+        config = hydra_compose(base.stem, [*lines], return_hydra_config=True)
+        return config, chosen_files(config.hydra, base.stem, lines)
+
+
+def _search_path(overrides: Sequence[Override], folders: Sequence[Path]) -> str:
+    paths = [path for override in overrides if is_searchpath(override) for path in strings(override)]
+    return f"hydra.searchpath={literal([*paths, *(f'file://{folder}' for folder in folders)])}"
+
+
+def _of_experiments(schema: type, base: Path, overrides: Sequence[Override], folders: Sequence[Path]) -> dict[str, Any]:
+    """Values of the chosen experiments, on which the translation of a command line may depend."""
+    lines = [hydra_line(override, schema) for override in overrides if override.key_or_group == "experiment"]
+    try:
+        files = _composed(base, [*lines, _search_path(overrides, folders)])[1]
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ConfigError):  # said when all is composed
+        return {}
+    chosen = [(key, file) for file in files if file.is_experiment for key in dotted_keys(schema, file.values)]
+    return {key: value for key, file in chosen if "${" not in str(value := value_at(file.values, key))}
 
 
 def base_yaml(schema: type, base: Path) -> str:

@@ -1,6 +1,6 @@
 """Values of skyrl_train 0.4 as values of the key that they become: the functions that table.yaml names `$NAME`.
 
-Each gets the value and what the command line gives (key -> value).
+Each gets the value and the other keys (key -> value).
 """
 
 from __future__ import annotations

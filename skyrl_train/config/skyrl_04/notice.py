@@ -13,8 +13,10 @@ from skyrl_train.config.skyrl_04.translate import STRICT, Translation, shown
 log = logging.getLogger(__name__)
 
 
-def report(translation: Translation, values: Mapping[str, Any], chosen: Collection[str]) -> None:
-    """Log what was translated. Args: values, chosen: of the composed configuration (compose.py).
+def report(
+    translation: Translation, values: Mapping[str, Any], chosen: Collection[str], place: str = "on the command line"
+) -> None:
+    """Log what was translated. Args: values, chosen: of the composed configuration (compose.py); place: of the keys.
 
     Raises: ConfigError where trainer.strict_config refuses what was translated.
     """
@@ -22,14 +24,13 @@ def report(translation: Translation, values: Mapping[str, Any], chosen: Collecti
         return
     if value_at(values, STRICT) is True:
         raise ConfigError([*_refusals(translation)])
-    log.warning("\n".join(notice(translation, values, chosen)))
+    log.warning("\n".join(notice(translation, values, chosen, place)))
 
 
-def notice(translation: Translation, values: Mapping[str, Any], chosen: Collection[str]) -> Iterator[str]:
+def notice(translation: Translation, values: Mapping[str, Any], chosen: Collection[str], place: str) -> Iterator[str]:
     """The lines of the warning."""
     yield (
-        "keys and values of skyrl_train 0.4 on the command line (docs/skyrl_train_04.md; trainer.strict_config=true "
-        "refuses them)"
+        f"keys and values of skyrl_train 0.4 {place} (docs/skyrl_train_04.md; trainer.strict_config=true refuses them)"
     )
     if translation.mapped:
         yield "  translated:"

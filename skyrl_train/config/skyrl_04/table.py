@@ -37,7 +37,7 @@ class Case:
     error: str | None = None
 
     def applies(self, value: Any, given: Mapping[str, Any], *, is_old: bool) -> bool:
-        """Args: given: key -> value on the command line; is_old: whether it has keys that do not exist here."""
+        """Args: given: key -> value; is_old: whether keys that do not exist here are given."""
         return (
             (self.values is None or any(same(value, each) for each in self.values))
             and (self.like is None or re.match(self.like, str(value)) is not None)

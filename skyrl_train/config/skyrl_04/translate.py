@@ -75,18 +75,26 @@ def shown(key: str, value: Any) -> str:
     return BY_NAME.argument(f"{key}={text}")
 
 
-def translate(overrides: Sequence[Override], schema: type) -> tuple[list[Override], Translation]:
+def translate(
+    overrides: Sequence[Override],
+    schema: type,
+    given: Mapping[str, Any] = {},
+    values: Mapping[str, Any] = {},
+    place: str = "on the command line",
+) -> tuple[list[Override], Translation]:
     """The overrides without keys of 0.4, and what became of those. Its problems are for the user, and no error yet.
 
     Programs without trainer.strict_config (0.4 had no fine-tuning) translate nothing.
+    Args: given: keys that were set elsewhere, which no translation may change; values: of other keys, on which
+        translations may depend; place: of the overrides, for errors.
     """
     if STRICT not in key_types(schema):
         return list(overrides), Translation()
     items = [item for override in overrides for item in _items(override, schema)]
-    given = {item.key: item.value for item in items}
-    kinds = key_types(schema)
+    given = {**given, **{item.key: item.value for item in items}}
+    known, kinds = {**values, **given}, key_types(schema)
     is_old = any(not is_known(item.key, kinds) and table().find(item.key) is not None for item in items)
-    work = _Work(given=given, is_old=is_old)
+    work = _Work(given=given, known=known, is_old=is_old, place=place)
     last = {item.key: number for number, item in enumerate(items)}
     for number, item in enumerate(items):
         found = table().find(item.key, patterns=not is_known(item.key, kinds))
@@ -94,7 +102,7 @@ def translate(overrides: Sequence[Override], schema: type) -> tuple[list[Overrid
             work.kept.append(item)
         elif last[item.key] == number:
             rule, parts = found
-            cases = [case for case in rule.cases if case.applies(item.value, given, is_old=is_old)]
+            cases = [case for case in rule.cases if case.applies(item.value, known, is_old=is_old)]
             work.apply(item, cases[0] if cases else None, parts)
     return work.finished()
 
@@ -124,7 +132,10 @@ def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 @dataclass
 class _Work:
     given: Mapping[str, Any]
+    known: Mapping[str, Any]
+    """Also values that were not set."""
     is_old: bool
+    place: str
     kept: list[Item | Override] = field(default_factory=list)
     """In the order of the command line; an Override is a translated one."""
     mapped: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -143,7 +154,7 @@ class _Work:
         if case is None:
             self.kept.append(item)
         elif case.error is not None:
-            self.problems.append(f"{item.text}: {case.error} (on the command line)")
+            self.problems.append(f"{item.text}: {case.error} ({self.place})")
         elif not case.to and case.adds is None:
             self.ignored[item.text] = case.note
         else:
@@ -151,7 +162,7 @@ class _Work:
 
     def _map(self, item: Item, case: Case, parts: Sequence[str]) -> None:
         new = {filled(key, parts): self._converted(value, item.value) for key, value in case.to.items()}
-        if list(new) == [item.key] and same(new[item.key], item.value):
+        if case.adds is None and list(new) == [item.key] and same(new[item.key], item.value):
             self.kept.append(item)
             return
         for key, value in new.items():
@@ -165,7 +176,7 @@ class _Work:
             self.notes[item.text] = case.note
 
     def _converted(self, value: Any, old: Any) -> Any:
-        return CONVERSIONS[value](old, self.given) if isinstance(value, str) and value in CONVERSIONS else value
+        return CONVERSIONS[value](old, self.known) if isinstance(value, str) and value in CONVERSIONS else value
 
     def _set(self, item: Item, key: str, value: Any, *, replaces: bool) -> None:
         if replaces:
@@ -179,7 +190,7 @@ class _Work:
         self.kept.append(parse(f"++{key}={literal(value)}"))
 
     def _conflict(self, old: str, new: str, other: str) -> None:
-        self.problems.append(f"{old} is {new} here, but {other} is given too. Remove one of them (on the command line)")
+        self.problems.append(f"{old} is {new} here, but {other} is given too. Remove one of them ({self.place})")
 
     def finished(self) -> tuple[list[Override], Translation]:
         """Corrections are one list, whichever keys ask for them."""

@@ -51,6 +51,50 @@ def test_keys_of_0_4_that_the_program_itself_adds_are_translated():
         config_of(cfg)
 
 
+def test_keys_of_0_4_in_a_program_depend_on_its_other_keys_and_contradictions_are_errors():
+    """As on a command line; the program's own file may set all of them."""
+    masks = "trainer.algorithm.off_policy_correction"
+    cfg = composed(
+        "trainer.placement.colocate_all=false",
+        "trainer.train_batch_size=256",
+        f"{masks}.outlier_token_is_threshold_low=0.01",
+    )
+    for key, value in {
+        "trainer.fully_async.max_staleness_steps": 4,
+        "trainer.fully_async.num_parallel_generation_workers": 1024,
+        f"{masks}.tis_ratio_type": "token",
+        f"{masks}.outlier_token_is_threshold_high": 10.0,
+        "generator.num_inference_engines": 4,
+        "generator.inference_engine_data_parallel_size": 2,
+    }.items():
+        OmegaConf.update(cfg, key, value, force_add=True)
+    config = config_of(cfg)
+    trainer, correction = config.trainer, config.trainer.algorithm.off_policy_correction
+    assert (trainer.source, trainer.max_staleness, trainer.pipeline_depth) == ("streaming", 4, 3)
+    assert trainer.algorithm.corrections == ("token_tis", "outlier_mask")
+    assert (correction.outlier_token_is_threshold_low, correction.outlier_token_is_threshold_high) == (0.01, 10.0)
+    assert config.generator.num_inference_engines == 8
+    OmegaConf.update(cfg, "trainer.algorithm.corrections", ["geometric_mask"])
+    with pytest.raises(
+        ConfigError, match=r"corrections=\['geometric_mask'\] is given too.*in the program's configuration"
+    ):
+        config_of(cfg)
+
+
+def test_validate_cfg_reports_keys_of_0_4_in_the_program_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(sys, "argv", ["main.py"])
+    cfg = composed(*ROWS)
+    OmegaConf.update(cfg, "generator.inference_engine_data_parallel_size", 3, force_add=True)
+    validate_cfg(cfg)
+    assert "0.4 in the program's configuration" in caplog.text
+    assert "inference_engine_data_parallel_size=3 -> generator.num_inference_engines=3" in caplog.text
+    caplog.clear()
+    validate_cfg(cfg)
+    assert not caplog.text
+
+
 def test_validate_cfg_reports_the_arguments_of_the_process_and_leaves_what_0_4_leaves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

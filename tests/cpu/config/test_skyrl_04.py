@@ -147,6 +147,18 @@ def test_every_rule_leads_to_keys_that_exist_and_leaves_no_value_of_an_unknown_k
             "trainer.algorithm.corrections",
             ("sequence_tis", "geometric_mask", "outlier_mask"),
         ),
+        *(
+            (
+                [
+                    f"{OFF_POLICY}.tis_ratio_type=token",
+                    f"{OFF_POLICY}.outlier_token_is_threshold_low=0.01",
+                    f"{OFF_POLICY}.outlier_token_is_threshold_high=10",
+                ],
+                f"{OFF_POLICY}.outlier_token_is_threshold_{side}",
+                threshold,
+            )
+            for side, threshold in (("low", 0.01), ("high", 10.0))
+        ),
         (
             ["trainer.algorithm.use_tis=true", "trainer.algorithm.tis_imp_ratio_cap=3.5"],
             "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
@@ -277,6 +289,19 @@ def test_a_strict_configuration_refuses_every_translation_and_says_what_to_write
         "Remove it",
     )
     assert load_config([strict, "+experiment=quickstart"]).trainer.strict_config
+
+
+def test_a_translation_depends_on_the_chosen_experiment_which_it_overrides(tmp_path: Path):
+    (tmp_path / "experiment").mkdir()
+    values = "trainer: {max_staleness: 1, train_batch_size: 8}\ngenerator: {num_inference_engines: 4}\n"
+    (tmp_path / "experiment/four.yaml").write_text(f"# @package _global_\n{values}")
+    asynchronous = ["trainer.placement.colocate_all=false", "trainer.fully_async.max_staleness_steps=3"]
+    asynchronous.append("trainer.fully_async.num_parallel_generation_workers=32")
+    config = load_config(
+        ["+experiment=four", "generator.inference_engine_data_parallel_size=2", *asynchronous], folders=[tmp_path]
+    )
+    assert config.generator.num_inference_engines == 8
+    assert (config.trainer.max_staleness, config.trainer.pipeline_depth) == (3, 3)
 
 
 def test_keys_of_the_release_in_a_file_or_in_fine_tuning_say_what_they_are_here(tmp_path: Path):
