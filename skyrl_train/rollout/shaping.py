@@ -14,10 +14,11 @@ from skyrl_train.types import Group, Sample
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the rewards of the group's conversations differ in float32, in which estimators read them: the same
-    rewards in another order add up to the same. A group of one counts as different.
+    """Whether the rewards of the group's conversations, with that of its greedy response, differ in float32, in which
+    estimators read them: the same rewards in another order add up to the same. A group of one counts as different.
     """
-    rewards = torch.tensor(group.rewards, dtype=torch.float32).tolist()
+    greedy = [sum(sample.reward for sample in group.greedy)] if group.greedy else []
+    rewards = torch.tensor([*group.rewards, *greedy], dtype=torch.float32).tolist()
     return len(rewards) == 1 or len(set(rewards)) > 1
 
 
@@ -56,7 +57,7 @@ class Shaping:
         group = zero_unfinished(group) if self._zeroes_unfinished else group
         samples = [sample for conversation in group.conversations for sample in self._shaped(conversation)]
         greedy = tuple(self._shaped(group.greedy)) if group.greedy else ()
-        if self._masks_groups and not has_signal(Group(group.prompt, tuple(samples))):
+        if self._masks_groups and not has_signal(Group(group.prompt, tuple(samples), greedy)):
             samples = [_masked(sample) for sample in samples]
         return Group(group.prompt, tuple(samples), greedy)
 

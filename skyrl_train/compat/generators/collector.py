@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from skyrl_train.compat.generators.client import CURRENT, Call
@@ -143,6 +143,12 @@ class Postprocessed(Collector):
         return [group if self.filters and not has_signal(group) else self._hooked(group) for group in groups]
 
     def _hooked(self, group: Group) -> Group:
+        hooked = self._changed(group)
+        if not group.greedy:
+            return hooked
+        return replace(hooked, greedy=self._changed(Group(group.prompt, group.greedy)).samples)
+
+    def _changed(self, group: Group) -> Group:
         output = output_of(group)
         if self.gives_token_rewards():
             lengths = map(len, output["response_ids"])

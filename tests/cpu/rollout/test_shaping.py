@@ -71,6 +71,14 @@ def test_rewards_that_differ_by_the_order_in_which_turns_add_up_are_no_signal():
     assert made[0].reward != made[1].reward and not has_signal(group(*made))
 
 
+def test_equal_samples_that_differ_from_their_greedy_response_are_trained_by_remax():
+    shaping = Shaping(load_config(["trainer.algorithm.zero_variance_filter=true"]))
+    better, equal = (Group(prompt("a"), (sample(1.0), sample(1.0)), (sample(reward),)) for reward in (0.0, 1.0))
+    assert has_signal(better) and not has_signal(equal)
+    assert all(one.loss_mask.any() for one in shaping(better).samples)
+    assert not any(one.loss_mask.any() for one in shaping(equal).samples)
+
+
 def test_a_masked_sample_still_counts_in_its_groups_baseline():
     samples = shaped([cut_off(1.0), sample(0.0)], "generator.apply_overlong_filtering=true")
     inputs = credit_inputs(build_experience([group(*samples)], 0))

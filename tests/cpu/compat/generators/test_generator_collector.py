@@ -15,13 +15,14 @@ from skyrl_train.compat.generators.types import GeneratorInput, GeneratorInterfa
 from skyrl_train.config import load_config
 from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.rollout.admission import Admission, Ledger, TooManyFailures
+from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.contract import Engines, RolloutFailure
 from skyrl_train.rollout.oversampling import OverSamplingSource
 from skyrl_train.rollout.source import SourceParts
 from skyrl_train.rollout.streaming.watchdog import NoProgress
 from skyrl_train.tracking.timers import Timers
-from skyrl_train.types import Generation, Group, Prompt, SamplingParams
-from tests.support.rollouts import Quiet, prompt
+from skyrl_train.types import Generation, Group, Prompt, Sample, SamplingParams
+from tests.support.rollouts import Quiet, prompt, sample
 from tests.support.scripted import NeverAnswers
 from tests.support.tiny import tiny_tokenizer
 
@@ -313,6 +314,21 @@ def test_a_trainers_postprocessing_changes_rewards_and_masks_of_each_group():
     assert [group.rewards for group in groups] == [[10.0, 11.0]] * 2
     assert not any(each.loss_mask.any() for group in groups for each in group.samples)
     assert len(collector.requests) == 0
+
+
+def test_a_trainers_postprocessing_also_changes_the_greedy_response():
+    async def rollout(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+        return sample(1.0)
+
+    def hook(output: GeneratorOutput, uids: list[str]) -> GeneratorOutput:
+        assert len(uids) == len(output["rewards"])
+        output["rewards"] = [10 * reward for reward in output["rewards"]]  # type: ignore[operator]
+        return output
+
+    inner = Collector(rollout, World().evaluating.engines)
+    collector = Postprocessed(inner, hook, lambda: False, filters=False, zeroes_unfinished=False)
+    (group,) = asyncio.run(collector.collect([prompt("0")], 2, PARAMS, Quiet(), Admission(0), with_greedy=True))
+    assert group.rewards == [10.0, 10.0] and [each.reward for each in group.greedy] == [10.0]
 
 
 @pytest.mark.parametrize(
