@@ -21,6 +21,7 @@ from skyrl_train.entrypoints.experiment import Experiment
 from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.contract import Rollout
 from skyrl_train.rollout.source import GroupSource, SourceParts
+from skyrl_train.trainer.evaluation import Evaluation
 from skyrl_train.trainer.trainer import Parts, Trainer
 from skyrl_train.types import Generate, Metrics, Prompt
 
@@ -90,6 +91,11 @@ class HookedRun(Experiment):
             filters=self.config.trainer.algorithm.dynamic_sampling.type is not None,
             zeroes_unfinished=self._hooks.cfg.generator.zero_reward_on_non_stop,
         )
+
+    def get_evaluation(self, collector: Collector, samples: Any) -> Evaluation:
+        """Its key is false in the run's configuration if a hook gets zeroed rewards."""
+        zeroes = self._hooks.cfg.generator.zero_reward_on_non_stop
+        return dataclasses.replace(super().get_evaluation(collector, samples), zeroes_unfinished=zeroes)
 
     def get_trainer(self, parts: Parts) -> Trainer:
         return _Trainer(self.config, parts, self.num_steps, self._own_metrics)

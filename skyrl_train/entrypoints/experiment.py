@@ -194,6 +194,7 @@ class Experiment(Run[Config, Processes]):
             batch_size=config.trainer.eval_batch_size,
             max_failed_share=generator.max_failed_share,
             pass_threshold=config.environment.pass_threshold,
+            zeroes_unfinished=generator.zero_reward_on_non_stop,
             **keep,
         )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from skyrl_train.rollout.admission import Admission
 from skyrl_train.rollout.collect import Collector, Progress, Silent
 from skyrl_train.rollout.metrics import evaluation_metrics
+from skyrl_train.rollout.shaping import zero_unfinished
 from skyrl_train.types import Group, Metrics, Prompt, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ class Evaluation:
     max_failed_share: float
     pass_threshold: float
     """A sample passes if its reward is above it."""
+    zeroes_unfinished: bool = False
+    """Whether conversations that did not end by themselves have reward 0, as in training."""
     keep: Callable[[int, Sequence[Group], int], object] = lambda step, groups, logged_at: None
     """keep(step, groups, logged_at) writes the samples."""
 
@@ -63,7 +66,7 @@ class Evaluation:
             log.warning(
                 "%d of %d held-out prompts have no score: all their rollouts failed", left_out, len(self.prompts)
             )
-        return groups
+        return [zero_unfinished(group) for group in groups] if self.zeroes_unfinished else groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from skyrl_train.compat.generators.environments import SkyRLGymGenerator
 from skyrl_train.compat.generators.types import GeneratorInterface
@@ -68,6 +69,14 @@ def test_the_hook_gets_zeroed_rewards_of_one_kind_and_no_groups_without_signal(m
     run._hooks = SimpleNamespace(cfg=composed("generator.zero_reward_on_non_stop=true"))
     asyncio.run(run._postprocessed(Inner()).collect())
     assert seen == [rewards]
+
+
+def test_evaluations_zero_rewards_also_where_the_hook_of_training_gets_zeroed_ones():
+    run: Any = HookedRun.__new__(HookedRun)
+    run.config, run._console, run.val_prompts = load_config([]), Console(quiet=True), []
+    run._hooks = SimpleNamespace(cfg=composed("generator.zero_reward_on_non_stop=true"))
+    collector, samples = object.__new__(Collector), SimpleNamespace(evaluation=print)
+    assert run.get_evaluation(collector, samples).zeroes_unfinished
 
 
 class Own(RayPPOTrainer):

@@ -455,6 +455,20 @@ def test_an_evaluation_of_unknown_versions_has_no_share_of_its_own():
     assert metrics["eval/lag_steps"] == 1 and "eval/share_of_version" not in metrics
 
 
+def test_an_evaluation_zeroes_rewards_of_unfinished_samples_if_it_is_asked_to():
+    async def unfinished(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
+        return replace(sample(1.0), stop_reason="length")
+
+    def score(*overrides: str) -> float:
+        run: Any = object.__new__(Experiment)
+        run.config, run._console, run.val_prompts = load_config([*overrides]), Console(quiet=True), [prompt("a")]
+        samples: Any = SimpleNamespace(evaluation=lambda *args: ())
+        evaluation = run.get_evaluation(Collector(unfinished, engines_of(None)), samples)
+        return asyncio.run(evaluation.run(seed=1, step=1))["eval/all/avg_score"]
+
+    assert score("generator.zero_reward_on_non_stop=true") == 0 and score() == 1
+
+
 def test_an_evaluation_counts_the_rollouts_that_failed():
     async def all_but_b(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
         if prompt.uid == "b":
