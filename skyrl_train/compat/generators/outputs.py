@@ -17,6 +17,8 @@ from skyrl_train.faults import faults_of, listed
 from skyrl_train.types import UNKNOWN_VERSION, Group, Prompt, Sample, SamplingParams, VersionSpans
 
 NEEDED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
+ENDS = ("stop", "complete", None)
+"""Stop reasons of samples that ended by themselves; agents of 0.4 write "complete"."""
 
 
 def input_of(prompt: Prompt, n_samples: int, params: SamplingParams, metadata: BatchMetadata) -> GeneratorInput:
@@ -106,7 +108,7 @@ def _sample(row: Mapping[str, Any], prompt: Prompt, policy_version: int, tokeniz
         rollout_logprobs=torch.tensor([0.0] * len(read) + [*known]).masked_fill(~is_trained, 0),
         prompt_length=len(read),
         rewards=_rewards(row["rewards"], len(read), len(response)),
-        stop_reason="length" if row["stop_reasons"] == "length" else "stop",
+        stop_reason="stop" if row["stop_reasons"] in ENDS else "length",
         turns=sum(after and not before for before, after in pairwise([0, *mask])),
         policy_version=UNKNOWN_VERSION if logprobs is None else policy_version,
         transcript=[*prompt.messages, text] if isinstance(prompt.messages, list) else [text],

@@ -54,6 +54,14 @@ def test_an_output_becomes_samples_in_its_order_with_every_value_at_its_token():
     assert first.transcript == [*PROMPT.messages, {"role": "assistant", "content": TOKENIZER.decode([4, 5])}]
 
 
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [("stop", "stop"), ("complete", "stop"), (None, "stop"), ("abort", "length"), ("agent_timeout", "length")],
+)
+def test_every_stop_reason_but_an_end_is_that_of_an_unfinished_sample(given: str | None, read: str):
+    assert [each.stop_reason for each in samples_of(output(stop_reasons=[given, "stop"]))] == [read, "stop"]
+
+
 def test_rewards_per_token_stay_at_their_tokens():
     first, second = samples_of(output(rewards=[[0.0, 1.0], [0.25, 0.0, 0.5]]))
     assert first.rewards.tolist() == [0.0, 0.0, 0.0, 1.0]
