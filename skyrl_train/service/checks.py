@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from skyrl_train.algorithms.tables import ADVANTAGES, LOSSES
+from skyrl_train.algorithms.tables import ADVANTAGES, LOSSES, compares_with_greedy
 from skyrl_train.checks.engines import check_vllm
 from skyrl_train.checks.model import model_problems
 from skyrl_train.checks.model_folder import check_scoring_models, checked_folder
@@ -77,10 +77,15 @@ def _problems(config: Config) -> Iterator[str]:
                 f"{table.key} is {name}, which this program registered: a service is another process. Name it "
                 "module:attribute, or add the module that registers it to trainer.custom_modules"
             )
-    if config.trainer.algorithm.needs_critic:
+    estimator = config.trainer.algorithm.advantage_estimator
+    lacks = {
+        "no critic": config.trainer.algorithm.needs_critic,
+        "no greedy responses": compares_with_greedy(estimator),
+        "no named rewards": estimator == "gdpo",
+    }
+    for lack in (name for name, needed in lacks.items() if needed):
         yield (
-            f"trainer.algorithm.advantage_estimator is {config.trainer.algorithm.advantage_estimator}: a service has "
-            "no critic. Use grpo, rloo or reinforce++"
+            f"trainer.algorithm.advantage_estimator is {estimator}: a service has {lack}. Use grpo, rloo or reinforce++"
         )
     scheduler = config.trainer.policy.optimizer_config.scheduler
     if scheduler != "constant_with_warmup":

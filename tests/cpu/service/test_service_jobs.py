@@ -309,6 +309,14 @@ def test_a_service_has_no_last_step_no_checkpoints_and_no_rows():
 
 
 @pytest.mark.parametrize(
+    ("estimator", "lack"), [("gae", "critic"), ("remax", "greedy responses"), ("gdpo", "named rewards")]
+)
+def test_a_service_refuses_estimators_that_need_what_no_job_has(estimator: str, lack: str):
+    with pytest.raises(ConfigError, match=f"advantage_estimator is {estimator}: a service has no {lack}. Use grpo"):
+        check_service(load_config([f"trainer.algorithm.advantage_estimator={estimator}"]), files=False)
+
+
+@pytest.mark.parametrize(
     ("override", "remedy"),
     [
         ("generator.zero_reward_on_non_stop=true", "false"),
