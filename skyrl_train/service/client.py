@@ -75,10 +75,7 @@ class TrainingService:
                     f"name is {name}: a service with this name runs in the cluster. Use "
                     f"TrainingService.connect({name!r}), or another name"
                 )
-            key = config.generator.remote_api_key_env  # the service may run on another node
-            environment = {} if key is None else {key: os.environ[key]}
-            if "wandb" in config.trainer.logger:
-                environment |= {each: value for each, value in os.environ.items() if each.startswith("WANDB_")}
+            environment = _environment(config, os.environ)  # the service may run on another node
             actor = _place(name, outlives).remote(os.getcwd(), config, cluster, keep_state, environment)
             try:
                 state = _answer(actor.state.remote())
@@ -228,6 +225,12 @@ class TrainingService:
             return await asyncio.wrap_future(ref.future())
         except RayError as error:
             raise _plain(error) from None
+
+
+def _environment(config: Config, own: Mapping[str, str]) -> dict[str, str]:
+    """The client's variables that a service reads. The key of running servers is not needed where engines are local."""
+    key, has_wandb = config.generator.remote_api_key_env, "wandb" in config.trainer.logger
+    return {name: value for name, value in own.items() if name == key or (has_wandb and name.startswith("WANDB_"))}
 
 
 def listed(given: Any, depth: int) -> Any:

@@ -15,8 +15,9 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from skyrl_train.config import load_config
 from skyrl_train.service.actor import State
-from skyrl_train.service.client import TrainingService, _place
+from skyrl_train.service.client import TrainingService, _environment, _place
 from skyrl_train.service.queue import ServiceBroken
 
 AGENT = Path(__file__).parents[3] / "examples/service/agent.py"
@@ -83,6 +84,14 @@ def test_engines_that_are_not_replaced_any_more_are_not_promised(monkeypatch: py
         _ = service.openai_base_urls
     service = handle(monkeypatch, state=dataclasses.replace(broken, urls=("http://a",)))
     assert service.openai_base_urls == ("http://a/v1",), "it still serves"
+
+
+def test_a_service_gets_the_variables_that_it_reads_if_they_are_set():
+    config = load_config(["generator.remote_api_key_env=SERVER_KEY", "trainer.logger=[wandb]"])
+    own = {"WANDB_API_KEY": "w", "SERVER_KEY": "s", "PATH": "p"}
+    assert _environment(config, own) == {"WANDB_API_KEY": "w", "SERVER_KEY": "s"}
+    assert _environment(config, {"PATH": "p"}) == {}, "engines are local"
+    assert _environment(load_config(["trainer.logger=[console]"]), own) == {}
 
 
 def test_a_service_that_does_not_answer_is_waited_for_so_long_and_can_be_ended(monkeypatch: pytest.MonkeyPatch):
