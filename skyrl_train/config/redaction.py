@@ -58,6 +58,11 @@ _USER_OF_URL = re.compile(r"(\w+://)[^\s'\"?#]*@")
 _PASSWORD_OF_URL = re.compile(r"\w+://[^/\s'\"@:]*:([^\s'\"?#]+)@")
 _SCHEME = re.compile(r"(?i)(bearer|basic) +(\S+)")
 """The value of an Authorization header."""
+_NAMED = (
+    re.compile(r"([?&;] *|^(?=[^;]*;))([\w.-]+)(=)([^\s'\"&;#\\]+)"),
+    re.compile(r"(?i)^()([\w-]+)(: *)((?:(?:bearer|basic) +)?[^\s{]+)$"),
+)
+"""Text before, name, separator and value: in the query of a URL or a connection string, and in a header."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -87,6 +92,12 @@ def _is_told_apart(name: str, value: str) -> bool:
     return len(value) >= 2 * LONG or (len(value) >= LONG and any(map(str.isdigit, value)))
 
 
+def _without_value(found: re.Match[str]) -> str:
+    before, name, separator, value = found.groups()
+    is_open = not is_secret_name(name) or _REFERENCE.fullmatch(value) is not None
+    return found[0] if is_open else f"{before}{name}{separator}{MASK}"
+
+
 @dataclass(frozen=True)
 class Secrets:
     """Values that must not be written, and the masking of text and configurations that may hold them."""
@@ -95,12 +106,16 @@ class Secrets:
     """Longest first, so that a value that contains another is masked completely."""
 
     def text(self, text: str) -> str:
-        """`text` with every secret value, and the user and password of every URL, masked."""
+        """`text` with every secret value, the user and password of every URL, and what a secret's name precedes in its
+        query, in a connection string or a header, masked.
+        """
         for value in self.values:
             if len(value) >= LONG:
                 text = text.replace(value, MASK)
             elif value in text:
                 text = re.sub(rf"(?<![^\W_]){re.escape(value)}(?![^\W_])", MASK, text)
+        for pattern in _NAMED:
+            text = pattern.sub(_without_value, text)
         return _USER_OF_URL.sub(rf"\1{MASK}@", text)
 
     def plain(self, value: Any, name: str = "") -> Any:
@@ -143,7 +158,9 @@ def secrets_of(values: Any, environment: Mapping[str, str] = os.environ) -> Secr
 
 
 def _secret_texts(value: Any, environment: Mapping[str, str], name: str = "") -> Iterator[str]:
-    """Every text below a secret's key, the environment variable that an `..._env` key names, and URLs' passwords."""
+    """Every text below a secret's key, the environment variable that an `..._env` key names, URLs' passwords, and what
+    a secret's name precedes inside a text.
+    """
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _secret_texts(item, environment, name if is_secret_name(name) else str(key))
@@ -159,6 +176,9 @@ def _secret_texts(value: Any, environment: Mapping[str, str], name: str = "") ->
         yield environment.get(value, "")
     elif isinstance(value, str):
         yield from _PASSWORD_OF_URL.findall(value)
+        for _, own, _, text in (found for pattern in _NAMED for found in pattern.findall(value)):
+            if is_secret_name(own):
+                yield from _secret_texts(text, environment, own)
 
 
 def _line(value: Any) -> str:

@@ -77,11 +77,31 @@ def test_no_key_of_the_base_configurations_is_masked_but_those_declared_secret()
         ("generator.http_api_key=${oc.env:MY_KEY}", "generator.http_api_key=${oc.env:MY_KEY}"),
         ("generator.http_api_key=null", "generator.http_api_key=null"),
         ("a.urls=[http://me:pass@host:1/v1]", "a.urls=[http://***@host:1/v1]"),
+        ("a.url=http://h/find?x=1&api_key=xyzzy#top", "a.url=http://h/find?x=1&api_key=***#top"),
+        ("a.url='http://h/?api_key=${oc.env:KEY}&page=2'", "a.url='http://h/?api_key=${oc.env:KEY}&page=2'"),
+        ("a.db='Server=h;Password=xyzzy;Port=1'", "a.db='Server=h;Password=***;Port=1'"),
+        ("a.headers=['X-Api-Key: xyzzy', 'Accept: text/html']", "a.headers=[X-Api-Key: ***, Accept: text/html]"),
         ("trainer.seed=3", "trainer.seed=3"),
     ],
 )
 def test_an_argument_is_written_without_the_secrets_that_it_holds(argument: str, written: str):
     assert Secrets().argument(argument) == written
+
+
+def test_a_secret_inside_a_text_is_masked_there_and_elsewhere():
+    texts = ["http://h/?a=1&token=query-123", "Password=conn-1234;Server=h", "authorization: Bearer head-1234"]
+    secrets = secrets_of({"texts": texts}, {})
+    masked = ["http://h/?a=1&token=***", "Password=***;Server=h", "authorization: ***"]
+    assert secrets.plain({"texts": texts}) == {"texts": masked}
+    assert secrets.text("sent query-123, conn-1234 and head-1234") == "sent ***, *** and ***"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["http://h/?page=2&max_tokens=5", "a=1;b=2", "Key: think first", "Token:{prompt}", "Answer: 4", "what is key=4?"],
+)
+def test_a_text_without_a_secret_stays(text: str):
+    assert Secrets().text(text) == text and secrets_of({"a": text}, {}) == Secrets()
 
 
 def test_no_file_of_a_run_has_a_secret_and_others_cannot_read_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
