@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from itertools import count
 from statistics import fmean
 
 import numpy as np
@@ -67,14 +68,24 @@ def evaluation_metrics(groups: Sequence[Group], pass_threshold: float = 0.0) -> 
     if not groups:  # all of them failed
         return {}
     by_source: dict[str, list[Group]] = defaultdict(list)
+    names = _metric_names({group.prompt.data_source for group in groups})
     for group in groups:
-        by_source[group.prompt.data_source.replace("/", "_")].append(group)
+        by_source[names[group.prompt.data_source]].append(group)
     named = {**by_source, "all": groups}  # also if a source has that name
     return {
         f"eval/{name}/{key}": value
         for name, some in named.items()
         for key, value in (_scores(some, pass_threshold) | _env_metrics(some)).items()
     }
+
+
+def _metric_names(sources: Set[str]) -> dict[str, str]:
+    """Name of each data source in metrics: with `_` in place of `/`, or more of them where another source has it."""
+    names: dict[str, str] = {}
+    for source in sorted(sources, key=lambda source: ("/" in source, source)):
+        choices = (source.replace("/", "_" * width) for width in count(1))
+        names[source] = next(name for name in choices if name not in names.values())
+    return names
 
 
 def _scores(groups: Sequence[Group], pass_threshold: float) -> Metrics:

@@ -360,7 +360,9 @@ def test_a_data_source_hides_neither_the_score_of_all_nor_that_of_another_source
         *(made_group((1, 1.0), data_source="math") for _ in range(3)),
         made_group((1, 0.0), data_source="a/b"),
         made_group((1, 1.0), data_source="a_b"),
+        made_group((1, 0.0), data_source="c/d"),
     ]
     metrics = evaluation_metrics(groups)
-    assert metrics["eval/all/avg_score"] == pytest.approx(4 / 6)
-    assert metrics["eval/a_b/avg_score"] == 0.5
+    assert metrics["eval/all/avg_score"] == pytest.approx(4 / 7)
+    assert (metrics["eval/a_b/avg_score"], metrics["eval/a__b/avg_score"]) == (1.0, 0.0)
+    assert metrics["eval/c_d/avg_score"] == 0.0
