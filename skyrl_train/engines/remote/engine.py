@@ -15,16 +15,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyrl_train.engines.protocol import EngineDeadError, EngineFacts
 from skyrl_train.engines.remote.client import ServerClient, ServerError, ServerUnreachableError
 from skyrl_train.engines.remote.facts import ServerFacts, check_server, check_tokenizer, probe
 from skyrl_train.engines.remote.scoring import prompt_logprobs
 from skyrl_train.engines.settings import EngineSettings, PauseMode, room_to_answer, still_running
+from skyrl_train.engines.stop_strings import has_special_token
 from skyrl_train.types import Generation, SamplingParams
 from skyrl_train.weight_sync.control import ControlMessage, WeightSyncError
 from skyrl_train.weight_sync.digest import check_reports
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_CONNECTIONS = 512
 """Concurrent requests to the server; others wait here. Each is an open socket, of which a process may have 1024."""
@@ -37,7 +41,8 @@ class RemoteEngine:
     """Contacts the server in `start` first. The server's device is not shared, so it never sleeps."""
 
     _facts: ServerFacts
-    """Set by `start`."""
+    _tokenizer: PreTrainedTokenizerBase
+    """Both are set by `start`."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
@@ -59,7 +64,9 @@ class RemoteEngine:
         """
         self._facts = await probe(self._control, self._settings.rpc_timeout_s)
         check_server(self._facts, self._settings)
-        await check_tokenizer(self._control, self._settings.model_path, self._settings.trust_remote_code)
+        self._tokenizer = await check_tokenizer(
+            self._control, self._settings.model_path, self._settings.trust_remote_code
+        )
         return EngineFacts(self._facts.num_workers)
 
     @property
@@ -218,10 +225,13 @@ class RemoteEngine:
         choice = answer["choices"][0]
         if choice["finish_reason"] not in ("stop", "length", "abort"):
             raise RuntimeError(f"{self._settings.url} ended a request with {choice['finish_reason']!r}")
+        token_ids, text = choice["token_ids"], choice["text"]
+        if not body["skip_special_tokens"]:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         generation = Generation(
-            token_ids=choice["token_ids"],
+            token_ids=token_ids,
             logprobs=choice["logprobs"]["token_logprobs"],
-            text=choice["text"],
+            text=text,
             stop_reason=choice["finish_reason"],
             policy_version=first_version,
         )
@@ -242,7 +252,7 @@ class RemoteEngine:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "include_stop_str_in_output": True,
-            "skip_special_tokens": True,
+            "skip_special_tokens": not has_special_token(tuple(params.stop), self._tokenizer),
             "logprobs": 0,
             "return_token_ids": True,
             "seed": params.seed if self._settings.generator.seed_requests else None,

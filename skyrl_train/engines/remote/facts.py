@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from skyrl_train.engines.remote.client import ServerClient, ServerError
 from skyrl_train.engines.settings import EXTENSION, EngineSettings
 from skyrl_train.weight_sync.channels.table import STOCK, transport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OLDEST = (0, 26)
 PROBE_S = 30.0
@@ -157,8 +161,8 @@ def check_server(facts: ServerFacts, settings: EngineSettings) -> None:
         raise ServerUnsuitableError(f"the server {settings.url} (vLLM {facts.version}): " + "; ".join(problems))
 
 
-async def check_tokenizer(client: ServerClient, model_path: str, trust_remote_code: bool) -> None:
-    """Raises: ServerUnsuitableError if the server's vocabulary is not the policy's."""
+async def check_tokenizer(client: ServerClient, model_path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Return the policy's tokenizer. Raises: ServerUnsuitableError if the server's vocabulary is another."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
@@ -172,6 +176,7 @@ async def check_tokenizer(client: ServerClient, model_path: str, trust_remote_co
             f"the server {client.url} has another vocabulary than {model_path}: its tokens of a probe text are "
             f"{found[:8]}..., the policy's are {expected[:8]}.... Serve the policy's model"
         )
+    return tokenizer
 
 
 def _own_backend() -> str:

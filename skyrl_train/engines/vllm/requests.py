@@ -16,6 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from skyrl_train.engines.settings import room_to_answer
+from skyrl_train.engines.stop_strings import has_special_token
 from skyrl_train.engines.vllm.flat_logprobs import unpack_at_once
 from skyrl_train.engines.vllm.versions import VersionTracker
 from skyrl_train.types import Generation, SamplingParams, VersionSpans
@@ -109,7 +110,8 @@ class Requests:
 
     def _vllm_params(self, prompt_length: int, params: SamplingParams) -> VllmSamplingParams:
         room = room_to_answer(prompt_length, self._max_model_len)
-        shared = _sampling_params(replace(params, seed=None), min(params.max_generate_length, room))
+        skips_special = not has_special_token(params.stop, self._llm.get_tokenizer())
+        shared = _sampling_params(replace(params, seed=None), min(params.max_generate_length, room), skips_special)
         if params.seed is None or not self._has_seeds:
             return shared
         seeded = copy.copy(shared)
@@ -118,7 +120,7 @@ class Requests:
 
 
 @functools.lru_cache(maxsize=4096)
-def _sampling_params(params: SamplingParams, max_tokens: int) -> VllmSamplingParams:
+def _sampling_params(params: SamplingParams, max_tokens: int, skips_special: bool) -> VllmSamplingParams:
     """vLLM searches decoded text for stop strings; without them, decoding once at the end is cheaper."""
     return VllmSamplingParams(
         max_tokens=max_tokens,
@@ -129,6 +131,7 @@ def _sampling_params(params: SamplingParams, max_tokens: int) -> VllmSamplingPar
         stop=list(params.stop),
         include_stop_str_in_output=True,
         detokenize=bool(params.stop),
+        skip_special_tokens=skips_special,
         logprobs=0,
         flat_logprobs=True,
         skip_clone=True,

@@ -338,6 +338,16 @@ def test_a_stop_string_ends_the_generation_and_stays_in_tokens_and_text(world: W
     assert len(stopped.logprobs) == len(stopped.token_ids)
 
 
+def test_a_stop_string_that_is_a_special_token_ends_the_generation_and_is_no_text(world: World):
+    params = SamplingParams(max_generate_length=60, temperature=2.0, stop=("<bos>",))
+    tokenizer, generations = tiny_tokenizer(), run(world.generate(PROMPTS * 16, params))
+    ended = [one for one in generations if tokenizer.bos_token_id in one.token_ids]
+    assert ended, "no sample of 64 has the token"
+    for one in ended:
+        assert one.token_ids.index(tokenizer.bos_token_id) == len(one.token_ids) - 1 and one.stop_reason == "stop"
+    assert all(one.text == tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in generations)
+
+
 def test_the_end_of_sequence_is_a_token_but_no_text(world: World):
     params = SamplingParams(max_generate_length=100, temperature=1.0)
     ended = [g for g in run(world.generate(PROMPTS * 16, params)) if g.stop_reason == "stop"]

@@ -21,7 +21,7 @@ from tests.support.jobs import run_to_end, write_world
 from tests.support.remote_servers import KEY, Posted, Server, connect, vllm_server
 from tests.support.sending import specs_of
 from tests.support.settings import engine_settings, remote_settings
-from tests.support.tiny import write_tiny_model
+from tests.support.tiny import tiny_tokenizer, write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -72,6 +72,23 @@ def test_tokens_and_logprobs_of_a_server_are_those_of_its_model(server: Server, 
         assert logprobs == pytest.approx(expected, abs=1e-5)
         assert generation.logprobs == pytest.approx(expected[3:], abs=1e-5)
         assert len(generation.token_ids) == 8 or generation.stop_reason == "stop"
+
+
+def test_a_special_token_of_stop_ends_an_answer_of_a_server(server: Server, world: Path):
+    params = SamplingParams(max_generate_length=20, temperature=2.0, stop=("<bos>",))
+
+    async def main() -> list[Generation]:
+        engine = engine_of(server, world)
+        await engine.start(waits_for_weights=False)
+        batch = engine.generate_batch([(n, [4, 5, 6], params) for n in range(128)])
+        generations = [one async for finished in batch for _, one in finished]
+        await engine.shutdown()
+        return generations
+
+    tokenizer, generations = tiny_tokenizer(), asyncio.run(main())
+    ended = [one for one in generations if tokenizer.bos_token_id in one.token_ids]
+    assert ended and all(one.token_ids.index(tokenizer.bos_token_id) == len(one.token_ids) - 1 for one in ended)
+    assert all(one.text == tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in generations)
 
 
 def test_a_server_whose_update_failed_stays_paused(server: Server, world: Path):

@@ -259,6 +259,25 @@ def test_requests_say_every_parameter_and_wait_while_the_server_is_paused(tokeni
     assert expected.items() <= sent.items() and sent["include_stop_str_in_output"] and sent["return_token_ids"]
 
 
+@pytest.mark.parametrize(
+    ("stop", "skips_special", "text"), [(("x",), True, "text"), (("x", "a<bos>"), False, "12")], ids=["text", "token"]
+)
+def test_a_server_searches_special_tokens_for_stop_strings_that_have_them(
+    stop: tuple[str, ...], skips_special: bool, text: str, tokenizer: str
+):
+    server, prompt = FakeServer("0.32.0", tokenizer), tiny_tokenizer().encode("21<bos>", add_special_tokens=False)
+
+    async def body(engine: RemoteEngine) -> Generation:
+        await engine.init_weight_sync({"transport": "shm", "sender": "policy-0"})
+        await update(engine)
+        batch = engine.generate_batch([(0, prompt, SamplingParams(max_generate_length=8, stop=stop))])
+        (generation,) = [one async for finished in batch for _, one in finished]
+        return generation
+
+    assert talk(server, body, tokenizer).text == text, "environments get no special tokens"
+    assert server.bodies["/v1/completions"]["skip_special_tokens"] is skips_special
+
+
 def test_a_prompt_without_room_to_answer_is_refused(tokenizer: str):
     async def body(engine: RemoteEngine) -> None:
         async for _ in engine.generate_batch([(0, [4] * 64, SamplingParams(max_generate_length=8))]):
