@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+BOX = "\\boxed"
 
 
 class MathVerifyEnv(BaseTextEnv):
@@ -21,7 +23,7 @@ class MathVerifyEnv(BaseTextEnv):
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError("math-verify is not installed. Run pip install 'skyrl_train[math]'")
         truth = str(extras["reward_spec"]["ground_truth"])
-        self._truth = _parsed(truth if "$" in truth or "\\boxed" in truth else f"${truth}$")
+        self._truth = _parsed(truth if "$" in truth or BOX in truth else f"${truth}$")
         if not self._truth:
             raise ValueError(f"reward_spec.ground_truth is {truth!r}: math-verify finds no answer in it")
 
@@ -30,8 +32,15 @@ class MathVerifyEnv(BaseTextEnv):
 
         # The time limits of math-verify are signals, which only a main thread can set; environment.step_timeout_s
         # limits each step instead.
-        is_right = verify(self._truth, _parsed(action), timeout_seconds=None)
+        is_right = any(verify(self._truth, _parsed(text), timeout_seconds=None) for text in _readings(action))
         return BaseTextEnvStepOutput(observations=[], reward=float(is_right), done=True, metadata={})
+
+
+def _readings(response: str) -> Iterator[str]:
+    """The response and, because math-verify makes a set of boxes that are close together, its last box."""
+    yield response
+    if response.count(BOX) > 1:
+        yield response[response.rindex(BOX) :]
 
 
 def _parsed(text: str) -> list[Any]:

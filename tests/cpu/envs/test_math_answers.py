@@ -30,6 +30,10 @@ ANSWERS = [
     ("(1,2)", "\\boxed{(2, 1)}", 0.0),
     ("1,080", "\\boxed{1080}", 1.0),
     ("x^2+2x+1", "\\boxed{(x+1)^2}", 1.0),
+    ("3", "I get \\boxed{2}. Wait, I made a mistake. The total is \\boxed{3}.", 1.0),
+    ("2", "I get \\boxed{2}. Wait, I made a mistake. The total is \\boxed{3}.", 0.0),
+    ("3", "$\\boxed{2}$ or rather $x = \\boxed{3}$", 1.0),
+    ("\\{1, 2\\}", "\\boxed{1} and \\boxed{2}", 1.0),
     ("7", "I do not know.", 0.0),
     ("7", "", 0.0),
 ]
