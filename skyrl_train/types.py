@@ -126,6 +126,12 @@ class Sample:
             return self.version_spans
         return ((self.policy_version, int(self.loss_mask.sum())),)
 
+    @property
+    def num_written(self) -> int:
+        """Tokens that the policy wrote. A masked sample has them in its spans; without these, all after its prompt."""
+        written = int(self.loss_mask.sum()) or sum(count for _, count in self.version_spans)
+        return written or len(self.token_ids) - self.prompt_length
+
 
 def final_reward(length: int, reward: float) -> Tensor:
     """Rewards [L] of a sample whose last token earns everything."""

@@ -24,7 +24,7 @@ def rollout_metrics(groups: Sequence[Group], pass_threshold: float = 0.0) -> Met
     """
     conversations = [conversation for group in groups for conversation in group.conversations]
     rewards = _rewards(groups)
-    num_tokens = np.array([sum(map(_num_tokens, conversation)) for conversation in conversations])
+    num_tokens = np.array([sum(sample.num_written for sample in conversation) for conversation in conversations])
     passed: dict[int, list[bool]] = defaultdict(list)
     for group in groups:
         passed[len(group.rewards)].append(any(reward > pass_threshold for reward in group.rewards))
@@ -100,13 +100,6 @@ def _scores(groups: Sequence[Group], pass_threshold: float) -> Metrics:
         "mean_positive_reward": float(np.maximum(rewards, 0.0).mean()),
         **{f"{name}_stderr": error for name, error in errors.items() if error is not None},
     }
-
-
-def _num_tokens(sample: Sample) -> int:
-    """Tokens that the policy wrote; if the sample is not trained (generator.apply_overlong_filtering), all tokens after
-    its prompt.
-    """
-    return int(sample.loss_mask.sum()) or len(sample.token_ids) - sample.prompt_length
 
 
 def _named_rewards(conversations: Sequence[Sequence[Sample]]) -> Metrics:

@@ -74,7 +74,7 @@ def transcript_of(
         env_class="" if prompt is None else prompt.env_class,
         reference=None if prompt is None else reference_of(prompt.extras),
         turns=sample.turns,
-        num_tokens=int(sample.loss_mask.sum()),
+        num_tokens=sample.num_written,
         policy_version=sample.policy_version,
         env_metrics=sample.env_metrics,
         named_rewards=sample.named_rewards,

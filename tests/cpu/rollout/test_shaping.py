@@ -14,6 +14,7 @@ from skyrl_train.config import load_config
 from skyrl_train.rollout.admission import Ledger
 from skyrl_train.rollout.metrics import rollout_metrics
 from skyrl_train.rollout.shaping import Shaping, copies, has_signal, overlong_penalty
+from skyrl_train.tracking.transcripts import transcript_of
 from skyrl_train.types import Group, Sample
 from tests.cpu.rollout.test_source import World
 from tests.support.rollouts import prompt, sample
@@ -83,6 +84,21 @@ def test_a_masked_sample_still_counts_in_its_groups_baseline():
     samples = shaped([cut_off(1.0), sample(0.0)], "generator.apply_overlong_filtering=true")
     inputs = credit_inputs(build_experience([group(*samples)], 0))
     assert inputs.sample_sums(inputs.rewards).tolist() == [1.0, 0.0] and inputs.loss_mask.sum() == 1
+
+
+@pytest.mark.parametrize("key", ["trainer.algorithm.zero_variance_filter", "generator.apply_overlong_filtering"])
+def test_masked_conversations_count_the_tokens_that_the_policy_wrote_and_not_the_environments(key: str):
+    one = replace(
+        cut_off(1.0),
+        token_ids=torch.arange(9),
+        loss_mask=torch.tensor([False] * 2 + [True] * 2 + [False] * 4 + [True]),  # prompt, call, result, answer
+        prompt_length=2,
+        version_spans=((0, 3),),
+    )
+    samples = shaped([one, one], f"{key}=true")
+    assert not samples[0].loss_mask.any()
+    assert rollout_metrics([group(*samples)])["generate/avg_num_tokens"] == 3.0
+    assert transcript_of(1, samples[0]).num_tokens == 3
 
 
 def test_a_group_without_signal_can_be_masked():
