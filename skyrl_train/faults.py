@@ -91,11 +91,14 @@ def listed(faults: Sequence[str]) -> str:
     return "; ".join(faults[:SHOWN]) + more
 
 
-def faults_of(sample: Sample) -> list[str]:
-    """What keeps a sample from being trained, each as `has ...`; empty if it can be. Takes microseconds."""
+def faults_of(sample: Sample, vocab_size: int | None = None) -> list[str]:
+    """What keeps a sample from being trained, each as `has ...`; empty if it can be. Takes microseconds.
+
+    Args: vocab_size: the policy's, None if unknown.
+    """
     if not isinstance(sample, Sample):
         return [f"is {_short(sample)}: it must be a skyrl_train.types.Sample"]
-    return list(_wrong_types(sample)) or list(_wrong_values(sample))
+    return list(_wrong_types(sample)) or list(_wrong_values(sample, vocab_size))
 
 
 def _wrong_types(sample: Sample) -> Iterator[str]:
@@ -108,7 +111,7 @@ def _wrong_types(sample: Sample) -> Iterator[str]:
             yield f"has {_short(value)} as {name}: it must be {words}"
 
 
-def _wrong_values(sample: Sample) -> Iterator[str]:
+def _wrong_values(sample: Sample, vocab_size: int | None) -> Iterator[str]:
     lengths = [len(getattr(sample, name)) for name in TENSORS]
     if len(set(lengths)) > 1:
         yield "has {} token_ids, {} loss_mask, {} rollout_logprobs and {} rewards: the numbers must be equal".format(
@@ -118,6 +121,8 @@ def _wrong_values(sample: Sample) -> Iterator[str]:
         yield "has no tokens: it needs those of its prompt"
     elif (lowest := int(sample.token_ids.min())) < 0:
         yield f"has token id {lowest}: ids are those of the policy's tokenizer, from 0"
+    elif vocab_size is not None and (highest := int(sample.token_ids.max())) >= vocab_size:
+        yield f"has token id {highest}: the policy's vocabulary has {vocab_size} tokens, from 0 to {vocab_size - 1}"
     if lengths[1] and bool(sample.loss_mask[0]):
         yield "has loss_mask True for its first token, which nothing predicts: begin with the prompt's tokens"
     if not 0 <= sample.prompt_length <= lengths[0]:

@@ -1,0 +1,47 @@
+"""The parts of a run that need no process, with the tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from skyrl_train.config import load_config
+from skyrl_train.entrypoints.experiment import Experiment
+from skyrl_train.rollout.admission import Admission
+from skyrl_train.rollout.contract import RolloutFailure
+from skyrl_train.tasks.tiny import VOCABULARY
+from skyrl_train.types import Group, Sample, SamplingParams
+from tests.support.jobs import write_world
+from tests.support.rollouts import Quiet, prompt, sample
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+    world = write_world(tmp_path_factory.mktemp("experiment") / "world")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(world)
+        patch.syspath_prepend(str(world))
+        return Experiment(load_config(["+experiment=tiny"], [world / "configs"]), Console(quiet=True))
+
+
+def test_a_token_beyond_the_models_vocabulary_is_a_failure_of_the_rollout_that_returned_it(
+    experiment: Experiment,
+):
+    def collected(last: int) -> list[Group]:
+        async def rollout(*_: Any) -> Sample:
+            return replace(sample(1.0), token_ids=torch.tensor([4, 5, last]))
+
+        collector, params = experiment.get_collector(None, rollout), SamplingParams(max_generate_length=4)  # type: ignore[arg-type]
+        return asyncio.run(collector.collect([prompt("a")], 1, params, Quiet(), Admission(0)))
+
+    size = len(VOCABULARY)
+    with pytest.raises(
+        RolloutFailure, match=rf"prompt a.*has token id {size}: .* has {size} tokens, from 0 to {size - 1}"
+    ):
+        collected(size)
+    assert len(collected(size - 1)) == 1
