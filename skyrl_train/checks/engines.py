@@ -64,6 +64,8 @@ OTHER_DISTRIBUTION = {
 }
 """Arguments that change the engine's distribution -> why the trainer's would differ."""
 
+MAX_TEMPERATURE = 2.0
+"""vLLM refuses requests above it since 0.24 (vllm-project/vllm#44965)."""
 REMOTE_CODE = ("trust_remote_code", "auto_map", "code_revision")
 ALL_TOKENS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
 """Values with which the engine samples from all tokens."""
@@ -107,6 +109,14 @@ def length_problems(config: Config) -> Iterator[str]:
         )
 
 
+def vllm_sampling_problems(generator: GeneratorConfig) -> Iterator[str]:
+    """Sampling parameters that vLLM refuses in every request."""
+    for name in ("sampling_params", "eval_sampling_params"):
+        if (temperature := getattr(generator, name).temperature) > MAX_TEMPERATURE:
+            given = f"generator.{name}.temperature is {temperature}"
+            yield f"{given}: vLLM refuses requests above {MAX_TEMPERATURE}. Set it to at most {MAX_TEMPERATURE}"
+
+
 def quantization_key_problems(generator: GeneratorConfig) -> Iterator[str]:
     """Keys with which engines would not be quantised."""
     given = f"generator.quantization is {generator.quantization}"
@@ -146,6 +156,7 @@ def local_engine_problems(config: Config) -> Iterator[str]:
     arguments = config.generator.engine_init_kwargs
     yield from argument_problems("generator.engine_init_kwargs", arguments, *ENGINE_ARGUMENTS)
     yield from engine_argument_problems(config.generator)
+    yield from vllm_sampling_problems(config.generator)
 
 
 def engine_argument_problems(generator: GeneratorConfig) -> Iterator[str]:
@@ -256,6 +267,7 @@ def remote_engine_problems(config: Config) -> Iterator[str]:
         yield f"{key} contains {url} twice: each server is one engine. Remove one"
     yield from api_key_problems(generator)
     yield from engine_argument_problems(generator)
+    yield from vllm_sampling_problems(generator)
 
 
 def api_key_problems(generator: GeneratorConfig) -> Iterator[str]:
