@@ -26,7 +26,7 @@ def hinted_messages(template: str, prompt: Prompt) -> list[Message]:
         raise ValueError(f"{KEY}: the prompt of row {prompt.uid} has no user message. Use a `module:function`")
     given = prompt.messages[last]
     try:
-        content = Filled().vformat(template, (), {**prompt.extras, "prompt": given["content"]})
+        content = Filled().vformat(template, (), {**prompt.extras, "prompt": given.get("content") or ""})
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         columns = ", ".join(["prompt", *prompt.extras])
         raise ValueError(
@@ -90,7 +90,7 @@ def check_template(
     """
     filled = [hinted_messages(template, prompt) for prompt in prompts]
     # The one with the most characters stands for all: rendering takes most of the time.
-    sizes = [sum(len(message["content"]) for message in messages) for messages in filled]
+    sizes = [sum(_num_characters(message) for message in messages) for messages in filled]
     longest = max(range(len(sizes)), key=sizes.__getitem__)
     length = len(chat.prompt_ids(filled[longest]))
     if length + (max_response or 1) > max_tokens:
@@ -100,3 +100,7 @@ def check_template(
             f"the {max_tokens} positions of the model. Shorten the hint, or lower max_generate_length"
         )
     return length
+
+
+def _num_characters(message: Message) -> int:
+    return len(message.get("content") or "") + len(str(message.get("tool_calls") or ""))

@@ -69,7 +69,7 @@ class OneMessageDialogue(ChatDialogue):
     def answer(self, observations: Sequence[Message]) -> None:
         if self._written and self._written[-1] in self._chat.special_ids:
             self._trace.drop_last()
-        texts = [message["content"] for message in observations]
+        texts = [message.get("content") or "" for message in observations]
         self._trace.read([token for text in texts for token in self._chat.encode_after(text)], observations)
 
 

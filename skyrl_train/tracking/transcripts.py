@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -128,11 +129,20 @@ def transcript_panel(transcript: Transcript) -> Panel:
     return Panel(body, title=Text(title), title_align="left", border_style="dim")
 
 
-def conversation(messages: Sequence[Mapping[str, str]]) -> str:
+def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
     """Chat messages as one text: a single one is its content, several are `role: content` each."""
     if len(messages) == 1:
-        return messages[0]["content"]
-    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        return _text(messages[0])
+    return "\n".join(f"{message['role']}: {_text(message)}" for message in messages)
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """Content of a message, and its tool calls as JSON."""
+    content = message.get("content") or ""
+    if not (calls := message.get("tool_calls")):
+        return content
+    written = json.dumps([call.get("function", call) for call in calls], ensure_ascii=False, default=str)
+    return f"{content}\n{written}" if content else written
 
 
 def shortened(text: str, max_chars: int = MAX_SHOWN_CHARS) -> str:

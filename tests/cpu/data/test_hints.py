@@ -10,6 +10,7 @@ import torch
 from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.data.hints import Hints, check_template, hint_of_template, hinted_messages
 from skyrl_train.types import Generation, Group, Message, Prompt, Sample
+from tests.support.realistic import realistic_tokenizer
 from tests.support.samples import sample
 from tests.support.tiny import chatml_tokenizer
 
@@ -96,3 +97,12 @@ def test_a_hint_that_leaves_no_room_for_the_response_is_refused_before_the_run()
     system = replace(prompt(), messages=[{"role": "system", "content": "1"}])
     with pytest.raises(ValueError, match="row 7 has no user message"):
         check_template(TEMPLATE, [system], CHAT, max_tokens=1000, max_response=None)
+
+
+def test_a_tool_call_without_content_counts_by_its_arguments():
+    call = {"function": {"name": "add", "arguments": {"a": "1" * 99}}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    chat = ChatTemplate(realistic_tokenizer("qwen2_5"), {})
+    rows = [replace(prompt(), messages=[*prompt().messages, called]), prompt("1+2=" * 9, "8")]
+    longest = chat.prompt_ids(hinted_messages(TEMPLATE, rows[0]))
+    assert check_template(TEMPLATE, rows, chat, max_tokens=1000, max_response=5) == len(longest)

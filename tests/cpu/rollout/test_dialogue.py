@@ -12,9 +12,10 @@ import torch
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from skyrl_train.config import load_config
+from skyrl_train.data.chat import ChatTemplate
 from skyrl_train.rollout.dialogue import ChatDialogue, OneMessageDialogue, StepWiseDialogue, dialogue_class
 from skyrl_train.rollout.streaming.saved_groups import SavedGroup, from_bytes, to_bytes
-from skyrl_train.types import Group
+from skyrl_train.types import Generation, Group
 from tests.support.realistic import FAMILIES, realistic_tokenizer
 from tests.support.scripted import PARAMS, Script, prompt, sampler
 from tests.support.tiny import chatml_tokenizer
@@ -180,6 +181,16 @@ def test_a_truncated_response_is_kept_whole_in_one_message():
         sample = asyncio.run(playing.sample(prompt("guess_number"), PARAMS))
     assert tokenizer.decode(sample.token_ids).endswith("assistant\n5higher7<|im_end|>")
     assert sample.loss_mask.sum() == 3
+
+
+def test_an_answer_of_a_tool_call_alone_adds_no_text_to_the_one_message():
+    dialogue = OneMessageDialogue(ChatTemplate(chatml_tokenizer(), {}))
+    dialogue.begin([{"role": "user", "content": "guess:"}])
+    asked = dialogue.input_ids()
+    dialogue.write(Generation([5], [-0.5], "x", "stop", 0))
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    dialogue.answer([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert dialogue.input_ids() == [*asked, 5]
 
 
 def test_the_keys_choose_the_form():

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from skyrl_train.tracking.samples import SampleLog
 from skyrl_train.tracking.sinks import Tracker
-from skyrl_train.tracking.transcripts import TranscriptLog, reference_of
+from skyrl_train.tracking.transcripts import TranscriptLog, reference_of, transcript_of
 from skyrl_train.types import Group, Prompt, Sample, final_reward
 
 
@@ -135,3 +135,15 @@ def test_a_full_disk_costs_the_samples_of_the_evaluation_alone(
 )
 def test_the_reference_answer_is_found_where_rows_have_it(row: dict[str, Any], reference: Any):
     assert reference_of(row) == reference
+
+
+def test_tool_calls_are_shown_as_json_with_or_without_content():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}
+    shown = '[{"name": "add", "arguments": {"a": "é"}}]'
+    called = {"role": "assistant", "tool_calls": [call]}
+    answer = {"role": "assistant", "content": "2"}
+    question = [{"role": "user", "content": "1+1="}, {**called, "content": "Hm."}, {"role": "tool", "content": "2"}]
+    written = transcript_of(1, sample(1.0, transcript=[*question, answer]))
+    assert written.prompt == f"user: 1+1=\nassistant: Hm.\n{shown}\ntool: 2"
+    for content in ({}, {"content": None}):
+        assert transcript_of(1, sample(1.0, transcript=[{**called, **content}, answer])).prompt == shown
