@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from skyrl_train.data.text import ANCHORS, TextLimit, TooLong, check_text, encode_after, shortened
+from skyrl_train.data.tool_calls import check_tool_calls, rendered
 from skyrl_train.types import Message
 
 if TYPE_CHECKING:
@@ -50,39 +50,10 @@ def check_messages(messages: object, allowed: str = MESSAGES) -> list[Message]:
         for key, value in message.items():
             check_text(key, f"a field's name in message {index}")
             if key == "tool_calls":
-                _check_tool_calls(value, f"`tool_calls` of message {index}")
+                check_tool_calls(value, f"`tool_calls` of message {index}")
             elif not (calls and key == "content" and value is None):
                 check_text(value, f"`{key}` of message {index}")
     return messages
-
-
-def _check_tool_calls(calls: object, name: str) -> None:
-    """Raises: ValueError that begins with the name."""
-    for call in calls if isinstance(calls, list) else [calls]:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "arguments" not in function:
-            raise ValueError(
-                f'{name} must be a list of {{"function": {{"name": ..., "arguments": ...}}}}, got {shortened(calls)}'
-            )
-    try:
-        check_text(json.dumps(calls, ensure_ascii=False), name)
-    except (TypeError, RecursionError) as error:
-        raise ValueError(f"{name} must have values of JSON, got {shortened(calls)}") from error
-
-
-def _rendered_form(message: Mapping[str, Any]) -> Message:
-    """The message as templates expect it: a `content`, and arguments of tool calls as an object, which OpenAI's form
-    has as JSON text.
-    """
-    if not message.get("tool_calls"):
-        return dict(message)
-    calls = [dict(call) for call in message["tool_calls"]]
-    for call in calls:
-        function = call["function"] = dict(call.get("function", call))
-        if isinstance(function["arguments"], str):
-            with suppress(ValueError):
-                function["arguments"] = json.loads(function["arguments"])
-    return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 
 class ChatTemplate:
@@ -135,13 +106,13 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """The text of a conversation. Raises: ValueError if the template rejects the messages."""
+
+        def render(given: list[Message]) -> tuple[str, None]:
+            options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **self._kwargs}
+            return self.tokenizer.apply_chat_template(given, **options), None
+
         try:
-            return self.tokenizer.apply_chat_template(
-                [_rendered_form(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._kwargs,
-            )
+            return rendered(messages, render)[0]
         except Exception as error:  # errors of Jinja and of the template's expressions
             raise ValueError(f"the chat template rejected {shortened(messages)}: {error}") from error
 
@@ -155,14 +126,19 @@ class ChatTemplate:
 
         Raises: ValueError if the template rejects the messages or the tokenizer has no offsets.
         """
-        try:
+
+        def render(given: list[Message]) -> tuple[str, list[tuple[int, int]]]:
             (text,), (spans,) = render_jinja_template(
-                [[_rendered_form(message) for message in messages]],
+                [given],
                 chat_template=self.tokenizer.chat_template,
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
                 **self._kwargs,
             )
+            return text, spans
+
+        try:
+            text, spans = rendered(messages, render)
             encoded = self.tokenizer(self.checked(text), add_special_tokens=False, return_offsets_mapping=True)
         except TooLong:
             raise

@@ -24,7 +24,10 @@ REWRITTEN = {
     "deepseek_r1": {feature.name for feature in FEATURES},
     "gemma": {"white space around responses"},
 }
-REJECTED = {"gemma": {"system message", "several observations", "tools, and their results", "tool calls in the prompt"}}
+REJECTED = {
+    "chatml": {"tool calls in the prompt"},
+    "gemma": {"system message", "several observations", "tools, and their results", "tool calls in the prompt"},
+}
 
 
 def family(name):
