@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from decimal import Decimal
 from typing import Any
 
 from skyrl_train.config.training import DataConfig
@@ -50,7 +51,9 @@ class RowMapping:
             row.pop(name, None)
         if self.columns.get("answer") is not None:
             truth = {"ground_truth": _truth(row["answer"], f"{where}: data.columns.answer")}
-            row["reward_spec"] = {"method": "rule", **(row.get("reward_spec") or {}), **truth}
+            spec = row.get("reward_spec") or {}
+            if isinstance(spec, dict):  # the reader of prompts refuses others
+                row["reward_spec"] = {"method": "rule", **spec, **truth}
         if self.prompt_template is not None:
             row["prompt"] = _filled(self.prompt_template, row, where)
         return row
@@ -103,6 +106,8 @@ def _truth(answer: Any, what: str) -> Any:
         raise ValueError(
             f"{what}: the answer was read as a date, {answer}. Store it as text, in a .jsonl or .parquet file"
         )
+    if isinstance(answer, Decimal):  # with as many digits after the point as its column has
+        answer = int(answer) if answer == int(answer) else f"{answer:f}".rstrip("0")
     if isinstance(answer, float) and answer.is_integer():  # a column with nulls or fractions
         answer = int(answer)
     is_number = isinstance(answer, int | float) and not isinstance(answer, bool)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,19 @@ def test_an_answer_is_the_text_that_environments_compare(tmp_path):
     source = parquet(tmp_path, *({"question": "?", "answer": answer} for answer in (72.0, 0.5)))
     prompts = load(source, columns={"prompt": "question", "answer": "answer"}).prompts
     assert [prompt.extras["reward_spec"]["ground_truth"] for prompt in prompts] == ["72", "0.5"]
+
+    exact = [Decimal("72.000"), Decimal("70.000"), Decimal("-0.500"), Decimal("12345678901234567890123456789.125")]
+    source = parquet(tmp_path, *({"question": "?", "answer": answer} for answer in exact))
+    prompts = load(source, columns={"prompt": "question", "answer": "answer"}).prompts
+    found = [prompt.extras["reward_spec"]["ground_truth"] for prompt in prompts]
+    assert found == ["72", "70", "-0.5", "12345678901234567890123456789.125"]
+
+
+@pytest.mark.parametrize("answer", [{}, {"answer": "text"}])
+def test_a_reward_spec_that_is_not_an_object_is_the_same_error_with_and_without_an_answer(tmp_path, answer):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "1=", "reward_spec": "3"}) + "\n")
+    with pytest.raises(ValueError, match="a.jsonl, line 1: `reward_spec` must be a dict, got str '3'"):
+        load(tmp_path / "a.jsonl", columns={"prompt": "text", **answer})
 
 
 @pytest.mark.parametrize(
