@@ -13,7 +13,8 @@ from skyrl_train.types import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-REMEDY = "Set data.assistant_turns=last, use prompt and response columns, or mark the turns with {% generation %}"
+REMEDY_OF_LAST = "Mark the turns with {% generation %} in the chat template, or use prompt and response columns of text"
+REMEDY = f"Set data.assistant_turns=last, or m{REMEDY_OF_LAST[1:]}"
 
 
 class Conversations:
@@ -71,10 +72,18 @@ class Conversations:
         encoded = EncodedText(self._chat.tokenizer, self._chat.checked(text))
         mask = [False] * len(encoded.ids)
         for turn in turns:
+            is_last = turn == len(messages) - 1
+            if turn == 0:
+                other = "drop the row with data.row_fn" if is_last else "set data.assistant_turns=last"
+                raise ValueError(
+                    "message 0 is the assistant's: no prompt asks for it. Put a message before it, as "
+                    f"data.system_prompt does, or {other}"
+                )
+            remedy = REMEDY_OF_LAST if is_last else REMEDY
             before = self._chat.render(messages[:turn])
-            through = text if turn == len(messages) - 1 else self._chat.render(messages[: turn + 1], False)
-            start = _length_of_prefix(before, text, encoded, f"the prompt that asks for message {turn}")
-            end = _length_of_prefix(through, text, encoded, f"the conversation up to message {turn}")
+            through = text if is_last else self._chat.render(messages[: turn + 1], False)
+            start = _length_of_prefix(before, text, encoded, f"the prompt that asks for message {turn}", remedy)
+            end = _length_of_prefix(through, text, encoded, f"the conversation up to message {turn}", remedy)
             end = self._without_closing(encoded.ids, start, end)
             mask[start:end] = [True] * (end - start)
         return encoded.ids, mask
@@ -89,18 +98,18 @@ class Conversations:
         return end
 
 
-def _length_of_prefix(prefix: str, text: str, encoded: EncodedText, which: str) -> int:
+def _length_of_prefix(prefix: str, text: str, encoded: EncodedText, which: str, remedy: str) -> int:
     """Number of tokens of `prefix`, which must be a prefix of the text, also in tokens."""
     if not text.startswith(prefix):
         raise ValueError(
             f"the chat template renders {which} differently when more turns follow, so turns cannot be separated. "
-            f"{REMEDY}"
+            f"{remedy}"
         )
     length = encoded.num_tokens(len(prefix))
     if length is None:
         raise ValueError(
             f"the tokenizer merges the end of {which} with what follows, so the tokens of turns cannot be separated. "
-            f"{REMEDY}"
+            f"{remedy}"
         )
     return length
 

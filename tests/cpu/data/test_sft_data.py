@@ -127,6 +127,26 @@ def test_a_tokenizer_that_merges_a_header_with_the_words_behind_it_is_refused():
         trained(merging, [ask, {"role": "assistant", "content": "x"}])
 
 
+@pytest.mark.parametrize("row", [{"messages": TURNS[1:3]}, {"prompt": TURNS[1:2], "response": "2"}])
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_the_last_turn_is_not_refused_with_a_remedy_that_applies_already(turns: str, row: dict[str, Any]):
+    tokenizer = with_template(chatml_tokenizer(), CHATML.replace("assistant", "model"))
+    with pytest.raises(ValueError, match=r"asks for message 1 differently.* separated\. Mark the turns with") as error:
+        ExampleReader(tokenizer, turns, {}, 100).tokens(row)
+    assert "data.assistant_turns" not in str(error.value)
+
+
+def test_a_conversation_that_begins_with_the_assistant_trains_its_last_turn_alone():
+    with pytest.raises(
+        ValueError, match=r"message 0 is the assistant's: no prompt .* or set data\.assistant_turns=last"
+    ):
+        trained(chatml_tokenizer(), TURNS[2:])
+    assert trained(chatml_tokenizer(), TURNS[2:], "last") == ["9<|im_end|>"]
+    assert trained(chatml_tokenizer(), [TURNS[0], *TURNS[2:]]) == ["2<|im_end|>", "9<|im_end|>"]
+    with pytest.raises(ValueError, match=r"message 0 is the assistant's: no prompt .* or drop the row"):
+        trained(chatml_tokenizer(), TURNS[2:3], "last")
+
+
 def test_variables_of_the_template_reach_it():
     tokenizer = with_template(chatml_tokenizer(), CHATML.replace("{{ m['content'] }}", "{{ m['content'] + tail }}"))
     assert trained(tokenizer, TURNS[:3], tail="z") == ["2z<|im_end|>"]
