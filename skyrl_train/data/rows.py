@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import glob
+import hashlib
 import json
 import logging
 import math
+import os
 import re
 import threading
 import time
@@ -220,6 +222,8 @@ def _load(
         datasets.disable_progress_bars()
         datasets.logging.set_verbosity(logging.CRITICAL)
     try:
+        if options:
+            config = _state_of(options["data_files"])
         return datasets.load_dataset(name, config, split=split, **options).to_list()
     except Exception as error:  # errors of the file system, the hub or the format
         cause = (isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__) or error
@@ -237,6 +241,17 @@ def _load(
         datasets.logging.set_verbosity(verbosity)
         if not was_quiet:
             datasets.enable_progress_bars()
+
+
+def _state_of(path: str) -> str | None:
+    """Digest of sizes and change times of local files, for the key of the cache of `datasets`: that has the path and
+    the modification time alone, which a copy may keep (cp -p, rsync -t, archives).
+    """
+    if "://" in path:
+        return None
+    states = [(file, os.stat(file)) for file in sorted(glob.glob(path, recursive=True))]
+    written = repr([(file, state.st_size, state.st_ctime_ns) for file, state in states])
+    return hashlib.sha256(written.encode()).hexdigest()[:16]
 
 
 def _remedy(error: BaseException, file: str | None) -> str:

@@ -264,6 +264,25 @@ def test_source_that_cannot_be_read_is_an_error_that_names_it(tmp_path, source, 
     assert not caplog.records, "the library's own lines would repeat the error"
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "*.jsonl"])
+def test_a_file_that_another_with_its_time_replaced_is_read_again_and_otherwise_its_cache(tmp_path, name):
+    def read(answer):
+        """Messages, and the files of the cache with their times."""
+        path = tmp_path / name.replace("*", "a")
+        if answer:
+            write_jsonl(path, [row(answer)])
+            if path.suffix == ".parquet":
+                datasets.Dataset.from_list([row(answer)]).to_parquet(path)
+            os.utime(path, (0, 0))
+        messages = [prompt.messages[0]["content"] for prompt in load(str(tmp_path / name)).prompts]
+        return messages, {(file, file.stat().st_mtime_ns) for file in (tmp_path / "cache").rglob("*.arrow")}
+
+    assert read("old")[0] == ["old"]
+    messages, cached = read("new")
+    assert messages == ["new"]
+    assert read("") == (["new"], cached)
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "file/cache"))
