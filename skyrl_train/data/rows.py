@@ -163,18 +163,19 @@ def _encodable(row: Any, where: str, written: str) -> Any:
 
 
 def _existing(source: str) -> str:
-    """The path with `~` expanded. Raises: ValueError for a local file that is missing or empty."""
+    """The pattern of the files, with `~` expanded. Raises: ValueError for a local file that is missing or empty."""
     if "://" in source:
         return source
     path = Path(source).expanduser()
-    if glob.has_magic(source):
+    if glob.has_magic(source) and not os.path.isfile(path):
         if not glob.glob(str(path), recursive=True):
             raise ValueError(f"data source {source}: no file matches {path.absolute()}")
-    elif not path.is_file():
+        return str(path)
+    if not path.is_file():
         raise ValueError(f"data file {source} does not exist ({path.absolute()})")
-    elif path.stat().st_size == 0:
+    if path.stat().st_size == 0:
         raise ValueError(f"data file {source} is empty")
-    return str(path)
+    return glob.escape(str(path.absolute()))
 
 
 def _load_text(source: str, path: str, unit: str) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -262,6 +263,17 @@ def test_source_that_cannot_be_read_is_an_error_that_names_it(tmp_path, source, 
     with pytest.raises(ValueError, match=problem):
         load(str(tmp_path / source))
     assert not caplog.records, "the library's own lines would repeat the error"
+
+
+def test_an_existing_file_whose_name_is_a_pattern_is_that_file_alone(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "w1.jsonl", [row("first")])
+    for name in ("w[1].jsonl", "w?.jsonl"):
+        assert [prompt.messages[0]["content"] for prompt in load(str(tmp_path / name)).prompts] == ["first"]
+        write_jsonl(tmp_path / name, [row(name)])
+        assert [prompt.messages[0]["content"] for prompt in load(str(tmp_path / name)).prompts] == [name]
+    (tmp_path / "run[3]").mkdir()
+    monkeypatch.chdir(tmp_path / "run[3]")
+    assert load(write_jsonl(Path("a.jsonl"), [row("relative")])).prompts[0].messages[0]["content"] == "relative"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "*.jsonl"])
