@@ -64,8 +64,8 @@ OTHER_DISTRIBUTION = {
 }
 """Arguments that change the engine's distribution -> why the trainer's would differ."""
 
-MAX_TEMPERATURE = 2.0
-"""vLLM refuses requests above it since 0.24 (vllm-project/vllm#44965)."""
+LOWEST_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""vLLM raises lower ones above 0 to the first, and refuses requests above the second (since 0.24: vllm#44965)."""
 REMOTE_CODE = ("trust_remote_code", "auto_map", "code_revision")
 ALL_TOKENS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
 """Values with which the engine samples from all tokens."""
@@ -110,11 +110,12 @@ def length_problems(config: Config) -> Iterator[str]:
 
 
 def vllm_sampling_problems(generator: GeneratorConfig) -> Iterator[str]:
-    """Sampling parameters that vLLM refuses in every request."""
+    """Sampling parameters that vLLM refuses or changes in every request."""
     for name in ("sampling_params", "eval_sampling_params"):
-        if (temperature := getattr(generator, name).temperature) > MAX_TEMPERATURE:
-            given = f"generator.{name}.temperature is {temperature}"
-            yield f"{given}: vLLM refuses requests above {MAX_TEMPERATURE}. Set it to at most {MAX_TEMPERATURE}"
+        temperature = getattr(generator, name).temperature
+        if temperature and not LOWEST_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+            allowed = f"from {LOWEST_TEMPERATURE} to {MAX_TEMPERATURE}, or 0 for greedy evaluations"
+            yield f"generator.{name}.temperature is {temperature}: vLLM samples {allowed}"
 
 
 def quantization_key_problems(generator: GeneratorConfig) -> Iterator[str]:

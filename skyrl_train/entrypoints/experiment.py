@@ -175,7 +175,8 @@ class Experiment(Run[Config, Processes]):
         # Rollouts of a stream also run while the trainer holds shared devices, so their source watches them.
         is_stream = self.config.trainer.source == "streaming"
         deadline = None if is_stream else deadline_s(self.config, num_attempts=1)
-        return Collector(rollout, engines, deadline, self.model_config.vocab_size)
+        # Some models that are evaluated alone, such as those with images, have it elsewhere.
+        return Collector(rollout, engines, deadline, getattr(self.model_config, "vocab_size", None))
 
     def _watched(self, collector: Collector) -> Collector:
         """The collector for evaluations, with a deadline of their own also in a streaming run."""

@@ -271,8 +271,9 @@ def test_the_base_and_the_quickstart_pass():
         (["generator.sampling_params.temperature=0"], "temperature is 0: .* Set it above 0"),
         (
             ["generator.sampling_params.temperature=2.5"],
-            r"generator.sampling_params.temperature is 2.5: vLLM .* above 2.0. Set it to at most 2.0",
+            r"generator.sampling_params.temperature is 2.5: vLLM samples from 0.01 to 2.0, or 0 for greedy",
         ),
+        (["generator.sampling_params.temperature=0.005"], "sampling_params.temperature is 0.005: vLLM samples from"),
         ([*REMOTE, "generator.eval_sampling_params.temperature=3"], "eval_sampling_params.temperature is 3.0: vLLM"),
         (
             ["generator.sampling_params.top_p=0.9"],
