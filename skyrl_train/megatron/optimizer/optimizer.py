@@ -74,13 +74,14 @@ def set_learning_rate(optimizer: Any, lr: float, weight_decay: float) -> None:
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
     """Learning rate of optimizer step `step` (the first is 0) of `num_steps`. Warm-up rises linearly to lr at its last
-    step; linear and cosine then fall to min_lr_ratio * lr at the last step.
+    step; linear and cosine then fall from lr, and reach min_lr_ratio * lr only after the last step, like those of
+    transformers: with a ratio of 0, the last step would change nothing.
     """
     if step < config.num_warmup_steps:
         return config.lr * (step + 1) / config.num_warmup_steps
     if config.scheduler == "constant_with_warmup":
         return config.lr
-    decay_steps = max(1, num_steps - 1 - config.num_warmup_steps)
+    decay_steps = max(1, num_steps - config.num_warmup_steps)
     progress = min(1.0, (step - config.num_warmup_steps) / decay_steps)
     fraction = 1 - progress if config.scheduler == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * fraction)

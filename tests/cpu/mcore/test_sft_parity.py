@@ -104,7 +104,7 @@ def cosine(step: int) -> float:
     """Share of the learning rate, from the schedule's definition."""
     if step < WARMUP:
         return (step + 1) / WARMUP
-    falling = 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (NUM_STEPS - 1 - WARMUP)))
+    falling = 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (NUM_STEPS - WARMUP)))
     return 0.1 + 0.9 * falling
 
 

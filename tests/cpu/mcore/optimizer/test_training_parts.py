@@ -25,16 +25,26 @@ RISING: OptimizerConfig = replace(OPTIMIZER, lr=1.0, num_warmup_steps=2, min_lr_
     ("scheduler", "expected"),
     [
         ("constant_with_warmup", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325, 0.1]),
-        (
-            "cosine",
-            [0.5, 1.0, 1.0, 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2, 0.55, 0.1 + 0.9 * (1 - math.sqrt(0.5)) / 2, 0.1],
-        ),
+        ("linear", [0.5, 1.0, 1.0, 0.82, 0.64, 0.46, 0.28]),
+        ("cosine", [0.5, 1.0, *(0.1 + 0.45 * (1 + math.cos(math.pi * fifth / 5)) for fifth in range(5))]),
     ],
 )
 def test_the_learning_rate_rises_and_falls(scheduler: str, expected: list[float]):
     config = replace(RISING, scheduler=scheduler)
     assert [learning_rate(step, 7, config) for step in range(7)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("scheduler", ["linear", "cosine"])
+def test_without_warm_up_the_schedules_are_those_of_transformers(scheduler: str):
+    """The last step has a rate above 0."""
+    config = replace(RISING, num_warmup_steps=0, min_lr_ratio=0.0, scheduler=scheduler)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = transformers.get_scheduler(scheduler, optimizer, num_warmup_steps=0, num_training_steps=5)
+    for step in range(5):
+        rate = learning_rate(step, 5, config)
+        assert rate == pytest.approx(theirs.get_last_lr()[0]) and rate > 0
+        optimizer.step()
+        theirs.step()
 
 
 def test_without_warm_up_the_first_step_has_the_whole_rate():
