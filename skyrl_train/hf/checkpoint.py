@@ -25,22 +25,34 @@ def tensor_files(folder: str) -> dict[str, Path]:
 
     From the index; without one `model.safetensors`, else all files. Other files are skipped: Mistral's repositories
     hold the weights a second time, in `consolidated.safetensors` with other names.
-    Raises: ValueError if the index cannot be read or names a missing file, or a file is not complete.
+    Raises: ValueError if the index cannot be read or names a missing file, a file is not complete, or the folder holds
+        tensors twice: transformers prefers `model.safetensors`, vLLM the index, and without one it loads all files.
     """
     root = Path(folder)
+    has_single = (root / SINGLE).is_file()
     if (root / INDEX).is_file():
         files = {name: root / file for name, file in _weight_map(root / INDEX).items()}
         if missing := sorted({file.name for file in files.values() if not file.is_file()}):
             raise ValueError(
                 f"{folder} lacks {len(missing)} files that its {INDEX} names, the first is {missing[0]}. {COPY_AGAIN}"
             )
+        if has_single and root / SINGLE not in files.values():
+            raise ValueError(
+                f"{folder} has two sets of weights: {SINGLE}, and the files that {INDEX} names. Programs differ in "
+                f"which they load. Remove {SINGLE}, or the index and its files"
+            )
         return files
-    found = [root / SINGLE] if (root / SINGLE).is_file() else sorted(root.glob("*.safetensors"))
     files = {}
-    for file in found:
+    for file in sorted(root.glob("[!.]*.safetensors")):
         with opened(file) as tensors:
-            files |= dict.fromkeys(tensors.keys(), file)
-    return files
+            held = dict.fromkeys(tensors.keys(), file)
+        if twice := sorted(held.keys() & files.keys()):
+            raise ValueError(
+                f"{folder} has {len(twice)} tensors twice: {twice[0]} is in {files[twice[0]].name} and in {file.name}. "
+                "Programs differ in which they load. Remove one of the files"
+            )
+        files |= held
+    return {name: file for name, file in files.items() if file.name == SINGLE or not has_single}
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -159,7 +159,22 @@ def build_bridge(path: str, megatron: MegatronConfig, dtype: torch.dtype, *, tor
         )
     # Formatting the names took a tenth of an export's time on the host.
     bridge._weight_name_mapping_mcore_to_hf = functools.cache(bridge._weight_name_mapping_mcore_to_hf)
+    _read_checked_files(bridge)
     return bridge
+
+
+def _read_checked_files(bridge: Bridge) -> None:
+    """Have the bridge load each tensor from the file that the checks read. Without an index mbridge searches all files,
+    in any order; its reader of FP8 weights fails.
+    """
+    build_reader = bridge._get_safetensor_io
+
+    def reader_of_checked_files(folder: str) -> Any:
+        reader = build_reader(folder)
+        reader.index = {name: str(file.absolute()) for name, file in tensor_files(folder).items()}
+        return reader
+
+    bridge._get_safetensor_io = reader_of_checked_files
 
 
 def _stages(hf_config: PretrainedConfig, megatron: MegatronConfig) -> dict[str, Any]:

@@ -36,10 +36,12 @@ def write_mistral(folder: Path, shards: str = "5GB") -> Path:
 def add_the_same_under_mistrals_names(folder: Path) -> None:
     """As in the repositories: layers without `model.`, `wq` and `w1` where the others have `q_proj` and `gate_proj`."""
     own = {"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo", "gate_proj": "w1", "down_proj": "w2"}
+    own |= {"up_proj": "w3", "self_attn": "attention", "mlp": "feed_forward"}
+    own |= {"lm_head": "output", "embed_tokens": "tok_embeddings"}
     tensors = {}
     for file in folder.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
-            for theirs, mistrals in {**own, "up_proj": "w3", "self_attn": "attention", "mlp": "feed_forward"}.items():
+            for theirs, mistrals in own.items():
                 name = name.replace(theirs, mistrals)
             tensors[name.removeprefix("model.")] = tensor
     save_file(tensors, folder / "consolidated.safetensors")
@@ -77,6 +79,38 @@ def test_a_file_that_the_index_names_and_is_missing_is_reported(tmp_path: Path):
     shutil.move(folder / names[1], tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=rf"lacks 1 files that its model.safetensors.index.json names.*{names[1]}"):
         tensor_files(str(folder))
+
+
+@pytest.mark.parametrize("other", ["a.safetensors", "z.safetensors"])
+def test_a_tensor_in_two_files_without_an_index_is_refused(other: str, tmp_path: Path):
+    """transformers reads model.safetensors; vLLM loads both files, and keeps the values of the last."""
+    save_file({"weight": torch.zeros(2), "bias": torch.zeros(2)}, tmp_path / "model.safetensors")
+    save_file({"weight": torch.ones(2), "scale": torch.ones(2)}, tmp_path / other)
+    first, second = sorted(["model.safetensors", other])
+    with pytest.raises(ValueError, match=f"has 1 tensors twice: weight is in {first} and in {second}.*Remove one"):
+        tensor_files(str(tmp_path))
+
+
+def test_weights_beside_an_index_that_names_others_are_refused(tmp_path: Path):
+    """transformers reads model.safetensors, vLLM and Megatron the files of the index."""
+    folder = write_mistral(tmp_path / "model", "20KB")
+    save_file({"weight": torch.zeros(2)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"two sets of weights: model.safetensors, and.*Remove model.safetensors, or"):
+        tensor_files(str(folder))
+
+
+def test_an_index_may_name_the_only_file(tmp_path: Path):
+    save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    index = {"metadata": {}, "weight_map": {"weight": "model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert tensor_files(str(tmp_path)) == {"weight": tmp_path / "model.safetensors"}
+
+
+def test_hidden_files_are_not_weights(tmp_path: Path):
+    """macOS writes `._NAME` beside a file of some disks."""
+    save_file({"weight": torch.zeros(2)}, tmp_path / "shard.safetensors")
+    (tmp_path / "._shard.safetensors").write_bytes(b"attributes")
+    assert tensor_files(str(tmp_path)) == {"weight": tmp_path / "shard.safetensors"}
 
 
 def test_weights_without_permission_to_read_them_are_reported_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

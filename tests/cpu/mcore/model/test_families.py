@@ -8,7 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from skyrl_train.hf.checkpoint import tensor_files
+from skyrl_train.megatron.model.bridge import build_bridge
+from skyrl_train.megatron.model.parallel import join
 from skyrl_train.megatron.verify.layout_check import run_layout
+from skyrl_train.megatron.verify.local_ranks import run_on_ranks
+from skyrl_train.ranks import Rendezvous
 from tests.support.families import make_trial, write_family
 from tests.support.layouts import layout
 
@@ -23,6 +28,25 @@ def test_a_checkpoint_with_weights_that_nobody_reads_is_refused(tmp_path: Path):
         RuntimeError, match="weights that the qwen3 bridge does not read: model.layers.1.self_attn.sinks"
     ):
         run_layout(make_trial(tmp_path), layout(2, {"pp": 2}))
+
+
+def _file_of_each_tensor(rendezvous: Rendezvous, folders: list[str]) -> list[dict[str, str]]:
+    megatron = layout(1, {}).megatron
+    join(rendezvous, megatron, 1)
+    bridges = [build_bridge(folder, megatron, torch.float32, torch_layers=True) for folder in folders]
+    readers = [bridge._get_safetensor_io(folder) for bridge, folder in zip(bridges, folders, strict=True)]
+    return [reader.index for reader in readers]
+
+
+def test_megatron_loads_each_tensor_from_the_file_that_is_checked(tmp_path: Path):
+    """mbridge searches every file of a folder without an index; here one of each family's readers."""
+    folders = [str(write_family(family, tmp_path / family)) for family in ("qwen3_tied", "deepseek_v3")]
+    for folder in folders:
+        save_file({"tok_embeddings.weight": torch.zeros(2)}, Path(folder, "consolidated.safetensors"))
+    (read,) = run_on_ranks(_file_of_each_tensor, folders, 1, timeout_s=120)
+    for folder, files in zip(folders, read, strict=True):
+        assert files == {name: str(file) for name, file in tensor_files(folder).items()}
+        assert set(files.values()) == {f"{folder}/model.safetensors"}
 
 
 @pytest.mark.parametrize(
