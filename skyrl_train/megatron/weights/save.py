@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 from skyrl_train.file_sum import FileSum, size_problems, sum_of
 from skyrl_train.hf import adapter
@@ -138,12 +139,20 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
         if hasattr(config, "quantization_config"):  # of DeepSeek's FP8 weights, which are dequantised
             del config.quantization_config
         config.save_pretrained(target)
-        for path in Path(read_from).iterdir():
-            if path.suffix in {".json", ".jinja", ".model", ".txt", ".py"} and not (target / path.name).exists():
-                shutil.copy(path, target / path.name)
+        copy_others(Path(read_from), target)
 
     write_together(target, write_the_rest)
     return {file: FileSum(**file_sum) for file, file_sum, _ in written}
+
+
+def copy_others(source: Path, target: Path) -> None:
+    """Copy a model's tokenizer, code and texts, without replacing a file or copying an index of other weights."""
+    for path in (*source.iterdir(), *source.glob(f"{CHAT_TEMPLATE_DIR}/*.jinja")):
+        copied = target / path.relative_to(source)
+        is_wanted = path.suffix in {".json", ".jinja", ".model", ".txt", ".py"}
+        if is_wanted and not path.name.endswith(".index.json") and not copied.exists():
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copy(path, copied)
 
 
 def save_adapter(lora: Lora, folder: str, base_folder: str, base_model: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -26,7 +27,7 @@ from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.weights import save as save_module
 from skyrl_train.megatron.weights.all_stages import to_every_stage
 from skyrl_train.megatron.weights.export import export, export_specs
-from skyrl_train.megatron.weights.save import export_folder, require_tensors, save_hf
+from skyrl_train.megatron.weights.save import copy_others, export_folder, require_tensors, save_hf
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.weight_sync.bucket import TensorSpec
 from skyrl_train.weight_sync.control import WeightSyncError
@@ -146,6 +147,24 @@ def test_a_saved_checkpoint_is_the_same_model_for_transformers(tmp_path: Path):
     )
     tokens = torch.arange(20)[None]
     assert torch.equal(before(tokens).logits, after(tokens).logits)
+
+
+def test_an_export_formats_the_prompts_of_tools_like_its_model(tmp_path: Path):
+    source, target = tmp_path / "source", tmp_path / "saved"
+    target.mkdir()
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a")
+    tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}
+    tokenizer.save_pretrained(source)
+    for name in ("pytorch_model.bin.index.json", "consolidated.safetensors.index.json", "weights.bin"):
+        (source / name).write_text("{}")
+    copy_others(source, target)
+    exported = transformers.AutoTokenizer.from_pretrained(target)
+    assert exported.chat_template == tokenizer.chat_template
+    assert exported.apply_chat_template([{"role": "user", "content": "a"}], tools=[{}], tokenize=False) == "with tools"
+    names = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()}
+    assert not [name for name in names if "bin" in name or "index" in name]
+    assert "additional_chat_templates/tool_use.jinja" in names
 
 
 def test_a_model_trained_in_bfloat16_is_saved_in_it(tmp_path: Path):
