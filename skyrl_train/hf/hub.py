@@ -35,7 +35,9 @@ def seen_from_anywhere(path: str) -> str:
 
 
 def name_and_revision(path: str) -> tuple[str, str | None]:
-    """Both parts of a hub model. None means the default branch."""
+    """Both parts of a hub model; None means the default branch. A folder is its own name, also with an @."""
+    if Path(path).expanduser().is_dir():
+        return path, None
     name, _, revision = path.partition("@")
     return name, revision or None
 

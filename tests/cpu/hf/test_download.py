@@ -14,7 +14,7 @@ import pytest
 from skyrl_train.hf import download as module
 from skyrl_train.hf.checkpoint import tensor_shapes
 from skyrl_train.hf.download import download
-from skyrl_train.hf.hub import local_folder, seen_from_anywhere
+from skyrl_train.hf.hub import local_folder, name_and_revision, seen_from_anywhere
 from tests.support.local_hub import COMMIT, LocalHub, local_hub
 from tests.support.tiny import write_tiny_model
 
@@ -43,6 +43,14 @@ def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         # The library has read its variables when it was imported.
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home/hub"))
         yield hub
+
+
+def test_an_at_sign_in_a_folder_is_not_a_revision(tmp_path: Path):
+    """An adapter's configuration names its base model by this."""
+    (folder := tmp_path / "user@host" / "models" / "qwen").mkdir(parents=True)
+    assert name_and_revision(str(folder)) == (str(folder), None)
+    assert name_and_revision("Qwen/Qwen3-4B@main") == ("Qwen/Qwen3-4B", "main")
+    assert name_and_revision("Qwen/Qwen3-4B") == ("Qwen/Qwen3-4B", None)
 
 
 def test_a_model_is_downloaded_once_and_then_read_without_a_request(hub: LocalHub, model: Path):
