@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import math
 import sysconfig
 import traceback
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from skyrl_train.types import Sample
 
+log = logging.getLogger(__name__)
 SHOWN = 3
 PACKAGE = str(Path(__file__).parent)
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -68,6 +71,22 @@ def where(error: BaseException, caller: str) -> str:
     own = [frame for frame in outside if not frame.filename.startswith(LIBRARIES)]
     chosen = own or outside or frames
     return f" ({chosen[-1].filename}:{chosen[-1].lineno})" if chosen else ""
+
+
+def numbers(metrics: Mapping[str, Any], owner: str) -> dict[str, float]:
+    """The numbers among metrics of own code, those of numpy and torch as Python's. Text and None are not metrics; what
+    else is left out is said once. Args: owner: as in "environment search".
+    """
+    plain = {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in metrics.items()}
+    for name, value in plain.items():
+        if not isinstance(value, int | float | str | None):
+            _note_left_out(owner, name, type(value).__name__)
+    return {name: value for name, value in plain.items() if isinstance(value, int | float)}
+
+
+@functools.cache  # once
+def _note_left_out(owner: str, name: str, kind: str) -> None:
+    log.warning("the metric %s of the %s is left out: it is a %s, not a number", name, owner, kind)
 
 
 def is_cancellation(error: BaseException) -> bool:

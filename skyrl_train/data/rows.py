@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,12 @@ def _source_rows(source: str, timeout_s: float) -> Iterator[tuple[str, Any]]:
         path = _existing(source)
         if file["format"] == "parquet":
             return _located(source, _load("parquet", source, data_files=path))
-        return _json_lines(source, path) if file["format"] == "jsonl" else _json_file(source, path)
+        if file["format"] == "jsonl":
+            return _json_lines(source, path)
+        files = [] if "://" in path else sorted(glob.glob(path, recursive=True))
+        if len(files) > 1:  # each may hold an array
+            return chain.from_iterable(_json_file(each, glob.escape(each)) for each in files)
+        return _json_file(source, path)
     if hub := HUB_SPLIT.match(source):
         name = str(Path(hub["name"]).expanduser())
         load = partial(_load, name, source, split=hub["split"], config=hub["config"])

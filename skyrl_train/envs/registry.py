@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.envs.registration import load_env_creator
 
-from skyrl_train.faults import described
+from skyrl_train.faults import described, numbers
 from skyrl_train.imports import imported
 
 _log = logging.getLogger(__name__)
@@ -103,23 +102,10 @@ def aggregate_env_metrics(env_class: str, metrics: Sequence[Mapping[str, Any]]) 
     default = BaseTextEnv.aggregate_metrics  # averages only numbers of Python
     aggregate = getattr(env_creator(env_class), "aggregate_metrics", default)
     try:
-        given = [_numbers(env_class, each) if aggregate is default else dict(each) for each in metrics]
-        return _numbers(env_class, dict(aggregate(given) or {}))
+        owner = f"environment {env_class}"
+        given = [numbers(each, owner) if aggregate is default else dict(each) for each in metrics]
+        return numbers(dict(aggregate(given) or {}), owner)
     except (Exception, SystemExit) as error:
         problem = described(error, __file__)
         _log.error("metrics of the environment %s are left out: aggregate_metrics raised %s", env_class, problem)
         return {}
-
-
-def _numbers(env_class: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers, those of numpy and torch as Python's; text and None are not metrics."""
-    plain = {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in metrics.items()}
-    for name, value in plain.items():
-        if not isinstance(value, int | float | str | None):
-            _note_left_out(env_class, name, type(value).__name__)
-    return {name: value for name, value in plain.items() if isinstance(value, int | float)}
-
-
-@functools.cache  # once
-def _note_left_out(env_class: str, name: str, kind: str) -> None:
-    _log.warning("the metric %s of the environment %s is left out: it is a %s, not a number", name, env_class, kind)

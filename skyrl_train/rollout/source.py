@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from skyrl_train.config import Config
 from skyrl_train.data.order import Order
-from skyrl_train.faults import described, is_cancellation, is_of_package, name_of, passes
+from skyrl_train.faults import described, is_cancellation, is_of_package, name_of, numbers, passes
 from skyrl_train.rollout import contract
 from skyrl_train.rollout.admission import Admission
 from skyrl_train.rollout.collect import Collector, Progress
@@ -19,6 +20,7 @@ from skyrl_train.rollout.shaping import Shaping, copies, has_signal
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.types import Group, Metrics, Prompt, SamplingParams
 
+log = logging.getLogger(__name__)
 SourceState = dict[str, Any]
 """JSON values that determine what comes next, for checkpoints."""
 
@@ -70,6 +72,23 @@ async def groups_of(source: GroupSource) -> list[Group]:
             "(skyrl_train.types.Group)"
         )
     return list(groups)
+
+
+def metrics_of(source: GroupSource) -> Metrics:
+    """The numbers that a source reports. If a user's own fails, there are none and the error is logged: the groups are
+    trained already.
+    """
+    owner = f"source {name_of(type(source))}"
+    try:
+        given: object = source.metrics()
+        if not isinstance(given, Mapping):
+            raise TypeError(f"metrics() returned {given!r:.100}. Return a dict of numbers")
+        return numbers(given, owner)
+    except (Exception, SystemExit) as error:
+        if is_of_package(source.metrics):
+            raise
+        log.error("metrics of the %s are left out: %s", owner, described(error, __file__))
+        return {}
 
 
 @runtime_checkable

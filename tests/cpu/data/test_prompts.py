@@ -276,6 +276,18 @@ def test_an_existing_file_whose_name_is_a_pattern_is_that_file_alone(tmp_path, m
     assert load(write_jsonl(Path("a.jsonl"), [row("relative")])).prompts[0].messages[0]["content"] == "relative"
 
 
+def test_each_file_of_a_pattern_may_hold_an_array_and_errors_name_it(tmp_path):
+    for name, rows in (("b", [row("second"), row("third")]), ("a", [row("first")])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+    write_jsonl(tmp_path / "c.json", [row("fourth")])
+    pattern = str(tmp_path / "*.json")
+    asked = [prompt.messages[0]["content"] for prompt in load(pattern).prompts]
+    assert asked == ["first", "second", "third", "fourth"]
+    (tmp_path / "d.json").write_text('[{"prompt": 1]')
+    with pytest.raises(ValueError, match=r"d\.json: invalid JSON"):
+        load(pattern)
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "*.jsonl"])
 def test_a_file_that_another_with_its_time_replaced_is_read_again_and_otherwise_its_cache(tmp_path, name):
     def read(answer):

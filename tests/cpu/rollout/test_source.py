@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from skyrl_train.config import load_config
 from skyrl_train.rollout.admission import Admission, Failure, Ledger
 from skyrl_train.rollout.collect import Collector
 from skyrl_train.rollout.contract import Engines, RolloutFailure
-from skyrl_train.rollout.source import OnPolicySource, SourceFailure, SourceParts, SourceState, groups_of
+from skyrl_train.rollout.source import OnPolicySource, SourceFailure, SourceParts, SourceState, groups_of, metrics_of
 from skyrl_train.tracking.timers import Timers
 from skyrl_train.types import Group, Metrics, Prompt, Sample, SamplingParams
 from tests.support.rollouts import Quiet, engines_of, prompt, sample
@@ -199,6 +200,34 @@ async def collects(parts: SourceParts) -> list[Group]:
 def test_an_error_of_a_users_source_names_it_and_its_line(next_: Callable[[SourceParts], Any], problem: str):
     with pytest.raises(SourceFailure, match=rf"^the source tests.cpu.rollout.test_source:Own {problem}"):
         asyncio.run(groups_of(Own(World().parts, next_)))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "kept", "said"),
+    [
+        (
+            {"own/ok": 1.0, "own/t": torch.tensor(2.0), "own/text": "x", "own/rows": [1.0]},
+            {"own/ok": 1.0, "own/t": 2.0},
+            "the metric own/rows of the source tests.cpu.rollout.test_source:Reports is left out: it is a list",
+        ),
+        (None, {}, "metrics() returned None. Return a dict of numbers"),
+        (KeyError("rows"), {}, "are left out: KeyError: 'rows' ("),
+    ],
+)
+def test_metrics_of_a_users_source_that_are_no_numbers_cost_themselves_alone(
+    metrics: Any, kept: dict[str, float], said: str, caplog: pytest.LogCaptureFixture
+):
+    """A tracker that gets anything else fails, and the run trains on without it."""
+
+    class Reports:
+        def metrics(self) -> Any:
+            if isinstance(metrics, Exception):
+                raise metrics
+            return metrics
+
+    Reports.__qualname__ = "Reports"
+    assert metrics_of(Reports()) == kept  # type: ignore[arg-type]
+    assert said in caplog.text
 
 
 def test_errors_of_rollouts_engines_and_cancellation_pass_a_users_source_as_they_are():
