@@ -64,7 +64,7 @@ class OptimizerConfig:
 
     lr: NotNegative
     adam_betas: tuple[Decay, Decay]
-    adam_eps: NotNegative
+    adam_eps: AboveZero
     weight_decay: NotNegative
     max_grad_norm: NotNegative
     scheduler: Annotated[str, OneOf(("constant_with_warmup", "linear", "cosine"))]

@@ -211,6 +211,7 @@ def test_what_cannot_be_read_says_what_to_write(override: str, expected: str):
         ("trainer.policy.optimizer_config.lr=-1", "lr is -1: it must be at least 0"),
         ("trainer.policy.optimizer_config.lr=nan", "lr is nan: it must be at least 0"),
         ("trainer.policy.optimizer_config.lr=inf", "lr is inf: it must be at least 0"),
+        ("trainer.policy.optimizer_config.adam_eps=0", "adam_eps is 0: it must be above 0"),
         ("trainer.policy.optimizer_config.adam_betas=[0.9,1]", "is [0.9, 1]: it must be at least 0 and below 1"),
         ("generator.sampling_params.top_p=0", "top_p is 0: it must be above 0 and at most 1"),
         ("trainer.algorithm.clip_ratio_c=1", "clip_ratio_c is 1: it must be above 1"),
