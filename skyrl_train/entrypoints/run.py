@@ -33,7 +33,7 @@ from skyrl_train.entrypoints.resume import (
 )
 from skyrl_train.forecast.fit import fitted
 from skyrl_train.hf import adapter_file
-from skyrl_train.hf.identity import identity
+from skyrl_train.hf.identity import has_frozen_weights, identity
 from skyrl_train.ranks import SavedState
 from skyrl_train.tracking.run_dir import RECORD, HeldFolder, RunDir
 from skyrl_train.tracking.sinks import Tracker, build_tracker
@@ -129,7 +129,8 @@ class Run(ABC, Generic[C, P]):
         self._checkpoint_lock = lock_checkpoints(self.config.trainer)
         trainer = self.config.trainer
         require_export_folder(trainer, self.num_steps)
-        self.base = identity(self.model_folder, has_frozen_weights=trainer.policy.model.lora.rank > 0)
+        has_frozen = has_frozen_weights(trainer.policy.model.lora, trainer.policy.megatron_config)
+        self.base = identity(self.model_folder, has_frozen_weights=has_frozen)
         self.checkpoint = chosen_checkpoint(trainer, self.num_train_rows, self.base)
         return resumes_in_its_folder(trainer, self.checkpoint)
 

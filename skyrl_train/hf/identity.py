@@ -1,7 +1,7 @@
 """Whether a model folder still holds the model on which a run began.
 
-A checkpoint has the trained weights. What else its ranks read comes from that folder: config.json, and under LoRA the
-frozen weights. Other values there would silently be computed with, and exported.
+A checkpoint has the trained weights. What else its ranks read comes from that folder: config.json, and the frozen
+weights (under LoRA, or of routers). Other values there would silently be computed with, and exported.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from skyrl_train.config.policy import LoraConfig, MegatronConfig
 from skyrl_train.hf.checkpoint import fingerprint, some
 from skyrl_train.hf.ledger import LEDGERS, NO_EFFECT, ONLY
 
@@ -31,6 +32,11 @@ FREE = (
 """Fields that may change: not computed with, limited to values that compute the same, or a limit of lengths."""
 
 
+def has_frozen_weights(lora: LoraConfig, megatron: MegatronConfig) -> bool:
+    """Whether checkpoints lack weights of the model, because they are not trained."""
+    return lora.rank > 0 or megatron.freeze_moe_router
+
+
 def identity(folder: str, *, has_frozen_weights: bool) -> dict[str, Any]:
     """JSON values that checkpoints keep. Raises: OSError or ValueError if the folder cannot be read."""
     config = json.loads(Path(folder, CONFIG_FILE).read_text(encoding="utf-8"))
@@ -47,7 +53,8 @@ def change(kept: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     if fields := [name for name in sorted(before | after) if before.get(name) != after.get(name)]:
         values = [f"{name} is {after.get(name)}, was {before.get(name)}" for name in fields]
         return f"has another {CONFIG_FILE} ({some(values)})"
-    return "has other weights" if now["fingerprint"] != kept["fingerprint"] else None
+    weights = kept["fingerprint"], now["fingerprint"]  # None if all were trained
+    return "has other weights" if None not in weights and weights[0] != weights[1] else None
 
 
 def _computed(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,16 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
         patch.chdir(world)
         patch.syspath_prepend(str(world))
         return Experiment(load_config(["+experiment=tiny"], [world / "configs"]), Console(quiet=True))
+
+
+@pytest.mark.parametrize("override", ["lora.rank=4", "lora.rank=0", "freeze_moe_router=true"])
+def test_a_run_with_frozen_weights_remembers_those_of_its_model(override: str, experiment: Experiment):
+    section = "model" if override.startswith("lora") else "megatron_config"
+    trainer = load_config([f"trainer.policy.{section}.{override}"]).trainer
+    run = copy.copy(experiment)
+    run.config = replace(run.config, trainer=replace(run.config.trainer, policy=trainer.policy))
+    run.find_checkpoint()
+    assert (run.base["fingerprint"] is not None) == (override != "lora.rank=0")
 
 
 def test_a_token_beyond_the_models_vocabulary_is_a_failure_of_the_rollout_that_returned_it(

@@ -11,10 +11,12 @@ import pytest
 from skyrl_train.config import load_config
 from skyrl_train.entrypoints import command, export_hf
 from skyrl_train.file_sum import FileSum, sum_of
+from skyrl_train.hf.identity import identity
 from skyrl_train.megatron import export_saved
 from skyrl_train.trainer import run_state
 from skyrl_train.trainer.from_config import model_of
 from skyrl_train.trainer.run_state import Checkpoints, RunState
+from tests.support.families import write_family
 
 
 @pytest.mark.parametrize("phase", ["while it is verified", "while the ranks load it"])
@@ -45,6 +47,25 @@ def test_a_named_checkpoint_that_its_run_deletes_is_reported_as_deleted(
     code = export_hf.main([f"checkpoint={folder}", f"export_path={tmp_path}/exported"])
     assert code == (2 if phase == "while it is verified" else 1)
     assert f"error: {folder} was deleted while it was read" in capsys.readouterr().out
+
+
+def test_a_checkpoint_without_its_frozen_routers_is_not_exported_with_other_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(command.signal, "signal", lambda *arguments: None)
+    monkeypatch.setenv("COLUMNS", "500")
+    source = write_family("qwen3_moe", tmp_path / "model")
+    megatron = "trainer.policy.megatron_config.freeze_moe_router=true"
+    trainer = load_config([f"trainer.policy.model.path={source}", megatron]).trainer
+    kept = model_of(trainer) | identity(str(source), has_frozen_weights=True)
+    checkpoints = Checkpoints(str(tmp_path / "checkpoints"), 1)
+    checkpoints.begin(folder := checkpoints.folder(1))
+    checkpoints.finish(folder, RunState(1, 1, False, {}, 1, {}, "", kept), [])
+    monkeypatch.setattr(export_saved, "export_saved", lambda *arguments: None)
+    assert export_hf.main([f"checkpoint={folder}", f"export_path={tmp_path}/exported"]) == 0
+    write_family("qwen3_moe", source, initializer_range=0.5)
+    assert export_hf.main([f"checkpoint={folder}", f"export_path={tmp_path}/exported"]) == 2
+    assert f"{source} has changed since its run began: it has other weights. Restore it" in capsys.readouterr().out
 
 
 def test_a_file_and_a_folder_without_permission_are_refused(

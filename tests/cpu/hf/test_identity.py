@@ -69,6 +69,7 @@ def test_weights_must_stay_where_they_are_frozen(source: Path, tmp_path: Path):
     now = identity(str(other), has_frozen_weights=True)
     assert change(frozen, now) == "has other weights" and change(frozen, frozen) is None
     assert change(trained, identity(str(other), has_frozen_weights=False)) is None, "a checkpoint has them all"
+    assert change(trained, now) is None, "which weights the run trained is checked with its state"
 
 
 def test_a_checkpoint_without_an_identity_is_accepted(source: Path):
