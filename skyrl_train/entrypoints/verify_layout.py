@@ -5,7 +5,8 @@
 One mini-batch of random tokens goes through the model under the layout of trainer.policy.megatron_config, under one
 process (or verify.against), and through Hugging Face's own model, in processes of this machine (one GPU each, or CPU).
 The tables show the differences of gradients, logprobs and metrics. With verify.against above one process, Hugging Face
-is compared with the model made small only.
+is compared with the model made small only. All weights are trained, by the policy's loss: moe_aux_loss_coeff,
+freeze_moe_router and lora are left out.
 Exit code: 0 exact, 1 not exact, 2 the model or layout cannot work, or a process of it failed.
 """
 
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 SHOWN_TENSORS = 12
 HUGGING_FACE = "Hugging Face"
 AGAINST = "verify.against"
+LEFT_OUT: dict[str, Any] = {"moe_aux_loss_coeff": 0.0, "freeze_moe_router": False}
+"""Settings of training that Hugging Face's reference does not have, and the values that the layouts have instead."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
 
 def checked_layouts(config: VerifyLayoutConfig) -> tuple[Layout, Layout]:
     """The layout and the one to compare with. Raises: ConfigError with everything that cannot work."""
-    megatron, against = config.trainer.policy.megatron_config, dataclasses.asdict(config.verify.against)
+    megatron = replace(config.trainer.policy.megatron_config, **LEFT_OUT)
+    against = dataclasses.asdict(config.verify.against)
     against_ranks = against.pop("num_ranks")
     kwargs = {name: value for name, value in megatron.transformer_config_kwargs.items() if name not in OWN_STAGES}
     other = replace(megatron, **against, transformer_config_kwargs=kwargs)
@@ -69,6 +73,13 @@ def checked_layouts(config: VerifyLayoutConfig) -> tuple[Layout, Layout]:
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return layouts[0], layouts[1]
+
+
+def _left_out(config: VerifyLayoutConfig) -> list[str]:
+    """Keys of settings that are not compared."""
+    policy = config.trainer.policy
+    names = [name for name, value in LEFT_OUT.items() if getattr(policy.megatron_config, name) != value]
+    return [f"{POLICY}.{name}" for name in names] + ["trainer.policy.model.lora"] * (policy.model.lora.rank > 0)
 
 
 def _fewest_ranks(megatron: MegatronConfig) -> int:
@@ -114,6 +125,8 @@ def verify(config: VerifyLayoutConfig, console: Console) -> int:
         differences[HUGGING_FACE] = compare(comparable(outcome, hugging_face), hugging_face)
     bounds = BFLOAT16 if trial.bf16 else FLOAT32
     broken = [f"{sentence} from {name}" for name, each in differences.items() for sentence in bounds.exceeded(each)]
+    if left_out := _left_out(config):
+        console.print(f"left out of the comparison: {', '.join(left_out)}", highlight=False, soft_wrap=True)
     for name, difference in differences.items():
         console.print(_table(f"{layout.sizes} against {name}", difference, outcome.metrics))
     if settings.json_file is not None:

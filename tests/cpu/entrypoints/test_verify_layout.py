@@ -131,6 +131,15 @@ def test_a_layout_that_cannot_distribute_the_experts_is_refused(
     assert says in " ".join(capsys.readouterr().err.split())
 
 
+def test_settings_that_hugging_face_lacks_are_left_out_and_named(experts: Path, capsys: pytest.CaptureFixture[str]):
+    megatron = "trainer.policy.megatron_config"
+    trained = [f"{megatron}.moe_aux_loss_coeff=0.5", f"{megatron}.freeze_moe_router=true"]
+    trained.append("trainer.policy.model.lora.rank=8")
+    assert main([*overrides(model=experts, samples=4), *trained]) == 0
+    keys = f"{megatron}.moe_aux_loss_coeff, {megatron}.freeze_moe_router, trainer.policy.model.lora"
+    assert f"left out of the comparison: {keys}\n" in capsys.readouterr().out
+
+
 def test_a_misspelt_key_is_named_with_the_nearest_one(capsys: pytest.CaptureFixture[str]):
     assert main(["verify.num_sample=3"]) == 2
     assert "did you mean verify.num_samples?" in capsys.readouterr().err
