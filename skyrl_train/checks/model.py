@@ -109,12 +109,28 @@ def size_problems(shape: dict[str, Any], megatron: MegatronConfig, path: str) ->
     if tp > 1 and not megatron.sequence_parallel and (experts is not None or latent):
         kind = "experts" if experts is not None else "multi-latent attention"
         yield f"{path}.sequence_parallel is false: a model with {kind} needs it with tensor parallelism. Set it to true"
-    width = shape.get("intermediate_size")
-    if width is not None and width % tp:
-        yield f"{path}.tensor_model_parallel_size is {tp}: it must divide the model's intermediate_size {width}"
-    etp, width = megatron.expert_tensor_parallel_size or tp, shape.get("moe_intermediate_size")
-    if experts is not None and width is not None and width % etp:
-        yield f"{path}.expert_tensor_parallel_size is {etp}: it must divide the model's moe_intermediate_size {width}"
+    for kind, size, name, width in _widths(shape, megatron, has_experts=experts is not None):
+        if width % size:
+            yield f"{path}.{kind}_parallel_size is {size}: it must divide the model's {name} {width}"
+
+
+def _widths(
+    shape: dict[str, Any], megatron: MegatronConfig, *, has_experts: bool
+) -> Iterator[tuple[str, int, str, int]]:
+    """Kind of parallelism that shards an MLP, its size, and name and value of the MLP's width; 0 without such MLPs."""
+    tp = megatron.tensor_model_parallel_size
+    etp = megatron.expert_tensor_parallel_size or tp
+    names = "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts"
+    dense, expert, shared, num_shared = (shape.get(name) or 0 for name in names)
+    if shape.get("model_type") == "mixtral":
+        yield "expert_tensor", etp, names[0], dense
+        return
+    first_dense = shape.get("first_k_dense_replace", "n_routed_experts" in shape)
+    if not has_experts or "dense" in (shape.get("mlp_layer_types") or ["dense"] * (first_dense or 0)):
+        yield "tensor_model", tp, names[0], dense
+    yield "expert_tensor", etp, names[1], expert
+    yield "tensor_model", tp, names[2], shared
+    yield "tensor_model", tp, f"{names[3]} x {names[1]}", num_shared * expert
 
 
 def engine_size_problems(shape: dict[str, Any], config: Config) -> Iterator[str]:

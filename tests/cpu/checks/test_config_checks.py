@@ -478,6 +478,26 @@ def test_hub_names_pass_and_folders_are_recognised(folder: Path):
         ),
         ({}, ["expert_model_parallel_size=2"], "is 2: the model has no experts"),
         ({"num_local_experts": 3}, ["expert_model_parallel_size=2"], "it must divide the model's 3 experts"),
+        (
+            {"num_experts": 4, "shared_expert_intermediate_size": 49},
+            ["tensor_model_parallel_size=2"],
+            "tensor_model_parallel_size is 2: it must divide the model's shared_expert_intermediate_size 49",
+        ),
+        (
+            {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 49},
+            ["tensor_model_parallel_size=2", "expert_tensor_parallel_size=1"],
+            "tensor_model_parallel_size is 2: it must divide the model's n_shared_experts x moe_intermediate_size 49",
+        ),
+        (
+            {"n_routed_experts": 4, "first_k_dense_replace": 1, "intermediate_size": 97},
+            ["tensor_model_parallel_size=2"],
+            "tensor_model_parallel_size is 2: it must divide the model's intermediate_size 97",
+        ),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 98},
+            ["tensor_model_parallel_size=2", "expert_tensor_parallel_size=4"],
+            "expert_tensor_parallel_size is 4: it must divide the model's intermediate_size 98",
+        ),
         ({"text_config": {"num_attention_heads": 5}}, ["tensor_model_parallel_size=2"], "5 attention heads"),
     ],
 )
@@ -494,6 +514,22 @@ def test_a_layout_that_does_not_fit_the_model_is_refused(
     )
     assert len(found) == 1
     assert expected in found[0]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"num_experts": 4, "intermediate_size": 97, "shared_expert_intermediate_size": 0},
+        {"n_routed_experts": 4, "first_k_dense_replace": 0, "intermediate_size": 97},
+        {"n_routed_experts": 4, "mlp_layer_types": ["sparse"], "intermediate_size": 97},
+        {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 97},
+    ],
+)
+def test_tensor_parallelism_need_not_divide_a_width_that_no_layer_has(folder: Path, shape: dict[str, object]):
+    layout = ["tensor_model_parallel_size=2", "expert_tensor_parallel_size=1"]
+    given = [model("model", **shape), "data.train_data=[train.jsonl]", "trainer.placement.policy_num_gpus_per_node=2"]
+    given.append("trainer.algorithm.use_kl_loss=false")
+    assert problems(*given, *(f"{MEGATRON}.{override}" for override in layout), files=True) == ()
 
 
 def test_stages_need_not_divide_the_layers(folder: Path):
