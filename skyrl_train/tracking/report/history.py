@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,21 @@ Series = dict[int, float]
 class History:
     rows: Mapping[int, Mapping[str, float]]
     """step -> metrics without nulls (NaN), in ascending order."""
+    nulls: Mapping[int, Set[str]] = field(default_factory=dict)
+    """step -> names of its metrics that are null (NaN or infinite)."""
 
     def series(self, name: str) -> Series:
         """The finite values of `name`; may be empty."""
         return {step: row[name] for step, row in self.rows.items() if name in row}
 
+    def logged(self, name: str) -> Series:
+        """Every value of `name`, NaN for a null; may be empty."""
+        steps = (step for step, row in self.rows.items() if name in row or name in self.nulls.get(step, ()))
+        return {step: self.rows[step].get(name, math.nan) for step in steps}
+
     def names(self) -> list[str]:
         """Every metric of any step, sorted."""
-        return sorted({name for row in self.rows.values() for name in row})
+        return sorted({name for names in (*self.rows.values(), *self.nulls.values()) for name in names})
 
 
 def load_history(path: Path) -> History:
@@ -47,22 +55,25 @@ def load_history(path: Path) -> History:
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist. Name the folder of a run with jsonl in trainer.logger")
-    rows: dict[int, dict[str, float]] = {}
+    rows: dict[int, dict[str, float | None]] = {}
     for row in without_passed_steps([row for row in read_json_lines(path) if STEP in row], STEP):
         merged = rows.setdefault(int(row[STEP]), {})
         if STEP_TIME in row:  # else the row is of an evaluation that was done after resuming
             merged.clear()
-        merged |= {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+        merged |= {name: value for name, value in row.items() if isinstance(value, int | float | None)}
     _move_evaluations(rows)
     if not rows:
         raise ValueError(f"{path} contains no step: the run ended before its first one")
-    return History(rows)
+    return History(
+        {step: {name: float(value) for name, value in row.items() if value is not None} for step, row in rows.items()},
+        {step: {name for name, value in row.items() if value is None} for step, row in rows.items()},
+    )
 
 
-def _move_evaluations(rows: dict[int, dict[str, float]]) -> None:
+def _move_evaluations(rows: dict[int, dict[str, float | None]]) -> None:
     """Scores of evaluations beside training belong to the step whose weights they began with."""
     for step, row in rows.items():
-        begun = rows.get(step - int(row.get(LAG, 0)), row)
+        begun = rows.get(step - int(row.get(LAG) or 0), row)
         if begun is not row:
             begun |= {name: row.pop(name) for name in [*row] if name.startswith("eval/") and name != LAG}
 
@@ -88,7 +99,7 @@ class Summary:
     score_name: str
     """One of SCORES."""
     score: Series
-    """Empty if the run has no score."""
+    """Every value, also NaN; empty if the run has no score."""
     changes: Mapping[str, Any]
     """Dotted config key -> value that differs from the base."""
     versions: Mapping[str, str]
@@ -119,7 +130,7 @@ def summarize(run_dir: Path, history: History) -> Summary:
         num_steps=max(history.rows),
         wall_s=max(0.0, end - first.get("started_unix_s", min(times))),
         score_name=SCORES[score],
-        score=history.series(score),
+        score=history.logged(score),
         changes=record.get("changes", {}),
         versions=record.get("versions", {}),
     )

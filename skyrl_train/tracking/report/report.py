@@ -6,6 +6,7 @@ or is still running.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,18 +76,19 @@ def page(
         "shortened": lambda text: shortened(str(text)),
     }
     units = metric_units()
-    values_of = {name: [*history.series(name).values()] for name in history.names()}
+    finite = {name: [*history.series(name).values()] for name in history.names()}
     return environment.get_template("page.html").render(
         summary=summary,
         svgs=svgs,
         samples=samples,
         tiles=[
             (summary.score_name, summary.score_text()),
-            *((label, formatted(fmean(values_of[name]))) for label, name, formatted in TILES if name in values_of),
+            *((label, formatted(fmean(finite[name]))) for label, name, formatted in TILES if finite.get(name)),
         ],
         metrics=[
-            (name, units.get(name, ""), (values[0], values[-1], min(values), max(values)))
-            for name, values in values_of.items()
+            (name, units.get(name, ""), (logged[0], logged[-1], min(values or [math.nan]), max(values or [math.nan])))
+            for name, values in finite.items()
+            for logged in [[*history.logged(name).values()]]
             if name not in (STEP, "trainer/unix_time_s")
         ],
         versions=" · ".join(f"{package} {version}" for package, version in summary.versions.items()),

@@ -190,6 +190,23 @@ def test_report_is_written_whatever_the_run_measured(tmp_path: Path, rows: list[
     png_size(png_path)
 
 
+def test_a_run_that_diverged_shows_nan_as_its_last_values(tmp_path: Path):
+    values: list[tuple[float | None, ...]] = [(5.0, 26.05), (2.0, None), (None, None), (None, None)]
+    rows: list[Row] = [
+        {"trainer/global_step": step, "sft/loss": loss, "policy/grad_norm": norm, "perf/mfu": None}
+        for step, (loss, norm) in enumerate(values, 1)
+    ]
+    run = make_run(tmp_path / "run", rows)
+    history = load_history(run / "metrics.jsonl")
+    assert history.series("sft/loss") == {1: 5.0, 2: 2.0}, "charts have finite values alone"
+    html_path, _ = write_report(run)
+    text = " ".join(" ".join(Page(html_path).texts).split())
+    assert "training loss 5 → nan · 4 steps" in text
+    for metric in ("sft/loss nats/token 5 nan 2 5", "policy/grad_norm 26.05 nan 26.05 26.05"):
+        assert metric in text
+    assert "perf/mfu fraction nan nan nan nan" in text and "MFU, mean" not in text
+
+
 def test_interrupted_run_says_so_and_its_cut_line_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     run = make_run(tmp_path / "run", reward_rows(4), status="interrupted")
     with (run / "metrics.jsonl").open("a") as file:
