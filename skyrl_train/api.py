@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from skyrl_train.config import Config, ConfigError
+from skyrl_train.config.redaction import BY_NAME
 from skyrl_train.config.rl import RL
 from skyrl_train.entrypoints import command
 from skyrl_train.entrypoints.experiment import Experiment
@@ -38,11 +39,23 @@ def load_config(
     for name, given in (("overrides", overrides), ("folders", folders)):
         if isinstance(given, str | Path | Mapping):
             raise ConfigError(f"load_config({name}={given!r}): it must be a list, as {EXAMPLES[name]}")
+    given_overrides = list(overrides)
+    for index, entry in enumerate(given_overrides):
+        if not isinstance(entry, str):
+            kind = type(entry).__name__
+            raise ConfigError(
+                f"load_config(overrides=...): entry {index} is of type {kind}. Write text, as {EXAMPLES['overrides']}"
+            )
+        if entry.startswith("-"):
+            raise ConfigError(
+                f"load_config(overrides=...): {BY_NAME.argument(entry)!r} is an option, not key=value. "
+                "skyrl_train.config.main_config([...]) reads the options of a command line"
+            )
     if missing := [str(folder) for folder in folders if not Path(folder).is_dir()]:
         raise ConfigError(f"load_config(folders=...): there is no folder {', '.join(missing)}")
     chosen = [] if experiment is None else [f"+experiment={experiment}"]
     here = [Path("configs")] if Path("configs/experiment").is_dir() else []
-    return RL.load([*chosen, *overrides], [*here, *folders])
+    return RL.load([*chosen, *given_overrides], [*here, *folders])
 
 
 def run(config: Config, *, experiment: type[Experiment] = Experiment) -> Path:

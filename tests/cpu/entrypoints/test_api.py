@@ -211,11 +211,13 @@ def test_importing_the_package_is_quick_and_its_names_are_imported_when_used():
     [
         ({"overrides": "trainer.seed=2"}, r"load_config\(overrides='trainer.seed=2'\): it must be a list"),
         ({"overrides": {"trainer.seed": 2}}, "it must be a list"),
+        ({"overrides": [("trainer.seed", 3)]}, "entry 0 is of type tuple. Write text, as .*trainer.seed=2"),
+        ({"overrides": ["--config-file", "x.yaml"]}, r"'--config-file' is an option, .*config.main_config\("),
         ({"folders": "configs"}, r"load_config\(folders='configs'\): it must be a list"),
         ({"folders": ["no/such"]}, "there is no folder no/such"),
     ],
 )
-def test_arguments_that_are_no_lists_are_named(arguments: dict[str, Any], expected: str):
+def test_arguments_that_are_no_lists_of_overrides_or_folders_are_named(arguments: dict[str, Any], expected: str):
     with pytest.raises(ConfigError, match=expected):
         skyrl_train.load_config(**arguments)
 
