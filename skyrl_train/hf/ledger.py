@@ -105,12 +105,12 @@ def _values(ledger: Ledger, config: PretrainedConfig, given: Mapping[str, Any]) 
 
 
 def _reads_quantised(name: str, config: PretrainedConfig) -> bool:
-    """Whether the field describes DeepSeek's FP8 weights, which are read and dequantised."""
-    return (
-        name == "quantization_config"
-        and config.model_type == "deepseek_v3"
-        and dict(config.quantization_config).get("quant_method") == "fp8"
-    )
+    """Whether the field describes DeepSeek's FP8 weights with a scale per block, which are read and dequantised."""
+    if name != "quantization_config" or config.model_type != "deepseek_v3":
+        return False
+    given = dict(config.quantization_config)
+    block = given.get("weight_block_size")
+    return given.get("quant_method") == "fp8" and isinstance(block, list) and len(block) == 2
 
 
 def _rope(ledger: Ledger, config: PretrainedConfig) -> Iterator[str]:

@@ -7,14 +7,42 @@ comparing logprobs and gradients with Hugging Face (tests/cpu/mcore/verify/test_
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from mbridge.core.safetensor_io import SafeTensorIO
 from mbridge.models import DeepseekV3Bridge, GLM4MoEBridge, Qwen2MoEBridge, Qwen3MoEBridge
+from torch import Tensor
 from transformers import PretrainedConfig
 
+from skyrl_train.device import device
 from skyrl_train.hf.ledger import config_problems
+
+
+class Dequantised(SafeTensorIO):
+    """Reads FP8 weights with a scale per block. mbridge's class reads blocks of 128 x 128, into bfloat16, on GPUs."""
+
+    def __init__(self, folder: str, block: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__(folder)
+        self._block, self._dtype, self._names = block, dtype, frozenset(self.load_hf_weight_names())
+
+    def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, Tensor]:
+        scales = {name: scale for name in hf_weight_names if (scale := f"{name}_scale_inv") in self._names}
+        read: dict[str, Tensor] = super().load_some_hf_weight([*hf_weight_names, *scales.values()])
+        for name, scale in scales.items():
+            read[name] = self._product(read[name], read.pop(scale), scale)
+        return read
+
+    def _product(self, weight: Tensor, scale: Tensor, name: str) -> Tensor:
+        blocks = [-(-size // side) for size, side in zip(weight.shape, self._block, strict=True)]
+        if list(scale.shape) != blocks:
+            raise ValueError(f"{name} is {list(scale.shape)}, not {blocks} as by weight_block_size {self._block}")
+        weight, scale = weight.to(device()).float(), scale.to(device()).float()
+        for dim, side in enumerate(self._block):
+            scale = scale.repeat_interleave(side, dim).narrow(dim, 0, weight.shape[dim])
+        return (weight * scale).to(self._dtype).cpu()
 
 
 class DeepseekV3(DeepseekV3Bridge):
@@ -44,9 +72,10 @@ class DeepseekV3(DeepseekV3Bridge):
 
     def _get_safetensor_io(self, weights_path: str) -> Any:
         """Read unquantised checkpoints, too: mbridge reads every checkpoint of this family as FP8."""
-        if getattr(self.hf_config, "quantization_config", None) is not None:
-            return super()._get_safetensor_io(weights_path)
-        return SafeTensorIO(self._get_actual_hf_path(weights_path))
+        folder = self._get_actual_hf_path(weights_path)
+        if (quantised := getattr(self.hf_config, "quantization_config", None)) is not None:
+            return Dequantised(folder, dict(quantised)["weight_block_size"], self.dtype)
+        return SafeTensorIO(folder)
 
 
 class _SoftmaxRouter(Bridge):

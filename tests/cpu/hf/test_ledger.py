@@ -114,6 +114,14 @@ def test_a_field_that_is_not_known_is_refused_by_its_name(name: str, added: dict
     assert says in problems(write(name, tmp_path), **added)
 
 
+def test_fp8_weights_are_read_with_a_scale_per_block_alone(tmp_path: Path):
+    folder = write("deepseek_v3", tmp_path)
+    given = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert problems(folder, quantization_config=given) == ""
+    for other in ({"weight_block_size": None}, {"weight_block_size": 128}, {"quant_method": "gptq"}):
+        assert "use the unquantised checkpoint" in problems(folder, quantization_config=given | other)
+
+
 def test_a_field_of_another_family_is_not_known(tmp_path: Path):
     assert "kv_lora_rank is 16" in problems(write("qwen3", tmp_path), kv_lora_rank=16)
     assert "moe_intermediate_size is 48" in problems(write("llama3_rope", tmp_path), **EXPERTS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,27 @@ def test_megatron_loads_each_tensor_from_the_file_that_is_checked(tmp_path: Path
     for folder, files in zip(folders, read, strict=True):
         assert files == {name: str(file) for name, file in tensor_files(folder).items()}
         assert set(files.values()) == {f"{folder}/model.safetensors"}
+
+
+@pytest.mark.parametrize("block", [(128, 128), (16, 20)])
+def test_fp8_weights_are_read_with_the_scales_of_their_blocks(block: tuple[int, int], tmp_path: Path):
+    plain = write_family("deepseek_v3", tmp_path / "plain")
+    file = plain / "model.safetensors"
+    shutil.copytree(plain, tmp_path / "fp8")
+    tensors, quantised = load_file(file), {}
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        weight = tensors[name]
+        scales = torch.rand([-(-size // side) for size, side in zip(weight.shape, block, strict=True)]) + 0.5
+        rows, columns = (torch.arange(size) // side for size, side in zip(weight.shape, block, strict=True))
+        quantised |= {name: weight.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+        tensors[name] = quantised[name].float() * scales[rows][:, columns]
+    save_file(tensors, file, metadata={"format": "pt"})
+    save_file(tensors | quantised, tmp_path / "fp8/model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": block}
+    (tmp_path / "fp8/config.json").write_text(json.dumps(config))
+    expected, read = (run_layout(make_trial(tmp_path / name), layout(1, {})) for name in ("plain", "fp8"))
+    assert torch.equal(read.logprobs, expected.logprobs)
 
 
 @pytest.mark.parametrize(
