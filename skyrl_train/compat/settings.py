@@ -127,14 +127,16 @@ def _typed(cfg: DictConfig) -> tuple[Config, Translation]:
 
 
 def _given(cfg: DictConfig, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of this project whose values are neither those of its base nor follow from others. Args: plain: resolved."""
+    """Keys of this project whose values are neither those of its base nor follow from others, also as a whole section.
+    Args: plain: resolved.
+    """
     kinds = key_types(Config)
     base = dict(_leaves(yaml.safe_load(RL.base_yaml()), kinds))
     written = dict(_leaves(cast(dict[str, Any], OmegaConf.to_container(cfg)), kinds))
     return {
         key: value
         for key, value in _leaves(plain, kinds)
-        if key in kinds and "${" not in str(written[key]) and value != base.get(key, ...)
+        if key in kinds and "${" not in str(written.get(key, "${")) and value != base.get(key, ...)
     }
 
 

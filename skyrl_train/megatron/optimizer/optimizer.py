@@ -74,8 +74,8 @@ def set_learning_rate(optimizer: Any, lr: float, weight_decay: float) -> None:
 
 def learning_rate(step: int, num_steps: int, config: OptimizerConfig) -> float:
     """Learning rate of optimizer step `step` (the first is 0) of `num_steps`. Warm-up rises linearly to lr at its last
-    step; linear and cosine then fall from lr, and reach min_lr_ratio * lr only after the last step, like those of
-    transformers: with a ratio of 0, the last step would change nothing.
+    step; linear and cosine then fall from lr and reach min_lr_ratio * lr after the last step, like those of
+    transformers, so that the last step has an effect also with a ratio of 0.
     """
     if step < config.num_warmup_steps:
         return config.lr * (step + 1) / config.num_warmup_steps

@@ -61,9 +61,8 @@ def _aside_s(row: Mapping[str, float]) -> float:
 
 
 def shown_steps(history: History) -> dict[int, Mapping[str, float]]:
-    """At most MAX_STEPS consecutive steps, the last ones without a gap.
-
-    A restart leaves a gap in time, and no row of the step after whose checkpoint the driver was killed.
+    """At most MAX_STEPS consecutive steps, the last ones without a gap: a restart leaves one in time, and a row can be
+    missing.
     """
     chosen: dict[int, Mapping[str, float]] = {}
     for step in sorted(history.rows, reverse=True):

@@ -81,6 +81,13 @@ def test_keys_of_0_4_in_a_program_depend_on_its_other_keys_and_contradictions_ar
         config_of(cfg)
 
 
+def test_a_section_of_a_program_may_be_another_one_beside_keys_of_0_4():
+    cfg = composed()
+    OmegaConf.update(cfg, "trainer.ref.megatron_config", "${trainer.policy.megatron_config}", merge=False)
+    OmegaConf.update(cfg, "trainer.policy.sequence_parallel_size", 2, force_add=True)
+    assert config_of(cfg).trainer.policy.megatron_config.context_parallel_size == 2
+
+
 def test_validate_cfg_reports_keys_of_0_4_in_the_program_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
