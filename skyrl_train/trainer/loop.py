@@ -131,7 +131,7 @@ class Loop(ABC):
             with self._timers("step"):
                 metrics = await self._step_or_checkpoint()
             self.global_step += 1
-            self._skipped.count(metrics)
+            self._skipped.count(self.global_step, metrics)
             self._anomalies.note(self.global_step, metrics)
             metrics |= await self._work_after_step(metrics)
             saves = config.ckpt_interval > 0 and self._is_due(config.ckpt_interval, also_last=True)

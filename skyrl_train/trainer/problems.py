@@ -100,9 +100,13 @@ class SkippedUpdates:
 
     def __init__(self) -> None:
         self._num_steps = self._num_skipped = self._in_a_row = 0
+        self._skipping: set[str] = set()
+        """Models whose last update skipped optimizer steps."""
 
-    def count(self, metrics: Metrics) -> None:
-        """Args: metrics: of one step; ignored without optimizer steps."""
+    def count(self, step: int, metrics: Metrics) -> None:
+        """Args: metrics: of this global step; ignored without optimizer steps."""
+        for model in ("policy", "critic"):
+            self._note_first(model, step, metrics)
         if not (num_updates := metrics.get("policy/num_optimizer_steps", 0.0)):
             return
         is_skipped = metrics["policy/num_skipped_steps"] >= num_updates
@@ -116,6 +120,20 @@ class SkippedUpdates:
                 WARN_AFTER,
                 END_AFTER,
             )
+
+    def _note_first(self, model: str, step: int, metrics: Metrics) -> None:
+        """Warn of the first of consecutive updates with skipped optimizer steps."""
+        if not (num_updates := metrics.get(f"{model}/num_optimizer_steps", 0.0)):
+            return
+        num_skipped = metrics[f"{model}/num_skipped_steps"]
+        if num_skipped and model not in self._skipping:
+            log.warning(
+                "%s/grad_norm of step %d is not finite: %d of the step's %d optimizer steps had such a gradient and "
+                "were skipped, without a change of weights or optimizer state. %s/num_skipped_steps counts the next "
+                "ones. Check the loss, the learning rate and the data",
+                model, step, num_skipped, num_updates, model,
+            )  # fmt: skip
+        (self._skipping.add if num_skipped else self._skipping.discard)(model)
 
     @property
     def is_all(self) -> bool:

@@ -148,12 +148,31 @@ def test_updates_skipped_for_long_are_warned_of_and_then_end_the_run_with_what_w
 
 def test_steps_without_an_update_and_single_skipped_ones_are_no_sign_of_trouble():
     skipped = SkippedUpdates()
-    for _ in range(2 * END_AFTER):
-        skipped.count(updates(0, 0))
+    for step in range(2 * END_AFTER):
+        skipped.count(step, updates(0, 0))
     assert skipped.problem is None
-    for number in range(4 * END_AFTER):
-        skipped.count(updates(1, number % 2))
+    for step in range(4 * END_AFTER):
+        skipped.count(step, updates(1, step % 2))
     assert skipped.problem is None and not skipped.is_stuck
+
+
+def test_the_first_of_consecutive_updates_with_skipped_steps_is_a_warning(caplog: pytest.LogCaptureFixture):
+    skipped = SkippedUpdates()
+    for step, num_skipped in enumerate([0, 1, 2, 0, 2], start=1):
+        skipped.count(step, updates(2, num_skipped) if step != 4 else updates(0, 0))
+    (message,) = caplog.messages
+    assert message.startswith("policy/grad_norm of step 2 is not finite: 1 of the step's 2 optimizer steps")
+    assert "were skipped, without a change of weights or optimizer state" in message
+    skipped.count(6, updates(2, 0))
+    skipped.count(7, updates(2, 1))
+    assert caplog.messages[1].startswith("policy/grad_norm of step 7 is not finite")
+
+
+def test_skipped_steps_of_the_critic_are_a_warning_too(caplog: pytest.LogCaptureFixture):
+    critic = {"critic/num_optimizer_steps": 4.0, "critic/num_skipped_steps": 4.0}
+    SkippedUpdates().count(3, updates(2, 0) | critic)
+    (message,) = caplog.messages
+    assert message.startswith("critic/grad_norm of step 3 is not finite: 4 of the step's 4 optimizer steps")
 
 
 def test_a_gradient_norm_a_hundred_times_its_median_is_a_warning(caplog: pytest.LogCaptureFixture):
