@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import logging
 import math
 import sysconfig
@@ -57,6 +58,33 @@ def name_of(made: Any) -> str:
 def is_of_package(made: object) -> bool:
     """Whether a function or class is this package's."""
     return str(getattr(made, "__module__", "")).partition(".")[0] == "skyrl_train"
+
+
+def require_returns(kind: type) -> None:
+    """Have every `get_*` method of a user's class that overrides one of this package raise ValueError if it returns
+    None, unless the annotation of the overridden method ends with None.
+    """
+    for name, method in list(vars(kind).items()):
+        if not (name.startswith("get_") and inspect.isfunction(method)) or is_of_package(method):
+            continue
+        base = next((base for base in kind.__mro__[1:] if is_of_package(base) and name in vars(base)), None)
+        returns = "None" if base is None else str(vars(base)[name].__annotations__.get("return", "None"))
+        if base is not None and not returns.endswith("None"):
+            setattr(kind, name, _returning(method, f"{base.__name__}.{name}", returns))
+
+
+def _returning(method: Callable[..., Any], overridden: str, returns: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if (made := method(*args, **kwargs)) is None:
+            place, kind = method.__code__, "" if returns == "Any" else f", {returns}"
+            raise ValueError(
+                f"{name_of(method)} ({place.co_filename}:{place.co_firstlineno}) returned None: it must return what "
+                f"{overridden} returns{kind}. Add its `return`"
+            )
+        return made
+
+    return checked
 
 
 def described(error: BaseException, caller: str) -> str:

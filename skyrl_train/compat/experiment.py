@@ -26,6 +26,7 @@ from skyrl_train.compat.trainer import (
 from skyrl_train.config import Config, ConfigError
 from skyrl_train.entrypoints import command
 from skyrl_train.entrypoints.main_base import COMMAND
+from skyrl_train.faults import require_returns
 from skyrl_train.hf.download import download
 from skyrl_train.hf.hub import local_folder
 
@@ -59,6 +60,10 @@ class BasePPOExp:  # the program that starts Ray imports it too: what only a run
 
     Attributes: cfg, tokenizer, train_dataset, eval_dataset.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        require_returns(cls)
 
     def __init__(self, cfg: DictConfig) -> None:
         """Raises: ConfigError; NotImplementedError for overridden methods that are not served."""
@@ -102,7 +107,7 @@ class BasePPOExp:  # the program that starts Ray imports it too: what only a run
         """Rows as (messages, env_class, extras, uid)."""
         return self._dataset(self._config.data.train_data)
 
-    def get_eval_dataset(self) -> Any:
+    def get_eval_dataset(self) -> Any | None:
         """Like `get_train_dataset`; None without held-out rows."""
         sources = self._config.data.val_data
         return self._dataset(sources) if sources else None

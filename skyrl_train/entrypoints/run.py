@@ -31,6 +31,7 @@ from skyrl_train.entrypoints.resume import (
     require_export_folder,
     resumes_in_its_folder,
 )
+from skyrl_train.faults import require_returns
 from skyrl_train.forecast.fit import fitted
 from skyrl_train.hf import adapter_file
 from skyrl_train.hf.identity import has_frozen_weights, identity
@@ -54,6 +55,10 @@ class Run(ABC, Generic[C, P]):
 
     started_line: str
     """Console line when all processes are up."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        require_returns(cls)
 
     def __init__(self, config: C, console: Console) -> None:
         """Raises: ValueError for a model that cannot be loaded or would not be computed as in Hugging Face, for

@@ -49,7 +49,8 @@ MAY_IMPORT = {
     # where everything is put together
     "tasks": "config",
     "entrypoints": (
-        "types config device imports ranks hf tracking checks data rollout megatron cluster forecast trainer service"
+        "types faults config device imports ranks hf tracking checks data rollout megatron cluster forecast trainer "
+        "service"
     ),
     "api": "config spelling entrypoints",
     # names of skyrl_train 0.4, over all of it

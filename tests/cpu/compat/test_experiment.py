@@ -67,6 +67,20 @@ def test_an_experiment_refuses_methods_of_its_generator_and_of_its_asynchronous_
     experiment({}, {"_run_training": print}, RayPPOTrainer)._setup_trainer()  # a name of its own
 
 
+def test_a_hook_that_returns_nothing_is_named():
+    class Own(BasePPOExp):
+        def get_generator(self, *arguments: Any) -> None:
+            pass
+
+        def get_eval_dataset(self) -> None:
+            pass
+
+    own: Any = object.__new__(Own)
+    with pytest.raises(ValueError, match=r"Own.get_generator .* returned None: it must return what BasePPOExp.get_gen"):
+        own.get_generator()
+    assert own.get_eval_dataset() is None
+
+
 def test_the_hooks_that_are_served_are_not_refused():
     own = type("Own", (RayPPOTrainer,), {"postprocess_generator_output": print, "mine": print})
     refuse(own, RayPPOTrainer, REPLACED)

@@ -40,6 +40,26 @@ def test_a_run_with_frozen_weights_remembers_those_of_its_model(override: str, e
     assert (run.base["fingerprint"] is not None) == (override != "lora.rank=0")
 
 
+def test_an_override_that_returns_nothing_is_an_error_that_names_it_and_what_it_must_return(experiment: Experiment):
+    class Own(Experiment):
+        def get_rollout(self, env_pool: Any) -> Any:
+            super().get_rollout(env_pool)
+
+        def get_hints(self) -> None:
+            pass
+
+        def get_answer(self) -> None:
+            """Not a method of the base."""
+
+    run: Any = copy.copy(experiment)
+    run.__class__ = Own
+    line = Own.get_rollout.__wrapped__.__code__.co_firstlineno  # type: ignore[attr-defined]
+    what = r"it must return what Experiment.get_rollout returns, Rollout. Add its `return`"
+    with pytest.raises(ValueError, match=rf"Own.get_rollout \({__file__}:{line}\) returned None: {what}"):
+        run.get_rollout(None)
+    assert run.get_hints() is None and run.get_answer() is None
+
+
 def test_a_token_beyond_the_models_vocabulary_is_a_failure_of_the_rollout_that_returned_it(
     experiment: Experiment,
 ):
