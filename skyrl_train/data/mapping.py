@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 from skyrl_train.config.training import DataConfig
+from skyrl_train.data.location import Location
 from skyrl_train.data.rows import columns
 from skyrl_train.data.text import Filled, shortened
 from skyrl_train.imports import imported
@@ -38,7 +39,7 @@ class RowMapping:
         """Whether a prompt of text becomes chat messages where it could also be tokenised unchanged."""
         return self.prompt_template is not None or self.system_prompt is not None
 
-    def row(self, given: Row, where: str) -> Row | None:
+    def row(self, given: Row, where: Location) -> Row | None:
         """The row after `row_fn`, `columns` and the template; None if `row_fn` drops it.
 
         Raises: ValueError that begins with `where` (source and position).
@@ -50,7 +51,7 @@ class RowMapping:
         for name in [name for name, column in self.columns.items() if column is None]:
             row.pop(name, None)
         if self.columns.get("answer") is not None:
-            truth = {"ground_truth": _truth(row["answer"], f"{where}: data.columns.answer")}
+            truth = {"ground_truth": _truth(row["answer"], where)}
             spec = row.get("reward_spec") or {}
             if isinstance(spec, dict):  # the reader of prompts refuses others
                 row["reward_spec"] = {"method": "rule", **spec, **truth}
@@ -83,7 +84,7 @@ class RowMapping:
     def _function(self) -> str:
         return f"data.row_fn {getattr(self.row_fn, '__name__', self.row_fn)}"
 
-    def _by_function(self, given: Row, where: str) -> Any:
+    def _by_function(self, given: Row, where: Location) -> Any:
         assert self.row_fn is not None
         try:
             row = self.row_fn(given)
@@ -98,13 +99,14 @@ class RowMapping:
         return row
 
 
-def _truth(answer: Any, what: str) -> Any:
+def _truth(answer: Any, where: Location) -> Any:
     """The answer as environments compare it, with text. Raises: ValueError if it is not an answer."""
     if answer is None:
-        raise ValueError(f"{what}: this row's answer is null. Drop the row with data.row_fn")
+        raise ValueError(f"{where}: data.columns.answer: this row's answer is null. Drop the row with data.row_fn")
     if isinstance(answer, date):  # the json reader of `datasets` makes them of text
         raise ValueError(
-            f"{what}: the answer was read as a date, {answer}. Store it as text, in a .jsonl or .parquet file"
+            f"{where}: data.columns.answer: the answer was read as a date, {answer}. Store it as text, in a .jsonl or "
+            ".parquet file"
         )
     if isinstance(answer, Decimal):  # with as many digits after the point as its column has
         answer = int(answer) if answer == int(answer) else f"{answer:f}".rstrip("0")
@@ -114,7 +116,7 @@ def _truth(answer: Any, what: str) -> Any:
     return str(answer) if is_number else answer
 
 
-def _column(row: Row, name: str, column: str, where: str) -> Any:
+def _column(row: Row, name: str, column: str, where: Location) -> Any:
     """Value of a column; `a.b` is field b of column a."""
     if column in row:
         return row[column]
@@ -128,7 +130,7 @@ def _column(row: Row, name: str, column: str, where: str) -> Any:
     return value
 
 
-def _filled(template: str, row: Row, where: str) -> str:
+def _filled(template: str, row: Row, where: Location) -> str:
     try:
         return Filled().vformat(template, (), row)
     except (LookupError, ValueError, TypeError, AttributeError) as error:

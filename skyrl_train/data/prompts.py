@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config import Config
 from skyrl_train.data.chat import PROMPT, ChatTemplate, check_messages
+from skyrl_train.data.location import Location
 from skyrl_train.data.mapping import RowMapping
 from skyrl_train.data.rows import columns, read_rows, without_empty_fields
 from skyrl_train.data.text import MIN_CHARACTERS, TextLimit, TooLong, shortened
@@ -91,7 +92,7 @@ def configured_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, sourc
     return loaded.prompts
 
 
-def _lengths(prompts: Sequence[Prompt], places: Sequence[str], chat: ChatTemplate, limit: TextLimit) -> list[int]:
+def _lengths(prompts: Sequence[Prompt], places: Sequence[Location], chat: ChatTemplate, limit: TextLimit) -> list[int]:
     """Number of tokens of each prompt; a lower bound for one that is too long to be tokenised.
 
     Raises: ValueError naming source and row if the template rejects a prompt or renders it to no token.
@@ -125,7 +126,7 @@ def _lengths(prompts: Sequence[Prompt], places: Sequence[str], chat: ChatTemplat
 
 
 def _prompt(
-    row: dict[str, Any], where: str, uid: str, mapping: RowMapping, default_env_class: str, allowed: Sequence[str]
+    row: dict[str, Any], where: Location, uid: str, mapping: RowMapping, default_env_class: str, allowed: Sequence[str]
 ) -> Prompt:
     if (given := row.get("prompt")) is None:
         raise ValueError(

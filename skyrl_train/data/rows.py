@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import glob
-import hashlib
 import json
 import logging
 import math
-import os
 import re
 import threading
 import time
@@ -22,6 +20,7 @@ from typing import Any
 import datasets
 
 from skyrl_train.config.training import DATA_FILE, HUB_SPLIT
+from skyrl_train.data.location import Location, files_of, state_of, unlike_file
 from skyrl_train.data.text import shortened
 
 log = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 REPORT_S = 60.0
 """Seconds between lines about a data set that is not loaded yet."""
 TIMEOUT = "trainer.download_timeout_s"
-LocatedRow = tuple[str, dict[str, Any]]
+LocatedRow = tuple[Location, dict[str, Any]]
 """Location of a row (for errors) and its columns."""
 
 
@@ -43,7 +42,7 @@ def read_rows(sources: Sequence[str], timeout_s: float = math.inf) -> Iterator[L
 
     Args: sources: files (parquet, json, jsonl; also compressed, with `~`, or an address like s3://...) or
         `hub_name:split` or `hub_name:config:split`. timeout_s: of each hub data set.
-    Raises: ValueError naming the source and the row (from 0) or line (from 1) if a source cannot be read or a row is
+    Raises: ValueError naming the file and its row (from 0) or line (from 1) if a source cannot be read or a row is
         not an object.
     """
     for source in sources:
@@ -87,11 +86,11 @@ def columns(row: dict[str, Any]) -> str:
     return shortened(list(map(str, row)))[1:-1].replace("'", "") or "none"
 
 
-def _source_rows(source: str, timeout_s: float) -> Iterator[tuple[str, Any]]:
+def _source_rows(source: str, timeout_s: float) -> Iterator[tuple[Location, Any]]:
     if file := DATA_FILE.search(source):
         path = _existing(source)
         if file["format"] == "parquet":
-            return _located(source, _load("parquet", source, data_files=path))
+            return _located(source, _load("parquet", source, data_files=path), path)
         if file["format"] == "jsonl":
             return _json_lines(source, path)
         files = [] if "://" in path else sorted(glob.glob(path, recursive=True))
@@ -108,29 +107,31 @@ def _source_rows(source: str, timeout_s: float) -> Iterator[tuple[str, Any]]:
     )
 
 
-def _located(source: str, rows: Sequence[dict[str, Any]]) -> Iterator[LocatedRow]:
-    return ((f"{source}, row {i}", _of_arrow(row)) for i, row in enumerate(rows))
+def _located(source: str, rows: Sequence[dict[str, Any]], path: str = "") -> Iterator[LocatedRow]:
+    files = files_of(source, path)
+    return ((Location(source, "row", i, files), _of_arrow(row)) for i, row in enumerate(rows))
 
 
-def _json_lines(source: str, path: str) -> Iterator[tuple[str, Any]]:
+def _json_lines(source: str, path: str) -> Iterator[tuple[Location, Any]]:
     # The json reader of `datasets` 5.2 converts strings that look like dates into datetimes, fills absent keys with
     # None, and does not name the line in its errors.
-    for number, row in enumerate(_load_text(source, path, "line"), start=1):
+    files = files_of(source, path)
+    for index, row in enumerate(_load_text(source, path, "line")):
         if row["text"].strip():
-            where = f"{source}, line {number}"
+            where = Location(source, "line", index, files)
             yield where, _encodable(_parse(row["text"], where), where, row["text"])
 
 
-def _json_file(source: str, path: str) -> Iterator[tuple[str, Any]]:
+def _json_file(source: str, path: str) -> Iterator[tuple[Location, Any]]:
     text = "\n".join(row["text"] for row in _load_text(source, path, "document"))
     if not text.lstrip().startswith("["):  # many writers call JSON lines .json
         return _json_lines(source, path)
-    located = ((f"{source}, row {i}", row) for i, row in enumerate(_parse(text, source)))
+    located = ((Location(source, "row", i), row) for i, row in enumerate(_parse(text, source)))
     escapes = "\\u" if "\\u" in text else ""  # searched once, not for each row
     return ((where, _encodable(row, where, escapes)) for where, row in located)
 
 
-def _parse(text: str, where: str) -> Any:
+def _parse(text: str, where: Location | str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
@@ -149,7 +150,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _encodable(row: Any, where: str, written: str) -> Any:
+def _encodable(row: Any, where: Location, written: str) -> Any:
     """Return the row if all its text can be encoded: JSON can contain half of a surrogate pair.
 
     Args: written: the JSON source. Raises: ValueError with the text.
@@ -173,7 +174,7 @@ def _existing(source: str) -> str:
     if "://" in source:
         return source
     path = Path(source).expanduser()
-    if glob.has_magic(source) and not os.path.isfile(path):
+    if glob.has_magic(source) and not path.is_file():
         if not glob.glob(str(path), recursive=True):
             raise ValueError(f"data source {source}: no file matches {path.absolute()}")
         return str(path)
@@ -193,8 +194,9 @@ def _load_text(source: str, path: str, unit: str) -> list[dict[str, Any]]:
         if not isinstance(error.__cause__, Exception) or "UnicodeDecodeError" not in str(error):
             raise
         lines = _load("text", source, data_files=path, encoding_errors="replace")
-        number = next(number for number, line in enumerate(lines, start=1) if "\ufffd" in line["text"])
-        raise ValueError(f"{source}, line {number}: not UTF-8. Save the file as UTF-8") from error
+        index = next(index for index, line in enumerate(lines) if "\ufffd" in line["text"])
+        where = Location(source, "line", index, files_of(source, path))
+        raise ValueError(f"{where}: not UTF-8. Save the file as UTF-8") from error
 
 
 def _within(timeout_s: float, source: str, load: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -230,7 +232,7 @@ def _load(
         datasets.logging.set_verbosity(logging.CRITICAL)
     try:
         if options:
-            config = _state_of(options["data_files"])
+            config = state_of(options["data_files"])
         return datasets.load_dataset(name, config, split=split, **options).to_list()
     except Exception as error:  # errors of the file system, the hub or the format
         cause = (isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__) or error
@@ -242,23 +244,14 @@ def _load(
                 return _load(name, source, split=split, config=MAIN, **options)
             written = ", ".join(f"{source.rpartition(':')[0]}:{each}:{split}" for each in names)
             raise ValueError(f"data source {source} cannot be read: {several}. Write one of {written}") from error
+        if name == "parquet" and (file := unlike_file(files_of(source, options["data_files"]))):
+            source = f"{source} ({file})"
         remedy = _remedy(cause, None if not options else Path(options["data_files"]).name)
         raise ValueError(f"data source {source} cannot be read: {type(cause).__name__}: {cause}{remedy}") from error
     finally:
         datasets.logging.set_verbosity(verbosity)
         if not was_quiet:
             datasets.enable_progress_bars()
-
-
-def _state_of(path: str) -> str | None:
-    """Digest of sizes and change times of local files, for the key of the cache of `datasets`: that has the path and
-    the modification time alone, which a copy may keep (cp -p, rsync -t, archives).
-    """
-    if "://" in path:
-        return None
-    states = [(file, os.stat(file)) for file in sorted(glob.glob(path, recursive=True))]
-    written = repr([(file, state.st_size, state.st_ctime_ns) for file, state in states])
-    return hashlib.sha256(written.encode()).hexdigest()[:16]
 
 
 def _remedy(error: BaseException, file: str | None) -> str:

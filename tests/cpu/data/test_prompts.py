@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.data.order import Order
 from skyrl_train.data.prompts import load_prompts
+from skyrl_train.data.rows import read_rows
 from skyrl_train.types import Example, Prompt
 from tests.support.tiny import chatml_tokenizer, tiny_tokenizer
 
@@ -286,6 +287,51 @@ def test_each_file_of_a_pattern_may_hold_an_array_and_errors_name_it(tmp_path):
     (tmp_path / "d.json").write_text('[{"prompt": 1]')
     with pytest.raises(ValueError, match=r"d\.json: invalid JSON"):
         load(pattern)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "parquet"])
+def test_an_error_in_one_of_several_files_names_it_and_its_own_line_or_row(tmp_path, ending):
+    """The others are of other lengths; one has an empty line, which counts."""
+    for folder, rows in (("b", [row(), {"prompt": None}]), ("a", [row()] * 5), ("c", [row()])):
+        (tmp_path / folder).mkdir()
+        text = "\n" + "".join(json.dumps(each) + "\n" for each in rows)
+        if ending == "parquet":
+            datasets.Dataset.from_list(rows).to_parquet(tmp_path / folder / "rows.parquet")
+        else:
+            (tmp_path / folder / f"rows.{ending}").write_bytes(
+                gzip.compress(text.encode()) if ending.endswith("gz") else text.encode()
+            )
+    where = "row 1" if ending == "parquet" else "line 3"
+    with pytest.raises(ValueError, match=f"^{tmp_path}/b/rows.{ending}, {where}: `prompt` is missing"):
+        load(str(tmp_path / f"*/rows.{ending}"))
+
+
+def test_bytes_and_files_that_cannot_be_read_are_named_in_a_pattern_too(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [row()])
+    (tmp_path / "b.jsonl").write_bytes(json.dumps(row()).encode() + b"\n\xff\n")
+    with pytest.raises(ValueError, match=r"/b\.jsonl, line 2: not UTF-8"):
+        load(str(tmp_path / "*.jsonl"))
+    datasets.Dataset.from_list([row()]).to_parquet(tmp_path / "a.parquet")
+    datasets.Dataset.from_list([{"prompt": 3}]).to_parquet(tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"\(/.*/b.parquet, whose columns are not those of /.*/a.parquet\) cannot be"):
+        load(str(tmp_path / "*.parquet"))
+    (tmp_path / "b.parquet").write_text("PAR1 not really")
+    with pytest.raises(ValueError, match=r"\*.parquet \(/[^ ]*/b.parquet\) cannot be read"):
+        load(str(tmp_path / "*.parquet"))
+
+
+def test_rows_of_files_that_were_edited_since_are_named_by_their_pattern(tmp_path):
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [row()] * 2)
+    pattern = str(tmp_path / "*.jsonl")
+    *_, last = [where for where, _ in read_rows([pattern])]
+    assert str(last) == f"{tmp_path}/b.jsonl, line 2"
+    again = [where for where, _ in read_rows([pattern])][-1]
+    write_jsonl(tmp_path / "a.jsonl", [row()])
+    assert str(again) == str(last), "known since the first time"
+    third = [where for where, _ in read_rows([pattern])][-1]
+    write_jsonl(tmp_path / "a.jsonl", [row()] * 3)
+    assert str(third) == f"{pattern}, line 3"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "*.jsonl"])
