@@ -58,7 +58,8 @@ def state_of(path: str) -> str | None:
     """
     if "://" in path:
         return None
-    states = [(file, os.stat(file)) for file in sorted(glob.glob(path, recursive=True))]
+    files = filter(os.path.isfile, sorted(glob.glob(path, recursive=True)))
+    states = [(file, os.stat(file)) for file in files]
     written = repr([(file, state.st_size, state.st_ctime_ns) for file, state in states])
     return hashlib.sha256(written.encode()).hexdigest()[:16]
 

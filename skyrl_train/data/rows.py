@@ -233,7 +233,11 @@ def _load(
     try:
         if options:
             config = state_of(options["data_files"])
-        return datasets.load_dataset(name, config, split=split, **options).to_list()
+        cache = None
+        if not options and Path(name).is_dir():  # no name of a configuration is free, as it is for files
+            state = state_of(f"{glob.escape(name)}/**")
+            cache = f"{datasets.config.HF_DATASETS_CACHE}/{Path(name).resolve().name}-{state}"
+        return datasets.load_dataset(name, config, split=split, cache_dir=cache, **options).to_list()
     except Exception as error:  # errors of the file system, the hub or the format
         cause = (isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__) or error
         if config is None and (choice := _CONFIGS.search(str(error))):

@@ -334,17 +334,22 @@ def test_rows_of_files_that_were_edited_since_are_named_by_their_pattern(tmp_pat
     assert str(third) == f"{pattern}, line 3"
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "*.jsonl"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "*.jsonl", ":train", ":main:train"])
 def test_a_file_that_another_with_its_time_replaced_is_read_again_and_otherwise_its_cache(tmp_path, name):
+    (folder := tmp_path / "hub").mkdir()
+    configs = [{"config_name": "main", "data_files": "a.parquet"}]
+    (folder / "README.md").write_text("---\n" + json.dumps({"configs": configs}) + "\n---\n" if "main" in name else "")
+
     def read(answer):
         """Messages, and the files of the cache with their times."""
-        path = tmp_path / name.replace("*", "a")
+        path = folder / ("a.parquet" if ":" in name else name.replace("*", "a"))
         if answer:
             write_jsonl(path, [row(answer)])
             if path.suffix == ".parquet":
                 datasets.Dataset.from_list([row(answer)]).to_parquet(path)
             os.utime(path, (0, 0))
-        messages = [prompt.messages[0]["content"] for prompt in load(str(tmp_path / name)).prompts]
+        source = f"{folder}{name}" if ":" in name else str(folder / name)
+        messages = [prompt.messages[0]["content"] for prompt in load(source).prompts]
         return messages, {(file, file.stat().st_mtime_ns) for file in (tmp_path / "cache").rglob("*.arrow")}
 
     assert read("old")[0] == ["old"]
