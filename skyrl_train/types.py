@@ -43,6 +43,14 @@ class Prompt:
     """Every other column of the row (`reward_spec`, `extra_info`, ...)."""
     data_source: str
     """Label under which evaluation scores are grouped."""
+    location: object = field(default="", compare=False, repr=False)
+    """File of the row and its line there, as text; empty if unknown."""
+
+    @property
+    def name(self) -> str:
+        """Uid, and the location if it is known, for errors."""
+        location = str(self.location)
+        return f"prompt {self.uid}" + (f" from {location}" if location else "")
 
 
 @dataclass(frozen=True, slots=True)

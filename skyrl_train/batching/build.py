@@ -149,15 +149,15 @@ def _zero_variance_share(rewards: Tensor, group_ids: Tensor) -> float:
 
 def _faults(groups: Sequence[Group]) -> list[str]:
     """Errors of the groups that cannot be trained on."""
-    empty = [f"prompt {group.prompt.uid} has no samples" for group in groups if not group.samples]
+    empty = [f"{group.prompt.name} has no samples" for group in groups if not group.samples]
     samples = [
-        f"sample {number} of prompt {group.prompt.uid} {fault}"
+        f"sample {number} of {group.prompt.name} {fault}"
         for group in groups
         for number, sample in enumerate(group.samples)
         for fault in faults_of(sample)
     ]
     cut = [
-        f"the last sample of prompt {group.prompt.uid} has ends_conversation=False: the last of a conversation ends it"
+        f"the last sample of {group.prompt.name} has ends_conversation=False: the last of a conversation ends it"
         for group in groups
         if not samples and group.samples and not group.samples[-1].ends_conversation
     ]

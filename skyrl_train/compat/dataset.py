@@ -61,8 +61,17 @@ def prompts_of(dataset: Any, default_env_class: str) -> list[Prompt]:
     rows = [] if dataset is None else [dataset[index] for index in range(len(dataset))]
     if (collate := getattr(dataset, "collate_fn", None)) is not None:
         rows = [tuple(row[name] for name in NAMES) for row in collate(rows)]
+    own = dataset.prompts if isinstance(dataset, PromptDataset) else []
+    locations = {prompt.uid: prompt.location for prompt in own}
     return [
-        Prompt(str(uid), messages, env_class or default_env_class, dict(extras or {}), _data_source(extras))
+        Prompt(
+            str(uid),
+            messages,
+            env_class or default_env_class,
+            dict(extras or {}),
+            _data_source(extras),
+            locations.get(uid, ""),
+        )
         for messages, env_class, extras, uid in rows
     ]
 

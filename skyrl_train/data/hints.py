@@ -23,14 +23,14 @@ def hinted_messages(template: str, prompt: Prompt) -> list[Message]:
     """
     last = max((i for i, message in enumerate(prompt.messages) if message["role"] == "user"), default=None)
     if last is None:
-        raise ValueError(f"{KEY}: the prompt of row {prompt.uid} has no user message. Use a `module:function`")
+        raise ValueError(f"{KEY}: {prompt.name} has no user message. Use a `module:function`")
     given = prompt.messages[last]
     try:
         content = Filled().vformat(template, (), {**prompt.extras, "prompt": given.get("content") or ""})
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         columns = ", ".join(["prompt", *prompt.extras])
         raise ValueError(
-            f"{KEY} is {shortened(template)}: it cannot be filled from row {prompt.uid} ({type(error).__name__}: "
+            f"{KEY} is {shortened(template)}: it cannot be filled from {prompt.name} ({type(error).__name__}: "
             f"{error}). The fields are {columns}"
         ) from error
     return [*prompt.messages[:last], {**given, "content": content}, *prompt.messages[last + 1 :]]
@@ -66,7 +66,7 @@ class Hints:
         length = len(own)
         if not torch.equal(sample.token_ids[:length], own) or bool(sample.loss_mask[:length].any()):
             raise ValueError(
-                f"{KEY} is set: a sample of prompt {prompt.uid} does not begin with the prompt of its row as the chat "
+                f"{KEY} is set: a sample of {prompt.name} does not begin with the prompt of its row as the chat "
                 "template renders it, so the hint cannot be inserted. Use an environment and a rollout that keep "
                 "the row's prompt unchanged"
             )
@@ -76,7 +76,7 @@ class Hints:
         try:
             token_ids = self._chat.prompt_ids(check_messages(messages))
         except ValueError as error:
-            raise ValueError(f"{KEY}: the prompt of row {prompt.uid} with its hint: {error}") from error
+            raise ValueError(f"{KEY}: {prompt.name} with its hint: {error}") from error
         return TeacherPrompt(length, torch.tensor(token_ids, dtype=torch.int64))
 
 
@@ -96,7 +96,7 @@ def check_template(
     if length + (max_response or 1) > max_tokens:
         response = "" if max_response is None else f" and a response of up to {max_response} tokens"
         raise ValueError(
-            f"{KEY}: the prompt of row {prompts[longest].uid} with its hint has {length} tokens{response}, more than "
+            f"{KEY}: {prompts[longest].name} with its hint has {length} tokens{response}, more than "
             f"the {max_tokens} positions of the model. Shorten the hint, or lower max_generate_length"
         )
     return length

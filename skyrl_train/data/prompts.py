@@ -52,16 +52,15 @@ def load_prompts(
         the default; a data set must not decide which code is imported.
     Raises: ValueError naming source and row if a source cannot be read, a row is malformed, or no row is left.
     """
-    places, prompts = [], []
+    prompts = list[Prompt]()
     index = -1
     for index, (where, given) in enumerate(read_rows(sources, timeout_s)):
         if (row := mapping.row(given, where)) is None:
             continue
-        places.append(where)
         prompts.append(_prompt(row, where, str(index), mapping, default_env_class, allowed_env_classes))
     mapping.check_some_left(len(prompts), index + 1, sources)
     limit = TextLimit.of(tokenizer, max_prompt_length)
-    lengths = _lengths(prompts, places, ChatTemplate(tokenizer, chat_template_kwargs), limit)
+    lengths = _lengths(prompts, ChatTemplate(tokenizer, chat_template_kwargs), limit)
     kept = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= max_prompt_length]
     if not kept:
         raise ValueError(
@@ -92,7 +91,7 @@ def configured_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, sourc
     return loaded.prompts
 
 
-def _lengths(prompts: Sequence[Prompt], places: Sequence[Location], chat: ChatTemplate, limit: TextLimit) -> list[int]:
+def _lengths(prompts: Sequence[Prompt], chat: ChatTemplate, limit: TextLimit) -> list[int]:
     """Number of tokens of each prompt; a lower bound for one that is too long to be tokenised.
 
     Raises: ValueError naming source and row if the template rejects a prompt or renders it to no token.
@@ -107,7 +106,7 @@ def _lengths(prompts: Sequence[Prompt], places: Sequence[Location], chat: ChatTe
             lengths[index] = length
         together.clear()
 
-    for index, (prompt, where) in enumerate(zip(prompts, places, strict=True)):
+    for index, prompt in enumerate(prompts):
         try:
             text = chat.render(prompt.messages)
             limit.check(text)
@@ -115,13 +114,15 @@ def _lengths(prompts: Sequence[Prompt], places: Sequence[Location], chat: ChatTe
             lengths[index] = error.num_tokens
             continue
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+            raise ValueError(f"{prompt.location}: {error}") from error
         if len(together) == TOKENISED_TOGETHER or sum(map(len, together.values())) + len(text) > MIN_CHARACTERS:
             tokenise()
         together[index] = text
     tokenise()
     if 0 in lengths:
-        raise ValueError(f"{places[lengths.index(0)]}: `prompt` is empty: the chat template renders it to no token")
+        raise ValueError(
+            f"{prompts[lengths.index(0)].location}: `prompt` is empty: the chat template renders it to no token"
+        )
     return lengths
 
 
@@ -160,4 +161,5 @@ def _prompt(
             if key != "env_class" and (key != "prompt" or isinstance(value, str))
         },
         data_source=row.get("data_source") or "unknown",
+        location=where,
     )

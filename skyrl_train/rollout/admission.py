@@ -18,14 +18,14 @@ SHOWN_REASONS = 3
 class Failure:
     """A rollout that ended without a sample."""
 
-    uid: str
-    """Uid of the prompt."""
+    prompt: str
+    """`Prompt.name`"""
     error: Exception
 
     def __str__(self) -> str:
         if isinstance(self.error, RolloutFailure):
             return str(self.error)
-        return f"prompt {self.uid}: {type(self.error).__name__}: {self.error}"
+        return f"{self.prompt}: {type(self.error).__name__}: {self.error}"
 
 
 class TooManyFailures(RuntimeError):

@@ -133,7 +133,7 @@ class Collector:
                     raise
                 if engines.error is not None:
                     raise engines.error from engines.error.__cause__
-                failure = Failure(prompt.uid, self._named(prompt, error))
+                failure = Failure(prompt.name, self._named(prompt, error))
                 if attempt < admission.num_attempts:
                     admission.retry(failure)
                     continue
@@ -165,7 +165,7 @@ class Collector:
         return failure
 
     def _failure(self, prompt: Prompt, problem: str) -> RolloutFailure:
-        return RolloutFailure(f"the rollout {name_of(self._rollout)} failed (prompt {prompt.uid}): {problem}")
+        return RolloutFailure(f"the rollout {name_of(self._rollout)} failed ({prompt.name}): {problem}")
 
     async def _timed(self, rollouts: Coroutine[Any, Any, list[Result]], ends: list[float]) -> list[Result]:
         try:

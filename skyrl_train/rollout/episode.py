@@ -25,9 +25,9 @@ _log = logging.getLogger(__name__)
 class EnvironmentFailure(RolloutFailure):
     """An environment raised, returned an invalid value, or timed out. `__cause__` is the original error."""
 
-    def __init__(self, *, env_class: str, uid: str, turn: int, call: str, problem: str) -> None:
-        self.env_class, self.uid, self.turn, self.call = env_class, uid, turn, call
-        super().__init__(f"environment {env_class!r} failed in {call} (prompt {uid}, turn {turn}): {problem}")
+    def __init__(self, *, prompt: Prompt, turn: int, call: str, problem: str) -> None:
+        self.env_class, self.uid, self.turn, self.call = prompt.env_class, prompt.uid, turn, call
+        super().__init__(f"environment {prompt.env_class!r} failed in {call} ({prompt.name}, turn {turn}): {problem}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,7 @@ class Episode:
             self._lock.release()
 
     def failure(self, problem: str) -> EnvironmentFailure:
-        return EnvironmentFailure(
-            env_class=self._prompt.env_class, uid=self._prompt.uid, turn=self._turn, call=self.call, problem=problem
-        )
+        return EnvironmentFailure(prompt=self._prompt, turn=self._turn, call=self.call, problem=problem)
 
     def _finish(self) -> None:
         with self._failures():

@@ -147,7 +147,7 @@ def _check_is_created(config: Config, prompt: Prompt) -> None:
     extras = {**prompt.extras, "max_turns": config.generator.max_turns}
     if problem := row_problem(name, env_config(kwargs, config.extra), extras):
         raise ValueError(
-            f"the environment {name}{_asked(config, name)} cannot be created for prompt {prompt.uid}, whose row has "
+            f"the environment {name}{_asked(config, name)} cannot be created for {prompt.name}, whose row has "
             f"the columns {', '.join(prompt.extras) or 'prompt alone'}: {problem}. "
             + (
                 "Add the column (data.columns), or give the argument a default"

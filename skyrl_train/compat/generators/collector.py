@@ -84,17 +84,17 @@ class GeneratorCollector(Collector):
             except (SystemExit, asyncio.CancelledError) as error:
                 if is_cancellation(error):
                     raise
-                problem = RolloutFailure(f"the generator failed (prompt {prompt.uid}): {described(error, __file__)}")
+                problem = RolloutFailure(f"the generator failed ({prompt.name}): {described(error, __file__)}")
             if call.error is not None:
                 raise call.error from call.error.__cause__
             if made or attempt == admission.num_attempts:
                 break
-            admission.retry(Failure(prompt.uid, problem))
+            admission.retry(Failure(prompt.name, problem))
         if made and self._phase == "train":
             self._report(output.get("rollout_metrics") or {})
         for samples in made:
             progress.advance(samples)
-        return [*made, *(admission.fail(Failure(prompt.uid, problem)) for _ in range(n_samples - len(made)))]
+        return [*made, *(admission.fail(Failure(prompt.name, problem)) for _ in range(n_samples - len(made)))]
 
     async def _output(self, call: Call, n_samples: int) -> GeneratorOutput:
         call.versions.append(self._policy_version())

@@ -248,7 +248,7 @@ class StreamingSource:
         awaited = [(ticket, self._groups[ticket.number]) for ticket in self._buffer.awaited]
         log.error("no rollout ends. %s", stacks(task_name(group.prompt) for _, group in awaited[:SHOWN]))
         shown = ", ".join(
-            f"prompt {group.prompt.uid} ({group.num_ended} of {self._n_samples} rollouts ended, started in step "
+            f"{group.prompt.name} ({group.num_ended} of {self._n_samples} rollouts ended, started in step "
             f"{ticket.step + 1})"
             for ticket, group in awaited[:SHOWN]
         )

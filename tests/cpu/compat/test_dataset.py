@@ -28,6 +28,14 @@ def test_rows_of_other_column_names_are_read_and_long_ones_left_out(tmp_path: Pa
     ]
 
 
+def test_rows_of_files_keep_their_locations(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text(2 * (json.dumps({"prompt": SUM}) + "\n"))
+    dataset = PromptDataset(str(tmp_path / "rows.jsonl"), tiny_tokenizer(), 100)
+    assert [str(prompt.location) for prompt in prompts_of(dataset, "mine")] == [
+        f"{tmp_path}/rows.jsonl, line {number}" for number in (1, 2)
+    ]
+
+
 def test_any_object_of_the_contract_gives_the_prompts_of_a_run():
     class Folders:
         def __len__(self) -> int:

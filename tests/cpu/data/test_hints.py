@@ -68,18 +68,18 @@ def test_a_sample_with_another_prompt_than_its_row_and_messages_that_are_none_ar
     with pytest.raises(ValueError, match="prompt 7 does not begin with the prompt of its row"):
         Hints(hint_of_template(TEMPLATE), CHAT).prompts([other])
     wrong = Hints(lambda group, one: [{"role": "user"}], CHAT)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="the prompt of row 7 with its hint: message 0 has `content` null"):
+    with pytest.raises(ValueError, match="prompt 7 with its hint: message 0 has `content` null"):
         wrong.prompts([Group(row, (answered(row),))])
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{prompt} {answer}", r"row 7 \(KeyError: 'answer'\). The fields are prompt, reward_spec, level, empty"),
+        ("{prompt} {answer}", r"prompt 7 \(KeyError: 'answer'\). The fields are prompt, reward_spec, level, empty"),
         ("{prompt} {reward_spec[answer]}", "KeyError: 'answer'"),
         ("{prompt} {level.x}", "AttributeError"),
         ("{prompt} {empty}", "a column is null"),
-        ("{prompt} {0}", "cannot be filled from row 7"),
+        ("{prompt} {0}", "cannot be filled from prompt 7"),
     ],
 )
 def test_a_row_without_the_columns_of_the_template_is_named_before_the_run(template: str, message: str):
@@ -92,10 +92,12 @@ def test_a_hint_that_leaves_no_room_for_the_response_is_refused_before_the_run()
     length = len(CHAT.prompt_ids(hinted_messages(TEMPLATE, rows[1])))
     check_template(TEMPLATE, rows, CHAT, max_tokens=length + 5, max_response=5)
     check_template(TEMPLATE, rows, CHAT, max_tokens=length + 1, max_response=None)
-    with pytest.raises(ValueError, match=rf"row 8 with its hint has {length} tokens and a response of up to 6 tokens"):
+    with pytest.raises(
+        ValueError, match=rf"prompt 8 with its hint has {length} tokens and a response of up to 6 tokens"
+    ):
         check_template(TEMPLATE, rows, CHAT, max_tokens=length + 5, max_response=6)
     system = replace(prompt(), messages=[{"role": "system", "content": "1"}])
-    with pytest.raises(ValueError, match="row 7 has no user message"):
+    with pytest.raises(ValueError, match="prompt 7 has no user message"):
         check_template(TEMPLATE, [system], CHAT, max_tokens=1000, max_response=None)
 
 

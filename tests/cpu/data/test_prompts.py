@@ -306,6 +306,15 @@ def test_an_error_in_one_of_several_files_names_it_and_its_own_line_or_row(tmp_p
         load(str(tmp_path / f"*/rows.{ending}"))
 
 
+def test_prompts_know_the_file_and_line_of_their_rows_of_which_some_may_be_dropped(tmp_path):
+    sources = [write_jsonl(tmp_path / f"{name}.jsonl", [row("1"), row("12345"), row("2")]) for name in "ab"]
+    names = [prompt.name for prompt in load(*sources, max_prompt_length=2).prompts]
+    assert names[1:3] == [f"prompt 2 from {sources[0]}, line 3", f"prompt 3 from {sources[1]}, line 1"]
+    datasets.Dataset.from_list([row()] * 2).to_parquet(tmp_path / "a.parquet")
+    prompts = load(str(tmp_path / "*.parquet")).prompts
+    assert prompts[1].name == f"prompt 1 from {tmp_path}/a.parquet, row 1"
+
+
 def test_bytes_and_files_that_cannot_be_read_are_named_in_a_pattern_too(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [row()])
     (tmp_path / "b.jsonl").write_bytes(json.dumps(row()).encode() + b"\n\xff\n")

@@ -255,6 +255,20 @@ def test_an_error_of_a_rollout_names_it_its_prompt_and_its_line(rollout: Any, na
     assert message.endswith(f"({__file__}:{line.__code__.co_firstlineno + 1})" if line else "'await' expression")
 
 
+def test_a_failure_names_the_file_and_line_of_the_row_where_they_are_known():
+    async def fails(*_: Any) -> Sample:
+        raise KeyError("tool")
+
+    rows = [replace(prompt("5"), location="data/sums.jsonl, line 6"), replace(prompt("6"), location="x.parquet, row 0")]
+    admission = Admission(1.0)
+    admission.begin(2)
+    collector = Collector(fails, engines_of(Recorder()))
+    asyncio.run(collector.collect(rows, 1, PARAMS, Quiet(), admission))
+    first, second = map(str, admission.failures)
+    assert "fails failed (prompt 5 from data/sums.jsonl, line 6): KeyError: 'tool'" in first
+    assert "failed (prompt 6 from x.parquet, row 0)" in second
+
+
 async def raises_cancelled(prompt: Prompt, params: SamplingParams, engines: Engines) -> Sample:
     if prompt.uid == "a":
         raise asyncio.CancelledError("of a client")

@@ -2,6 +2,7 @@ import asyncio
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import skyrl_gym
@@ -366,6 +367,13 @@ def test_cancelled_sample_closes_its_environment_even_while_it_is_being_made(reg
     with sampler(tiny_tokenizer(), generate) as s:
         asyncio.run(main(s, generate))
     assert [env.closed for env in Slow.made] == [1]
+
+
+def test_a_failure_of_an_environment_names_the_file_and_line_of_the_row(register):
+    register(Raises)
+    own = replace(prompt("probe", uid="17"), location="rows.jsonl, line 18")
+    with pytest.raises(EnvironmentFailure, match=r"failed in env.step \(prompt 17 from rows.jsonl, line 18, turn 2\)"):
+        play(Script(tiny_tokenizer(), "a"), own)
 
 
 def test_extras_of_the_prompt_are_not_changed_by_max_turns():
