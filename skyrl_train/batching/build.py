@@ -12,16 +12,16 @@ from skyrl_train.faults import faults_of, listed
 from skyrl_train.types import UNKNOWN_VERSION, Example, ExperienceBatch, Group, Metrics, Sample, TokenBatch
 
 
-def build_experience(groups: Sequence[Group], policy_version: int) -> ExperienceBatch:
+def build_experience(groups: Sequence[Group], policy_version: int, vocab_size: int | None = None) -> ExperienceBatch:
     """Concatenate the samples of all groups in order; group_ids are indices into `groups`.
 
-    Args: policy_version: version of the policy that will be trained on them.
+    Args: policy_version: version of the policy that will be trained on them; vocab_size: its tokens, None: unknown.
     Raises: ValueError if there is no group, a group has no sample or ends within a conversation, or a sample cannot be
         trained. Those of rollouts were checked before; sources of a user, and hooks on groups, may give others.
     """
     if not groups:
         raise ValueError("there are no groups to train on: every prompt of the step was dropped")
-    if faults := _faults(groups):
+    if faults := _faults(groups, vocab_size):
         raise ValueError(f"these samples cannot be trained: {listed(faults)}")
     samples = [sample for group in groups for sample in group.samples]
     token_ids = torch.cat([sample.token_ids for sample in samples])
@@ -147,14 +147,14 @@ def _zero_variance_share(rewards: Tensor, group_ids: Tensor) -> float:
     return float((num_differing == 0).double().mean())
 
 
-def _faults(groups: Sequence[Group]) -> list[str]:
+def _faults(groups: Sequence[Group], vocab_size: int | None) -> list[str]:
     """Errors of the groups that cannot be trained on."""
     empty = [f"{group.prompt.name} has no samples" for group in groups if not group.samples]
     samples = [
         f"sample {number} of {group.prompt.name} {fault}"
         for group in groups
         for number, sample in enumerate(group.samples)
-        for fault in faults_of(sample)
+        for fault in faults_of(sample, vocab_size)
     ]
     cut = [
         f"the last sample of {group.prompt.name} has ends_conversation=False: the last of a conversation ends it"

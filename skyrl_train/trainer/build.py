@@ -145,6 +145,7 @@ class Assembly:
             objective=own,
             limits=self._limits,
             timers=self._timers,
+            vocab_size=self._model.vocab_size,
         )
 
     def fine_tuning(self) -> FineTuning:

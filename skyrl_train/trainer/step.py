@@ -49,6 +49,8 @@ class TrainingStep:
     objective: Objective
     limits: MicroBatchLimits
     timers: Timers
+    vocab_size: int
+    """Tokens of the model."""
     critic: Critic | None = None
     hints: Hints | None = None
     groups: Sequence[Group] = ()
@@ -74,7 +76,7 @@ class TrainingStep:
         self.has_begun = False
         groups = self.groups = await groups_of(self.source)
         with self.timers("convert_to_training_input"):
-            batch = build_experience(groups, self.policy.policy_version)
+            batch = build_experience(groups, self.policy.policy_version, self.vocab_size)
             self._staleness_warning.note(batch.staleness)
             shards = Shards(self._split(batch, self._num_mini_batches(groups)))
             credit, has_signal = self._first_credit(batch)

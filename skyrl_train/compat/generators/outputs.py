@@ -43,7 +43,12 @@ def vllm_params(params: SamplingParams) -> dict[str, Any]:
 
 
 def conversations_of(
-    output: GeneratorOutput, prompt: Prompt, n_samples: int, policy_version: int, tokenizer: Any
+    output: GeneratorOutput,
+    prompt: Prompt,
+    n_samples: int,
+    policy_version: int,
+    tokenizer: Any,
+    vocab_size: int | None = None,
 ) -> list[list[Sample]]:
     """The samples of one group by trajectory, without placeholders (a response of one token that is not trained).
 
@@ -80,7 +85,7 @@ def conversations_of(
             sample = _sample({name: each[number] for name, each in columns.items()}, prompt, policy_version, tokenizer)
         except ValueError as error:
             raise ValueError(f"sample {number} of the generator has {error}") from error
-        if faults := faults_of(sample):
+        if faults := faults_of(sample, vocab_size):
             raise ValueError(f"sample {number} of the generator {listed(faults)}")
         conversations[-1].append(sample)
         if ends[number]:

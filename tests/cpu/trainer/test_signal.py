@@ -126,6 +126,7 @@ class World:
             objective=objective or objective_of(),
             limits=SimpleNamespace(),  # type: ignore[arg-type]
             timers=timers,
+            vocab_size=64,
             critic=Critic(calls) if config.trainer.algorithm.needs_critic else None,  # type: ignore[arg-type]
         )
         batches = [SimpleNamespace(mini_batches=[None, None])]
@@ -140,6 +141,18 @@ class World:
         self.policy.calls.clear()
         self.groups = [group(of_group, mask) for of_group in rewards]
         return await self.step.step()
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_before_the_update_whatever_source_gave_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    world = World(monkeypatch)
+    made = group(DIFFERENT)
+    first = replace(made.samples[0], token_ids=torch.tensor([1, 64]))
+    world.groups = [replace(made, samples=(first, *made.samples[1:]))]
+    with pytest.raises(ValueError, match="sample 0 of prompt 0 has token id 64: the policy's vocabulary has 64 tokens"):
+        asyncio.run(world.step.step())
+    assert world.policy.calls == []
 
 
 def test_a_step_whose_groups_all_have_equal_rewards_trains_and_syncs_nothing(monkeypatch: pytest.MonkeyPatch):

@@ -104,6 +104,18 @@ class World:
         return asyncio.run(made), admission
 
 
+def test_a_token_beyond_the_vocabulary_is_a_failure_of_the_generator():
+    def beyond(output: GeneratorOutput) -> None:
+        output["response_ids"][0] = [10]
+
+    world = World()
+    world.generator.change = beyond  # type: ignore[attr-defined]
+    assert world.collect("0")[0]
+    world.evaluating.vocab_size = 10
+    with pytest.raises(ValueError, match="sample 0 of the generator has token id 10: .* vocabulary has 10 tokens"):
+        world.collect("0")
+
+
 class Hangs(Single):
     """A generator that never returns."""
 
