@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig
 from transformers.utils import CHAT_TEMPLATE_DIR
+from transformers.utils import CONFIG_NAME as CONFIG
 
 from skyrl_train.file_sum import FileSum, size_problems, sum_of
 from skyrl_train.hf import adapter
@@ -133,16 +133,24 @@ def save_hf(model: Model, source: str, folder: str, read: Read = lambda tensor: 
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (target / INDEX).write_text(json.dumps(index, indent=1))
         read_from = local_folder(source)
-        # Not the bridge's copy, which holds the fields that mbridge looks for.
-        config = AutoConfig.from_pretrained(read_from, trust_remote_code=False)
-        config.dtype = model.dtype
-        if hasattr(config, "quantization_config"):  # of DeepSeek's FP8 weights, which are dequantised
-            del config.quantization_config
-        config.save_pretrained(target)
+        write_config(Path(read_from), target, model.dtype)
         copy_others(Path(read_from), target)
 
     write_together(target, write_the_rest)
     return {file: FileSum(**file_sum) for file, file_sum, _ in written}
+
+
+def write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """Write a model's config.json for unquantised weights of this dtype; every other field stays as it is.
+
+    Not with transformers, which renames fields: version 5 writes `rope_theta` into `rope_parameters`, where version 4
+    does not look, so that it computes with its default. Raises: OSError.
+    """
+    config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)  # of DeepSeek's FP8 weights, which are dequantised
+    spellings = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    config |= dict.fromkeys(spellings, str(dtype).removeprefix("torch."))
+    (target / CONFIG).write_text(f"{json.dumps(config, indent=2, ensure_ascii=False)}\n", encoding="utf-8")
 
 
 def copy_others(source: Path, target: Path) -> None:

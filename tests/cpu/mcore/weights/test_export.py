@@ -27,7 +27,7 @@ from skyrl_train.megatron.verify.local_ranks import run_on_ranks
 from skyrl_train.megatron.weights import save as save_module
 from skyrl_train.megatron.weights.all_stages import to_every_stage
 from skyrl_train.megatron.weights.export import export, export_specs
-from skyrl_train.megatron.weights.save import copy_others, export_folder, require_tensors, save_hf
+from skyrl_train.megatron.weights.save import copy_others, export_folder, require_tensors, save_hf, write_config
 from skyrl_train.ranks import Rendezvous
 from skyrl_train.weight_sync.bucket import TensorSpec
 from skyrl_train.weight_sync.control import WeightSyncError
@@ -168,13 +168,41 @@ def test_an_export_formats_the_prompts_of_tools_like_its_model(tmp_path: Path):
 
 
 def test_a_model_trained_in_bfloat16_is_saved_in_it(tmp_path: Path):
-    run("qwen3_tied", 2, {"tp": 2}, tmp_path, torch.bfloat16)
+    """In the form of its model, here that of transformers 4, which computes with its defaults where version 5 writes
+    the rotary base.
+    """
+    file = write_family("qwen3_tied", tmp_path / "source") / "config.json"
+    given = json.loads(file.read_text())
+    given |= {"rope_theta": given.pop("rope_parameters")["rope_theta"], "torch_dtype": given.pop("dtype")}
+    file.write_text(json.dumps(given))
+    arguments = (str(file.parent), layout(2, {"tp": 2}).megatron, str(tmp_path / "saved"), torch.bfloat16)
+    run_on_ranks(_export, arguments, 2, timeout_s=120)
     source, saved = tensors_of(tmp_path / "source"), tensors_of(tmp_path / "saved")
     assert all(torch.equal(saved[name], source[name].bfloat16()) for name in source)
-    config = json.loads((tmp_path / "saved/config.json").read_text())
-    assert config["dtype"] == "bfloat16"
-    given = json.loads((tmp_path / "source/config.json").read_text())
-    assert {k: v for k, v in config.items() if k != "dtype"} == {k: v for k, v in given.items() if k != "dtype"}
+    assert json.loads((tmp_path / "saved/config.json").read_text()) == given | {"torch_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("spelling", ["torch_dtype", "dtype", None])
+def test_an_exports_configuration_has_the_spelling_of_its_model(spelling: str | None, tmp_path: Path):
+    fields = {
+        "model_type": "qwen3_moe",
+        "rope_theta": 1000000.0,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "num_experts": 128,
+        "rms_norm_eps": 1e-06,
+        "temperature": 0.6,
+        "eos_token_id": [151645, 151643],
+        "author": "山田",
+        "transformers_version": "4.43.1",
+    }
+    target = tmp_path / "saved"
+    target.mkdir()
+    quantised = {"quantization_config": {"quant_method": "fp8"}}
+    given = fields | quantised | ({} if spelling is None else {spelling: "float32"})
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    write_config(tmp_path, target, torch.bfloat16)
+    assert json.loads((target / "config.json").read_text()) == fields | {spelling or "torch_dtype": "bfloat16"}
+    assert transformers.AutoConfig.from_pretrained(target).dtype == torch.bfloat16
 
 
 def test_the_routers_bias_stays_in_float32(tmp_path: Path):
