@@ -154,10 +154,14 @@ def write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
 
 
 def copy_others(source: Path, target: Path) -> None:
-    """Copy a model's tokenizer, code and texts, without replacing a file or copying an index of other weights."""
+    """Copy a model's tokenizer, code and texts, without replacing a file.
+
+    Not an index of other weights, nor the adapter_config.json that PEFT leaves beside merged weights: transformers
+    would load an adapter, whose weights are not copied.
+    """
     for path in (*source.iterdir(), *source.glob(f"{CHAT_TEMPLATE_DIR}/*.jinja")):
         copied = target / path.relative_to(source)
-        is_wanted = path.suffix in {".json", ".jinja", ".model", ".txt", ".py"}
+        is_wanted = path.suffix in {".json", ".jinja", ".model", ".txt", ".py"} and path.name != adapter.CONFIG_FILE
         if is_wanted and not path.name.endswith(".index.json") and not copied.exists():
             copied.parent.mkdir(exist_ok=True)
             shutil.copy(path, copied)

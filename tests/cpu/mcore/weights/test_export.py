@@ -156,14 +156,15 @@ def test_an_export_formats_the_prompts_of_tools_like_its_model(tmp_path: Path):
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a")
     tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}
     tokenizer.save_pretrained(source)
-    for name in ("pytorch_model.bin.index.json", "consolidated.safetensors.index.json", "weights.bin"):
+    others = ("pytorch_model.bin.index.json", "consolidated.safetensors.index.json", "weights.bin")
+    for name in (*others, "adapter_config.json"):
         (source / name).write_text("{}")
     copy_others(source, target)
     exported = transformers.AutoTokenizer.from_pretrained(target)
     assert exported.chat_template == tokenizer.chat_template
     assert exported.apply_chat_template([{"role": "user", "content": "a"}], tools=[{}], tokenize=False) == "with tools"
     names = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()}
-    assert not [name for name in names if "bin" in name or "index" in name]
+    assert not [name for name in names if "bin" in name or "index" in name or "adapter" in name]
     assert "additional_chat_templates/tool_use.jinja" in names
 
 
