@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -54,29 +54,42 @@ def export_folder(folder: str) -> Iterator[tuple[str, dict[str, FileSum]]]:
 def _publish(unfinished: Path, target: Path, sums: Mapping[str, FileSum]) -> None:
     """Make `unfinished` the folder `target`, with the digests of all files.
 
-    In a folder that exists, files are replaced one by one, and its index is missing until the last one is written, so
-    that nobody loads old and new weights together.
+    In a folder that exists, files are replaced one by one, those that only an earlier export has are removed, and
+    the index is missing until all are written, so that nobody loads old and new weights together.
     Args: sums: known digests; the other files are read.
     Raises: OSError, also if a file is missing: another node wrote it where this one does not see it; or if there are
         weights that an export did not write, which readers would prefer or mix in.
     """
-    listed = (target / SUMS).read_text().splitlines() if (target / SUMS).exists() else []
-    own = {line.split("  ", 1)[-1] for line in listed}
+    listed = (target / SUMS).read_text() if (target / SUMS).exists() else ""
+    own = {line.split("  ", 1)[-1] for line in listed.splitlines()}
     if foreign := sorted(file.name for file in target.glob("*.safetensors") if file.name not in own):
         raise OSError(f"the folder has weights of another origin ({', '.join(foreign[:3])}). Choose an empty folder")
     if problems := size_problems(unfinished, sums):
         raise OSError(f"{'; '.join(problems)}. The folder of an export must be one folder for all nodes")
     files = sorted(str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file())
     digests = {name: (sums.get(name) or sum_of(unfinished / name, durable=True)).sha256 for name in files}
-    (unfinished / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
+    text = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
+    (unfinished / SUMS).write_text(text)
     if not unfinished.is_relative_to(target):
         unfinished.replace(target)
         return
     (target / INDEX).unlink(missing_ok=True)
-    for name in sorted((*files, SUMS), key=lambda name: name == INDEX):
+    (target / SUMS).write_text(f"{listed}\n{text}")  # if this is killed, the next export knows both
+    for name in sorted((*files, SUMS), key=lambda name: (name == INDEX, name == SUMS)):
+        if name == SUMS:
+            _remove_files(target, own.difference(files))
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (unfinished / name).replace(target / name)
     _remove(unfinished)
+
+
+def _remove_files(folder: Path, names: Iterable[str]) -> None:
+    """Remove those files that are in the folder, and folders in it that become empty."""
+    for file in (folder / name for name in names):
+        if file.is_file() and file.resolve().is_relative_to(folder.resolve()):
+            file.unlink()
+            if file.parent != folder and not any(file.parent.iterdir()):
+                file.parent.rmdir()
 
 
 def _remove(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -335,3 +336,45 @@ def test_weights_of_another_origin_are_never_mixed_with_an_export(tmp_path: Path
         (unfinished / "model-00001-of-00001.safetensors").write_text(text)
         save_module._publish(unfinished, target, {})
         assert (target / "model-00001-of-00001.safetensors").read_text() == text
+
+
+def test_an_export_removes_the_files_of_an_earlier_one_that_it_does_not_have(tmp_path: Path, monkeypatch: Any):
+    """Files that no export listed stay; an export that was killed half-way does not refuse the next one."""
+    target, outside = tmp_path / "target", tmp_path / "outside.txt"
+    shard, index, sums = "model-0000{}-of-0000{}.safetensors", "model.safetensors.index.json", "SHA256SUMS"
+
+    def publish(*names: str) -> None:
+        shutil.rmtree(target / ".unfinished", ignore_errors=True)
+        for name in names:
+            (file := target / ".unfinished" / name).parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(" ".join(names))
+        save_module._publish(target / ".unfinished", target, {})
+
+    def found() -> set[str]:
+        return {str(path.relative_to(target)) for path in target.rglob("*")}
+
+    two = (shard.format(1, 2), shard.format(2, 2), index, "chat_template.jinja", "adapter/a.safetensors")
+    one = (shard.format(1, 1), index, "config.json")
+    publish(*two)
+    for file in (outside, target / "notes.txt"):
+        file.write_text("mine")
+    with (target / sums).open("a") as stream:
+        stream.write(f"0  {outside}\n0  ../outside.txt\n")
+
+    publish(*one)
+    assert found() == {*one, sums, "notes.txt"} and outside.exists()
+    for killed_at, expected in ((sums, one), (index, one), (shard.format(2, 2), two)):
+        replace = Path.replace
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+
+            def killed(path: Path, other: Path, at: str = killed_at, replace: Any = replace) -> Path:
+                if path.name == at and other.parent == target:
+                    raise KeyboardInterrupt
+                return replace(path, other)
+
+            patch.setattr(Path, "replace", killed)
+            publish(*two)
+        assert not (target / index).exists(), "a reader finds no model"
+        publish(*expected)
+        assert found() - {"adapter"} == {*expected, sums, "notes.txt"}
+        assert [line.split("  ")[1] for line in (target / sums).read_text().splitlines()] == sorted(expected)
